@@ -1,0 +1,81 @@
+"""The run an engine is taking part in: what strategies, `wb.fit` and `wb.log` are handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import catalog
+from ..errors import RunError
+from ..protocol import RunSpec
+from .gate import Gate
+from .injector import FaultInjector
+from .recorder import Recorder
+
+Emit = Callable[..., None]
+"""`emit(name, **fields)`: send an event of `protocol.EVENTS` to the kernel; never waits."""
+
+
+@dataclass
+class RunContext:
+    """One run on one engine.
+
+    Attributes:
+        spec: What the kernel sent.
+        recorder: Rows of the run.
+        gate: Asked before each step.
+        faults: Injected delays.
+        emit: Sends events.
+        trained: Steps done in this run, by any way; 0 at the end of a strategy cell is an error.
+        strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
+        step: The step under way, for `wb.log`.
+        weights: Called at the end of the run for the final weights; None when nothing was trained.
+    """
+
+    spec: RunSpec
+    recorder: Recorder
+    gate: Gate
+    faults: FaultInjector
+    emit: Emit
+    trained: int = 0
+    step: int = 0
+    strategy: Any = None
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    weights: Callable[[], dict[str, Any]] | None = None
+    started_s: float = 0.0
+    options_read: bool = False
+
+    @property
+    def entry(self) -> catalog.Strategy:
+        """The strategy's entry in the catalog."""
+        return catalog.lookup(self.spec.strategy, self.spec.framework)
+
+
+_current: RunContext | None = None
+
+
+def current() -> RunContext | None:
+    """Return the run under way in this engine, or None."""
+    return _current
+
+
+def set_current(context: RunContext | None) -> None:
+    """Make `context` the run under way."""
+    global _current
+    _current = context
+
+
+def require(what: str) -> RunContext:
+    """Return the run under way.
+
+    Raises:
+        RunError: There is none; says which magic to put on top of the cell.
+    """
+    if _current is None:
+        raise RunError(
+            f"{what} was called outside a training run.",
+            allowed=f"a cell that begins with %%distributed STRATEGY ({', '.join(catalog.names())})",
+            next_step="put %%distributed mirrored on top of the cell",
+        )
+    return _current

@@ -1,0 +1,64 @@
+"""Spends the delays a teacher injected, in the phase they were asked for."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterable
+
+from ..faults import Fault, parse_fault
+
+
+class FaultInjector:
+    """This worker's faults; the control thread may replace them at any time.
+
+    A delay without a phase is spent in forward, so it counts as the worker's own compute and shows
+    as the others' sync wait.
+    """
+
+    def __init__(self, rank: int, texts: Iterable[str] = ()) -> None:
+        self._rank = rank
+        self._random = random.Random(rank)
+        self._active: tuple[Fault, ...] = ()
+        self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
+        self.set(texts)
+
+    def set(self, texts: Iterable[str]) -> None:
+        """Replace the faults by those in `texts`."""
+        faults = (parse_fault(text) for text in texts)
+        self._active = tuple(
+            f for f in faults if f.kind != "clear" and f.rank in (None, self._rank)
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether any fault concerns this worker."""
+        return bool(self._active)
+
+    def before_step(self, step: int) -> None:
+        """End this process when a `kill` is due."""
+        for fault in self._active:
+            if fault.kind == "kill" and step >= fault.step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def spend(self, phase: str) -> float:
+        """Sleep for the delays of a phase (`data`, `forward`, `backward`); return the seconds."""
+        if not self._active:
+            return 0.0
+        delay = sum(self._delay(fault) for fault in self._active if _phase(fault) == phase)
+        if delay > 0:
+            time.sleep(delay)
+        return delay
+
+    def _delay(self, fault: Fault) -> float:
+        if fault.kind == "jitter":
+            return self._random.uniform(0.0, fault.delay_s)
+        if fault.kind == "slow":
+            return fault.delay_s + (fault.factor - 1.0) * self.compute_s
+        return 0.0
+
+
+def _phase(fault: Fault) -> str:
+    return "forward" if fault.where == "step" else fault.where

@@ -1,0 +1,141 @@
+"""Pure functions from measured records to the numbers that are shown.
+
+Definitions (one clock per host, times in seconds):
+
+- sync wait of rank r in a step: `max(0, G - R_r)`, R_r when r's last gradient was ready, G the
+  latest R of the step. At least one rank waits 0. The wall time of backward cannot name a
+  straggler, since everyone's backward ends when the slowest one's does.
+- transfer: exposed communication beyond the wait, `exposed - wait`.
+- across hosts, where clocks differ: `wait_r = exposed_r - min(exposed)` (the min rule).
+- other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
+- blame: the rank that a wait was for: the one whose gradient was ready last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .protocol import FLAG_SKEWED_CLOCK
+
+Floats = NDArray[np.floating[Any]]
+PARTS = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "other_s")
+"""The parts of a step, in the order in which they are drawn; they add up to `step_s`."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Columns that need the rows of all ranks; each is (steps, ranks), loss is (steps,)."""
+
+    step_s: Floats
+    data_wait_s: Floats
+    compute_s: Floats
+    sync_wait_s: Floats
+    transfer_s: Floats
+    other_s: Floats
+    blamed_rank: NDArray[np.int32]
+    loss: Floats
+
+
+def derive(rows: NDArray[Any]) -> Derived:
+    """Compute the derived columns of complete steps.
+
+    Args:
+        rows: RECORD rows of shape (steps, ranks): every rank's row of each step, by rank.
+    """
+    step_s = rows["end_s"] - rows["start_s"]
+    data, compute = _f8(rows["data_wait_s"]), _f8(rows["compute_s"])
+    exposed = np.nan_to_num(_f8(rows["exposed_s"]))
+    wait, blamed = sync_wait(rows)
+    transfer = np.maximum(exposed - wait, 0.0)
+    other = step_s - (data + compute + wait + transfer)
+    return Derived(
+        step_s,
+        data,
+        compute,
+        wait,
+        transfer,
+        other,
+        blamed,
+        global_loss(rows["local_loss"], rows["samples"]),
+    )
+
+
+def sync_wait(rows: NDArray[Any]) -> tuple[Floats, NDArray[np.int32]]:
+    """Return the wait of each rank in each step, and the rank it was for (-1: for nobody).
+
+    Args:
+        rows: RECORD rows of shape (steps, ranks).
+
+    Returns:
+        Two arrays of shape (steps, ranks): seconds waited, blamed rank.
+    """
+    own, exposed, ready = _f8(rows["wait_s"]), _f8(rows["exposed_s"]), rows["ready_s"]
+    steps, ranks = ready.shape
+    derived = np.zeros((steps, ranks))
+    last = np.full((steps, 1), -1, np.int32)
+    comparable = ~np.isnan(ready).any(axis=1) & (ranks > 1)
+    skewed = comparable & (rows["flags"] & FLAG_SKEWED_CLOCK).any(axis=1)
+    plain = comparable & ~skewed
+    if plain.any():
+        derived[plain] = ready[plain].max(axis=1, keepdims=True) - ready[plain]
+        last[plain, 0] = ready[plain].argmax(axis=1)
+    if skewed.any():
+        least = exposed[skewed].min(axis=1, keepdims=True)
+        derived[skewed] = exposed[skewed] - least
+        last[skewed, 0] = exposed[skewed].argmin(axis=1)
+    # A rank cannot have waited longer than it was blocked, whatever the clocks say.
+    derived = np.minimum(derived, np.where(np.isnan(exposed), derived, np.maximum(exposed, 0.0)))
+    wait = np.where(np.isnan(own), derived, own)
+    blamed = np.where((wait > 0) & (last >= 0), last, -1).astype(np.int32)
+    return wait, blamed
+
+
+def global_loss(local_loss: Floats, samples: NDArray[Any]) -> Floats:
+    """Return each step's loss over all samples: local means weighted by their samples.
+
+    Args:
+        local_loss: (steps, ranks), NaN where a rank computes no loss (a stage that is not last).
+        samples: (steps, ranks).
+    """
+    weight = np.where(np.isnan(local_loss), 0, samples).astype(float)
+    total = weight.sum(axis=1)
+    summed = np.where(weight > 0, local_loss, 0.0) * weight
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.where(total > 0, summed.sum(axis=1) / total, np.nan))
+
+
+def what_if(rows: NDArray[Any]) -> Floats:
+    """Return each step's wall time if its straggler had been as fast as the next slowest rank.
+
+    Args:
+        rows: RECORD rows of shape (steps, ranks).
+    """
+    step_s = (rows["end_s"] - rows["start_s"]).max(axis=1)
+    if rows.shape[1] < 2:
+        return np.asarray(step_s)
+    ready = np.sort(rows["ready_s"], axis=1)
+    return np.asarray(step_s - (ready[:, -1] - ready[:, -2]))
+
+
+def potential(samples: Floats, step_s: Floats, wait_s: Floats) -> float:
+    """Return samples per second of a worker that never had to wait.
+
+    In synchronous training all actual rates are equal; this one tells workers apart.
+    """
+    busy = float(np.sum(step_s) - np.sum(wait_s))
+    return float(np.sum(samples)) / busy if busy > 0 else float("nan")
+
+
+def residual(step_s: Floats, wall_s: float, paused_s: float = 0.0) -> float:
+    """Return the share of a run's wall time that no step accounts for (0.01 is 1 %)."""
+    if wall_s <= 0:
+        return float("nan")
+    return (wall_s - paused_s - float(np.sum(step_s))) / wall_s
+
+
+def _f8(column: NDArray[Any]) -> Floats:
+    return column.astype(np.float64)

@@ -1,0 +1,126 @@
+"""A plan: a recipe, a strategy and its options, validated before any engine is touched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from . import catalog
+from .errors import PlanError
+from .faults import Fault
+from .recipe import Recipe
+
+OVERRIDES = ("epochs", "steps", "batch_size", "seed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a run begins.
+
+    Attributes:
+        recipe: What is trained.
+        strategy: Name in the catalog.
+        workers: Number of replicas.
+        options: Value of every option of the strategy.
+        overrides: `epochs`, `steps`, `batch_size`, `seed` as given on the line; they win over
+            what the cell passes to `wb.fit`.
+        name: Name of the run; empty for one made from the strategy.
+    """
+
+    recipe: Recipe
+    strategy: str
+    framework: str = "torch"
+    workers: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    name: str = ""
+
+    @property
+    def entry(self) -> catalog.Strategy:
+        """The strategy's entry in the catalog."""
+        return catalog.lookup(self.strategy, self.framework)
+
+    @property
+    def servers(self) -> int:
+        """Number of server engines the run needs besides its workers."""
+        option = self.entry.servers_option
+        return int(self.options[option]) if option else 0
+
+    def with_seed(self, seed: int) -> Plan:
+        """Return the same plan under another seed, named apart."""
+        return replace(
+            self,
+            overrides={**self.overrides, "seed": seed},
+            name=f"{self.name or self.strategy}-seed{seed}",
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data (function arguments do not travel here)."""
+        data = asdict(self)
+        data["recipe"].pop("args")
+        data["faults"] = [fault.text for fault in self.faults]
+        return data
+
+
+def make_plan(
+    recipe: Recipe,
+    strategy: str,
+    *,
+    framework: str = "torch",
+    workers: int,
+    options: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
+    faults: tuple[Fault, ...] = (),
+    name: str = "",
+) -> Plan:
+    """Validate what was asked for and return it as a plan.
+
+    Args:
+        workers: Engines at hand or asked for; a strategy with a lower limit takes fewer.
+
+    Raises:
+        PlanError: Naming the value seen, what is allowed and the next step.
+    """
+    entry = catalog.lookup(strategy, framework)
+    count = check_count("workers", workers)
+    if entry.max_workers is not None:
+        count = min(count, entry.max_workers)
+    settings = entry.settings(options or {})
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    for key, value in given.items():
+        if key not in OVERRIDES:
+            raise PlanError("There is no such override.", seen=key, allowed=", ".join(OVERRIDES))
+        given[key] = check_seed(value) if key == "seed" else check_count(key, value)
+    batch = given.get("batch_size")
+    if batch is not None and entry.data_parallel and batch < count:
+        raise PlanError(
+            "The global batch is smaller than the number of workers, so some would have no sample.",
+            seen=f"batch_size={batch} over {count} workers",
+            allowed=f"batch_size of at least {count}",
+            next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
+        )
+    for fault in faults:
+        fault.check(count)
+    if not recipe.source.strip():
+        raise PlanError(
+            "The cell is empty: there is nothing to train.",
+            next_step="write the training below the magic",
+        )
+    return Plan(recipe, entry.name, framework, count, settings, given, faults, name)
+
+
+def check_count(what: str, value: object) -> int:
+    """Return `value` as a whole number of at least 1, or raise PlanError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(
+            f"{what} must count something.", seen=value, allowed="a whole number, at least 1"
+        )
+    return value
+
+
+def check_seed(value: object) -> int:
+    """Return `value` as a seed (0 or more), or raise PlanError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PlanError("A seed is a whole number.", seen=value, allowed="0 or more")
+    return value

@@ -1,0 +1,197 @@
+"""What the notebook's kernel and the engines say to each other, typed, for both sides.
+
+Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
+(packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
+unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+VERSION = 1
+
+RECORD = np.dtype(
+    [
+        ("run", "<u4"),  # sequence number of the run in this cluster
+        ("step", "<u4"),
+        ("rank", "<u2"),
+        ("flags", "<u2"),
+        ("samples", "<u4"),
+        ("start_s", "<f8"),  # perf_counter of the engine's host
+        ("end_s", "<f8"),
+        ("ready_s", "<f8"),  # when this worker's last gradient was ready; NaN where nothing waits
+        ("data_wait_s", "<f4"),
+        ("compute_s", "<f4"),
+        ("exposed_s", "<f4"),  # time blocked in communication after ready_s
+        ("wait_s", "<f4"),  # a wait the strategy measured itself; NaN: derive it from ready_s
+        ("local_loss", "<f8"),
+        ("sent_bytes", "<f8"),
+        ("staleness", "<f4"),
+        ("bubble_s", "<f4"),
+    ]
+)
+"""One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN
+marks what could not be measured. Derived columns (sync wait, transfer, other, blame, the global
+loss) need the rows of all ranks and are computed in the kernel by `metrics.derive`."""
+
+FLAG_SKEWED_CLOCK = 1
+"""`start_s`/`ready_s` come from another host: waits use the min rule over `exposed_s`."""
+
+UpKind = Literal[
+    "hello",  # engine, pid, host, device, python: the engine is attached
+    "records",  # payload: RECORD rows; dropped: rows lost so far; more: user-logged columns
+    "event",  # run, name, plus the event's own fields (see EVENTS)
+    "position",  # answer to `halt`: the step this rank has reached
+    "pong",
+]
+DownKind = Literal[
+    "welcome",
+    "halt",  # run, purpose: stop | pause; answer with `position`, start nothing beyond step + 2
+    "halt_at",  # run, purpose, step: the common step
+    "resume",  # run
+    "advance",  # run, steps: go on for so many steps, then pause again
+    "inject",  # run, faults: list of texts
+    "ping",
+]
+
+EVENTS: dict[str, str] = {
+    "run_started": "rank, t_s, total_steps, epochs, batch_size, local_batch, parameters, device, threads",
+    "epoch": "rank, epoch, step",
+    "eval": "step, epoch, values: name -> number, seconds",
+    "log": "rank, step, values: name -> number",
+    "note": "rank, text: something the user should know, shown once",
+    "warning": "rank, text",
+    "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
+    "paused": "rank, step",
+    "resumed": "rank, step",
+    "run_finished": "rank, t_s, steps, stopped, eval_s, train_s, weights: file name or None",
+    "error": "rank, ename, evalue",
+}
+"""Fields of every event, by name."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of either direction.
+
+    Attributes:
+        kind: An UpKind or a DownKind.
+        body: JSON-ready fields.
+        payload: Raw buffers.
+    """
+
+    kind: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+    payload: Sequence[bytes | memoryview] = ()
+
+
+class BadMessageError(Exception):
+    """A message that is not signed with the cluster's key, or is malformed."""
+
+
+def new_key() -> bytes:
+    """Return a fresh key for one cluster."""
+    return secrets.token_bytes(32)
+
+
+def pack(message: Message, key: bytes) -> list[bytes | memoryview]:
+    """Return the frames of a message, signed."""
+    header = json.dumps({"v": VERSION, "kind": message.kind, **message.body}).encode()
+    frames: list[bytes | memoryview] = [header, *message.payload]
+    return [_sign(frames, key), *frames]
+
+
+def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
+    """Return the message in `frames`.
+
+    Raises:
+        BadMessageError: The signature does not match, or the header is not ours.
+    """
+    if len(frames) < 2 or not hmac.compare_digest(bytes(frames[0]), _sign(frames[1:], key)):
+        raise BadMessageError("signature")
+    try:
+        body = json.loads(bytes(frames[1]))
+        version, kind = body.pop("v"), body.pop("kind")
+    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        raise BadMessageError("header") from error
+    if version != VERSION:
+        raise BadMessageError(f"version {version}, this side speaks {VERSION}")
+    return Message(kind, body, tuple(frames[2:]))
+
+
+def _sign(frames: Sequence[bytes | memoryview], key: bytes) -> bytes:
+    if len(frames) == 1:
+        return hmac.digest(key, frames[0], "sha256")
+    mac = hmac.new(key, digestmod="sha256")
+    for frame in frames:
+        # Lengths go in so that bytes cannot be moved from one frame to the next.
+        mac.update(len(frame).to_bytes(8, "big"))
+        mac.update(frame)
+    return mac.digest()
+
+
+def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the RECORD rows in a payload.
+
+    Raises:
+        BadMessageError: The size is not a whole number of rows.
+    """
+    if len(payload) % RECORD.itemsize:
+        raise BadMessageError(f"{len(payload)} bytes are no whole number of records")
+    return np.frombuffer(payload, RECORD)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What one engine is told about the run (or the cell without strategy) it takes part in.
+
+    Attributes:
+        run: Sequence number; the `run` field of records. 0 for SPMD cells.
+        run_id: Unique, sortable name of the run's folder.
+        ranks: Engine ids by rank.
+        store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
+        faults: `Fault.text` of each fault.
+        mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
+    """
+
+    mode: Literal["run", "spmd"]
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    device: str = "cpu"
+    threads: int = 1
+    framework: str = "torch"
+    store: tuple[str, int] | None = None
+    prefix: str = ""
+    run: int = 0
+    run_id: str = ""
+    run_dir: str = ""
+    name: str = ""
+    strategy: str = ""
+    backend: str = "gloo"
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return dict(self.__dict__)
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> RunSpec:
+        """Rebuild what `to_wire` gave, from JSON."""
+        known = dict(data)
+        for key in ("ranks", "faults", "hosts"):
+            known[key] = tuple(known.get(key) or ())
+        store = known.get("store")
+        known["store"] = (str(store[0]), int(store[1])) if store else None
+        return RunSpec(**known)

@@ -1,0 +1,141 @@
+"""What every strategy must do, in any framework.
+
+A strategy is one file that reads like the textbook's page on it: the algorithm, its source, a small
+message diagram in the module's docstring, and a class that derives from `Strategy`. It is handed
+everything it needs (`context`); it opens nothing it does not close in `close`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..engine.context import RunContext
+    from ..engine.recorder import Deferred
+
+NAN = float("nan")
+
+
+@dataclass
+class Job:
+    """What `wb.fit` was asked to train, checked; the same on every rank.
+
+    Attributes:
+        model: A module, or what the function that returns one gave.
+        loss: `loss(output, y)`, a mean over the batch; None where `step_fn` is given.
+        step_fn: `step_fn(model, batch) -> loss`, a mean over the batch.
+        optimizer: A function of the parameters, or a built optimizer.
+        batch_size: Global batch: what one optimizer step consumes over all workers.
+        accumulate: Micro-batches per worker and step; the global batch includes them.
+        precision: None, `bf16` or `fp16`.
+    """
+
+    model: Any
+    loss: Any
+    step_fn: Any
+    optimizer: Any
+    batch_size: int
+    total_steps: int
+    steps_per_epoch: int
+    scheduler: Any = None
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: str | None = None
+    compile: bool = False
+    seed: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Share:
+    """This worker's part of one global batch.
+
+    Attributes:
+        data: The worker's samples, already collated (framework tensors on the CPU), ready for
+            the model; never empty: a worker without a sample holds one with `samples` 0.
+        samples: How many of them count.
+        global_samples: Samples of the whole batch over all workers (smaller at the end of an
+            epoch). Gradients are weighted by `samples / global_samples`.
+    """
+
+    data: Any
+    samples: int
+    global_samples: int
+    step: int
+    epoch: int
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step measured on this worker; see `protocol.RECORD` for the meanings.
+
+    Attributes:
+        loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
+        deferred: Completes the record later, off the training thread (CUDA events, losses that
+            live on the device).
+    """
+
+    samples: int
+    loss: float
+    compute_s: float
+    ready_s: float = NAN
+    exposed_s: float = NAN
+    wait_s: float = NAN
+    sent_bytes: float = NAN
+    staleness: float = NAN
+    bubble_s: float = NAN
+    deferred: Deferred | None = None
+
+
+class Strategy(ABC):
+    """Base of all strategies; one instance lives for one run on one engine."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.options = context.spec.options
+        self.rank = context.spec.rank
+        self.world_size = context.spec.world_size
+
+    @abstractmethod
+    def prepare(self, job: Job) -> None:
+        """Lay model, optimizer and data out over the workers; the first collective call."""
+
+    @abstractmethod
+    def step(self, share: Share) -> StepResult:
+        """Do one optimizer step on this worker's share and say what was measured."""
+
+    @abstractmethod
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set, weighted by samples, equal on all ranks."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return this rank's parameters and buffers by name, as NumPy (bfloat16 widened)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return everything needed to go on later, independent of the world size."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, possibly under another world size."""
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Take over a user's own loop (`wb.prepare`): return what the loop uses instead.
+
+        Strategies whose catalog entry lacks the way `prepare` are never asked.
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def serve(self) -> None:
+        """Hold parameters until the workers are done; only for strategies with servers."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the engine as it was: unwrap the user's model, drop hooks, then nothing is left."""
