@@ -1,0 +1,68 @@
+"""The colours that every view shares, safe for colour-blind readers, light and dark.
+
+The hues are Okabe and Ito's (Color Universal Design, 2008), lightened for dark backgrounds.
+Waiting is hatched as well, so that it can be told apart without colour.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..metrics import PARTS
+
+Mode = Literal["light", "dark"]
+
+PHASE_COLORS_LIGHT: dict[str, str] = {
+    "data_wait_s": "#E69F00",
+    "compute_s": "#2C7BB6",
+    "sync_wait_s": "#D55E00",
+    "transfer_s": "#009E73",
+    "other_s": "#A3A8B0",
+}
+PHASE_COLORS_DARK: dict[str, str] = {
+    "data_wait_s": "#F2B632",
+    "compute_s": "#56A8E0",
+    "sync_wait_s": "#F07F4A",
+    "transfer_s": "#2FBF98",
+    "other_s": "#7C838D",
+}
+PHASE_COLORS = PHASE_COLORS_LIGHT
+"""Colour of each of `metrics.PARTS`, for pictures on a white page."""
+
+PHASE_NAMES: dict[str, str] = {
+    "data_wait_s": "data wait",
+    "compute_s": "compute",
+    "sync_wait_s": "sync wait",
+    "transfer_s": "transfer",
+    "other_s": "other",
+}
+"""What the parts are called in legends."""
+
+HATCHED = "sync_wait_s"
+"""The part that is hatched in every view."""
+
+SERIES_LIGHT = (
+    "#2C7BB6", "#D55E00", "#009E73", "#B8578F", "#B07C00", "#4A4E8C", "#5B8C2A", "#6B7079",
+)  # fmt: skip
+SERIES_DARK = (
+    "#56A8E0", "#F07F4A", "#2FBF98", "#E08FBD", "#F2B632", "#9A9EE8", "#9CCB62", "#A9AFB8",
+)  # fmt: skip
+SERIES = SERIES_LIGHT
+"""Colours of runs and curves, in order; repeat from the start beyond the eighth."""
+
+INK = {"light": "#1F2328", "dark": "#E6E8EB"}
+MUTED = {"light": "#62676F", "dark": "#A4ABB5"}
+GRID = {"light": "#E4E7EB", "dark": "#383E47"}
+PAPER = {"light": "#FFFFFF", "dark": "#111418"}
+
+
+def phase_colors(mode: Mode = "light") -> dict[str, str]:
+    """Return the colour of each of `metrics.PARTS`, in drawing order."""
+    table = PHASE_COLORS_DARK if mode == "dark" else PHASE_COLORS_LIGHT
+    return {part: table[part] for part in PARTS}
+
+
+def series(index: int, mode: Mode = "light") -> str:
+    """Return the colour of the `index`-th run or curve."""
+    table = SERIES_DARK if mode == "dark" else SERIES_LIGHT
+    return table[index % len(table)]
