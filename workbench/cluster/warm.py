@@ -1,0 +1,323 @@
+"""The warm parent: a process that has imported the framework and forks engines from it.
+
+Forking takes milliseconds where a fresh engine imports for seconds, and the children share the
+framework's memory. What makes it safe (each point was a hang when ignored): one thread, no
+operation ever run, one OpenMP thread, no ZeroMQ context, no TCPStore, no CUDA call.
+
+It is also the nanny: it reaps its children and tells the kernel how they ended, and when the
+kernel is gone it kills them, whatever state they are in. It talks JSON lines over an inherited
+socket pair; nothing listens.
+
+    kernel -> warm   {"id", "cmd": fork_engine | fork_keeper | signal | stop | guard | guard_dir |
+                      keep | soon | status, ...}
+    warm -> kernel   {"id", ...the answer... | "error"},
+                     {"event": "ready" | "warmed" | "exit" | "failed", ...}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from . import keeper, preload, profile, warm_child
+
+PARENT_CHECK_S = 1.0
+IDLE_BEFORE_WARMING_S = 0.5
+SOON_S = 10.0
+ESCALATE_EVERY_S = 0.05
+
+Job = Callable[[], None]
+Message = dict[str, Any]
+
+
+class WarmServer:
+    """Answers the kernel's commands; one thread, no waiting but in `select`.
+
+    Args:
+        sock: Our end of the socket pair.
+        framework: What to preload: torch or tensorflow.
+        extra: Further modules to preload after the first stage.
+        log_path: Our own log, removed at the end.
+    """
+
+    def __init__(
+        self, sock: socket.socket, framework: str, extra: Sequence[str], log_path: str
+    ) -> None:
+        self._sock, self._framework, self._log_path = sock, framework, log_path
+        self._kernel_pid = os.getppid()
+        self._children: dict[int, str] = {}
+        self._doomed: dict[int, float] = {}  # pid -> when SIGTERM gives way to SIGKILL
+        self._guarded: dict[int, float] = {}  # pid -> create_time
+        self._folders: list[str] = []
+        self._alone = False  # the kernel is gone
+        self._kept = self._over = False
+        self._input = b""
+        self._later = [*preload.second_stage(framework), *extra]
+        self._quiet_until = 0.0
+        self._job: Job | None = None
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Import the first stage and say so; the kernel's death ends even this."""
+        sock = self._sock
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with preload.on_hangup(sock, self._end):
+            report = preload.first_stage(self._framework)
+        signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_term)
+        gc.collect()
+        gc.disable()
+        gc.freeze()
+        self._touch()
+        self._send({"event": "failed" if report.get("error") else "ready", **report})
+
+    def serve(self) -> Job | None:
+        """Serve until the kernel is gone (None) or, in a fresh child, what the child must do."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_READ)
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while not self._over:
+                ready = {key.fd for key, _ in selector.select(self._timeout())}
+                if self._wake_in in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_in, 4096)
+                self._reap()
+                self._alone |= os.getppid() != self._kernel_pid
+                if self._sock.fileno() in ready:
+                    self._read()
+                if self._job is not None:
+                    return self._job
+                self._escalate()
+                self._warm_up()
+                if self._alone and self._kept:
+                    with contextlib.suppress(KeyError):
+                        selector.unregister(self._sock)
+                self._over |= self._alone and not self._needed()
+        self._end()
+        return None
+
+    def _needed(self) -> bool:
+        """Whether engines of a cluster that was to outlive its kernel are still there."""
+        return self._kept and "engine" in self._children.values()
+
+    def _on_term(self, _number: int, _frame: FrameType | None) -> None:
+        self._over = True
+
+    def _timeout(self) -> float:
+        if self._doomed:
+            return ESCALATE_EVERY_S
+        if self._later and not self._kept:
+            return max(0.0, min(PARENT_CHECK_S, self._quiet_until - time.monotonic()))
+        return PARENT_CHECK_S
+
+    def _touch(self, quiet_s: float = IDLE_BEFORE_WARMING_S) -> None:
+        self._quiet_until = max(self._quiet_until, time.monotonic() + quiet_s)
+
+    def _warm_up(self) -> None:
+        """Import one module of the second stage when nobody wants anything."""
+        if not self._later or self._alone or time.monotonic() < self._quiet_until:
+            return
+        preload.import_if_safe(self._later.pop(0))
+        if not self._later:
+            gc.collect()
+            gc.freeze()
+            self._send({"event": "warmed"})
+
+    def _end(self) -> None:
+        """The kernel is gone: leave nothing of ours behind."""
+        self._drain_guards()
+        for pid in self._children:
+            _kill_group(pid)
+        for pid, create_time in self._guarded.items():
+            if profile.same_process(pid, create_time):
+                _kill_group(pid)
+        for folder in self._folders:
+            profile.remove(folder)
+        with contextlib.suppress(OSError):
+            os.unlink(self._log_path)
+        os._exit(0)
+
+    def _drain_guards(self) -> None:
+        """Heed what the kernel still asked to be guarded before it died."""
+        self._sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            while chunk := self._sock.recv(1 << 16):
+                self._input += chunk
+        for line in self._input.split(b"\n"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                message = json.loads(line)
+                if message["cmd"] in ("guard", "guard_dir"):
+                    self._answer(message)
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._alone = True
+
+    def _read(self) -> None:
+        try:
+            chunk = self._sock.recv(1 << 16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._alone = True
+            return
+        self._touch()
+        *lines, self._input = (self._input + chunk).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            try:
+                answer = self._answer(message)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            if self._job is not None:
+                return
+            self._send({"id": message.get("id"), **answer})
+
+    def _answer(self, message: Message) -> Message:
+        handler = getattr(self, f"_on_{message['cmd']}")
+        result: Message = handler(message)
+        return result
+
+    def _on_fork_engine(self, message: Message) -> Message:
+        warm = os.getpid()
+        pid = self._fork(lambda: warm_child.run_engine(message, warm), "engine")
+        return {"pid": pid}
+
+    def _on_fork_keeper(self, message: Message) -> Message:
+        warm, sock = os.getpid(), keeper.listen()
+        port = sock.getsockname()[1]
+        fd = os.dup(sock.fileno())
+        try:
+            pid = self._fork(lambda: warm_child.run_keeper(message, warm, fd, port), "keeper")
+        finally:
+            if self._job is None:
+                os.close(fd)
+            sock.close()
+        return {"pid": pid, "host": keeper.HOST, "port": port}
+
+    def _fork(self, job: Job, what: str) -> int:
+        trouble = preload.fork_hazard()
+        if trouble:
+            raise RuntimeError(f"forking is not safe here: {trouble}")
+        pid = os.fork()
+        if pid == 0:
+            self._job = job
+            self._sock.close()
+            os.close(self._wake_in)
+            signal.set_wakeup_fd(-1)
+            os.close(self._wake_out)
+            return 0
+        self._children[pid] = what
+        return pid
+
+    def _on_signal(self, message: Message) -> Message:
+        pid = message["pid"]
+        if pid not in self._children:
+            return {"sent": False}
+        os.kill(pid, message["sig"])
+        return {"sent": True}
+
+    def _on_stop(self, message: Message) -> Message:
+        """SIGTERM, and SIGKILL to what is still there `grace_s` later (TensorFlow swallows TERM)."""
+        pids = [pid for pid in message["pids"] if pid in self._children]
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+            self._doomed[pid] = time.monotonic() + message["grace_s"]
+        self._escalate()
+        return {"pids": pids}
+
+    def _on_guard(self, message: Message) -> Message:
+        self._guarded[message["pid"]] = message["create_time"]
+        return {}
+
+    def _on_guard_dir(self, message: Message) -> Message:
+        if not profile.is_ours(message["path"]):
+            raise ValueError(f"{message['path']} is not a cluster's folder")
+        self._folders.append(message["path"])
+        return {}
+
+    def _on_keep(self, message: Message) -> Message:
+        self._kept = bool(message["keep"])
+        return {}
+
+    def _on_soon(self, message: Message) -> Message:
+        self._touch(SOON_S)
+        return {}
+
+    def _on_status(self, message: Message) -> Message:
+        return {
+            "children": {str(pid): what for pid, what in self._children.items()},
+            "guarded": list(self._guarded),
+            "waiting": self._later,
+            "hazard": preload.fork_hazard(),
+        }
+
+    # -- children ------------------------------------------------------------------------------
+
+    def _escalate(self) -> None:
+        now = time.monotonic()
+        for pid in [pid for pid, due in self._doomed.items() if due <= now]:
+            del self._doomed[pid]
+            _kill_group(pid)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._children[pid]
+                self._doomed.pop(pid, None)
+                code = os.waitstatus_to_exitcode(status)
+                event = {"code": code, "signal": None} if code >= 0 else {"signal": -code}
+                self._send({"event": "exit", "pid": pid, "code": None, **event})
+
+
+def _kill_group(pid: int) -> None:
+    """SIGKILL a process and, where it leads a group (all we start do), what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the warm parent on an inherited socket; in a fresh child, run what it is for."""
+    parser = argparse.ArgumentParser(prog="workbench.cluster.warm")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--framework", default="torch", choices=["torch", "tensorflow"])
+    parser.add_argument("--preload", nargs="*", default=[])
+    parser.add_argument("--log", required=True)
+    options = parser.parse_args(argv)
+    os.set_inheritable(options.fd, False)
+    server = WarmServer(
+        socket.socket(fileno=options.fd), options.framework, options.preload, options.log
+    )
+    server.prepare()
+    job = server.serve()
+    if job is not None:
+        gc.enable()
+        job()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

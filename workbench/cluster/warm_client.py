@@ -1,0 +1,377 @@
+"""The kernel's handle on the warm parent: standard library only, safe from any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import site
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import ClusterError
+from . import keeper
+
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+LOG_TAIL_LINES = 20
+
+# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
+_PARENT_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: an exit code, or the number of the signal that killed it."""
+
+    pid: int
+    code: int | None
+    signal: int | None
+
+    @property
+    def text(self) -> str:
+        """In words: "exit code 3", "SIGKILL"."""
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+ExitCallback = Callable[[Exit], None]
+
+
+def can_fork(framework: str = "torch") -> tuple[bool, str]:
+    """Say whether a warm parent can work here, and if not, why."""
+    if not sys.platform.startswith("linux"):
+        return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
+    if importlib.util.find_spec(framework) is None:
+        return False, f"{framework} is not installed"
+    return True, ""
+
+
+class WarmParent:
+    """One warm parent process and what is asked of it.
+
+    Args:
+        framework: `torch` or `tensorflow`: what it imports.
+        preload: Further modules to import when idle.
+    """
+
+    def __init__(self, framework: str = "torch", preload: Sequence[str] = ()) -> None:
+        self.framework = framework
+        self.ready = threading.Event()
+        """Set when engines can be forked, and also when that will never be."""
+        self.warmed = threading.Event()
+        """Set when the second stage (what the first training step imports) is loaded too."""
+        self.report: dict[str, Any] = {}
+        self._preload = list(preload)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Future[dict[str, Any]]] = {}
+        self._callbacks: list[ExitCallback] = []
+        self._forked: set[int] = set()
+        self._exits: dict[int, Exit] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        self._log_path = ""
+        self._failure = ""
+        self._stopped = False
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def start(self) -> WarmParent:
+        """Start the process and return at once; a second call does nothing.
+
+        Raises:
+            ClusterError: It cannot work here (see `can_fork`).
+        """
+        with self._lock:
+            if self._process is not None:
+                return self
+            possible, reason = can_fork(self.framework)
+            if not possible:
+                raise ClusterError("Engines cannot be forked from a warm parent.", seen=reason)
+            ours, theirs = socket.socketpair()
+            log_fd, self._log_path = tempfile.mkstemp(prefix="workbench-warm-", suffix=".log")
+            with theirs, os.fdopen(log_fd, "ab") as log:
+                self._process = subprocess.Popen(
+                    self._command(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=_environment(),
+                    cwd="/",
+                    start_new_session=True,
+                )
+            self._sock = ours
+        self._reader = threading.Thread(target=self._read, name="workbench-warm", daemon=True)
+        self._reader.start()
+        return self
+
+    def _command(self, fd: int) -> list[str]:
+        command = [sys.executable, "-m", "workbench.cluster.warm", "--fd", str(fd)]
+        command += ["--framework", self.framework, "--log", self._log_path]
+        return [*command, "--preload", *self._preload] if self._preload else command
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until engines can be forked.
+
+        Raises:
+            ClusterError: That failed, or took longer than `timeout_s`.
+        """
+        self.start()
+        if not self.ready.wait(timeout_s):
+            raise self._error(f"The warm parent was not ready within {timeout_s:g} s.")
+        if self._failure:
+            raise self._error(self._failure)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs and listens to us."""
+        return self._process is not None and not self._stopped and not self._failure
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, or None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    def stop(self) -> None:
+        """End the process; it kills its children and all it guards, removes guarded folders."""
+        with self._lock:
+            self._stopped = True
+            process, sock = self._process, self._sock
+        if process is None or sock is None:
+            return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(STOP_TIMEOUT_S)
+        sock.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._log_path)
+
+    # -- what it does --------------------------------------------------------------------------
+
+    def fork_engine(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str,
+        sys_path: Sequence[str],
+        log_path: str,
+        name: str = "ipengine",
+    ) -> int:
+        """Fork an ipyparallel engine and return its process id.
+
+        Args:
+            argv: Arguments of `ipengine`.
+            env: The whole environment; nothing of the parent's is added.
+            cwd: Working directory.
+            sys_path: The whole module search path.
+            log_path: File that stdout and stderr are appended to.
+            name: Shown by `ps` and `top` (15 characters).
+
+        Raises:
+            ClusterError: The warm parent is gone or could not fork.
+        """
+        answer = self.ask(
+            "fork_engine", argv=list(argv), env=dict(env), cwd=cwd, sys_path=list(sys_path),
+            log_path=log_path, name=name,
+        )  # fmt: skip
+        return int(answer["pid"])
+
+    def fork_keeper(self, log_path: str = os.devnull) -> tuple[int, str, int]:
+        """Fork the process that hosts the TCPStore; return its pid, host and port."""
+        answer = self.ask("fork_keeper", log_path=log_path)
+        return int(answer["pid"]), str(answer["host"]), int(answer["port"])
+
+    def signal(self, pid: int, sig: int) -> bool:
+        """Signal a process that was forked here; False when it is gone already."""
+        return bool(self.ask("signal", pid=pid, sig=int(sig))["sent"])
+
+    def stop_pids(self, pids: Sequence[int], grace_s: float = 2.0) -> None:
+        """SIGTERM forked processes and SIGKILL what is left after `grace_s`; returns at once."""
+        self.ask("stop", pids=list(pids), grace_s=grace_s)
+
+    def guard(self, pid: int) -> None:
+        """Have a process that somebody else started killed when this kernel is gone."""
+        self.ask("guard", pid=pid, create_time=psutil.Process(pid).create_time())
+
+    def guard_dir(self, path: str | os.PathLike[str]) -> None:
+        """Have a cluster's folder removed when this kernel is gone."""
+        self.ask("guard_dir", path=os.fspath(path))
+
+    def keep(self, keep: bool = True) -> None:
+        """Let the engines outlive this kernel (or not); the parent then ends after the last one."""
+        self.ask("keep", keep=keep)
+
+    def soon(self) -> None:
+        """Say that engines will be wanted in a moment: idle imports are put off for 10 s."""
+        self.ask("soon")
+
+    def status(self) -> dict[str, Any]:
+        """Return `children` (pid -> kind), `guarded`, `waiting` (imports) and `hazard`."""
+        return self.ask("status")
+
+    def on_exit(self, callback: ExitCallback) -> Callable[[], None]:
+        """Call `callback(exit)` in our reader thread when a child ended; returns an undo."""
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def undo() -> None:
+            with self._lock, contextlib.suppress(ValueError):
+                self._callbacks.remove(callback)
+
+        return undo
+
+    def exit_of(self, pid: int) -> Exit | None:
+        """How a child ended, or None while it lives."""
+        return self._exits.get(pid)
+
+    def ask(self, cmd: str, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
+        """Send one command and return the answer.
+
+        Raises:
+            ClusterError: The parent is gone, refused, or stayed silent.
+        """
+        if timeout_s is None:
+            timeout_s = ANSWER_TIMEOUT_S if self.ready.is_set() else START_TIMEOUT_S
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._sock is None or self._stopped or self._failure:
+                raise self._error(self._failure or "The warm parent is not running.")
+            number = next(self._numbers)
+            self._pending[number] = future
+            try:
+                line = json.dumps({"id": number, "cmd": cmd, **fields}).encode() + b"\n"
+                self._sock.sendall(line)
+            except OSError as error:
+                self._pending.pop(number, None)
+                raise self._error(f"The warm parent cannot be reached ({error}).") from error
+        try:
+            answer = future.result(timeout_s)
+        except FutureTimeout:
+            raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
+        if "error" in answer:
+            raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
+        return answer
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        sock = self._sock
+        assert sock is not None
+        with contextlib.suppress(OSError), sock.makefile("rb") as lines:
+            for line in lines:
+                self._take(json.loads(line))
+        with self._lock:
+            self._failure = self._failure or "The warm parent ended."
+            pending, self._pending = list(self._pending.values()), {}
+        for future in pending:
+            future.set_result({"error": "it ended"})
+        self.ready.set()
+        if self._process is not None and not self._stopped:
+            self._process.wait()
+        # Its children died with it (PR_SET_PDEATHSIG) and nobody is left to tell us so.
+        for pid in self._forked - self._exits.keys():
+            self._ended(Exit(pid, None, signal.SIGKILL))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        event = message.get("event")
+        if event is None:
+            with self._lock:
+                future = self._pending.pop(message["id"], None)
+            if "pid" in message:
+                self._forked.add(message["pid"])
+            if future is not None:
+                future.set_result(message)
+        elif event == "exit":
+            self._ended(Exit(message["pid"], message["code"], message["signal"]))
+        elif event == "warmed":
+            self.warmed.set()
+        else:
+            self.report = message
+            if event == "failed":
+                self._failure = f"The warm parent cannot fork engines: {message['error']}."
+            self.ready.set()
+
+    def _ended(self, end: Exit) -> None:
+        with self._lock:
+            self._exits[end.pid] = end
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback(end)
+
+    def _error(self, what: str) -> ClusterError:
+        tail = ""
+        with contextlib.suppress(OSError):
+            lines = Path(self._log_path).read_text(errors="replace").splitlines()
+            tail = "\n".join(lines[-LOG_TAIL_LINES:])
+        return ClusterError(
+            f"{what}\n{tail}".rstrip(),
+            next_step="%cluster stop, then start again; --launcher local starts engines without it",
+        )
+
+
+def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
+    """Start a TCPStore keeper without a warm parent; returns process, host and port.
+
+    It ends when its stdin is closed, which the end of this process does too.
+
+    Raises:
+        ClusterError: It did not come up.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workbench.cluster.keeper"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=_environment(), start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise ClusterError(
+            "The store that workers meet at did not start.",
+            seen=f"exit code {process.wait()}",
+            next_step=f"run {sys.executable} -m {keeper.__name__} in a terminal to see why",
+        )
+    answer = json.loads(line)
+    return process, str(answer["host"]), int(answer["port"])
+
+
+def _environment() -> dict[str, str]:
+    """The parent's own environment; our package must be importable where it is not installed."""
+    env = {**os.environ, **_PARENT_ENV}
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in site.getsitepackages():
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    return env
