@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from ipyparallel.cluster.launcher import EngineLauncher, NotRunning, ProcessStateError
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Float, Integer, List, Unicode
+from traitlets import Float, Integer, List, Unicode
 
 from .warm_client import Exit, WarmParent
 
@@ -50,7 +50,7 @@ CLUSTER_SETTINGS: dict[str, Any] = {
 POLL_S = 0.2
 
 
-class WarmEngineSetLauncher(EngineLauncher):
+class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     """A set of engines on this machine, forked from a warm parent.
 
     Attributes:
@@ -66,11 +66,11 @@ class WarmEngineSetLauncher(EngineLauncher):
     ids = List(Integer()).tag(to_dict=True)
     engine_args = List(Unicode(), default_value=list(ENGINE_ARGS), config=True)
     grace_s = Float(2.0, config=True, help="seconds from SIGTERM to SIGKILL")
-    pids = Dict(key_trait=Integer())
-    log_paths = Dict(key_trait=Integer())
 
     def __init__(self, **kwargs: Any) -> None:
+        self.pids: dict[int, int] = {}
         self.exits: dict[int, Exit] = {}
+        self.log_paths: dict[int, str] = {}
         self._lock = threading.Lock()
         self._all_gone = threading.Event()
         self._owned: WarmParent | None = None

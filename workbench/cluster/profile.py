@@ -76,10 +76,8 @@ def same_process(pid: int, create_time: float) -> bool:
     """Whether `pid` still is the process that was started at `create_time` (pids are reused)."""
     try:
         process = psutil.Process(pid)
-        return (
-            abs(process.create_time() - create_time) < CLOCK_SLACK_S
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
+        same = abs(process.create_time() - create_time) < CLOCK_SLACK_S
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

@@ -30,7 +30,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from . import keeper, preload, profile, warm_child
+from . import keeper, preload, warm_child
+from .nanny import Nanny
 
 PARENT_CHECK_S = 1.0
 IDLE_BEFORE_WARMING_S = 0.5
@@ -56,28 +57,24 @@ class WarmServer:
     ) -> None:
         self._sock, self._framework, self._log_path = sock, framework, log_path
         self._kernel_pid = os.getppid()
-        self._children: dict[int, str] = {}
-        self._doomed: dict[int, float] = {}  # pid -> when SIGTERM gives way to SIGKILL
-        self._guarded: dict[int, float] = {}  # pid -> create_time
-        self._folders: list[str] = []
+        self._nanny = Nanny()
         self._alone = False  # the kernel is gone
         self._kept = self._over = False
         self._input = b""
         self._later = [*preload.second_stage(framework), *extra]
         self._quiet_until = 0.0
-        self._job: Job | None = None
+        self._job: Job | None = None  # set in a fresh child only
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     # -- life ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Import the first stage and say so; the kernel's death ends even this."""
-        sock = self._sock
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with preload.on_hangup(sock, self._end):
+        with preload.on_hangup(self._sock, self._end):
             report = preload.first_stage(self._framework)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, _wake_up)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_term)
         gc.collect()
@@ -93,35 +90,32 @@ class WarmServer:
             selector.register(self._wake_in, selectors.EVENT_READ)
             while not self._over:
                 ready = {key.fd for key, _ in selector.select(self._timeout())}
-                if self._wake_in in ready:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_in, 4096)
                 self._reap()
                 self._alone |= os.getppid() != self._kernel_pid
                 if self._sock.fileno() in ready:
                     self._read()
                 if self._job is not None:
                     return self._job
-                self._escalate()
+                self._nanny.escalate()
                 self._warm_up()
-                if self._alone and self._kept:
+                if self._alone:
                     with contextlib.suppress(KeyError):
                         selector.unregister(self._sock)
-                self._over |= self._alone and not self._needed()
+                    self._over |= not self._needed()
         self._end()
         return None
 
     def _needed(self) -> bool:
         """Whether engines of a cluster that was to outlive its kernel are still there."""
-        return self._kept and "engine" in self._children.values()
+        return self._kept and "engine" in self._nanny.children.values()
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
         self._over = True
 
     def _timeout(self) -> float:
-        if self._doomed:
+        if self._nanny.busy:
             return ESCALATE_EVERY_S
-        if self._later and not self._kept:
+        if self._later and not self._alone:
             return max(0.0, min(PARENT_CHECK_S, self._quiet_until - time.monotonic()))
         return PARENT_CHECK_S
 
@@ -139,15 +133,9 @@ class WarmServer:
             self._send({"event": "warmed"})
 
     def _end(self) -> None:
-        """The kernel is gone: leave nothing of ours behind."""
+        """Leave nothing of ours behind, and end."""
         self._drain_guards()
-        for pid in self._children:
-            _kill_group(pid)
-        for pid, create_time in self._guarded.items():
-            if profile.same_process(pid, create_time):
-                _kill_group(pid)
-        for folder in self._folders:
-            profile.remove(folder)
+        self._nanny.end()
         with contextlib.suppress(OSError):
             os.unlink(self._log_path)
         os._exit(0)
@@ -199,19 +187,19 @@ class WarmServer:
 
     def _on_fork_engine(self, message: Message) -> Message:
         warm = os.getpid()
-        pid = self._fork(lambda: warm_child.run_engine(message, warm), "engine")
-        return {"pid": pid}
+        return {"pid": self._fork(lambda: warm_child.run_engine(message, warm), "engine")}
 
     def _on_fork_keeper(self, message: Message) -> Message:
+        # Bound here, so that the port is known at once; hosted by the child.
         warm, sock = os.getpid(), keeper.listen()
         port = sock.getsockname()[1]
         fd = os.dup(sock.fileno())
+        sock.close()
         try:
             pid = self._fork(lambda: warm_child.run_keeper(message, warm, fd, port), "keeper")
         finally:
             if self._job is None:
                 os.close(fd)
-            sock.close()
         return {"pid": pid, "host": keeper.HOST, "port": port}
 
     def _fork(self, job: Job, what: str) -> int:
@@ -221,89 +209,61 @@ class WarmServer:
         pid = os.fork()
         if pid == 0:
             self._job = job
+            signal.set_wakeup_fd(-1)
             self._sock.close()
             os.close(self._wake_in)
-            signal.set_wakeup_fd(-1)
             os.close(self._wake_out)
             return 0
-        self._children[pid] = what
+        self._nanny.children[pid] = what
         return pid
 
     def _on_signal(self, message: Message) -> Message:
-        pid = message["pid"]
-        if pid not in self._children:
-            return {"sent": False}
-        os.kill(pid, message["sig"])
-        return {"sent": True}
+        return {"sent": self._nanny.signal(message["pid"], message["sig"])}
 
     def _on_stop(self, message: Message) -> Message:
-        """SIGTERM, and SIGKILL to what is still there `grace_s` later (TensorFlow swallows TERM)."""
-        pids = [pid for pid in message["pids"] if pid in self._children]
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
-            self._doomed[pid] = time.monotonic() + message["grace_s"]
-        self._escalate()
-        return {"pids": pids}
+        self._nanny.stop(message["pids"], message["grace_s"])
+        return {}
 
     def _on_guard(self, message: Message) -> Message:
-        self._guarded[message["pid"]] = message["create_time"]
+        self._nanny.guarded[message["pid"]] = message["create_time"]
         return {}
 
     def _on_guard_dir(self, message: Message) -> Message:
-        if not profile.is_ours(message["path"]):
-            raise ValueError(f"{message['path']} is not a cluster's folder")
-        self._folders.append(message["path"])
+        self._nanny.guard_dir(message["path"])
         return {}
 
     def _on_keep(self, message: Message) -> Message:
         self._kept = bool(message["keep"])
         return {}
 
-    def _on_soon(self, message: Message) -> Message:
+    def _on_soon(self, _message: Message) -> Message:
         self._touch(SOON_S)
         return {}
 
-    def _on_status(self, message: Message) -> Message:
+    def _on_status(self, _message: Message) -> Message:
         return {
-            "children": {str(pid): what for pid, what in self._children.items()},
-            "guarded": list(self._guarded),
+            "children": {str(pid): what for pid, what in self._nanny.children.items()},
+            "guarded": list(self._nanny.guarded),
             "waiting": self._later,
             "hazard": preload.fork_hazard(),
         }
 
-    # -- children ------------------------------------------------------------------------------
-
-    def _escalate(self) -> None:
-        now = time.monotonic()
-        for pid in [pid for pid, due in self._doomed.items() if due <= now]:
-            del self._doomed[pid]
-            _kill_group(pid)
-
     def _reap(self) -> None:
-        for pid in list(self._children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del self._children[pid]
-                self._doomed.pop(pid, None)
-                code = os.waitstatus_to_exitcode(status)
-                event = {"code": code, "signal": None} if code >= 0 else {"signal": -code}
-                self._send({"event": "exit", "pid": pid, "code": None, **event})
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_in, 4096)
+        for pid, code, number in self._nanny.reap():
+            self._send({"event": "exit", "pid": pid, "code": code, "signal": number})
 
 
-def _kill_group(pid: int) -> None:
-    """SIGKILL a process and, where it leads a group (all we start do), what it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL)
+def _wake_up(_number: int, _frame: FrameType | None) -> None:
+    """Have the signal written to the wake-up descriptor; the loop does the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the warm parent on an inherited socket; in a fresh child, run what it is for."""
     parser = argparse.ArgumentParser(prog="workbench.cluster.warm")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--framework", default="torch", choices=["torch", "tensorflow"])
+    parser.add_argument("--framework", default="torch", choices=sorted(preload.FRAMEWORK_MODULES))
     parser.add_argument("--preload", nargs="*", default=[])
     parser.add_argument("--log", required=True)
     options = parser.parse_args(argv)
