@@ -8,6 +8,7 @@ Definitions (one clock per host, times in seconds):
 - transfer: exposed communication beyond the wait, `exposed - wait`.
 - across hosts, where clocks differ: `wait_r = exposed_r - min(exposed)` (the min rule).
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
+  A part that could not be measured is NaN, and its time is in the residual.
 - blame: the rank that a wait was for: the one whose gradient was ready last.
 """
 
@@ -40,42 +41,51 @@ class Derived:
     loss: Floats
 
 
-def derive(rows: NDArray[Any]) -> Derived:
+def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
     """Compute the derived columns of complete steps.
 
     Args:
         rows: RECORD rows of shape (steps, ranks): every rank's row of each step, by rank.
+        workers: Workers of the run, where `rows` holds them one by one (asynchronous
+            strategies); the number of ranks in `rows` where not given.
     """
+    count = rows.shape[1] if workers is None else workers
     step_s = rows["end_s"] - rows["start_s"]
-    data, compute = _f8(rows["data_wait_s"]), _f8(rows["compute_s"])
-    exposed = np.nan_to_num(_f8(rows["exposed_s"]))
-    wait, blamed = sync_wait(rows)
-    transfer = np.maximum(exposed - wait, 0.0)
-    other = step_s - (data + compute + wait + transfer)
+    data, compute, exposed = (_f8(rows[name]) for name in ("data_wait_s", "compute_s", "exposed_s"))
+    wait, blamed = sync_wait(rows, workers=count)
+    # A single worker has nobody to talk to: its transfer is known to be 0.
+    unknown = 0.0 if count == 1 else np.nan
+    transfer = np.where(np.isnan(exposed), unknown, np.maximum(exposed - np.nan_to_num(wait), 0.0))
+    named = sum(np.nan_to_num(part) for part in (data, compute, wait, transfer))
     return Derived(
         step_s,
         data,
         compute,
         wait,
         transfer,
-        other,
+        np.asarray(step_s - named),
         blamed,
         global_loss(rows["local_loss"], rows["samples"]),
     )
 
 
-def sync_wait(rows: NDArray[Any]) -> tuple[Floats, NDArray[np.int32]]:
+def sync_wait(
+    rows: NDArray[Any], *, workers: int | None = None
+) -> tuple[Floats, NDArray[np.int32]]:
     """Return the wait of each rank in each step, and the rank it was for (-1: for nobody).
 
     Args:
         rows: RECORD rows of shape (steps, ranks).
+        workers: As in `derive`.
 
     Returns:
-        Two arrays of shape (steps, ranks): seconds waited, blamed rank.
+        Two arrays of shape (steps, ranks): seconds waited (NaN where neither the strategy
+        measured it nor every rank's `ready_s` is known), blamed rank.
     """
     own, exposed, ready = _f8(rows["wait_s"]), _f8(rows["exposed_s"]), rows["ready_s"]
     steps, ranks = ready.shape
-    derived = np.zeros((steps, ranks))
+    alone = (ranks if workers is None else workers) == 1
+    derived = np.full((steps, ranks), 0.0 if alone else np.nan)
     last = np.full((steps, 1), -1, np.int32)
     comparable = ~np.isnan(ready).any(axis=1) & (ranks > 1)
     skewed = comparable & (rows["flags"] & FLAG_SKEWED_CLOCK).any(axis=1)

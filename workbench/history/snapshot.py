@@ -86,6 +86,9 @@ class Snapshot:
         evals: One mapping per evaluation: step, epoch, then the metrics.
         logged: Columns of `wb.log`: name -> Curve.
         notes: Things the user should know.
+        parallelism: `data` or `model`: whether workers take shares of the batch.
+        unmeasured: Names of `metrics.PARTS` that no row measured; they count 0 in shares and
+            timelines and are to be shown as not measured.
     """
 
     name: str
@@ -114,3 +117,4 @@ class Snapshot:
     evals: list[dict[str, Any]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     parallelism: str = "data"
+    unmeasured: tuple[str, ...] = ()

@@ -1,0 +1,124 @@
+"""The latest steps in full, for the timeline, the straggler and the present throughput."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metrics import PARTS
+from .snapshot import Timeline
+
+Floats = NDArray[np.float64]
+KEPT_STEPS = 128
+TIMELINE_STEPS = 60
+WINDOW_S = 2.0
+_TICKS = 4096
+_WAIT = PARTS.index("sync_wait_s")
+
+
+class Recent:
+    """Rings over the latest `KEPT_STEPS` rows of each rank.
+
+    Each rank has its own write position, so asynchronous workers, which are at different steps,
+    are aligned at their latest rows.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        shape = (KEPT_STEPS, ranks)
+        self._step = np.zeros(shape)
+        self._start_s = np.full(shape, np.nan)
+        self._parts_s = np.full((*shape, len(PARTS)), np.nan)
+        self._blamed = np.full(shape, -1, np.int64)
+        self._at = np.zeros(ranks, np.int64)
+        self._tick_s = np.zeros(_TICKS)
+        self._tick_start_s = np.zeros(_TICKS)
+        self._tick_samples = np.zeros(_TICKS)
+        self._ticks = 0
+
+    def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blamed: NDArray[Any]) -> None:
+        """Add one rank's rows: RECORD (rows,), their parts (rows, 5), the blamed ranks (rows,)."""
+        rows, parts_s, blamed = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:], blamed[-KEPT_STEPS:]
+        slots = (self._at[rank] + np.arange(len(rows))) % KEPT_STEPS
+        self._step[slots, rank] = rows["step"]
+        self._start_s[slots, rank] = rows["start_s"]
+        self._parts_s[slots, rank] = parts_s
+        self._blamed[slots, rank] = blamed
+        self._at[rank] += len(rows)
+
+    def tick(self, start_s: Floats, end_s: Floats, samples: NDArray[Any]) -> None:
+        """Count samples that were done from `start_s` to `end_s`, each of shape (ticks,)."""
+        start_s, end_s, samples = start_s[-_TICKS:], end_s[-_TICKS:], samples[-_TICKS:]
+        slots = (self._ticks + np.arange(len(end_s))) % _TICKS
+        self._tick_start_s[slots] = start_s
+        self._tick_s[slots], self._tick_samples[slots] = end_s, samples
+        self._ticks += len(end_s)
+
+    def samples_per_s(self) -> float:
+        """Return the throughput over the latest `WINDOW_S` (or the latest step if longer)."""
+        used = min(self._ticks, _TICKS)
+        if not used:
+            return float("nan")
+        end, start = self._tick_s[:used], self._tick_start_s[:used]
+        inside = end > end.max() - WINDOW_S
+        span = float(end.max() - start[inside].min())
+        return float(self._tick_samples[:used][inside].sum()) / span if span > 0 else float("nan")
+
+    def timeline(self, origin_s: Floats, steps: int = TIMELINE_STEPS) -> Timeline:
+        """Return the latest steps of every worker.
+
+        Args:
+            origin_s: (ranks,) time that counts as 0, on each rank's clock.
+        """
+        rows = self._latest(steps)
+        return Timeline(
+            step=rows(self._step).max(axis=1, initial=0),
+            start_s=rows(self._start_s) - origin_s,
+            parts_s=np.nan_to_num(rows(self._parts_s)),
+        )
+
+    def median_wait_s(self) -> Floats:
+        """Return (ranks,) the median sync wait over the latest steps; NaN where not measured."""
+        waits = self._latest(KEPT_STEPS)(self._parts_s)[:, :, _WAIT]
+        return np.array([_median(waits[:, rank]) for rank in range(waits.shape[1])])
+
+    def straggler(self) -> tuple[int | None, float]:
+        """Return the worker that the others wait for, and the median wait it causes, seconds.
+
+        It must be blamed in most of the latest steps with a wait, and cause a median wait of more
+        than 1 ms and 5 % of the step; None and 0 otherwise.
+        """
+        rows = self._latest(TIMELINE_STEPS)
+        blamed, parts_s = rows(self._blamed), rows(self._parts_s)
+        waited = blamed >= 0
+        if not waited.any():
+            return None, 0.0
+        votes = np.bincount(blamed.max(axis=1)[waited.any(axis=1)])
+        rank = int(votes.argmax())
+        if votes[rank] * 2 <= votes.sum():
+            return None, 0.0
+        caused = float(np.median(parts_s[:, :, _WAIT][blamed == rank]))
+        step_s = float(np.median(np.nansum(parts_s, axis=2)))
+        if caused <= max(1e-3, 0.05 * step_s):
+            return None, 0.0
+        return rank, caused
+
+    def _latest(self, steps: int) -> _Window:
+        """Return a reader of the latest rows: arrays (KEPT_STEPS, ranks, ...) in time order."""
+        have = int(min(self._at.max(initial=0), steps, KEPT_STEPS))
+        slots = (self._at[None, :] - have + np.arange(have)[:, None]) % KEPT_STEPS
+        return _Window(slots)
+
+
+class _Window:
+    def __init__(self, slots: NDArray[np.int64]) -> None:
+        self._slots = slots
+
+    def __call__(self, ring: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(ring[self._slots, np.arange(self._slots.shape[1])[None, :]])
+
+
+def _median(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")

@@ -1,0 +1,148 @@
+"""Turns rows from all ranks into what a history keeps: totals, curves, latest and stored rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metrics import PARTS, derive
+from ..protocol import FLAG_SKEWED_CLOCK
+from .envelope import Envelope
+from .joiner import Joiner
+from .recent import Recent
+from .table import STORED, RowTable
+from .totals import Totals, parts_of
+
+Rows = NDArray[Any]
+
+
+class Reducer:
+    """Everything that is computed from rows; no lock, no events.
+
+    Args:
+        workers: Number of ranks.
+        limit_bytes: Bound of the stored rows.
+        joined: Whether ranks take each step together.
+        data_parallel: Whether the samples of all ranks add up.
+
+    Attributes:
+        last: Latest step and its loss; -1 and NaN before the first.
+        skewed: Whether the ranks' clocks differ.
+        invalid_rows: Rows of ranks that the run does not have; they are left out.
+    """
+
+    def __init__(
+        self, workers: int, limit_bytes: int, *, joined: bool = True, data_parallel: bool = True
+    ) -> None:
+        self.table = RowTable(limit_bytes)
+        self.totals = Totals(workers)
+        self.recent = Recent(workers)
+        self.curves = {
+            name: Envelope() for name in ("loss", "samples_per_s", "staleness", "bubble_s")
+        }
+        self.skewed = False
+        self.last = (-1, float("nan"))
+        self.invalid_rows = 0
+        self._workers, self._joined, self._data_parallel = workers, joined, data_parallel
+        self._joiner = Joiner(workers)
+
+    def add(self, rows: Rows) -> None:
+        """Take in RECORD rows of shape (rows,)."""
+        known = rows["rank"] < self._workers
+        if not known.all():
+            self.invalid_rows += int((~known).sum())
+            rows = rows[known]
+        self.skewed |= bool((rows["flags"] & FLAG_SKEWED_CLOCK).any())
+        if self._joined:
+            complete, lost = self._joiner.add(rows)
+            self._take_steps(complete)
+            self._take_alone(lost, lost=True)
+        else:
+            self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
+
+    def finish(self) -> None:
+        """Take the rows of steps that some rank never reported."""
+        self._take_alone(self._joiner.finish(), lost=True)
+
+    def origin_s(self) -> NDArray[np.float64]:
+        """Return (ranks,) the time that counts as 0: one for all unless clocks differ."""
+        first = self.totals.first_s
+        if self.skewed:
+            return np.where(np.isfinite(first), first, 0.0)
+        seen = first[np.isfinite(first)]
+        return np.full(len(first), seen.min() if len(seen) else 0.0)
+
+    def _take_steps(self, rows: Rows) -> None:
+        """Take complete steps: RECORD rows of shape (steps, ranks)."""
+        if not len(rows):
+            return
+        columns = derive(rows)
+        parts_s = parts_of(columns)
+        step, start, end = rows["step"][:, 0], rows["start_s"], rows["end_s"]
+        flat = rows.reshape(-1)
+        samples = rows["samples"].sum(axis=1)
+        if not self._data_parallel:
+            samples = rows["samples"].max(axis=1)
+        self.totals.steps += len(rows)
+        self.totals.samples += int(samples.sum())
+        self._count(flat, parts_s.reshape(-1, len(PARTS)), columns.blamed_rank.reshape(-1))
+        for rank in range(self._workers):
+            self.recent.add(rank, rows[:, rank], parts_s[:, rank], columns.blamed_rank[:, rank])
+        first, last = (start[:, 0], end[:, 0]) if self.skewed else (start.min(1), end.max(1))
+        self.recent.tick(first, last, samples)
+        spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
+        self.curves["samples_per_s"].add(step, first, samples / spent, spent)
+        self.curves["loss"].add(step, first, columns.loss)
+        if int(step[-1]) >= self.last[0]:
+            self.last = (int(step[-1]), float(columns.loss[-1]))
+        self._store(flat, parts_s.reshape(-1, len(PARTS)), columns.blamed_rank.reshape(-1),
+                    np.repeat(columns.loss, self._workers))  # fmt: skip
+
+    def _take_alone(self, rows: Rows, *, lost: bool) -> None:
+        """Take RECORD rows (rows,) that stand alone, or whose step's other rows are lost."""
+        if not len(rows):
+            return
+        columns = derive(rows[:, None], workers=self._workers)
+        parts_s, blamed = parts_of(columns)[:, 0], columns.blamed_rank[:, 0]
+        step, start, end = rows["step"], rows["start_s"], rows["end_s"]
+        loss = np.full(len(rows), np.nan) if lost else rows["local_loss"].copy()
+        self._count(rows, parts_s, blamed)
+        for rank in np.unique(rows["rank"]):
+            own = rows["rank"] == rank
+            self.recent.add(int(rank), rows[own], parts_s[own], blamed[own])
+        if lost:
+            self.totals.samples += int(rows["samples"].sum()) if self._data_parallel else 0
+        else:
+            self.totals.steps = int(self.totals.rows.max())
+            self.totals.samples = int(self.totals.rank_samples.sum())
+            self.recent.tick(start, end, rows["samples"])
+            spent = np.maximum(end - start, 1e-9)
+            self.curves["samples_per_s"].add(
+                step, start, rows["samples"] * self._workers / spent, spent
+            )
+            self.curves["loss"].add(step, start, loss)
+            newest = int(end.argmax())
+            self.last = (max(int(step.max()), self.last[0]), float(loss[newest]))
+        self._store(rows, parts_s, blamed, loss)
+
+    def _count(self, rows: Rows, parts_s: NDArray[np.float64], blamed: NDArray[Any]) -> None:
+        self.totals.add_rows(rows, parts_s, blamed)
+        for name in ("staleness", "bubble_s"):
+            values = rows[name].astype(np.float64)
+            if not np.isnan(values).all():
+                self.curves[name].add(rows["step"], rows["start_s"], values)
+
+    def _store(
+        self, rows: Rows, parts_s: NDArray[np.float64], blamed: NDArray[Any], loss: NDArray[Any]
+    ) -> None:
+        stored = np.empty(len(rows), STORED)
+        for name in ("step", "samples", "rank", "staleness", "bubble_s", "start_s", "local_loss",
+                     "sent_bytes"):  # fmt: skip
+            stored[name] = rows[name]
+        for index, name in enumerate(PARTS[:-1]):
+            stored[name] = parts_s[:, index]
+        stored["step_s"] = rows["end_s"] - rows["start_s"]
+        stored["blamed_rank"], stored["loss"] = blamed, loss
+        self.table.append(stored)

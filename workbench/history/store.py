@@ -1,0 +1,249 @@
+"""A run's history: rows from all ranks in, columns, exact totals and snapshots out."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metrics import PARTS
+from ..protocol import RECORD
+from . import views
+from .logged import LoggedColumn
+from .reducer import Reducer
+from .snapshot import Snapshot
+from .story import Story
+from .totals import Totals
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Rows = NDArray[Any]
+
+COLUMNS = (
+    "rank", "step", "start_s", "step_s", *PARTS, "samples", "loss", "local_loss",
+    "sent_bytes", "staleness", "bubble_s", "blamed_rank", "engine",
+)  # fmt: skip
+"""Columns of every history; `wb.log` adds more. `bubble_s` is there where it was measured."""
+
+_FOLD_ROWS = 1 << 13
+_WHOLE = ("rank", "step", "samples", "blamed_rank", "engine")
+
+
+class RunHistory(Mapping[str, NDArray[Any]]):
+    """One row per worker and step, in bounded memory.
+
+    Appending only queues bytes; rows are joined over ranks and reduced in batches, when somebody
+    reads or `_FOLD_ROWS` have piled up. All methods may be called from any thread.
+
+    Args:
+        ranks: Engine ids by rank.
+        memory_limit_bytes: Bound of the stored rows; beyond it whole steps are dropped evenly,
+            `stride` says so and `totals` stays exact.
+        clock: Time of events that do not bring their own.
+        joined: Whether ranks take each step together. Asynchronous strategies' rows stand alone.
+        data_parallel: Whether workers take shares of the batch; else all see the same samples.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        memory_limit_bytes: int = 96 << 20,
+        clock: Callable[[], float] = time.perf_counter,
+        joined: bool = True,
+        data_parallel: bool = True,
+    ) -> None:
+        self.engines = tuple(ranks)
+        self.joined, self.data_parallel = joined, data_parallel
+        self.story = Story()
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._queue: list[bytes] = []
+        self._queued_rows = 0
+        self._reduced = Reducer(
+            len(self.engines), memory_limit_bytes, joined=joined, data_parallel=data_parallel
+        )
+        self._table = self._reduced.table
+        self._logged: dict[str, LoggedColumn] = {}
+        self._sorted: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
+
+    # --- in ---------------------------------------------------------------------------------
+
+    def append(self, rows: Rows) -> None:
+        """Take in RECORD rows of shape (rows,), of any ranks and steps."""
+        with self._lock:
+            self._queue.append(rows.tobytes())
+            self._queued_rows += len(rows)
+            if self._queued_rows >= _FOLD_ROWS:
+                self._fold()
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Take in one event of `protocol.EVENTS`."""
+        t_s = float(fields.get("t_s") or self._clock())
+        with self._lock:
+            if name == "log":
+                self._log(fields, t_s)
+                return
+            self.story.fold(name, fields, t_s)
+            self._reduced.totals.eval_s = self.story.eval_s
+            self._reduced.totals.paused_s = self.story.paused_s
+
+    def finish(self) -> None:
+        """Stop waiting for missing rows: those of incomplete steps become rows of their own."""
+        with self._lock:
+            self._fold()
+            self._reduced.finish()
+
+    # --- out --------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        with self._lock:
+            self._fold()
+            hidden = {"bubble_s"} if self._reduced.curves["bubble_s"].empty else set()
+            return (*(c for c in COLUMNS if c not in hidden), *self._logged)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """Return one column, ordered by step and rank, as a fresh array of shape (rows,)."""
+        with self._lock:
+            if name not in self.columns:
+                raise KeyError(f"{name!r}; columns: {', '.join(self.columns)}")
+            return self._column(name)[self._order()]
+
+    def __len__(self) -> int:
+        """Number of stored rows."""
+        with self._lock:
+            self._fold()
+            return len(self._table)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        kept = f", every {self.stride}th step kept" if self.stride > 1 else ""
+        return f"RunHistory({len(self)} rows, {len(self.engines)} workers{kept})"
+
+    @property
+    def stride(self) -> int:
+        """Every how many-th step is stored; 1 for all."""
+        return self._table.stride
+
+    @property
+    def totals(self) -> Totals:
+        """A copy of the exact sums over all rows received, whatever `stride` is."""
+        with self._lock:
+            self._fold()
+            return copy.deepcopy(self._reduced.totals)
+
+    @property
+    def unmeasured(self) -> dict[str, str]:
+        """Columns that hold no value, with the reason."""
+        with self._lock:
+            self._fold()
+            found = {}
+            for name in self.columns if len(self._table) else ():
+                if name not in _WHOLE and not np.isfinite(self._column(name)).any():
+                    reason = self.story.unmeasured.get(name)
+                    found[name] = reason or "not measured by this strategy"
+            return found
+
+    @property
+    def evals(self) -> list[dict[str, Any]]:
+        """One mapping per evaluation: step, epoch, then the metrics."""
+        with self._lock:
+            return [dict(one) for one in self.story.evals]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return all columns as a pandas DataFrame, a row per worker and step."""
+        import pandas as pd
+
+        with self._lock:
+            return pd.DataFrame({name: self[name] for name in self.columns})
+
+    def snapshot(
+        self,
+        *,
+        name: str = "",
+        strategy: str = "",
+        framework: str = "torch",
+        state: str = "running",
+        dropped: int = 0,
+        plot_cpu: float = float("nan"),
+    ) -> Snapshot:
+        """Return what a view needs, copied; about 0.3 ms for 4 workers.
+
+        Args:
+            name, strategy, framework, state: Of the run; state is one of `lifecycle.State`.
+            dropped: Records lost on the way.
+            plot_cpu: Share of one core that drawing took.
+        """
+        with self._lock:
+            self._fold()
+            label = views.Label(name, strategy, framework, state, dropped, plot_cpu)
+            return views.take(self._parts(), label)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.columns)
+
+    # --- inside, under the lock ---------------------------------------------------------------
+
+    def _parts(self) -> views.Sources:
+        logged = {name: column.envelope for name, column in self._logged.items()}
+        reduced = self._reduced
+        return views.Sources(
+            self.engines, self.data_parallel, reduced.totals, reduced.recent, reduced.curves,
+            logged, self.story, reduced.origin_s(), *reduced.last,
+        )  # fmt: skip
+
+    def _fold(self) -> None:
+        if not self._queue:
+            return
+        rows = np.frombuffer(b"".join(self._queue), RECORD)
+        self._queue, self._queued_rows = [], 0
+        self._reduced.add(rows)
+
+    def _column(self, name: str) -> NDArray[Any]:
+        if name in self._logged:
+            step, rank = self._table.column("step"), self._table.column("rank")
+            return self._logged[name].column(step.astype(np.int64), rank.astype(np.int64))
+        if name == "engine":
+            return np.asarray(self.engines, np.int64)[self._table.column("rank")]
+        if name == "other_s":
+            named = sum(np.nan_to_num(self._column(part)) for part in PARTS[:-1])
+            return np.asarray(self._column("step_s") - named)
+        values = self._table.column(name)
+        if name == "start_s":
+            return np.asarray(values - self._reduced.origin_s()[self._table.column("rank")])
+        kind = np.int64 if name in _WHOLE else np.float64
+        return np.asarray(values.astype(kind))
+
+    def _order(self) -> NDArray[np.intp]:
+        key = (len(self._table), self.stride)
+        if self._sorted[0] != key:
+            order = np.lexsort((self._table.column("rank"), self._table.column("step")))
+            self._sorted = (key, order)
+        return self._sorted[1]
+
+    def _log(self, fields: Mapping[str, Any], t_s: float) -> None:
+        step, rank = int(fields.get("step", 0)), int(fields.get("rank", 0))
+        for name, value in dict(fields.get("values") or {}).items():
+            if name in COLUMNS:
+                self.story.fold("note", {"text": f"wb.log: {name} is a column already"}, t_s)
+                continue
+            column = self._logged.setdefault(str(name), LoggedColumn())
+            column.add(step, rank, t_s, float(value))

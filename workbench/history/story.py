@@ -1,0 +1,91 @@
+"""What a run's events say: how it was started, evaluations, notes, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOST_NOTES = 100
+MOST_EVALS = 10_000
+
+
+class Story:
+    """Folds events of `protocol.EVENTS`, in any order, from all ranks.
+
+    Attributes:
+        started: Fields of `run_started` (of the lowest rank that sent it).
+        finished: Fields of `run_finished` by rank.
+        errors: Fields of `error` by rank.
+        devices: Device by rank.
+        evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
+        notes: Notes and warnings, each text once.
+        unmeasured: Column -> reason, as strategies declared it.
+        epoch: Latest epoch that began.
+    """
+
+    def __init__(self) -> None:
+        self.started: dict[str, Any] = {}
+        self.finished: dict[int, dict[str, Any]] = {}
+        self.errors: dict[int, dict[str, Any]] = {}
+        self.devices: dict[int, str] = {}
+        self.evals: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.unmeasured: dict[str, str] = {}
+        self.epoch = 0
+        self.eval_s = 0.0
+        self.paused_s = 0.0
+        self._paused_at: float | None = None
+
+    def fold(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
+        """Take one event in; events that say nothing about the run as a whole are ignored.
+
+        Args:
+            t_s: When it happened; pauses are measured between events.
+        """
+        if name == "run_started":
+            self._start(fields)
+        elif name == "eval":
+            self._evaluate(fields)
+        elif name in ("note", "warning"):
+            self._note(str(fields.get("text", "")))
+        elif name == "epoch":
+            self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
+        elif name == "unmeasured":
+            self._unmeasured(fields)
+        elif name == "paused" and self._paused_at is None:
+            self._paused_at = t_s
+        elif name == "resumed" and self._paused_at is not None:
+            self.paused_s += max(t_s - self._paused_at, 0.0)
+            self._paused_at = None
+        elif name == "run_finished":
+            self.finished[int(fields.get("rank", 0))] = dict(fields)
+        elif name == "error":
+            self.errors[int(fields.get("rank", 0))] = dict(fields)
+
+    def _start(self, fields: Mapping[str, Any]) -> None:
+        rank = int(fields.get("rank", 0))
+        if not self.started or rank <= int(self.started.get("rank", 0)):
+            self.started = dict(fields)
+        if fields.get("device") is not None:
+            self.devices[rank] = str(fields["device"])
+
+    def _evaluate(self, fields: Mapping[str, Any]) -> None:
+        step, epoch = int(fields.get("step", 0)), fields.get("epoch")
+        if any(known["step"] == step and known["epoch"] == epoch for known in self.evals):
+            return  # another rank's report of the same evaluation
+        self.evals.append({"step": step, "epoch": epoch, **dict(fields.get("values") or {})})
+        self.evals.sort(key=lambda one: one["step"])
+        del self.evals[:-MOST_EVALS]
+        self.eval_s += float(fields.get("seconds") or 0.0)
+
+    def _note(self, text: str) -> None:
+        if text and text not in self.notes and len(self.notes) < MOST_NOTES:
+            self.notes.append(text)
+
+    def _unmeasured(self, fields: Mapping[str, Any]) -> None:
+        columns = fields.get("columns") or {}
+        if isinstance(columns, Mapping):
+            self.unmeasured.update({str(k): str(v) for k, v in columns.items()})
+        else:
+            reason = str(fields.get("reason", "this strategy cannot measure it"))
+            self.unmeasured.update(dict.fromkeys(map(str, columns), reason))

@@ -1,0 +1,86 @@
+"""The rows of a run in bounded memory: beyond the limit every second step is dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+STORED = np.dtype(
+    [
+        ("step", "<u4"),
+        ("samples", "<u4"),
+        ("rank", "<u2"),
+        ("blamed_rank", "<i2"),
+        ("data_wait_s", "<f4"),
+        ("compute_s", "<f4"),
+        ("sync_wait_s", "<f4"),
+        ("transfer_s", "<f4"),
+        ("staleness", "<f4"),
+        ("bubble_s", "<f4"),
+        ("step_s", "<f4"),
+        ("start_s", "<f8"),
+        ("loss", "<f8"),
+        ("local_loss", "<f8"),
+        ("sent_bytes", "<f8"),
+    ]
+)
+"""One stored row (72 bytes). `other_s` is the residual of the others and is not stored."""
+
+CHUNK_ROWS = 1 << 14
+
+
+class RowTable:
+    """Append-only rows in chunks; whole steps are kept or dropped, never single ranks.
+
+    Attributes:
+        stride: Steps that are multiples of it are kept; 1 while nothing had to be dropped.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_rows = max(limit_bytes // STORED.itemsize, 2 * CHUNK_ROWS)
+        self._chunks: list[NDArray[Any]] = []
+        self._rows = 0
+        self.stride = 1
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Store STORED rows of shape (rows,), or the share of them that `stride` leaves."""
+        if self.stride > 1:
+            rows = rows[rows["step"] % self.stride == 0]
+        self._store(rows)
+        while self._rows > self._limit_rows:
+            self._halve()
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return one column as a fresh array of shape (rows,)."""
+        parts = [chunk[name] for chunk in self._filled()]
+        return np.concatenate(parts) if parts else np.empty(0, STORED[name])
+
+    def _store(self, rows: NDArray[Any]) -> None:
+        at = 0
+        while at < len(rows):
+            used = self._rows % CHUNK_ROWS
+            if used == 0:
+                self._chunks.append(np.empty(CHUNK_ROWS, STORED))
+            take = min(CHUNK_ROWS - used, len(rows) - at)
+            self._chunks[-1][used : used + take] = rows[at : at + take]
+            self._rows += take
+            at += take
+
+    def _halve(self) -> None:
+        self.stride *= 2
+        old, self._chunks = self._filled(), []
+        self._rows = 0
+        for i in range(len(old)):
+            chunk, old[i] = old[i], np.empty(0, STORED)  # freed while the new ones fill
+            self._store(chunk[chunk["step"] % self.stride == 0])
+
+    def _filled(self) -> list[NDArray[Any]]:
+        if not self._chunks:
+            return []
+        used = self._rows - (len(self._chunks) - 1) * CHUNK_ROWS
+        return [*self._chunks[:-1], self._chunks[-1][:used]]

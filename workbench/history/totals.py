@@ -1,0 +1,111 @@
+"""Exact sums over a whole run; they do not suffer when rows are decimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..metrics import PARTS, Derived
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Totals:
+    """Sums over all rows of a run, by rank.
+
+    Attributes:
+        steps: Steps that are complete on every rank (asynchronous: rows of the busiest rank).
+        samples: Samples over all data-parallel groups.
+        rows: (ranks,) rows received.
+        rank_samples: (ranks,) samples of each worker.
+        step_s: (ranks,) seconds inside steps.
+        parts_s: (ranks, 5) seconds in each of `metrics.PARTS`; unmeasured rows add nothing.
+        measured: (ranks, 5) rows in which the part was measured.
+        sent_bytes: (ranks,) bytes sent; NaN while none was measured.
+        blame_s: (ranks, ranks) seconds that row waited for column.
+        first_s, last_s: (ranks,) start of the first and end of the last step, each rank's clock.
+        paused_s: Seconds between a pause and the resume, seen by the kernel.
+        eval_s: Seconds spent in evaluations.
+    """
+
+    ranks: int
+
+    def __post_init__(self) -> None:
+        n = self.ranks
+        self.steps = 0
+        self.samples = 0
+        self.rows: NDArray[np.int64] = np.zeros(n, np.int64)
+        self.rank_samples: NDArray[np.int64] = np.zeros(n, np.int64)
+        self.step_s: Floats = np.zeros(n)
+        self.parts_s: Floats = np.zeros((n, len(PARTS)))
+        self.measured: NDArray[np.int64] = np.zeros((n, len(PARTS)), np.int64)
+        self.sent_bytes: Floats = np.full(n, np.nan)
+        self.blame_s: Floats = np.zeros((n, n))
+        self.first_s: Floats = np.full(n, np.inf)
+        self.last_s: Floats = np.full(n, -np.inf)
+        self.paused_s = 0.0
+        self.eval_s = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first step's start to the last step's end, pauses included."""
+        spans = self.last_s - self.first_s
+        if not np.isfinite(spans).any():
+            return 0.0
+        return float(spans[np.isfinite(spans)].max())
+
+    @property
+    def train_s(self) -> float:
+        """Wall time without pauses and evaluations."""
+        return max(self.wall_s - self.paused_s - self.eval_s, 0.0)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Global throughput over the run; NaN before the first step."""
+        return self.samples / self.train_s if self.train_s > 0 else float("nan")
+
+    @property
+    def share(self) -> Floats:
+        """(ranks, 5) fractions of each worker's step time; a part never measured counts 0."""
+        whole = self.parts_s.sum(axis=1, keepdims=True)
+        share: Floats = np.zeros_like(self.parts_s)
+        np.divide(self.parts_s, whole, out=share, where=whole > 0)
+        return share
+
+    def add_rows(self, rows: NDArray[Any], parts_s: Floats, blamed: NDArray[Any]) -> None:
+        """Add rows of any ranks.
+
+        Args:
+            rows: (rows,) RECORD rows.
+            parts_s: (rows, 5) seconds in each part.
+            blamed: (rows,) rank that the wait was for, -1 for nobody.
+        """
+        n, rank = self.ranks, rows["rank"].astype(np.int64)
+        known = np.isfinite(parts_s)
+        filled = np.where(known, parts_s, 0.0)
+        self.rows += np.bincount(rank, minlength=n)
+        self.rank_samples += np.bincount(rank, rows["samples"], n).astype(np.int64)
+        self.step_s += np.bincount(rank, rows["end_s"] - rows["start_s"], n)
+        for part in range(len(PARTS)):
+            self.parts_s[:, part] += np.bincount(rank, filled[:, part], n)
+            self.measured[:, part] += np.bincount(rank, known[:, part], n).astype(np.int64)
+        np.minimum.at(self.first_s, rank, rows["start_s"])
+        np.maximum.at(self.last_s, rank, rows["end_s"])
+        sent = rows["sent_bytes"]
+        has = np.isfinite(sent)
+        if has.any():
+            touched = np.bincount(rank[has], minlength=n) > 0
+            self.sent_bytes[touched & np.isnan(self.sent_bytes)] = 0.0
+            self.sent_bytes[touched] += np.bincount(rank[has], sent[has], n)[touched]
+        at = (blamed >= 0) & known[:, 2]
+        if at.any():
+            np.add.at(self.blame_s, (rank[at], blamed[at].astype(np.int64)), filled[at, 2])
+
+
+def parts_of(derived: Derived) -> Floats:
+    """Return the parts of derived columns as one array of shape (steps, ranks, 5)."""
+    return np.stack([getattr(derived, name) for name in PARTS], axis=-1)

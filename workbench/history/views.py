@@ -1,0 +1,123 @@
+"""Snapshots: what a view draws, computed from a history's reduced structures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..lifecycle import OVER
+from ..metrics import PARTS, potential
+from .envelope import Envelope
+from .recent import Recent
+from .snapshot import Snapshot, Worker
+from .story import Story
+from .totals import Totals
+
+_COMPUTE, _WAIT = PARTS.index("compute_s"), PARTS.index("sync_wait_s")
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a history does not know of its run."""
+
+    name: str
+    strategy: str
+    framework: str
+    state: str
+    dropped: int
+    plot_cpu: float
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A history's reduced structures; all of bounded size, live."""
+
+    engines: tuple[int, ...]
+    data_parallel: bool
+    totals: Totals
+    recent: Recent
+    curves: dict[str, Envelope]
+    logged: dict[str, Envelope]
+    story: Story
+    origin_s: NDArray[np.float64]
+    last_step: int
+    last_loss: float
+
+
+def take(of: Sources, label: Label) -> Snapshot:
+    """Return a run at this moment; arrays are copies."""
+    totals, started = of.totals, of.story.started
+    over = label.state in OVER
+    slow_rank, slow_s = of.recent.straggler()
+    origin = float(of.origin_s.min()) if len(of.origin_s) else 0.0
+    extra = {
+        name: of.curves[name].curve(origin)
+        for name in ("staleness", "bubble_s")
+        if not of.curves[name].empty
+    }
+    total = started.get("total_steps")
+    return Snapshot(
+        name=label.name,
+        strategy=label.strategy,
+        framework=label.framework,
+        state=label.state,
+        workers=workers(of),
+        step=totals.steps,
+        total_steps=int(total) if total else None,
+        elapsed_s=totals.wall_s,
+        epoch=of.story.epoch,
+        samples=totals.samples,
+        samples_per_s=totals.samples_per_s if over else of.recent.samples_per_s(),
+        loss=of.last_loss,
+        efficiency=efficiency(totals),
+        slow_rank=slow_rank,
+        slow_ms=slow_s * 1e3,
+        dropped=label.dropped,
+        loss_curve=of.curves["loss"].curve(origin),
+        throughput_curve=of.curves["samples_per_s"].curve(origin),
+        timeline=of.recent.timeline(of.origin_s),
+        blame_s=totals.blame_s.copy(),
+        plot_cpu=label.plot_cpu,
+        extra=extra,
+        logged={name: curve.curve(origin) for name, curve in of.logged.items()},
+        evals=[dict(one) for one in of.story.evals],
+        notes=tuple(of.story.notes),
+        parallelism="data" if of.data_parallel else "model",
+        unmeasured=unmeasured_parts(totals),
+    )
+
+
+def workers(of: Sources) -> tuple[Worker, ...]:
+    """Return one row per worker, over the whole run (the median wait: over the latest steps)."""
+    totals = of.totals
+    wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
+    return tuple(
+        Worker(
+            rank=rank,
+            engine=engine,
+            device=of.story.devices.get(rank, ""),
+            samples_per_s=float(totals.rank_samples[rank]) / train_s if train_s else float("nan"),
+            potential_per_s=potential(
+                totals.rank_samples[rank], totals.step_s[rank], totals.parts_s[rank, _WAIT]
+            ),
+            share=tuple(float(part) for part in share[rank]),
+            wait_ms=float(wait_s[rank]) * 1e3,
+        )
+        for rank, engine in enumerate(of.engines)
+    )
+
+
+def efficiency(totals: Totals) -> float:
+    """Return the share of the workers' step time spent in compute, 0..1; NaN before any step."""
+    whole = float(totals.step_s.sum())
+    return float(totals.parts_s[:, _COMPUTE].sum()) / whole if whole > 0 else float("nan")
+
+
+def unmeasured_parts(totals: Totals) -> tuple[str, ...]:
+    """Return the names of the parts that no row measured."""
+    if not totals.rows.any():
+        return ()
+    return tuple(name for name, seen in zip(PARTS, totals.measured.sum(axis=0), strict=True)
+                 if not seen)  # fmt: skip
