@@ -38,8 +38,9 @@ def run_engine(job: Mapping[str, Any], parent_pid: int) -> None:
     sys.path[:] = job["sys_path"]
     _enter_folder(job["cwd"])
     _reseed()
-    engine = importlib.import_module("ipyparallel.engine.app").IPEngine
-    engine.launch_instance(argv=list(job["argv"]))
+    # IPEngine's default is the working directory of whoever imported it: the parent's.
+    argv = [*job["argv"], f"--IPEngine.work_dir={os.getcwd()}"]
+    importlib.import_module("ipyparallel.engine.app").IPEngine.launch_instance(argv=argv)
 
 
 def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int, port: int) -> None:
