@@ -1,0 +1,203 @@
+"""How a run is shown while it trains: a widget, SVG frames, a line of text, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, TextIO
+
+from ..errors import PlanError, unknown
+from ..history.snapshot import Snapshot
+from . import text
+from .dashboard import Dashboard, OnCommand
+from .figure import placeholder_bundle, run_bundle
+from .svg import run_svg
+
+Kind = Literal["auto", "widget", "svg", "text", "off"]
+KINDS: tuple[Kind, ...] = ("auto", "widget", "svg", "text", "off")
+Bundle = dict[str, Any]
+Publish = Callable[[Bundle, str, bool], None]
+"""`publish(bundle, display_id, update)`: show a MIME bundle, or replace the one of that id."""
+
+
+class LiveView(Protocol):
+    """A view of one run; `update` and `end` may be called from another thread than `begin`."""
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Show the run for the first time, in the cell that is running now."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show its present state."""
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Show what stays in the notebook."""
+
+
+class WidgetView:
+    """The live dashboard; at the end a picture and text that need no kernel take its place."""
+
+    def __init__(self, title: str, on_command: OnCommand, publish: Publish | None = None) -> None:
+        self._title, self._on_command = title, on_command
+        self._publish = publish
+        self._display_id = _new_id()
+        self._dashboard: Dashboard | None = None
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Display the widget; the text and the tiny picture are for front ends without it."""
+        self._publish = self._publish or notebook_publisher()
+        self._dashboard = Dashboard(self._title, self._on_command)
+        widget = self._dashboard._repr_mimebundle_()
+        bundle = placeholder_bundle(text.report(snapshot))
+        bundle.update(widget[0] if isinstance(widget, tuple) else widget or {})
+        bundle["text/plain"] = text.report(snapshot)
+        self._publish(bundle, self._display_id, False)
+        self._dashboard.update(snapshot)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Send the browser what changed."""
+        if self._dashboard is not None:
+            self._dashboard.update(snapshot)
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Send the last frame, then replace the widget by the picture and close it.
+
+        A saved widget shows as an error without a kernel, so the bundle has no widget in it.
+        """
+        if self._dashboard is None or self._publish is None:
+            return
+        self._dashboard.update(snapshot)
+        self._publish(run_bundle(snapshot), self._display_id, True)
+        self._dashboard.finish()
+        self._dashboard = None
+
+
+class SvgView:
+    """Whole SVG frames through one display; for front ends that load no widgets."""
+
+    def __init__(self, publish: Publish | None = None) -> None:
+        self._publish = publish
+        self._display_id = _new_id()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Display the first frame."""
+        self._publish = self._publish or notebook_publisher()
+        self._publish(_svg_bundle(snapshot), self._display_id, False)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Replace the frame."""
+        if self._publish is not None:
+            self._publish(_svg_bundle(snapshot), self._display_id, True)
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Replace the frame by the final picture."""
+        if self._publish is not None:
+            self._publish(run_bundle(snapshot), self._display_id, True)
+
+
+class TextView:
+    """One line that is written over, like tqdm's."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._writer = text.LineWriter(stream)
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Write the first line."""
+        self._writer.write(snapshot)
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Write the line over."""
+        self._writer.write(snapshot)
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Write the last line and the report."""
+        self._writer.close(snapshot)
+
+
+class NoView:
+    """Shows nothing."""
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Show nothing."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show nothing."""
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Show nothing."""
+
+
+def make_view(kind: str, on_command: OnCommand, title: str) -> LiveView:
+    """Return the view for a `--plot` value.
+
+    Args:
+        kind: One of KINDS; `auto` is the widget in a notebook and text elsewhere.
+        on_command: See `Dashboard`.
+        title: The run's name.
+
+    Raises:
+        PlanError: There is no such view, or it needs a notebook and there is none.
+    """
+    if kind not in KINDS:
+        raise unknown("view for --plot", kind, KINDS)
+    chosen = ("widget" if in_notebook() else "text") if kind == "auto" else kind
+    if chosen in ("widget", "svg") and not in_notebook():
+        raise PlanError(
+            f"--plot {chosen} needs a notebook.",
+            seen=kind,
+            allowed="auto, text or off outside a notebook",
+            next_step="use --plot text",
+        )
+    if chosen == "widget":
+        return WidgetView(title, on_command)
+    if chosen == "svg":
+        return SvgView()
+    return TextView() if chosen == "text" else NoView()
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a Jupyter kernel."""
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def notebook_publisher() -> Publish:
+    """Return a function that displays in the cell that is running now, from any thread.
+
+    A kernel files output under the message that a thread last handled; a timer thread has none,
+    and a button's message would become the parent of what follows. So the cell's is kept.
+    """
+    publisher: Any = _shell().display_pub
+    parent = getattr(publisher, "parent_header", None)
+
+    def publish(bundle: Bundle, display_id: str, update: bool) -> None:
+        with _parent(publisher, parent):
+            publisher.publish(bundle, transient={"display_id": display_id}, update=update)
+
+    return publish
+
+
+@contextlib.contextmanager
+def _parent(publisher: Any, parent: Any) -> Iterator[None]:
+    """Set the message that output belongs to, for this thread and this block only."""
+    if not parent or not hasattr(publisher, "set_thread_parent"):  # ipykernel 6: one for all
+        yield
+        return
+    token = publisher.set_thread_parent(parent)
+    try:
+        yield
+    finally:
+        publisher.reset_thread_parent(token)
+
+
+def _shell() -> Any:
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _svg_bundle(snapshot: Snapshot) -> Bundle:
+    return {"image/svg+xml": run_svg(snapshot), "text/plain": text.report(snapshot)}
+
+
+def _new_id() -> str:
+    return f"workbench-{uuid.uuid4().hex}"
