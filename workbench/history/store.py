@@ -222,7 +222,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             step, rank = self._table.column("step"), self._table.column("rank")
             return self._logged[name].column(step.astype(np.int64), rank.astype(np.int64))
         if name == "engine":
-            return np.asarray(self.engines, np.int64)[self._table.column("rank")]
+            return np.take(np.asarray(self.engines, np.int64), self._table.column("rank"))
         if name == "other_s":
             named = sum(np.nan_to_num(self._column(part)) for part in PARTS[:-1])
             return np.asarray(self._column("step_s") - named)

@@ -1,0 +1,259 @@
+"""A run on disk: each engine appends its own rows and events, the kernel writes `run.json`.
+
+    <run_dir>/
+      run.json                 what was asked for and how it ended
+      records-rank<r>.bin      protocol.RECORD rows, one after the other
+      events-rank<r>.jsonl     one event a line: name, t_s, fields
+      weights.npz, weights.pt  written at the end of the run
+
+Every file is written by one process only and flushed at each append, so a run whose kernel or
+engines were killed can be read up to the last whole row. Engines import this module: it needs
+nothing but NumPy and the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import RunError
+from ..protocol import RECORD
+
+if TYPE_CHECKING:
+    from .store import RunHistory
+
+META = "run.json"
+_SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
+
+
+class RunWriter:
+    """Appends one rank's rows and events to a run's folder.
+
+    A file that a killed process left with half a row or half a line is cut back to whole ones.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], rank: int) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._records = _open_whole(records_path(folder, rank), RECORD.itemsize)
+        self._events = _open_whole(events_path(folder, rank), None)
+
+    def append_records(self, packed: bytes) -> None:
+        """Append packed RECORD rows."""
+        self._records.write(packed)
+        self._records.flush()
+
+    def append_event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Append one event; its time (`t_s`, perf_counter) is added where it has none."""
+        line = {"name": name, "t_s": time.perf_counter(), **fields}
+        self._events.write(json.dumps(line, default=_plain).encode() + b"\n")
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close both files; may be called twice."""
+        self._records.close()
+        self._events.close()
+
+
+def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
+    """Write `run.json` in one go: readers see the old one or the new one, never half of it.
+
+    `read_run` uses these keys: `ranks` (engine ids by rank), `joined` and `data_parallel` (as
+    in `RunHistory`); the others are handed back as they are.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f".{META}.{os.getpid()}"
+    fresh.write_text(json.dumps(dict(meta), indent=1, default=_plain))
+    fresh.replace(folder / META)
+
+
+def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `write_meta` wrote; empty where a run was cut off before it was written.
+
+    Raises:
+        RunError: There is no run in that folder, or its `run.json` is damaged.
+    """
+    folder = Path(run_dir)
+    try:
+        meta = json.loads((folder / META).read_text())
+    except FileNotFoundError:
+        if any(folder.glob("records-rank*.bin")) or any(folder.glob("events-rank*.jsonl")):
+            return {}
+        raise RunError(
+            "There is no saved run here.",
+            seen=str(folder),
+            allowed=f"a folder with {META}, as run.save(path) writes it",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{META} cannot be read.", seen=str(folder)) from error
+    if not isinstance(meta, dict):
+        raise RunError(f"{META} holds no description of a run.", seen=str(folder))
+    return meta
+
+
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
+    """Rebuild a run from its folder, also one that was cut off in the middle of a row.
+
+    Returns:
+        The run's `run.json`, and its history as it was.
+
+    Raises:
+        RunError: There is no run in that folder.
+    """
+    from .store import RunHistory  # engines write runs and never read them
+
+    folder, meta = Path(path), read_meta(path)
+    ranks = meta.get("ranks") or range(1 + max(_ranks_on_disk(folder), default=0))
+    history = RunHistory(
+        [int(engine) for engine in ranks],
+        joined=bool(meta.get("joined", True)),
+        data_parallel=bool(meta.get("data_parallel", True)),
+    )
+    _replay_records(folder, history)
+    for name, fields in read_events(folder):
+        history.event(name, fields)
+    history.finish()
+    return meta, history
+
+
+def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events of all ranks in the order of time; damaged lines are left out."""
+    found = []
+    for path in sorted(Path(run_dir).glob("events-rank*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                fields = json.loads(line)
+                name, t_s = str(fields.pop("name")), float(fields.get("t_s", 0.0))
+            except (ValueError, KeyError, AttributeError, TypeError):
+                continue  # the line a killed engine was writing
+            found.append((t_s, name, fields))
+    return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
+
+
+def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+    """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
+
+    A run that is there already is replaced, any other folder is left alone.
+
+    Returns:
+        The target's path.
+
+    Raises:
+        RunError: `run_dir` holds no run, or `target` holds something else.
+    """
+    source, goal = Path(run_dir), Path(target).expanduser()
+    read_meta(source)
+    if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
+        raise RunError(
+            "The target holds something that is not a run; nothing was saved.",
+            seen=str(goal),
+            allowed="a new path, an empty folder, or a run saved before",
+        )
+    if goal.exists() and goal.samefile(source):
+        return goal
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
+    fresh.mkdir()
+    try:
+        for pattern in _SAVED:
+            for path in source.glob(pattern):
+                shutil.copy2(path, fresh / path.name)
+        if not (fresh / META).exists():
+            write_meta(fresh, {})
+        _swap(fresh, goal)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return goal
+
+
+def records_path(run_dir: Path, rank: int) -> Path:
+    """Return the file of a rank's rows."""
+    return run_dir / f"records-rank{rank}.bin"
+
+
+def events_path(run_dir: Path, rank: int) -> Path:
+    """Return the file of a rank's events."""
+    return run_dir / f"events-rank{rank}.jsonl"
+
+
+def _replay_records(folder: Path, history: RunHistory) -> None:
+    """Append the ranks' rows in turns, so that steps complete as they did in the run."""
+    sources = [_rows_in(records_path(folder, rank), 4096) for rank in _ranks_on_disk(folder)]
+    while sources:
+        still = []
+        for source in sources:
+            rows = next(source, None)
+            if rows is not None:
+                history.append(rows)
+                still.append(source)
+        sources = still
+
+
+def _rows_in(path: Path, at_once: int) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while packed := file.read(at_once * RECORD.itemsize):
+            whole = len(packed) // RECORD.itemsize
+            yield np.frombuffer(packed, RECORD, count=whole)
+
+
+def _ranks_on_disk(folder: Path) -> list[int]:
+    found = set()
+    for pattern in ("records-rank*.bin", "events-rank*.jsonl"):
+        for path in folder.glob(pattern):
+            digits = path.stem.rpartition("rank")[2]
+            if digits.isdecimal():
+                found.add(int(digits))
+    return sorted(found)
+
+
+def _open_whole(path: Path, item_bytes: int | None) -> IO[bytes]:
+    """Open for appending, after cutting off what is no whole row (or line)."""
+    file = path.open("ab+")
+    size = file.seek(0, os.SEEK_END)
+    if item_bytes:
+        keep = size - size % item_bytes
+    else:
+        file.seek(0)
+        keep = file.read().rfind(b"\n") + 1
+    if keep != size:
+        file.truncate(keep)
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def _swap(fresh: Path, goal: Path) -> None:
+    """Put `fresh` in the place of `goal`; an older run goes only when the new one is there."""
+    old = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}.old")
+    if goal.exists():
+        goal.rename(old)
+    try:
+        fresh.rename(goal)
+    except OSError:
+        if old.exists():
+            old.rename(goal)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _plain(value: object) -> Any:
+    """Turn NumPy's numbers and arrays, and paths, into what JSON knows."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    return str(value)

@@ -1,0 +1,61 @@
+"""What makes a comparison unfair, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .summary import RunSummary
+
+
+def notes(groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
+    """Return one sentence for each thing that differs between runs but should not.
+
+    Args:
+        groups: The runs by plan; seeds may differ within a plan, but not between plans.
+    """
+    runs = [run for group in groups for run in group]
+    found = []
+    if len({run.recipe for run in runs if run.recipe}) > 1:
+        found.append("The recipes differ: these runs did not train the same code.")
+    found += _differs("batch sizes", runs, "batch_size")
+    if len({run.total_steps or run.steps for run in runs}) > 1:
+        listed = ", ".join(f"{run.name} {run.total_steps or run.steps}" for run in runs)
+        found.append(f"The numbers of steps differ: {listed}.")
+    found += _seeds(groups)
+    for run in runs:
+        found += _single(run)
+    return tuple(found)
+
+
+def _differs(what: str, runs: Sequence[RunSummary], field: str) -> list[str]:
+    values: dict[str, Any] = {run.name: getattr(run, field) for run in runs}
+    if len({value for value in values.values() if value is not None}) < 2:
+        return []
+    listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    return [f"The {what} differ: {listed}."]
+
+
+def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
+    sets = [frozenset(run.seed for run in group if run.seed is not None) for group in groups]
+    known = [seeds for seeds in sets if seeds]
+    if len(set(known)) < 2:
+        return []
+    listed = "; ".join(
+        f"{group[0].name} {', '.join(map(str, sorted(seeds)))}"
+        for group, seeds in zip(groups, sets, strict=True)
+        if seeds
+    )
+    return [f"The seeds differ, so the runs began at different weights: {listed}."]
+
+
+def _single(run: RunSummary) -> list[str]:
+    found = []
+    if run.trained_before:
+        found.append(f"{run.name} began with a model that an earlier run had trained.")
+    if run.state != "finished":
+        of = f" of {run.total_steps}" if run.total_steps else ""
+        found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
+    if run.faults:
+        found.append(f"{run.name} ran with injected faults: {', '.join(run.faults)}.")
+    return found

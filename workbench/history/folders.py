@@ -1,0 +1,84 @@
+"""Where runs are kept between sessions: one folder per run under the user's data folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+HOME_VARIABLE = "WORKBENCH_HOME"
+KEEP_RUNS = 50
+KEEP_BYTES = 2 << 30
+_IN_USE_S = 3600.0
+
+
+def runs_root() -> Path:
+    """Return the folder that holds all runs, made if need be; private to the user.
+
+    `WORKBENCH_HOME` overrides the user's data folder.
+    """
+    home = os.environ.get(HOME_VARIABLE)
+    if home:
+        base = Path(home).expanduser()
+    else:
+        import platformdirs
+
+        base = Path(platformdirs.user_data_dir("workbench", appauthor=False))
+    root = base / "runs"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return root
+
+
+def new_run_dir(name: str) -> Path:
+    """Make a folder for a run and return it; folders sort by the time they were made."""
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:40] or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    folder = runs_root() / f"{stamp}-{time.time_ns() % 10**9:09d}-{slug}-{secrets.token_hex(2)}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def prune(
+    keep: int = KEEP_RUNS,
+    max_bytes: int = KEEP_BYTES,
+    *,
+    protect: Iterable[str | os.PathLike[str]] = (),
+) -> list[Path]:
+    """Delete the oldest runs until at most `keep` are left, in at most `max_bytes`.
+
+    Args:
+        protect: Folders of runs in use. A folder written to within the last hour is never
+            deleted either: another notebook may be training there.
+
+    Returns:
+        The folders that were deleted.
+    """
+    kept = {Path(path).resolve() for path in protect}
+    folders = sorted(path for path in runs_root().iterdir() if path.is_dir())
+    sizes = {path: size_bytes(path) for path in folders}
+    left, total, gone = len(folders), sum(sizes.values()), []
+    for path in folders:
+        if left <= keep and total <= max_bytes:
+            break
+        if path.resolve() in kept or time.time() - _touched_s(path) < _IN_USE_S:
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            continue
+        left, total = left - 1, total - sizes[path]
+        gone.append(path)
+    return gone
+
+
+def size_bytes(folder: Path) -> int:
+    """Return the size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _touched_s(folder: Path) -> float:
+    times = [path.stat().st_mtime for path in (folder, *folder.rglob("*")) if path.exists()]
+    return max(times, default=0.0)

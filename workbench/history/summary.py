@@ -1,0 +1,164 @@
+"""One finished run in numbers: what tables show and comparisons are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .snapshot import Worker
+from .store import RunHistory
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """A run's loss along three axes; each array is (points,).
+
+    Attributes:
+        samples: Samples seen by then (of all workers).
+        low, high: Least and greatest loss within the point's steps.
+    """
+
+    step: Floats
+    t_s: Floats
+    samples: Floats
+    loss: Floats
+    low: Floats
+    high: Floats
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run's key figures. Times in seconds; NaN marks what was not measured.
+
+    Attributes:
+        state: `finished`, `stopped` or `failed`.
+        recipe: Digest of the recipe; runs of one recipe can be compared.
+        parts_s: (5,) mean seconds per step of a worker in each of `metrics.PARTS`.
+        share: (5,) fractions of the workers' step time, which add up to 1.
+        unmeasured: Names of the parts that were not measured; they count 0 above.
+        final_loss: Global loss of the last complete step.
+        evals: Metrics of the last evaluation.
+        sent_bytes: Bytes sent by all workers.
+        trained_before: Whether the model had been trained by an earlier run.
+        options: The strategy's options.
+        faults: Faults that were injected, as typed.
+        workers_table: One row per worker, over the whole run.
+    """
+
+    name: str
+    strategy: str
+    framework: str
+    workers: int
+    state: str
+    recipe: str
+    steps: int
+    samples: int
+    samples_per_s: float
+    wall_s: float
+    step_s: float
+    parts_s: tuple[float, ...]
+    share: tuple[float, ...]
+    efficiency: float
+    final_loss: float
+    sent_bytes: float
+    curve: LossCurve
+    batch_size: int | None = None
+    seed: int | None = None
+    total_steps: int | None = None
+    evals: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    trained_before: bool = False
+    unmeasured: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    workers_table: tuple[Worker, ...] = ()
+    stride: int = 1
+
+
+def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
+    """Return the summary of a run.
+
+    Args:
+        history: Its history, complete.
+        meta: What the history does not know, as in `run.json`: `name`, `strategy`, `framework`,
+            `state`, `recipe`, `seed`, `batch_size`, `options`, `faults`, `trained_before`; all
+            may be missing.
+    """
+    snapshot = history.snapshot(state=str(meta.get("state", "finished")))
+    totals, started = history.totals, history.story.started
+    rows = max(int(totals.rows.sum()), 1)
+    parts = totals.parts_s.sum(axis=0)
+    whole = float(parts.sum())
+    waits_s = median_wait_s(history)
+    sent = totals.sent_bytes[np.isfinite(totals.sent_bytes)]
+    batch_size = meta.get("batch_size") or started.get("batch_size")
+    evals = history.evals
+    return RunSummary(
+        name=str(meta.get("name", "")),
+        strategy=str(meta.get("strategy", "")),
+        framework=str(meta.get("framework", "torch")),
+        workers=len(history.engines),
+        state=snapshot.state,
+        recipe=str(meta.get("recipe", "")),
+        steps=totals.steps,
+        samples=totals.samples,
+        samples_per_s=totals.samples_per_s,
+        wall_s=totals.wall_s,
+        step_s=float(totals.step_s.sum()) / rows,
+        parts_s=tuple(float(part) / rows for part in parts),
+        share=tuple(float(part) / whole if whole > 0 else 0.0 for part in parts),
+        efficiency=snapshot.efficiency,
+        final_loss=snapshot.loss,
+        sent_bytes=float(sent.sum()) if len(sent) else float("nan"),
+        curve=_loss_curve(history),
+        batch_size=int(batch_size) if batch_size else None,
+        seed=meta.get("seed"),
+        total_steps=snapshot.total_steps,
+        evals=dict(evals[-1]) if evals else {},
+        options=dict(meta.get("options") or {}),
+        faults=tuple(meta.get("faults") or ()),
+        trained_before=bool(meta.get("trained_before", False)),
+        unmeasured=snapshot.unmeasured,
+        notes=snapshot.notes,
+        workers_table=tuple(
+            _with_wait(worker, wait_s)
+            for worker, wait_s in zip(snapshot.workers, waits_s, strict=True)
+        ),
+        stride=history.stride,
+    )
+
+
+def median_wait_s(history: RunHistory) -> list[float]:
+    """Return each worker's median sync wait over the stored rows, seconds; NaN: not measured."""
+    rank, wait = history["rank"], history["sync_wait_s"]
+    known = np.isfinite(wait)
+    found = []
+    for r in range(len(history.engines)):
+        own = wait[known & (rank == r)]
+        found.append(float(np.median(own)) if len(own) else float("nan"))
+    return found
+
+
+def _loss_curve(history: RunHistory) -> LossCurve:
+    curve, totals = history.snapshot().loss_curve, history.totals
+    # The batch is the same in every step but an epoch's last, so samples grow evenly with steps.
+    per_step = totals.samples / totals.steps if totals.steps else 0.0
+    first = curve.step[0] if len(curve) else 0.0
+    return LossCurve(
+        curve.step,
+        curve.t_s,
+        (curve.step - first + 1) * per_step,
+        curve.mean,
+        curve.low,
+        curve.high,
+    )
+
+
+def _with_wait(worker: Worker, wait_s: float) -> Worker:
+    return replace(worker, wait_ms=wait_s * 1e3)

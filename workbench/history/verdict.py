@@ -1,0 +1,79 @@
+"""A comparison in one plain sentence, made from the measurements alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..metrics import PARTS
+
+if TYPE_CHECKING:
+    from .comparison import ComparisonRow
+
+EQUAL = 1.05
+"""Throughputs within this ratio are called equal."""
+
+_COMPUTE = PARTS.index("compute_s")
+_SAYS = {
+    "data_wait_s": "waits {} for data",
+    "sync_wait_s": "waits {} for the slowest worker",
+    "transfer_s": "spends {} on communication",
+    "other_s": "spends {} on other things",
+}
+
+
+def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
+    """Return which plan was fastest and why, in one sentence; empty for fewer than two plans.
+
+    Args:
+        baseline: Index of the row the others are held against.
+    """
+    rated = [row for row in rows if row.samples_per_s.mean > 0]
+    if len(rows) < 2:
+        return ""
+    if len(rated) < 2:
+        return "Throughput was not measured in enough runs to compare them."
+    fastest = max(rated, key=lambda row: row.samples_per_s.mean)
+    base = rows[baseline]
+    other = base
+    if fastest is base or not base.samples_per_s.mean > 0:
+        other = max((row for row in rated if row is not fastest),
+                    key=lambda row: row.samples_per_s.mean)  # fmt: skip
+    ratio = fastest.samples_per_s.mean / other.samples_per_s.mean
+    if ratio < EQUAL:
+        return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
+    head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} here: "
+    if fastest.workers > other.workers:
+        return head + _gain(fastest, other)
+    return head + _cost(other)
+
+
+def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
+    """Say what the faster plan's step does, and what share of the workers' time it uses."""
+    share = fast.share[_COMPUTE]
+    return (
+        f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}, "
+        f"and its {fast.workers} workers compute {share:.0%} of the time."
+    )
+
+
+def _cost(slow: ComparisonRow) -> str:
+    """Say what a step of the slower plan computes and what else it spends most time on."""
+    costs = {
+        part: seconds
+        for part, seconds in zip(PARTS, slow.parts_s, strict=True)
+        if part != "compute_s" and math.isfinite(seconds)
+    }
+    worst = max(costs, key=lambda part: costs[part])
+    does = f"each {slow.name} step computes {milliseconds(slow.parts_s[_COMPUTE])}"
+    return f"{does} and {_SAYS[worst].format(milliseconds(costs[worst]))}."
+
+
+def milliseconds(seconds: float) -> str:
+    """Return `2.1 ms`, `90 us` or `1.2 s`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 1e-2:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
