@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -9,6 +11,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +29,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 def run_engine(job: Mapping[str, Any], parent_pid: int) -> None:
-    """Turn this fresh child into an ipyparallel engine; returns when the engine stops.
+    """Turn this fresh child into an ipyparallel engine; ends the process when the engine stops.
 
     Args:
         job: `argv`, `env`, `cwd`, `sys_path`, `log_path` and `name` as sent by the kernel.
@@ -40,7 +44,31 @@ def run_engine(job: Mapping[str, Any], parent_pid: int) -> None:
     _reseed()
     # IPEngine's default is the working directory of whoever imported it: the parent's.
     argv = [*job["argv"], f"--IPEngine.work_dir={os.getcwd()}"]
-    importlib.import_module("ipyparallel.engine.app").IPEngine.launch_instance(argv=argv)
+    code = 0
+    try:
+        importlib.import_module("ipyparallel.engine.app").IPEngine.launch_instance(argv=argv)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException as error:
+        # What a SIGTERM looks like here: it stops the loop under a main task that never returns.
+        if "Event loop stopped" not in str(error):
+            traceback.print_exc()
+            code = 1
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End as multiprocessing's forked children do: exit handlers run, memory is not torn down.
+
+    Tearing down every module would write to, and so copy, all memory shared with the parent.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    os._exit(code)
 
 
 def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int, port: int) -> None:
