@@ -1,1 +1,73 @@
-"""Workbench."""
+"""Workbench: distributed training in a notebook, with live numbers that are true.
+
+Importing this package loads no framework; every name below is loaded when it is first used. In the
+notebook: `%load_ext workbench`, `import workbench as wb`. On the engines the injected `wb` is this
+same package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    # notebook
+    "Cluster": "workbench.session.cluster",
+    "Run": "workbench.session.run",
+    "runs": "workbench.session.registry",
+    "compare": "workbench.session.compare",
+    "load": "workbench.session.load",
+    "strategies": "workbench.session.compare",
+    "calibrate": "workbench.session.calibrate",
+    # engines
+    "fit": "workbench.engine.fit",
+    "prepare": "workbench.engine.prepare",
+    "watch": "workbench.engine.watch",
+    "log": "workbench.engine.logging",
+    "options": "workbench.engine.logging",
+    # both
+    "data": "workbench",
+    "RunStopped": "workbench.errors",
+    "WorkbenchError": "workbench.errors",
+}
+
+__all__ = [*_LAZY, "load_ipython_extension", "unload_ipython_extension"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    if name == "data":
+        return importlib.import_module("workbench.data")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics and begin to pre-warm (`%load_ext workbench`)."""
+    from .magics import register
+
+    register(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Stop what the extension started."""
+    from .session.state import session
+
+    session.stop()
+
+
+if TYPE_CHECKING:
+    from .engine.fit import fit as fit
+    from .errors import RunStopped as RunStopped
+    from .errors import WorkbenchError as WorkbenchError
+    from .session.cluster import Cluster as Cluster
+    from .session.registry import runs as runs
+    from .session.run import Run as Run

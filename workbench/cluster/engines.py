@@ -1,0 +1,264 @@
+"""Engines of one cluster: started, watched, called, signalled, stopped. The only way to ipyparallel.
+
+A cluster has its own folder, its own cluster id and its own controller, so it never meets the
+user's other clusters. Local engines are forked from a warm parent where the system allows it;
+everything else is left to ipyparallel's own launchers, unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal as signals
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ClusterError
+from ..protocol import Message
+from . import calls
+from .calls import Call
+from .ground import Ground
+from .router import ControlRouter
+
+log = logging.getLogger("workbench.cluster")
+START_TIMEOUT_S = 120.0
+
+
+@dataclass
+class EngineInfo:
+    """One engine as the kernel sees it.
+
+    Attributes:
+        id: Permanent; never given to another engine of this cluster but its replacement.
+        state: idle, busy, dead.
+    """
+
+    id: int
+    uuid: str
+    pid: int = 0
+    host: str = ""
+    python: str = ""
+    device: str = "cpu"
+    state: str = "idle"
+    exit: str = ""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told what; each is called on a background thread and must return quickly."""
+
+    message: Callable[[int, Message], None]
+    death: Callable[[EngineInfo], None]
+
+
+class Engines:
+    """The engines of one cluster.
+
+    Args:
+        framework: What the warm parent has imported: `torch` or `tensorflow`.
+        launcher: `local`, or the name of one of ipyparallel's engine launchers.
+        hosts: Interface the controller listens on when engines run elsewhere.
+    """
+
+    def __init__(
+        self,
+        listeners: Listeners,
+        *,
+        framework: str = "torch",
+        launcher: str = "local",
+        hosts: str = "",
+    ) -> None:
+        self._listeners = listeners
+        self.launcher, self.framework = launcher, framework
+        self._ground = Ground(framework, launcher, hosts, self._engine_left)
+        self._calls: dict[int, list[Call]] = {}
+        self.router = ControlRouter(self._heard, host="*" if hosts else "127.0.0.1")
+        self.engines: dict[int, EngineInfo] = {}
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._next_id = 0
+
+    def listen(self, listeners: Listeners) -> None:
+        """Tell others from now on; for engines that were prepared before their cluster existed."""
+        self._listeners = listeners
+
+    def prewarm(self) -> None:
+        """Begin, in the background, all that a start needs besides the engines themselves."""
+        self._ground.prepare_in_background()
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the living engines, ascending."""
+        return sorted(i for i, e in self.engines.items() if e.state != "dead")
+
+    def start(self, count: int, progress: Callable[[str], None] = lambda text: None) -> list[int]:
+        """Start `count` more engines and attach them; return their ids.
+
+        Raises:
+            ClusterError: They did not come up; says what their log says.
+        """
+        ids = list(range(self._next_id, self._next_id + count))
+        self._next_id += count
+        return self._start_ids(ids, progress)
+
+    def _start_ids(self, ids: list[int], progress: Callable[[str], None]) -> list[int]:
+        progress("starting the controller")
+        ground = self._ground
+        ground.ensure()
+        progress(f"starting {len(ids)} engines")
+        uuids = ground.launch(ids, START_TIMEOUT_S)
+        found = {i: EngineInfo(id=i, uuid=u) for i, u in uuids.items()}
+        with self._lock:
+            self.engines.update(found)
+        self._attach(sorted(found))
+        return sorted(found)
+
+    def _attach(self, ids: Sequence[int]) -> None:
+        info = {
+            "url": self.router.url,
+            "key": self.router.key.hex(),
+            "cwd": os.getcwd(),
+            "sys_path": list(sys.path),
+        }
+        replies = self.call(
+            ids, "workbench.engine.entry:attach", lambda i: ({**info, "engine": i},)
+        )
+        for engine, about in replies.items():
+            self.engines[engine].pid = about["pid"]
+            self.engines[engine].host = about["host"]
+            self.engines[engine].python = about["python"]
+
+    def submit(
+        self,
+        engine: int,
+        name: str,
+        args: tuple[Any, ...],
+        on_output: Callable[[int, str, Mapping[str, Any]], None] | None = None,
+    ) -> Call:
+        """Call `module:function` in one engine; returns at once."""
+        info = self.engines.get(engine)
+        if info is None or info.state == "dead":
+            raise ClusterError(
+                "That engine is not there.",
+                seen=engine,
+                allowed=f"one of {self.ids}",
+                next_step=f"%cluster restart {engine}",
+            )
+        info.state = "busy"
+        call = calls.submit(
+            self._ground.client, self._ground.socket, info.uuid, engine, name, args,
+            on_output, self.router.feed,
+        )  # fmt: skip
+        with self._lock:
+            self._calls.setdefault(engine, []).append(call)
+        call.when_done(self._settle)
+        return call
+
+    def _settle(self, call: Call) -> None:
+        with self._lock:
+            waiting = self._calls.get(call.engine, [])
+            if call in waiting:
+                waiting.remove(call)
+            info = self.engines.get(call.engine)
+            if info is not None and info.state == "busy" and not waiting:
+                info.state = "idle"
+
+    def call(
+        self,
+        ids: Iterable[int],
+        name: str,
+        args: Callable[[int], tuple[Any, ...]] | tuple[Any, ...] = (),
+        timeout_s: float = 60.0,
+    ) -> dict[int, Any]:
+        """Call `module:function` in several engines and wait for their results.
+
+        Raises:
+            ClusterError: One of them raised, died or did not answer in time.
+        """
+        pending = [self.submit(i, name, args(i) if callable(args) else args) for i in ids]
+        end = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        for one in pending:
+            if not one.done.wait(max(0.0, end - time.monotonic())):
+                raise ClusterError(
+                    f"Engine {one.engine} did not answer within {timeout_s:g} s.",
+                    next_step=f"%cluster restart {one.engine}",
+                )
+            if isinstance(one.result, BaseException):
+                raise ClusterError(f"Engine {one.engine} failed in {name}.", seen=str(one.result))
+            results[one.engine] = one.result
+        return results
+
+    def signal(self, engine: int, sig: int) -> None:
+        """Send a signal to one engine (by pid; only engines we started)."""
+        info = self.engines.get(engine)
+        if info is not None and info.state != "dead":
+            self._ground.signal(engine, info.pid, sig)
+
+    def interrupt(self, ids: Iterable[int]) -> None:
+        """Send SIGINT to engines."""
+        for engine in ids:
+            self.signal(engine, signals.SIGINT)
+
+    def restart(self, ids: Iterable[int]) -> list[int]:
+        """End engines and start fresh ones in their places, under the same ids."""
+        gone = list(ids)
+        for engine in gone:
+            info = self.engines.get(engine)
+            if info is None:
+                raise ClusterError("There is no such engine.", seen=engine, allowed=f"{self.ids}")
+            if info.state != "dead":
+                info.state = "dead"
+                self._ground.end([engine])
+            self.router.forget(engine)
+        return self._start_ids(gone, lambda text: None)
+
+    def store(self) -> tuple[str, int]:
+        """Return host and port of the TCPStore, started on first use."""
+        return self._ground.store()
+
+    def _heard(self, engine: int, message: Message) -> None:
+        self._listeners.message(engine, message)
+
+    def _engine_left(self, engine: int, how: str) -> None:
+        """A process ended or its heart stopped; called on a background thread."""
+        info = self.engines.get(engine)
+        if info is None or info.state == "dead" or self._stopping:
+            return
+        info.state, info.exit = "dead", how
+        self.router.forget(engine)
+        with self._lock:
+            stranded = list(self._calls.pop(engine, []))
+        error = ClusterError(f"Engine {engine} (pid {info.pid}) died: {how}.")
+        self._listeners.death(info)
+        for call in stranded:
+            call.finish(error)
+
+    def log_tail(self, engine: int, lines: int = 40) -> str:
+        """Return the last lines of an engine's log."""
+        path = self._ground.log_path(engine)
+        if not path.exists():
+            return ""
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+    def folder(self) -> Path:
+        """The cluster's private folder."""
+        return self._ground.folder
+
+    def stop(self) -> None:
+        """End everything this cluster started; safe to call twice."""
+        self._stopping = True
+        with self._lock:
+            stranded = [c for waiting in self._calls.values() for c in waiting]
+        for call in stranded:
+            call.finish(ClusterError("The cluster was stopped."))
+        self._ground.stop()
+        self.engines.clear()
+        with contextlib.suppress(Exception):
+            self.router.close()

@@ -1,0 +1,126 @@
+"""The kernel's end of the control path: one authenticated ROUTER on loopback, one thread.
+
+Messages that are not signed with the cluster's key are counted and dropped before they are parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from ..protocol import BadMessageError, Message, new_key, pack, unpack
+
+OnMessage = Callable[[int, Message], None]
+"""`on_message(engine, message)`, called on the router's thread; must return quickly."""
+
+
+class ControlRouter:
+    """Receives from and sends to every engine of one cluster.
+
+    Args:
+        on_message: Called with each authentic message.
+        host: Interface to listen on; loopback unless engines run on other hosts.
+    """
+
+    def __init__(self, on_message: OnMessage, host: str = "127.0.0.1") -> None:
+        self._on_message = on_message
+        self.key = new_key()
+        self._outbox: deque[tuple[int, Message]] = deque()
+        self._peers: dict[int, bytes] = {}
+        self._closed = False
+        self.rejected = 0
+        self.thread_s = 0.0
+        self._wake_r, self._wake_w = os.pipe()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.RCVHWM, 10_000)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.url = f"tcp://{host}:{port}"
+        self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
+        self._thread.start()
+
+    def send(self, engine: int, message: Message) -> None:
+        """Send to one engine; a message for an engine that has not said hello waits for it."""
+        self._outbox.append((engine, message))
+        self._wake()
+
+    def feed(self, frames: list[bytes]) -> None:
+        """Take frames that came another way (through ipyparallel) as if the socket had."""
+        self._accept(b"", frames)
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """Engines that have said hello."""
+        return frozenset(self._peers)
+
+    def forget(self, engine: int) -> None:
+        """Drop an engine that has died, with whatever waits for it."""
+        self._peers.pop(engine, None)
+
+    def close(self) -> None:
+        """Stop listening and end the thread."""
+        self._closed = True
+        self._wake()
+        self._thread.join(timeout=2)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_w, b"x")
+
+    def _main(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_r, zmq.POLLIN)
+        try:
+            while not self._closed:
+                ready = dict(poller.poll())
+                if self._wake_r in ready:
+                    os.read(self._wake_r, 4096)
+                if self._socket in ready:
+                    self._receive()
+                self._send_waiting()
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    def _receive(self) -> None:
+        for _ in range(1000):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._accept(identity, frames)
+
+    def _accept(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            message = unpack(frames, self.key)
+        except BadMessageError:
+            self.rejected += 1
+            return
+        if message.kind == "hello":
+            engine = int(message.body["engine"])
+            if identity:
+                self._peers[engine] = identity
+                self._outbox.append((engine, Message("welcome", {})))
+        else:
+            engine = int(message.body.get("engine", -1))
+        self._on_message(engine, message)
+
+    def _send_waiting(self) -> None:
+        later = []
+        while self._outbox:
+            engine, message = self._outbox.popleft()
+            peer = self._peers.get(engine)
+            if peer is None:
+                later.append((engine, message))
+                continue
+            with contextlib.suppress(zmq.Again):
+                self._socket.send_multipart([peer, *pack(message, self.key)], zmq.NOBLOCK)
+        self._outbox.extend(later)

@@ -1,0 +1,132 @@
+"""Where ipyparallel enters an engine; the only engine module that knows IPython."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from .interrupt import InterruptWatch
+from .link import ControlLink
+from .runtime import Engine, run_cell, support
+
+_engine: Engine | None = None
+
+TELEMETRY = "workbench_telemetry"
+"""Message type that carries our frames over ipyparallel where the control socket is out of reach."""
+
+
+class IPythonShell:
+    """The engine's own IPython shell, as `runtime.Shell`."""
+
+    def __init__(self) -> None:
+        from IPython import get_ipython
+
+        self.shell = get_ipython()
+        self.namespace: dict[str, Any] = self.shell.user_ns
+
+    def execute(self, source: str, number: int) -> BaseException | None:
+        """Run the source as cell `number` of the notebook; outputs travel as the cell prints."""
+        shell = self.shell
+        shell.execution_count = number
+        result = shell.run_cell(source, store_history=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        error: BaseException | None = result.error_before_exec or result.error_in_exec
+        return error
+
+    def autoreload(self, mode: str) -> None:
+        """Switch IPython's autoreload on as it is in the notebook."""
+        if "autoreload" not in self.shell.extension_manager.loaded:
+            self.shell.run_line_magic("load_ext", "autoreload")
+        self.shell.run_line_magic("autoreload", mode)
+
+
+def attach(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Make this process an engine of the cluster: connect its control link.
+
+    Args:
+        info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`.
+
+    Returns:
+        `pid`, `host`, `python`.
+    """
+    global _engine
+    if info.get("cwd") and os.path.isdir(info["cwd"]):
+        os.chdir(info["cwd"])
+    for path in info.get("sys_path", ()):
+        if path not in sys.path:
+            sys.path.append(path)
+    about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
+    if _engine is not None:
+        _engine.link.close()
+    link = ControlLink(
+        info["engine"], info["url"], bytes.fromhex(info["key"]), about, fallback=_over_ipyparallel()
+    )
+    _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
+    return about
+
+
+def cell(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one cell (see `runtime.run_cell`)."""
+    if _engine is None:
+        raise RuntimeError("this engine is not attached to a notebook")
+    shell = IPythonShell()
+    if request.get("autoreload"):
+        shell.autoreload(request["autoreload"])
+    return run_cell(_engine, shell, request)
+
+
+def push(values: Mapping[str, Any]) -> None:
+    """Set names in the cells' namespace."""
+    IPythonShell().namespace.update(values)
+
+
+def pull(names: list[str]) -> dict[str, Any]:
+    """Return names of the cells' namespace; missing ones are left out."""
+    namespace = IPythonShell().namespace
+    return {name: namespace[name] for name in names if name in namespace}
+
+
+def free() -> int:
+    """Forget the user's variables and collect garbage; return how many names were dropped."""
+    import gc
+
+    shell = IPythonShell().shell
+    keep = set(shell.user_ns_hidden)
+    names = [n for n in shell.user_ns if n not in keep and not n.startswith("_")]
+    shell.reset(new_session=False, aggressive=False)
+    gc.collect()
+    return len(names)
+
+
+def leave_group() -> None:
+    """Drop the process group of SPMD cells, if there is one."""
+    if _engine is not None and _engine.group:
+        support(_engine.framework).destroy_group()
+        _engine.group = ""
+
+
+def _break_out() -> None:
+    if _engine is not None:
+        support(_engine.framework).shutdown_group_sockets()
+
+
+def _over_ipyparallel() -> Any:
+    """Return a function that sends frames on the engine's iopub channel, under the cell's parent."""
+    kernel = IPythonShell().shell.kernel
+
+    def send(frames: list[Any]) -> None:
+        kernel.session.send(
+            kernel.iopub_socket,
+            TELEMETRY,
+            content={},
+            parent=kernel.get_parent(),
+            ident=f"engine.{kernel.int_id}.telemetry".encode(),
+            buffers=[bytes(frame) for frame in frames],
+        )
+
+    return send

@@ -1,0 +1,214 @@
+"""The engine's end of the control path: one DEALER and one thread for the engine's whole life.
+
+Up go records (packed, in batches) and events; down come stop, pause, step and fault messages. The
+training thread only ever writes to the recorder's ring or appends to a deque; this thread does the
+sending, so telemetry never waits on the path of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import zmq
+
+from ..protocol import BadMessageError, Message, pack, unpack
+from .context import RunContext
+
+DRAIN_S = 0.1
+IDLE_S = 1.0
+WELCOME_S = 2.0
+MAX_EVENTS = 10_000
+
+
+class Writer(Protocol):
+    """Where a run's records and events also go on this side (`history.disk.RunWriter`)."""
+
+    def append_records(self, data: bytes) -> None:
+        """Append packed rows."""
+
+    def append_event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Append one event."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class ControlLink:
+    """Connects this engine to the kernel.
+
+    Args:
+        engine: Permanent id of this engine.
+        url: The kernel's control socket.
+        key: The cluster's key; every message is signed with it.
+        about: Fields of the `hello` message.
+        fallback: Sends frames another way (through ipyparallel) where the socket cannot be
+            reached within `WELCOME_S`.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        url: str,
+        key: bytes,
+        about: Mapping[str, Any],
+        fallback: Callable[[list[bytes | memoryview]], None] | None = None,
+    ) -> None:
+        self._engine, self._url, self._key, self._about = engine, url, key, dict(about)
+        self._fallback = fallback
+        self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._run: RunContext | None = None
+        self._writer: Writer | None = None
+        self._lost = 0
+        self._closed = False
+        self._welcomed = False
+        self._flushed = threading.Event()
+        self._flush_wanted = False
+        self._wake_r, self._wake_w = os.pipe()
+        self.rejected = 0
+        self.using_fallback = False
+        self._thread = threading.Thread(target=self._main, name="workbench-control", daemon=True)
+        self._thread.start()
+
+    def attach(self, context: RunContext, writer: Writer | None) -> None:
+        """Begin to carry a run's records."""
+        self._lost = 0
+        self._writer, self._run = writer, context
+        self._wake()
+
+    def detach(self, timeout_s: float = 10.0) -> bool:
+        """Send what is left of the run and let go of it; return whether all of it was sent."""
+        sent = self.flush(timeout_s)
+        writer, self._run, self._writer = self._writer, None, None
+        if writer is not None:
+            writer.close()
+        return sent
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Send an event of the run under way; never waits."""
+        run = self._run.spec.run if self._run is not None else 0
+        self._events.append((run, name, fields))
+        self._wake()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything recorded so far is sent."""
+        self._flushed.clear()
+        self._flush_wanted = True
+        self._wake()
+        return self._flushed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake()
+        self._thread.join(timeout=2)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_w, b"x")
+
+    def _main(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"engine-{self._engine}-{os.getpid()}".encode())
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        socket.connect(self._url)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_r, zmq.POLLIN)
+        self._socket = socket
+        self._send(Message("hello", {**self._about, "engine": self._engine}))
+        began = time.monotonic()
+        try:
+            while not self._closed:
+                ready = dict(poller.poll(1e3 * (self._interval() if self._run else IDLE_S)))
+                if self._wake_r in ready:
+                    os.read(self._wake_r, 4096)
+                if socket in ready:
+                    self._receive(socket)
+                if not self._welcomed and not self.using_fallback:
+                    late = time.monotonic() - began > WELCOME_S
+                    self.using_fallback = late and self._fallback is not None
+                self._send_pending()
+        finally:
+            socket.close()
+            context.term()
+            os.close(self._wake_r)
+
+    def _interval(self) -> float:
+        # Many workers together must not flood the kernel: 64 of them send 4 batches a second each.
+        world = self._run.spec.world_size if self._run else 1
+        return min(0.5, max(DRAIN_S, world / 250))
+
+    def _send_pending(self) -> None:
+        run = self._run
+        wanted = self._flush_wanted
+        if run is not None:
+            while rows := run.recorder.drain(final=wanted):
+                self._send_rows(run, rows)
+        while self._events:
+            number, name, fields = self._events.popleft()
+            if self._writer is not None:
+                self._writer.append_event(name, fields)
+            self._send(Message("event", {"run": number, "name": name, **fields}))
+        if wanted:
+            self._flush_wanted = False
+            self._flushed.set()
+
+    def _send_rows(self, run: RunContext, rows: bytes) -> None:
+        if self._writer is not None:
+            self._writer.append_records(rows)
+        body = {"run": run.spec.run, "dropped": run.recorder.dropped + self._lost}
+        if not self._send(Message("records", body, (rows,))):
+            self._lost += len(rows) // 80
+
+    def _send(self, message: Message) -> bool:
+        frames = pack(message, self._key)
+        if self.using_fallback and self._fallback is not None:
+            self._fallback(frames)
+            return True
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(unpack(frames, self._key))
+            except BadMessageError:
+                self.rejected += 1
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == "welcome":
+            self._welcomed, self.using_fallback = True, False
+        elif message.kind == "ping":
+            self._send(Message("pong", {"engine": self._engine}))
+        run = self._run
+        if run is None or message.body.get("run") != run.spec.run:
+            return
+        body = message.body
+        if message.kind == "halt":
+            step = run.gate.halt()
+            self._send(
+                Message("position", {"run": run.spec.run, "rank": run.spec.rank, "step": step})
+            )
+        elif message.kind == "halt_at":
+            run.gate.halt_at(body["purpose"], int(body["step"]))
+        elif message.kind == "resume":
+            run.gate.resume()
+        elif message.kind == "advance":
+            run.gate.advance(int(body["steps"]))
+        elif message.kind == "inject":
+            run.faults.set(body["faults"])

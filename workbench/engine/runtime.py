@@ -1,0 +1,223 @@
+"""What happens on an engine around a cell: the run is set up, the cell runs, nothing is left.
+
+Knows neither IPython nor a framework: the shell is handed in, the framework's own file
+(`engine/<framework>_support.py`) is loaded by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import RunStopped
+from ..history.disk import RunWriter
+from ..protocol import RunSpec
+from . import context as run_context
+from .context import RunContext
+from .gate import Gate
+from .injector import FaultInjector
+from .interrupt import InterruptWatch
+from .link import ControlLink
+from .recorder import Recorder
+
+MAX_WEIGHTS_BYTES = 2 << 30
+
+
+class Shell(Protocol):
+    """What is needed of the interactive shell that runs the cell."""
+
+    namespace: dict[str, Any]
+
+    def execute(self, source: str, number: int) -> BaseException | None:
+        """Run the source as cell `number`, show its output; return what it raised."""
+
+
+@dataclass
+class Engine:
+    """This process as an engine: its id, its link, the process group it has."""
+
+    id: int
+    link: ControlLink
+    watch: InterruptWatch
+    group: str = ""  # prefix of the process group that exists now; empty: none
+    framework: str = "torch"
+    environ: dict[str, str | None] = field(default_factory=dict)
+
+
+def support(framework: str) -> Any:
+    """Return the framework's own module on the engine side, loaded by name."""
+    return importlib.import_module(f"workbench.engine.{framework}_support")
+
+
+def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one cell on this engine.
+
+    Args:
+        request: `spec` (RunSpec), `source`, `number` of the notebook cell, `group` (whether an
+            SPMD cell gets a process group), `inject` (whether names are set).
+
+    Returns:
+        `status` (ok, error, stopped, interrupted), `ename`, `evalue`, `trained`, `weights`.
+    """
+    spec = RunSpec.from_wire(request["spec"])
+    engine.framework = spec.framework
+    framework = support(spec.framework)
+    injected = _inject(shell.namespace, spec, framework)
+    outcome: dict[str, Any]
+    with engine.watch.armed(), _environment(framework.environ(spec)):
+        try:
+            if spec.mode == "run":
+                outcome = _train(engine, shell, spec, framework, request)
+            else:
+                outcome = _spmd(engine, shell, spec, framework, request)
+        except KeyboardInterrupt as error:
+            outcome = _outcome(error)
+        except Exception as error:
+            outcome = _outcome(error) | {"traceback": traceback.format_exc()}
+    outcome["reassigned"] = [k for k, v in injected.items() if shell.namespace.get(k, v) is not v]
+    if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out:
+        outcome["group_broken"] = True
+    return outcome
+
+
+def _spmd(
+    engine: Engine, shell: Shell, spec: RunSpec, framework: Any, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    framework.setup(spec)
+    if request.get("group", True):
+        _ensure_group(engine, spec, framework)
+    return _outcome(shell.execute(request["source"], request["number"]))
+
+
+def _train(
+    engine: Engine, shell: Shell, spec: RunSpec, framework: Any, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    run = RunContext(
+        spec=spec,
+        recorder=Recorder(spec.run, spec.rank),
+        gate=Gate(),
+        faults=FaultInjector(spec.rank, spec.faults),
+        emit=engine.link.emit,
+        started_s=time.perf_counter(),
+    )
+    run.gate.on_pause = lambda step: engine.link.emit("paused", rank=spec.rank, step=step)
+    run.gate.on_resume = lambda step: engine.link.emit("resumed", rank=spec.rank, step=step)
+    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.rank) if spec.run_dir else None)
+    run_context.set_current(run)
+    try:
+        framework.setup(spec)
+        _ensure_group(engine, spec, framework)
+        outcome = _outcome(shell.execute(request["source"], request["number"]))
+        if outcome["status"] == "ok" and run.gate.stopping:
+            outcome["status"] = "stopped"
+        outcome["trained"] = run.trained
+        outcome["options_read"] = run.options_read
+        outcome["weights"] = _save_weights(run, framework)
+        engine.link.emit(
+            "run_finished",
+            rank=spec.rank,
+            t_s=time.perf_counter(),
+            steps=run.trained,
+            stopped=run.gate.stopping,
+            paused_s=run.gate.paused_s,
+            weights=outcome["weights"],
+            status=outcome["status"],
+        )
+        return outcome
+    finally:
+        _tear_down(engine, run, framework)
+
+
+def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
+    """Leave the engine clean: wrappers first, then the group (the other way round deadlocks)."""
+    try:
+        if run.strategy is not None:
+            run.strategy.close()
+        for close in reversed(run.closers):
+            close()
+    finally:
+        run.strategy = None
+        run.weights = None
+        run.closers.clear()
+        run_context.set_current(None)
+        engine.link.detach()
+        if engine.group:
+            framework.destroy_group()
+            engine.group = ""
+
+
+def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
+    if engine.group == spec.prefix:
+        return
+    if engine.group:
+        framework.destroy_group()
+        engine.group = ""
+    framework.ensure_group(spec)
+    engine.group = spec.prefix
+
+
+def _save_weights(run: RunContext, framework: Any) -> str | None:
+    """Write the final weights beside the run's records; return the file's name."""
+    if run.weights is None or not run.spec.run_dir:
+        return None
+    arrays = run.weights()
+    if not arrays:
+        return None
+    size_bytes = sum(array.nbytes for array in arrays.values())
+    if size_bytes > MAX_WEIGHTS_BYTES:
+        run.emit(
+            "note",
+            rank=run.spec.rank,
+            text=f"The final weights ({size_bytes / 1e9:.1f} GB) were not written beside the run; "
+            "save them in the cell.",
+        )
+        return None
+    return str(framework.save_weights(Path(run.spec.run_dir), run.spec.rank, arrays))
+
+
+def _inject(namespace: dict[str, Any], spec: RunSpec, framework: Any) -> dict[str, Any]:
+    """Set the engines' names before the cell; return them to notice reassignment later."""
+    import workbench
+
+    names = {
+        "rank": spec.rank,
+        "local_rank": spec.rank,
+        "world_size": spec.world_size,
+        "device": spec.device,
+        "wb": workbench,
+        **framework.names(spec),
+    }
+    namespace.update(names)
+    return names
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _outcome(error: BaseException | None) -> dict[str, Any]:
+    if error is None:
+        return {"status": "ok"}
+    status = "error"
+    if isinstance(error, RunStopped):
+        status = "stopped"
+    elif isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+    return {"status": status, "ename": type(error).__name__, "evalue": str(error)}

@@ -1,0 +1,274 @@
+"""Parses the lines of the magics; knows words and flags, touches nothing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from . import catalog
+from .errors import PlanError, unknown
+from .faults import Fault, parse_fault
+
+PLOTS = ("auto", "widget", "svg", "text", "off")
+_LATER = {
+    "checkpoint": "checkpoints",
+    "checkpoint_every": "checkpoints",
+    "on_failure": "going on after a failure",
+    "keep": "keeping a cluster beyond its notebook",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises PlanError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.search(r"unrecognized arguments: (.*)", message)
+        if flag:
+            raise PlanError(
+                f"{self.prog} does not know that.",
+                seen=flag[1],
+                allowed=self.format_usage().replace("usage: ", "").strip(),
+                next_step=f"{self.prog}? shows the help",
+            )
+        raise PlanError(f"{self.prog}: {message}.", next_step=f"{self.prog}? shows the help")
+
+
+@dataclass(frozen=True)
+class CellLine:
+    """What the line above a `%%distributed` cell asks for."""
+
+    strategies: tuple[str, ...] = ()
+    workers: int | None = None
+    ranks: tuple[int, ...] | None = None
+    framework: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    seeds: int | None = None
+    name: str = ""
+    local: bool = False
+    background: bool = False
+    faults: tuple[Fault, ...] = ()
+    plot: str = "auto"
+    recipe: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterLine:
+    """What a `%cluster` line asks for."""
+
+    action: str
+    count: int | None = None
+    ranks: tuple[int, ...] = ()
+    devices: str = "auto"
+    launcher: str = "local"
+    hosts: str = ""
+    framework: str = "torch"
+
+
+def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
+    """Return the parser of `%%distributed`, whose help is made from the catalog."""
+    described = "\n".join(f"  {e.name:<14} {e.summary}" for e in catalog.strategies())
+    options = "\n".join(
+        f"  {e.name}: {o.name}={o.default}  {o.help} ({o.allowed})"
+        for e in catalog.strategies()
+        for o in e.options
+    )
+    parser = _Parser(
+        prog=prog,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run the cell on the engines; with a strategy, train under it.",
+        epilog=f"strategies:\n{described}\n\noptions (-o):\n{options}",
+    )
+    add = parser.add_argument
+    add("strategy", nargs="?", default="", help="one of the strategies, or several with commas")
+    add("-n", "--workers", metavar="N", help="number of workers (replicas)")
+    add("-r", "--ranks", metavar="IDS", help="run on some engines only: 0,2 or 0-2 or [0,2]")
+    add("--framework", metavar="NAME", help="torch or tensorflow")
+    add(
+        "-o",
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the strategy",
+    )
+    for flag, what in (
+        ("--epochs", "epochs"),
+        ("--steps", "optimizer steps, instead of epochs"),
+        ("--batch-size", "global batch size"),
+    ):
+        add(flag, metavar="N", help=f"overrides the cell's {what}")
+    add("--seed", metavar="N", help="overrides the cell's seed")
+    add("--seeds", metavar="K", help="run each strategy with seeds 0..K-1")
+    add("--name", default="", metavar="NAME", help="name of the run in wb.runs")
+    add("--recipe", metavar="NAME", help="train an earlier run's cell again")
+    add("--local", action="store_true", help="also run the cell in the notebook's kernel")
+    add("--background", action="store_true", help="return at once")
+    add(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="slow=1:50ms, jitter=20ms, kill=2@100",
+    )
+    add("--plot", default="auto", choices=PLOTS, help="how the live dashboard is shown")
+    add("--checkpoint", metavar="DIR", help="(not there yet)")
+    add("--checkpoint-every", metavar="N", help="(not there yet)")
+    add("--on-failure", metavar="WHAT", help="stop (the others are not there yet)")
+    return parser
+
+
+def cluster_parser() -> argparse.ArgumentParser:
+    """Return the parser of `%cluster`."""
+    parser = _Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
+    add = parser.add_argument
+    add("action", nargs="?", default="status", help="start, status, restart, logs, free, stop")
+    add("values", nargs="*", help="start: number of engines; restart, logs: engine ids")
+    add("--devices", default="auto", help="auto, cpu, cuda, or GPU numbers 0,1")
+    add("--launcher", default="local", help="local, or one of ipyparallel's: slurm, ssh, mpi, ...")
+    add("--hosts", default="", help="interface to listen on when engines run on other hosts")
+    add("--framework", default="torch", help="framework to have ready: torch or tensorflow")
+    add("--keep", action="store_true", help="(not there yet)")
+    return parser
+
+
+ACTIONS = ("start", "status", "restart", "logs", "free", "stop")
+LATER_ACTIONS = ("stacks", "attach")
+
+
+def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
+    """Read the line above a cell.
+
+    Raises:
+        PlanError: Saying what was not understood and what is allowed.
+    """
+    given = vars(cell_parser(prog).parse_args(_tokens(line)))
+    _refuse_later(given)
+    whole = {
+        key: _whole(f"--{key.replace('_', '-')}", text, least=0 if key == "seed" else 1)
+        for key in ("workers", "epochs", "steps", "batch_size", "seed", "seeds")
+        if (text := given[key]) is not None
+    }
+    return CellLine(
+        strategies=_strategies(given["strategy"], given["framework"]),
+        workers=whole.pop("workers", None),
+        ranks=parse_ranks(given["ranks"]) if given["ranks"] else None,
+        framework=given["framework"],
+        options=dict(_option(text) for text in given["option"]),
+        seeds=whole.pop("seeds", None),
+        overrides=whole,
+        name=given["name"],
+        local=given["local"],
+        background=given["background"],
+        faults=tuple(parse_fault(text) for text in given["inject"]),
+        plot=given["plot"],
+        recipe=given["recipe"],
+    )
+
+
+def parse_cluster_line(line: str) -> ClusterLine:
+    """Read a `%cluster` line.
+
+    Raises:
+        PlanError: Saying what was not understood and what is allowed.
+    """
+    given = vars(cluster_parser().parse_args(_tokens(line)))
+    _refuse_later(given)
+    action, values = given["action"], given["values"]
+    if action in LATER_ACTIONS:
+        raise PlanError(f"%cluster {action} is not there yet.", allowed=", ".join(ACTIONS))
+    if action not in ACTIONS:
+        raise unknown("%cluster action", action, ACTIONS)
+    count = None
+    if action == "start" and values:
+        count = _whole("the number of engines", values[0])
+    ranks = tuple(i for text in values for i in parse_ranks(text)) if action != "start" else ()
+    return ClusterLine(
+        action,
+        count,
+        ranks,
+        given["devices"],
+        given["launcher"],
+        given["hosts"],
+        given["framework"],
+    )
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read `0,2`, `0-2` or `[0,2]`.
+
+    Raises:
+        PlanError: It has none of these forms.
+    """
+    found: list[int] = []
+    for part in text.strip().strip("[]").split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not match:
+            raise PlanError("Ranks were not understood.", seen=text, allowed="0,2 or 0-2 or [0,2]")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise PlanError("A range of ranks goes upwards.", seen=part.strip(), allowed="0-2")
+        found.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(found))
+
+
+def strip_comment(line: str) -> str:
+    """Return the line without a trailing `# ...`, which must follow a space or begin the line."""
+    quoted = ""
+    for at, char in enumerate(line):
+        if quoted:
+            quoted = "" if char == quoted else quoted
+        elif char in "'\"":
+            quoted = char
+        elif char == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at].rstrip()
+    return line.rstrip()
+
+
+def _tokens(line: str) -> Sequence[str]:
+    try:
+        return shlex.split(strip_comment(line))
+    except ValueError as error:
+        raise PlanError("The line was not understood.", seen=line, allowed=str(error)) from None
+
+
+def _whole(what: str, text: str, least: int = 1) -> int:
+    if not text.lstrip("-").isdigit() or int(text) < least:
+        allowed = f"a whole number, at least {least}"
+        raise PlanError(f"{what} must count something.", seen=text, allowed=allowed)
+    return int(text)
+
+
+def _strategies(text: str, framework: str | None) -> tuple[str, ...]:
+    chosen = framework or "torch"
+    return tuple(
+        catalog.lookup(name.strip(), chosen).name for name in text.split(",") if name.strip()
+    )
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise PlanError("An option has a name and a value.", seen=text, allowed="-o bucket_mb=10")
+    return key.strip(), value.strip()
+
+
+def _refuse_later(given: dict[str, Any]) -> None:
+    for flag, what in _LATER.items():
+        value = given.get(flag)
+        if not value or (flag == "on_failure" and value == "stop"):
+            continue
+        if flag == "on_failure" and value not in ("continue", "replace"):
+            raise PlanError(
+                "--on-failure was not understood.", seen=value, allowed="stop, continue, replace"
+            )
+        raise PlanError(
+            f"--{flag.replace('_', '-')} is not there yet: {what} will come in a later version.",
+            seen=value,
+            next_step="leave the flag away",
+        )

@@ -1,0 +1,212 @@
+"""`%cluster`, `%%distributed`, `%%rank`, `%push`, `%pull`: lines to the session, nothing more."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.display import display
+
+from . import catalog
+from .errors import PlanError, RunError
+from .line import (
+    ACTIONS,
+    PLOTS,
+    CellLine,
+    cell_parser,
+    cluster_parser,
+    parse_cell_line,
+    parse_cluster_line,
+    parse_ranks,
+    strip_comment,
+)
+from .recipe import Recipe
+from .session import registry
+from .session.state import Session, session
+from .session.values import pull_values, push_values
+
+BODY_LINE = 2
+"""A cell's body begins on its second line, below the magic."""
+
+
+@magics_class
+class WorkbenchMagics(Magics):
+    """The notebook's commands."""
+
+    @property
+    def session(self) -> Session:
+        """The notebook's session."""
+        return session
+
+    @line_magic
+    def cluster(self, line: str) -> None:
+        """Start, show and stop engines; see `%cluster?`."""
+        asked = parse_cluster_line(line)
+        if asked.action == "start":
+            progress = _Progress()
+            settings = {"devices": asked.devices, "framework": asked.framework}
+            settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+            cluster = session.start(asked.count or 2, progress=progress, **settings)
+            progress.done()
+            display(cluster.status())
+        elif asked.action == "stop":
+            session.stop()
+            print("cluster stopped")  # noqa: T201 - the answer to a command
+        elif asked.action == "restart":
+            cluster = session.need_cluster()
+            cluster.restart(asked.ranks or None)
+            display(cluster.status())
+        elif asked.action == "logs":
+            for engine in asked.ranks or session.need_cluster().ids:
+                print(f"--- engine {engine}\n{session.need_cluster().logs(engine)}")  # noqa: T201
+        elif asked.action == "free":
+            session.need_cluster().free()
+            print("the cells' variables are gone on all engines")  # noqa: T201
+        else:
+            display(session.need_cluster().status())
+
+    @cell_magic
+    def distributed(self, line: str, cell: str) -> None:
+        """Run the cell on the engines; with a strategy, train under it. See `%%distributed?`."""
+        self._cell(parse_cell_line(line), Recipe(cell, BODY_LINE, self._origin()), cell)
+
+    @line_magic("distributed")
+    def distributed_line(self, line: str) -> None:
+        """Train the last cell (or `--recipe NAME`) again under another strategy."""
+        asked = parse_cell_line(line, "%distributed")
+        if not asked.strategies:
+            raise PlanError(
+                "Which strategy?",
+                allowed=", ".join(catalog.names()),
+                next_step="%distributed mirrored",
+            )
+        recipe = session.recipe_named(asked.recipe)
+        self._cell(asked, recipe, recipe.source)
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some engines: `%%rank 0` is short for `%%distributed --ranks 0`."""
+        words = strip_comment(line).split(maxsplit=1)
+        if not words:
+            raise PlanError("Which rank?", allowed="%%rank 0, %%rank 0,2, %%rank 0-2")
+        asked = parse_cell_line(
+            f"--ranks {','.join(map(str, parse_ranks(words[0])))} {' '.join(words[1:])}", "%%rank"
+        )
+        self._cell(asked, Recipe(cell, BODY_LINE, self._origin()), cell)
+
+    @line_magic
+    def push(self, line: str) -> None:
+        """Copy variables of the notebook to the engines: `%push x y [--rank 0,1]`."""
+        push_values(session.need_cluster(), line, self.shell.user_ns)
+
+    @line_magic
+    def pull(self, line: str) -> None:
+        """Copy variables of the engines into the notebook: `%pull loss [--rank 0] [--as l]`."""
+        pull_values(session.need_cluster(), line, self.shell.user_ns)
+
+    def _cell(self, asked: CellLine, recipe: Recipe, cell: str) -> None:
+        if asked.recipe and recipe.source == cell and asked.strategies:
+            recipe = session.recipe_named(asked.recipe) if not cell.strip() else recipe
+        number = self.shell.execution_count
+        autoreload = _autoreload(self.shell)
+        try:
+            if asked.strategies:
+                runs = session.train(asked, recipe, number=number, autoreload=autoreload)
+                self.shell.user_ns["_run"] = runs[-1]
+                self._conclude(asked, runs)
+            else:
+                session.run_cell(asked, recipe, number=number, autoreload=autoreload)
+        except RunError as error:
+            latest = registry.runs.latest
+            if asked.strategies and latest is not None:
+                self.shell.user_ns["_run"] = latest
+            raise _explained(error, self.shell.user_ns) from None
+        if asked.local:
+            result = self.shell.run_cell(cell, store_history=False)
+            result.raise_error()
+
+    def _conclude(self, asked: CellLine, runs: list[Any]) -> None:
+        if asked.background:
+            return
+        if len(runs) > 1:
+            from .session.compare import compare
+
+            display(compare(*runs))
+        else:
+            display(runs[0].summary())
+
+    def _origin(self) -> str:
+        return f"In[{self.shell.execution_count}]"
+
+
+def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
+    """Add what the notebook knows: a name the engines lack may exist here."""
+    outcome = getattr(error, "outcome", None) or {}
+    if outcome.get("ename") != "NameError":
+        return error
+    name = outcome["evalue"].split("'")[1] if "'" in outcome["evalue"] else ""
+    if name and name in namespace:
+        return RunError(
+            f"{error.what}. The name exists in the notebook, but not on the engines.",
+            next_step=f"%push {name}, or define it in a %%distributed cell",
+        )
+    return error
+
+
+def _autoreload(shell: Any) -> str:
+    """Return the notebook's autoreload mode, empty when it is off."""
+    if "autoreload" not in shell.extension_manager.loaded:
+        return ""
+    for magics in shell.magics_manager.registry.values():
+        reloader = getattr(magics, "_reloader", None)
+        if reloader is not None and reloader.enabled:
+            return "2" if reloader.check_all else "1"
+    return ""
+
+
+class _Progress:
+    """One line that says what a start is doing; cleared when it is done."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            self._shown = True
+            sys.stderr.write(f"\r\x1b[K{text} ...")
+            sys.stderr.flush()
+
+    def done(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+
+
+def _complete(shell: Any, event: Any) -> list[str]:
+    """Complete strategies, options and flags from the catalog."""
+    line = event.line
+    words = line.split()
+    if line.startswith(("%cluster", "cluster")):
+        return [*ACTIONS, *(o for a in cluster_parser()._actions for o in a.option_strings)]
+    last = words[-1] if words and not line.endswith(" ") else ""
+    previous = words[-2] if len(words) > 1 and last else (words[-1] if words else "")
+    if previous in ("-o", "--option"):
+        chosen = [e for e in catalog.strategies() if any(e.name in w.split(",") for w in words)]
+        return [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
+    if previous == "--plot":
+        return list(PLOTS)
+    if previous == "--framework":
+        return list(catalog.FRAMEWORKS)
+    flags = [o for action in cell_parser()._actions for o in action.option_strings]
+    return flags if last.startswith("-") else [*catalog.names(), *flags]
+
+
+def register(shell: Any) -> None:
+    """Register magics and completion with a shell; begin to pre-warm."""
+    magics = WorkbenchMagics(shell)
+    magics.distributed.__func__.__doc__ = cell_parser().format_help()
+    magics.cluster.__func__.__doc__ = cluster_parser().format_help()
+    shell.register_magics(magics)
+    for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
+        shell.set_hook("complete_command", _complete, str_key=command)
+    session.prewarm()

@@ -1,0 +1,1 @@
+"""One session per notebook: wires cluster, runs and views together."""

@@ -1,0 +1,99 @@
+"""The runs and clusters of this process: `wb.runs`, names, and what ends with the notebook."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError, unknown
+from ..history import disk
+from ..plan import Plan
+from .run import Run
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+
+class Runs(Mapping[str, Run]):
+    """Runs by name, newest last; when a name is used again the older run becomes `name@1`."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}
+
+    def add(self, run: Run) -> None:
+        """Keep a run under its name."""
+        older = self._runs.pop(run.name, None)
+        if older is not None:
+            count = sum(1 for name in self._runs if name.startswith(f"{run.name}@"))
+            older.name = f"{run.name}@{count + 1}"
+            self._runs[older.name] = older
+        self._runs[run.name] = run
+
+    @property
+    def latest(self) -> Run | None:
+        """The newest run, None when there is none."""
+        return next(reversed(self._runs.values()), None)
+
+    def __getitem__(self, name: str) -> Run:
+        try:
+            return self._runs[name]
+        except KeyError:
+            raise MissingRunError(name, list(self._runs)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {run!r}" for name, run in self._runs.items()]
+        return "\n".join(["runs:", *lines]) if lines else "no runs yet"
+
+
+class MissingRunError(KeyError, PlanError):
+    """There is no run of that name."""
+
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        PlanError.__init__(self, *unknown("run", name, names).args)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+runs = Runs()
+_clusters: list[Cluster] = []
+
+
+def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
+    """Create a run with a folder of its own and keep it in `runs`."""
+    name = plan.name or plan.strategy
+    folder = disk.new_run_dir(name)
+    run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
+    runs.add(run)
+    return run
+
+
+def add_cluster(cluster: Cluster) -> None:
+    """Remember a cluster, so that it ends with the process at the latest."""
+    _clusters.append(cluster)
+
+
+def remove_cluster(cluster: Cluster) -> None:
+    """Forget a cluster that is being stopped."""
+    with contextlib.suppress(ValueError):
+        _clusters.remove(cluster)
+
+
+def running_clusters() -> list[Any]:
+    """Clusters that have not been stopped."""
+    return list(_clusters)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for cluster in list(_clusters):
+        with contextlib.suppress(Exception):
+            cluster.stop()

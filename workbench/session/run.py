@@ -1,0 +1,356 @@
+"""One execution of a plan: its state, its history, its controls, its results."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import lifecycle
+from ..errors import PlanError, RunError
+from ..faults import parse_fault
+from ..history import disk
+from ..history.store import RunHistory
+from ..plan import Plan
+from ..protocol import Message, records_from
+from .agreement import Agreement, Purpose
+from .task import Task
+
+if TYPE_CHECKING:
+    from ..history.snapshot import Snapshot
+
+ANSWER_S = 1.0
+REACH_S = 2.5
+
+
+class Run:
+    """A training run, under way or over.
+
+    Attributes:
+        name: Its name in `wb.runs`.
+        plan: What was asked for.
+        history: One row per worker and step; see `RunHistory`.
+        evals: One mapping per evaluation.
+        folder: Where records, events and final weights are on disk.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        number: int,
+        name: str,
+        engines: Sequence[int],
+        devices: Sequence[str],
+        folder: Path,
+    ) -> None:
+        self.plan, self.number, self.name = plan, number, name
+        self.engines, self.devices = tuple(engines), tuple(devices)
+        self.folder = folder
+        entry = plan.entry
+        self.history = RunHistory(
+            self.engines, joined=entry.sync, data_parallel=entry.data_parallel
+        )
+        self._dropped: dict[int, int] = {}
+        self.error: RunError | None = None
+        self.task: Task | None = None
+        self.plot_cpu = float("nan")
+        self.results: list[Any] = [None] * len(self.engines)
+        self._state: lifecycle.State = "pending"
+        self._story: tuple[str, ...] = ()
+        self._agreement: Agreement | None = None
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._paused_ranks: set[int] = set()
+        self._timers: list[threading.Timer] = []
+        self.began = time.time()
+
+    # -- life ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> lifecycle.State:
+        """pending, starting, running, paused, stopping, finished, stopped or failed."""
+        return self._state
+
+    def advance(self, event: lifecycle.Event) -> None:
+        """Apply an event to the run's life."""
+        with self._lock:
+            self._state = lifecycle.step(self._state, event, self._story)
+            self._story = (*self._story, event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end and return the run; after a failure raise what it failed with.
+
+        Raises:
+            RunError: A rank failed, died, or the run was interrupted.
+            TimeoutError: It did not end within `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        # Short waits, so that an interrupt of the notebook is noticed at once.
+        while not self._over.wait(0.1):
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def finish(self, error: RunError | None) -> None:
+        """Settle the run; called once by the cluster that runs it."""
+        for timer in self._timers:
+            timer.cancel()
+        self.error = error
+        stopped = self.task is not None and any(
+            o["status"] == "stopped" for o in self.task.outcomes.values()
+        )
+        with contextlib.suppress(lifecycle.InvalidTransitionError):
+            if error is None and stopped and self._state != "stopping":
+                self.advance("stop")
+            self.advance("fail" if error is not None else "finish")
+        self.history.finish()
+        disk.write_meta(self.folder, self.meta())
+        self._over.set()
+
+    # -- messages from the engines --------------------------------------------------------------
+
+    def receive(self, message: Message) -> None:
+        """Take a message of this run; called on the router's thread."""
+        if message.kind == "records":
+            rows = records_from(message.payload[0])
+            self.history.append(rows)
+            if len(rows):
+                self._dropped[int(rows["rank"][0])] = int(message.body["dropped"])
+        elif message.kind == "position":
+            self._position(int(message.body["rank"]), int(message.body["step"]))
+        elif message.kind == "event":
+            fields = {k: v for k, v in message.body.items() if k not in ("run", "name")}
+            self._event(str(message.body["name"]), fields)
+
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        self.history.event(name, fields)
+        if name == "run_started":
+            if self._state == "starting":
+                self.advance("start")
+        elif name == "paused":
+            self._paused_ranks.add(int(fields["rank"]))
+            if len(self._paused_ranks) == len(self.engines) and self._state == "running":
+                self.advance("pause")
+        elif name == "resumed":
+            self._paused_ranks.discard(int(fields["rank"]))
+            if self._state == "paused":
+                self.advance("resume")
+
+    def note(self, text: str) -> None:
+        """Add something the user should know about this run."""
+        self.history.event("note", {"text": text})
+
+    @property
+    def evals(self) -> list[dict[str, Any]]:
+        """One mapping per evaluation: step, epoch, loss and metrics."""
+        return self.history.evals
+
+    # -- controls -------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the run at a step all workers agree on; returns at once."""
+        with self._lock:
+            if self.is_over or self._state == "stopping":
+                return
+            self.advance("stop")
+            self._halt("stop")
+
+    def pause(self) -> None:
+        """Hold the run after a step all workers agree on; returns at once."""
+        with self._lock:
+            if self.is_over or self._state in ("paused", "stopping"):
+                return
+            self._halt("pause")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        with self._lock:
+            self._agreement = None
+            self._send("resume")
+
+    def step(self, steps: int = 1) -> None:
+        """While paused: do so many steps, then pause again."""
+        self._send("advance", steps=steps)
+
+    def inject(self, *faults: str) -> None:
+        """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
+
+        Raises:
+            PlanError: A fault was not understood or names a worker the run does not have.
+        """
+        parsed = [parse_fault(text) for text in faults]
+        for fault in parsed:
+            fault.check(len(self.engines))
+        self._send("inject", faults=[fault.text for fault in parsed])
+
+    def _send(self, kind: str, **body: Any) -> None:
+        if self.task is not None and not self.is_over:
+            for engine in self.engines:
+                self.task.engines.router.send(engine, Message(kind, {"run": self.number, **body}))
+
+    def _halt(self, purpose: Purpose) -> None:
+        if not self.plan.entry.sync:
+            self._send("halt_at", purpose=purpose, step=-1)
+            self._expect_end(purpose)
+            return
+        self._agreement = Agreement(purpose, len(self.engines))
+        self._send("halt", purpose=purpose)
+        if purpose == "stop":
+            self._later(ANSWER_S, self._interrupt_unless_agreed)
+
+    def _position(self, rank: int, step: int) -> None:
+        with self._lock:
+            agreement = self._agreement
+            common = agreement.answer(rank, step) if agreement is not None else None
+        if agreement is not None and common is not None:
+            self._send("halt_at", purpose=agreement.purpose, step=common)
+            self._expect_end(agreement.purpose)
+
+    def _expect_end(self, purpose: Purpose) -> None:
+        if purpose == "stop":
+            self._later(REACH_S, self._interrupt)
+
+    def _interrupt_unless_agreed(self) -> None:
+        if self._agreement is not None and self._agreement.silent:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.task is not None and not self.is_over:
+            self.task.interrupt()
+
+    def _later(self, delay_s: float, action: Any) -> None:
+        timer = threading.Timer(delay_s, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    # -- results --------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The run at this moment, for views."""
+        return self.history.snapshot(
+            name=self.name,
+            strategy=self.plan.strategy,
+            framework=self.plan.framework,
+            state=self.state,
+            dropped=sum(self._dropped.values()),
+            plot_cpu=self.plot_cpu,
+        )
+
+    def meta(self) -> dict[str, Any]:
+        """What `run.json` says about the run."""
+        return {
+            "name": self.name,
+            "number": self.number,
+            "plan": self.plan.to_wire(),
+            "engines": list(self.engines),
+            "devices": list(self.devices),
+            "state": self.state,
+            "began": self.began,
+            "error": None if self.error is None else str(self.error),
+            "recipe_digest": self.plan.recipe.digest,
+        }
+
+    def summary(self) -> Any:
+        """A table of the run's figures: throughput, shares, waits, final loss."""
+        from ..views.tables import summary_table
+
+        return summary_table(self.snapshot(), self.history)
+
+    def plot(self) -> Any:
+        """The run's picture, as it stands below the cell at the end."""
+        from ..views.figure import RunPicture
+
+        return RunPicture(self.snapshot())
+
+    def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """The final weights as NumPy by parameter name.
+
+        Args:
+            rank: Whose; by default those of rank 0 (where the model is split: of all ranks).
+
+        Raises:
+            RunError: The run has not ended, or left no weights.
+        """
+        pattern = "weights-rank*.npz" if rank is None else f"weights-rank{rank}.npz"
+        files = sorted(self.folder.glob(pattern))
+        if not files:
+            raise RunError(
+                f"Run {self.name} has no weights"
+                + ("" if rank is None else f" of rank {rank}")
+                + ".",
+                seen=self.state,
+                allowed="a run that finished or was stopped, whose cell trained with wb.fit or wb.prepare",
+            )
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for file in files:
+            with np.load(file, allow_pickle=False) as arrays:
+                found.update({key: arrays[key] for key in arrays.files})
+        return found
+
+    def load_into(self, model: Any) -> Any:
+        """Copy the final weights into a model of the notebook and return it.
+
+        Raises:
+            PlanError: The model has other parameters.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(model, "load_state_dict"):
+            raise PlanError("load_into takes a torch module.", seen=type(model).__name__)
+        weights = self.weights()
+        missing = set(model.state_dict()) ^ set(weights)
+        if missing:
+            raise PlanError(
+                "The model's parameters are not the run's.",
+                seen=", ".join(sorted(missing)[:6]),
+                next_step="build the model as the cell did",
+            )
+        model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in weights.items()})
+        return model
+
+    def save(self, path: str | Path) -> Path:
+        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
+        disk.write_meta(self.folder, self.meta())
+        return disk.save(self.folder, Path(path))
+
+    def discard(self) -> None:
+        """Remove the run's files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        workers = f"{len(self.engines)} worker" + ("s" if len(self.engines) != 1 else "")
+        return f"<Run {self.name}: {self.plan.strategy} on {workers}, {self.state}>"
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.summary())
+
+
+def outcome_error(run: Run, outcomes: Mapping[int, Mapping[str, Any]]) -> RunError | None:
+    """The error of a strategy cell that trained nothing; None when it did train."""
+    if any(o.get("trained") for o in outcomes.values()) or run.state == "stopping":
+        return None
+    if any(o["status"] != "ok" for o in outcomes.values()):
+        return None
+    return RunError(
+        "Nothing was distributed: the cell trained nothing.",
+        seen=f"strategy {run.plan.strategy}, 0 steps",
+        allowed="a call of wb.fit, wb.prepare or model.fit in the cell",
+        next_step="call one of them, or leave the strategy away to run the cell on every worker",
+    )

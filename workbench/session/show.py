@@ -1,0 +1,162 @@
+"""Shows cells and runs while they go on: asks for snapshots, draws them, at most 5 times a second."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import RunError
+from ..views.live import make_view, show_outputs
+from .run import Run
+from .task import Task
+
+FRAME_S = 0.2
+
+
+class _Pump:
+    """Calls `draw` from a thread of its own until told to end; knows what drawing costs."""
+
+    def __init__(self, draw: Callable[[], None]) -> None:
+        self._draw = draw
+        self._end = threading.Event()
+        self._began = time.perf_counter()
+        self._cpu_s = 0.0
+        self._thread = threading.Thread(target=self._main, name="workbench-view", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        while not self._end.wait(FRAME_S):
+            before = time.thread_time()
+            self._draw()
+            self._cpu_s += time.thread_time() - before
+
+    @property
+    def cpu_share(self) -> float:
+        """Share of one core spent drawing so far."""
+        return self._cpu_s / max(1e-9, time.perf_counter() - self._began)
+
+    def end(self) -> None:
+        """End the thread after the frame under way."""
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+
+class RunView:
+    """A run's live dashboard below its cell."""
+
+    def __init__(self, run: Run, plot: str) -> None:
+        self.run = run
+        self._outputs = show_outputs(None)
+        self._view = make_view(plot, self._command, run.name)
+        self._view.begin(run.snapshot())
+        self._pump = _Pump(self._draw)
+
+    def _command(self, name: str, fields: dict[str, Any]) -> None:
+        actions: dict[str, Callable[[], None]] = {
+            "stop": self.run.stop,
+            "pause": self.run.pause,
+            "resume": self.run.resume,
+            "step": self.run.step,
+        }
+        if name in actions:
+            actions[name]()
+
+    def _draw(self) -> None:
+        self.run.plot_cpu = self._pump.cpu_share
+        self._view.update(self.run.snapshot())
+        task = self.run.task
+        if task is not None and task.changed.is_set():
+            task.changed.clear()
+            self._outputs.update(task.board, final=False)
+
+    def _finish(self) -> None:
+        self._pump.end()
+        self._view.end(self.run.snapshot())
+        if self.run.task is not None:
+            self._outputs.update(self.run.task.board, final=True)
+
+    def wait(self) -> Run:
+        """Block until the run is over; an interrupt stops the run and marks the cell as an error.
+
+        Raises:
+            RunError: The run failed or was interrupted.
+        """
+        try:
+            self.run.wait()
+        except KeyboardInterrupt:
+            self.run.stop()
+            _settle(self.run)
+            raise RunError(
+                f"Interrupted: run {self.run.name!r} was stopped after step {self.run.history.totals.steps}.",
+                next_step="its history is kept in wb.runs",
+            ) from None
+        finally:
+            self._finish()
+        return self.run
+
+    def follow(self) -> None:
+        """Return at once; the view goes on in the background."""
+        threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
+
+    def _follow(self) -> None:
+        self.run._over.wait()
+        self._finish()
+
+
+def _settle(run: Run) -> None:
+    """Wait for an interrupted run to end, without letting a second interrupt lose it."""
+    end = time.monotonic() + 15
+    while not run.is_over and time.monotonic() < end:
+        try:
+            run._over.wait(0.1)
+        except KeyboardInterrupt:
+            if run.task is not None:
+                run.task.interrupt()
+
+
+class CellView:
+    """The output blocks of a cell without a strategy."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._outputs = show_outputs(None)
+        self._shown_s = 0.0
+
+    def _draw(self, final: bool = False) -> None:
+        if self.task.changed.is_set() or final:
+            self.task.changed.clear()
+            self._outputs.update(self.task.board, final=final)
+
+    def wait(self) -> Task:
+        """Block until the cell is over on all its engines.
+
+        Raises:
+            RunError: A rank failed, or the cell was interrupted.
+        """
+        try:
+            self._loop()
+        except KeyboardInterrupt:
+            self.task.interrupt()
+            self.task.over.wait(15)
+        finally:
+            self._draw(final=True)
+        error = self.task.failure()
+        if error is not None:
+            raise error
+        return self.task
+
+    def _loop(self) -> None:
+        # A short cell must not pay for the rate limit: wait for its end, draw only in between.
+        while not self.task.over.wait(FRAME_S):
+            self._draw()
+
+    def follow(self) -> None:
+        """Return at once; outputs go on appearing below the cell."""
+        threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
+
+    def _follow(self) -> None:
+        self._loop()
+        self._draw(final=True)

@@ -1,0 +1,199 @@
+"""The notebook's session: its cluster, how its cells are run and shown."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cluster.engines import Engines, Listeners
+from ..errors import ClusterError, PlanError
+from ..line import CellLine
+from ..plan import Plan, make_plan
+from ..recipe import Recipe
+from . import registry
+from .cluster import Cluster
+from .run import Run
+from .show import CellView, RunView
+from .task import Task
+
+PREWARM = "WORKBENCH_PREWARM"
+
+
+@dataclass
+class Session:
+    """What one notebook has: at most one cluster, prepared ahead, and the last recipe."""
+
+    cluster: Cluster | None = None
+    recipe: Recipe | None = None
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    prepared: Engines | None = None
+
+    # -- the cluster --------------------------------------------------------------------------------
+
+    def prewarm(self) -> None:
+        """Begin to import the framework and to start the controller in the background."""
+        framework = os.environ.get(PREWARM, "torch")
+        if framework == "off" or self.prepared is not None or self.cluster is not None:
+            return
+        if framework not in ("torch", "tensorflow"):
+            raise PlanError(
+                f"{PREWARM} is not understood.", seen=framework, allowed="torch, tensorflow, off"
+            )
+        nobody = Listeners(message=lambda engine, message: None, death=lambda engine: None)
+        self.prepared = Engines(nobody, framework=framework)
+        self.prepared.prewarm()
+
+    def start(self, count: int, **settings: Any) -> Cluster:
+        """Start the notebook's cluster, or add engines to it until it has `count`."""
+        if self.cluster is not None:
+            missing = count - len(self.cluster.ids)
+            if missing > 0:
+                self.cluster.add(missing)
+            return self.cluster
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None and not _fits(prepared, settings):
+            threading.Thread(target=prepared.stop, daemon=True).start()
+            prepared = None
+        self.cluster = Cluster(count, engines=prepared, **settings)
+        return self.cluster
+
+    def stop(self) -> None:
+        """Stop the cluster and whatever was prepared."""
+        cluster, self.cluster = self.cluster, None
+        prepared, self.prepared = self.prepared, None
+        if cluster is not None:
+            cluster.stop()
+        if prepared is not None:
+            prepared.stop()
+
+    def need_cluster(self) -> Cluster:
+        """Return the cluster.
+
+        Raises:
+            ClusterError: None was started; offers the command.
+        """
+        if self.cluster is None:
+            raise ClusterError(
+                "No cluster is running in this notebook.", next_step="run %cluster start 2 first"
+            )
+        return self.cluster
+
+    # -- cells --------------------------------------------------------------------------------------
+
+    def run_cell(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> Task:
+        """Run a cell on the engines, show its output as it comes; return when it is over.
+
+        Raises:
+            RunError: A rank failed, or the cell was interrupted.
+        """
+        self._refuse_training_flags(line)
+        cluster = self.need_cluster()
+        task = cluster.execute(
+            recipe.source,
+            ids=line.ranks,
+            workers=line.workers,
+            number=number,
+            first_line=recipe.first_line,
+            autoreload=autoreload,
+        )
+        view = CellView(task)
+        if line.background:
+            view.follow()
+        else:
+            view.wait()
+        return task
+
+    @staticmethod
+    def _refuse_training_flags(line: CellLine) -> None:
+        given = [
+            *line.overrides,
+            *(["seeds"] if line.seeds else []),
+            *(["option"] if line.options else []),
+        ]
+        given += ["inject"] if line.faults else []
+        if given:
+            raise PlanError(
+                "These flags belong to a training run, and the line names no strategy.",
+                seen=", ".join(f"--{name.replace('_', '-')}" for name in given),
+                next_step="name a strategy: %%distributed mirrored ...",
+            )
+
+    def plans(self, line: CellLine, recipe: Recipe) -> list[Plan]:
+        """Return the plans of a line, every strategy with every seed, all validated at once."""
+        cluster = self.need_cluster()
+        if line.ranks is not None:
+            raise PlanError(
+                "A strategy chooses its own workers.",
+                seen=f"--ranks {','.join(map(str, line.ranks))}",
+                next_step="use -n for the number of workers",
+            )
+        several = len(line.strategies) > 1
+        found = []
+        for strategy in line.strategies:
+            plan = make_plan(
+                recipe,
+                strategy,
+                framework=line.framework or cluster.framework,
+                workers=line.workers or max(1, len(cluster.ids)),
+                options=line.options,
+                overrides=line.overrides,
+                faults=line.faults,
+                name=f"{line.name}-{strategy}" if several and line.name else line.name,
+            )
+            found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
+        return found
+
+    def train(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
+        """Train a recipe under the line's strategies, one after the other, with a live view each.
+
+        Raises:
+            RunError: A rank failed, the run was interrupted, or nothing was trained.
+        """
+        plans = self.plans(line, recipe)
+        cluster = self.need_cluster()
+        self.recipe = recipe
+        if line.background and len(plans) > 1:
+            raise PlanError(
+                "Only one run at a time can go on in the background.", seen=f"{len(plans)} runs"
+            )
+        runs = []
+        for plan in plans:
+            run = cluster.start(plan, number=number, autoreload=autoreload)
+            self.recipes[run.name] = recipe
+            runs.append(run)
+            view = RunView(run, line.plot)
+            if line.background:
+                view.follow()
+            else:
+                view.wait()
+            if run.state == "stopped":
+                break
+        return runs
+
+    def recipe_named(self, name: str | None) -> Recipe:
+        """Return the recipe of an earlier run (the last one when no name is given).
+
+        Raises:
+            PlanError: There is none.
+        """
+        if name:
+            return registry.runs[name].plan.recipe
+        if self.recipe is None:
+            raise PlanError(
+                "No cell was trained yet, so there is nothing to run again.",
+                next_step="train a cell with %%distributed STRATEGY first",
+            )
+        return self.recipe
+
+
+def _fits(prepared: Engines, settings: dict[str, Any]) -> bool:
+    return (
+        settings.get("launcher", "local") == "local"
+        and not settings.get("hosts")
+        and settings.get("framework", "torch") == prepared.framework
+    )
+
+
+session = Session()

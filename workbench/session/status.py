@@ -1,0 +1,42 @@
+"""Rows of `%cluster`: what each engine is, where, how big, doing what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from ..cluster import devices
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+
+def rows(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return one mapping per engine: rank, pid, host, device, memory_bytes, state."""
+    living = cluster.ids
+    leases = devices.lease(cluster.devices, max(1, len(living)))
+    found = []
+    for engine in cluster.engines:
+        rank = living.index(engine.id) if engine.id in living else None
+        found.append(
+            {
+                "engine": engine.id,
+                "rank": rank,
+                "pid": engine.pid,
+                "host": engine.host,
+                "device": "" if rank is None else leases[rank].label,
+                "memory_bytes": memory_bytes(engine.pid) if rank is not None else None,
+                "state": engine.state + (f" ({engine.exit})" if engine.exit else ""),
+            }
+        )
+    return found
+
+
+def memory_bytes(pid: int) -> int | None:
+    """Return the proportional set size of a process of this host, None where it cannot be read."""
+    try:
+        memory = psutil.Process(pid).memory_full_info()
+    except (psutil.Error, OSError):
+        return None
+    return int(getattr(memory, "pss", 0) or memory.rss)

@@ -1,0 +1,156 @@
+"""One cell running on several engines at once: outputs, outcomes, the first error, the end.
+
+Used for SPMD cells and for training runs alike. The first rank to fail ends the cell: the others
+get a moment to fail by themselves, then they are interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..cluster.calls import Call
+from ..cluster.engines import Engines
+from ..errors import RunError
+from ..views.output import OutputBoard
+
+GRACE_S = 0.5
+KILL_S = 8.0
+CELL = "workbench.engine.entry:cell"
+COLLATERAL = ("KeyboardInterrupt", "DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+class Task:
+    """A cell under way.
+
+    Args:
+        requests: What each engine is asked to run, by engine id, in the order of the ranks.
+        labels: How each engine is called in outputs.
+        on_done: Called once, on a background thread, when every engine is done.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        requests: Mapping[int, Mapping[str, Any]],
+        labels: Mapping[int, str],
+        on_done: Callable[[Task], None] = lambda task: None,
+    ) -> None:
+        self.engines = engines
+        self.ids = list(requests)
+        self.board = OutputBoard(labels)
+        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.first_failed: int | None = None
+        self.over = threading.Event()
+        self.changed = threading.Event()
+        self.interrupted = False
+        self.began = time.perf_counter()
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._on_done = on_done
+        self._timers: list[threading.Timer] = []
+        calls = [engines.submit(i, CELL, (requests[i],), self._output) for i in self.ids]
+        for call in calls:
+            call.when_done(self._settled)
+
+    def _output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
+        if kind == "error" and content.get("ename") == "RunStopped":
+            return
+        self.board.message(engine, kind, content)
+        self.changed.set()
+
+    def _settled(self, call: Call) -> None:
+        outcome = call.result
+        if isinstance(outcome, BaseException):
+            outcome = {"status": "died", "ename": type(outcome).__name__, "evalue": str(outcome)}
+        with self._lock:
+            self.outcomes[call.engine] = outcome
+            bad = outcome["status"] in ("error", "died")
+            first = bad and self.first_failed is None
+            if first:
+                self.first_failed = call.engine
+            complete = len(self.outcomes) == len(self.ids)
+        self.changed.set()
+        if complete:
+            self._end()
+        elif first or outcome["status"] == "interrupted":
+            self.end_soon(GRACE_S)
+
+    def _end(self) -> None:
+        self.seconds = time.perf_counter() - self.began
+        for timer in self._timers:
+            timer.cancel()
+        self._on_done(self)
+        self.over.set()
+        self.changed.set()
+
+    def unfinished(self) -> list[int]:
+        """Engines that are still at it."""
+        with self._lock:
+            return [i for i in self.ids if i not in self.outcomes]
+
+    def end_soon(self, grace_s: float) -> None:
+        """Interrupt whoever is still at it after `grace_s`, and end who does not answer."""
+        self._later(grace_s, self._interrupt_rest)
+        self._later(grace_s + KILL_S, self._kill_rest)
+
+    def interrupt(self) -> None:
+        """The user pressed interrupt: end the cell on all its engines."""
+        self.interrupted = True
+        self._interrupt_rest()
+        self._later(KILL_S, self._kill_rest)
+
+    def _interrupt_rest(self) -> None:
+        self.engines.interrupt(self.unfinished())
+
+    def _kill_rest(self) -> None:
+        import signal
+
+        for engine in self.unfinished():
+            self.engines.signal(engine, signal.SIGKILL)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    @property
+    def group_broken(self) -> bool:
+        """Whether the process group of these engines must be made anew."""
+        return any(o.get("group_broken") or o["status"] == "died" for o in self.outcomes.values())
+
+    def failure(self) -> RunError | None:
+        """The error that the cell ends in, None when all went well."""
+        if self.first_failed is None:
+            if self.interrupted or any(
+                o["status"] == "interrupted" for o in self.outcomes.values()
+            ):
+                return RunError("Interrupted: the cell was ended on all its engines.")
+            return None
+        engine = self._root_cause()
+        outcome = self.outcomes[engine]
+        rank = self.ids.index(engine)
+        others = len([o for o in self.outcomes.values() if o["status"] != "ok"]) - 1
+        what = f"Rank {rank} (engine {engine}) failed: {outcome['ename']}: {outcome['evalue']}"
+        if outcome["status"] == "died":
+            what = f"Rank {rank} is gone: {outcome['evalue']}"
+        error = RunError(
+            what,
+            allowed=f"{others} other rank(s) were ended with it" if others > 0 else None,
+            next_step=f"%cluster restart {engine}" if outcome["status"] == "died" else None,
+        )
+        error.outcome = outcome  # type: ignore[attr-defined]
+        return error
+
+    def _root_cause(self) -> int:
+        """The engine whose error is not just a consequence of another's."""
+        failed = [i for i in self.ids if self.outcomes[i]["status"] in ("died", "error")]
+        died = [i for i in failed if self.outcomes[i]["status"] == "died"]
+        own = [i for i in failed if self.outcomes[i]["ename"] not in COLLATERAL]
+        assert self.first_failed is not None
+        if died:
+            return died[0]
+        return self.first_failed if self.first_failed in own or not own else own[0]
