@@ -1,0 +1,166 @@
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.cluster import devices
+from workbench.errors import ClusterError, PlanError
+
+GIB = 1 << 30
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml:
+    """What of pynvml `discover` uses, for GPUs given as (name, used GiB, uuid)."""
+
+    def __init__(self, gpus, *, broken=False):
+        self.gpus, self.open = gpus, 0
+        self.NVMLError = NVMLError
+        self.nvmlInit = self.fail if broken else self.start
+        self.nvmlShutdown = self.stop
+        self.nvmlDeviceGetCount = lambda: len(gpus)
+        self.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
+        self.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(
+            total=80 * GIB, used=gpu[1] * GIB
+        )
+        self.nvmlDeviceGetName = lambda gpu: gpu[0].encode()
+        self.nvmlDeviceGetUUID = lambda gpu: gpu[2]
+
+    def fail(self):
+        raise NVMLError("driver not loaded")
+
+    def start(self):
+        self.open += 1
+
+    def stop(self):
+        self.open -= 1
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    def install(count=4, used=(5, 1, 3, 1), **kwargs):
+        fake = FakeNvml([(f"H{i}", used[i], f"GPU-{i}{i}{i}-x") for i in range(count)], **kwargs)
+        monkeypatch.setitem(__import__("sys").modules, "pynvml", fake)
+        return fake
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return install
+
+
+def found(*used):
+    return [devices.Device(i, "H200", 80 * GIB, u, f"GPU-{i}") for i, u in enumerate(used)]
+
+
+def test_discover_lists_gpus_with_memory_and_closes_nvml(nvml):
+    fake = nvml()
+    gpus = devices.discover()
+    assert [(g.index, g.name, g.used_bytes // GIB) for g in gpus] == [
+        (0, "H0", 5), (1, "H1", 1), (2, "H2", 3), (3, "H3", 1),
+    ]  # fmt: skip
+    assert fake.open == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("2,0", ["H2", "H0"]),
+        ("GPU-333-x,1", ["H3", "H1"]),
+        ("GPU-1", ["H1"]),  # CUDA takes unambiguous prefixes
+        ("", []),
+        ("-1", []),
+        ("1,9,0", ["H1"]),  # CUDA stops at the first that does not exist
+        ("1,1", ["H1"]),
+    ],
+)
+def test_discover_obeys_cuda_visible_devices_as_cuda_does(nvml, monkeypatch, visible, names):
+    nvml()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = devices.discover()
+    assert [g.name for g in gpus] == names
+    assert [g.index for g in gpus] == list(range(len(names)))
+
+
+def test_discover_is_empty_where_the_driver_is_missing(nvml):
+    nvml(broken=True)
+    assert devices.discover() == []
+
+
+def test_auto_takes_the_least_used_gpus_first(nvml):
+    nvml()
+    assert devices.parse_devices("auto") == (1, 3, 2, 0)
+
+
+def test_auto_falls_back_to_the_cpu_but_cuda_does_not():
+    assert devices.parse_devices("auto", []) == "cpu"
+    with pytest.raises(ClusterError, match="none was found"):
+        devices.parse_devices("cuda", [])
+
+
+@pytest.mark.parametrize("given", ["1, 0", "cuda:1,cuda:0", [1, 0], (1, 0)])
+def test_named_gpus_keep_their_order(given):
+    given_out = devices.lease(given, 2, found(9, 1))
+    assert [one.device for one in given_out.leases] == ["cuda:1", "cuda:0"]
+    assert given_out.backend == "nccl"
+
+
+@pytest.mark.parametrize("given", ["0,7", "0,0", [3]])
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(given):
+    with pytest.raises(PlanError, match="0, 1"):
+        devices.parse_devices(given, found(0, 0))
+
+
+@pytest.mark.parametrize("given", ["gpu", "0;1", "", "cuda0"])
+def test_words_that_are_not_understood_are_refused(given):
+    with pytest.raises(PlanError, match="auto, cpu, cuda"):
+        devices.parse_devices(given, found(0))
+
+
+def test_more_workers_than_gpus_share_them_and_say_so():
+    given_out = devices.lease("cuda", 3, found(0, 0))
+    assert [one.device for one in given_out.leases] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [one.shared for one in given_out.leases] == [True, False, True]
+    assert "3 workers share 2 GPUs" in given_out.warning
+    assert given_out.backend == "gloo"
+
+
+def test_workers_with_a_gpu_each_get_no_warning():
+    given_out = devices.lease("auto", 2, found(4, 0, 2))
+    assert [one.device for one in given_out.leases] == ["cuda:1", "cuda:2"]
+    assert given_out.warning == ""
+
+
+def test_cpu_needs_no_nvml(nvml):
+    fake = nvml(broken=True)
+    given_out = devices.lease("cpu", 2)
+    assert [one.device for one in given_out.leases] == ["cpu", "cpu"]
+    assert given_out.backend == "gloo"
+    assert fake.open == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "threads"), [(1, 8, 8), (3, 8, 2), (8, 8, 1), (9, 8, 1)]
+)
+def test_threads_divide_the_cores_and_never_reach_zero(workers, cores, threads):
+    assert devices.threads_per_worker(workers, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000", 64), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_a_containers_quota_limits_the_cores(monkeypatch, tmp_path, text, cores):
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    monkeypatch.setattr(devices, "CGROUP_V2", quota)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _pid: set(range(64)))
+    assert devices.cpu_count() == cores
+
+
+def test_an_older_cgroups_quota_limits_the_cores(monkeypatch, tmp_path):
+    (tmp_path / "cpu.cfs_quota_us").write_text("300000")
+    (tmp_path / "cpu.cfs_period_us").write_text("100000")
+    monkeypatch.setattr(devices, "CGROUP_V2", tmp_path / "none")
+    monkeypatch.setattr(devices, "CGROUP_V1", tmp_path)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _pid: set(range(64)))
+    assert devices.cpu_count() == 3
