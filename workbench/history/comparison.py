@@ -191,7 +191,4 @@ def _metrics(run: RunSummary) -> dict[str, float]:
 def _common_name(group: list[RunSummary]) -> str:
     """Return `base` for `base-seed0`, `base-seed1`; the name itself for a single run."""
     first = group[0]
-    if len(group) > 1:
-        stem = first.name.removesuffix(f"-seed{first.seed}")
-        return stem or first.strategy
-    return first.name or first.strategy
+    return first.plan_name if len(group) > 1 else first.name or first.strategy

@@ -42,7 +42,7 @@ def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
     if len(set(known)) < 2:
         return []
     listed = "; ".join(
-        f"{group[0].name} {', '.join(map(str, sorted(seeds)))}"
+        f"{group[0].plan_name} {', '.join(map(str, sorted(seeds)))}"
         for group, seeds in zip(groups, sets, strict=True)
         if seeds
     )

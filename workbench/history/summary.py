@@ -80,6 +80,11 @@ class RunSummary:
     workers_table: tuple[Worker, ...] = ()
     stride: int = 1
 
+    @property
+    def plan_name(self) -> str:
+        """The name without the seed that `Plan.with_seed` adds: runs over seeds share it."""
+        return self.name.removesuffix(f"-seed{self.seed}") or self.strategy
+
 
 def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
     """Return the summary of a run.

@@ -54,7 +54,7 @@ def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
     share = fast.share[_COMPUTE]
     return (
         f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}, "
-        f"and its {fast.workers} workers compute {share:.0%} of the time."
+        f"and its {fast.workers} workers compute {share * 100:.0f} % of the time."
     )
 
 

@@ -1,0 +1,117 @@
+"""A table that shows the same content as HTML and as aligned plain text."""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Align = Literal["left", "right"]
+
+# Colours are inherited, lines come from JupyterLab's theme, so light and dark both work; where a
+# style is stripped (GitHub) a plain table is left.
+_LINE = "1px solid var(--jp-border-color2, rgba(128, 128, 128, .35))"
+_BOX = "max-width:100%;overflow-x:auto;color:inherit;font-size:13px;line-height:1.45"
+_TABLE = (
+    "border-collapse:collapse;border:none;margin:4px 0;color:inherit;background:transparent;"
+    "font-size:inherit;font-variant-numeric:tabular-nums"
+)
+_CELL = (
+    "padding:3px 12px 3px 0;border:none;white-space:{wrap};text-align:{align};"
+    "vertical-align:top;color:inherit"
+)
+_MUTED = "opacity:.72;margin:2px 0"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: Its heading, with the unit where all cells share one.
+        align: Numbers stand right, words left.
+        wrap: Most characters of a line in plain text, for prose; None never wraps.
+    """
+
+    title: str
+    align: Align = "right"
+    wrap: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words, displayed by notebooks as HTML and elsewhere as text.
+
+    Attributes:
+        rows: Cells as they are shown; each row has one per column.
+        strong: Indices of rows that stand out.
+        notes: Sentences below the table.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    notes: Sequence[str] = field(default=())
+    strong: frozenset[int] = frozenset()
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/html": self.html(), "text/plain": self.text()}
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def html(self) -> str:
+        """Return the table as one scoped block of HTML without scripts or classes."""
+        head = "".join(_cell("th", column, column.title, "font-weight:600") for column in
+                       self.columns)  # fmt: skip
+        body = "".join(
+            f'<tr style="background:transparent;border-top:{_LINE}">'
+            + "".join(
+                _cell("td", column, cell, "font-weight:600" if i in self.strong else "")
+                for column, cell in zip(self.columns, row, strict=True)
+            )
+            + "</tr>"
+            for i, row in enumerate(self.rows)
+        )
+        title = f'<div style="font-weight:600">{html.escape(self.title)}</div>' * bool(self.title)
+        notes = "".join(f'<div style="{_MUTED}">{html.escape(note)}</div>' for note in self.notes)
+        return (
+            f'<div style="{_BOX}">{title}<table style="{_TABLE}"><thead>'
+            f'<tr style="background:transparent">{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table>{notes}</div>"
+        )
+
+    def text(self) -> str:
+        """Return the table as aligned plain text."""
+        cells = [[_wrap(cell, c.wrap) for cell, c in zip(row, self.columns, strict=True)]
+                 for row in self.rows]  # fmt: skip
+        widths = [
+            max([len(c.title), *(len(line) for row in cells for line in row[i])])
+            for i, c in enumerate(self.columns)
+        ]
+        lines = [self.title] if self.title else []
+        lines.append(self._line([c.title for c in self.columns], widths))
+        lines.append("  ".join("─" * width for width in widths))
+        for row in cells:
+            for k in range(max(len(cell) for cell in row)):
+                part = [cell[k] if k < len(cell) else "" for cell in row]
+                lines.append(self._line(part, widths))
+        return "\n".join([*lines, *self.notes])
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        placed = (
+            cell.rjust(width) if column.align == "right" else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, self.columns, strict=True)
+        )
+        return "  ".join(placed).rstrip()
+
+
+def _cell(tag: str, column: Column, text: str, extra: str) -> str:
+    style = _CELL.format(wrap="normal" if column.wrap else "nowrap", align=column.align)
+    return f'<{tag} style="{style};{extra}">{html.escape(text)}</{tag}>'
+
+
+def _wrap(text: str, width: int | None) -> list[str]:
+    return (textwrap.wrap(text, width, break_long_words=False) if width else [text]) or [""]

@@ -1,0 +1,223 @@
+"""The tables that notebooks show: engines, one run, several runs, the catalog."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .. import catalog
+from ..history.comparison import Comparison, ComparisonRow, Spread
+from ..history.summary import RunSummary
+from ..metrics import PARTS
+from .table import Column, Table
+from .text import UNKNOWN, duration, milliseconds, number, percent
+from .theme import PHASE_NAMES
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(value: float | None) -> str:
+    """Return bytes in binary units: `512 B`, `1.5 MiB`; a dash where not measured."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    power = 0
+    while abs(value) >= 1023.5 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    places = 1 if power and abs(value) < 99.5 else 0
+    return f"{value:.{places}f} {_UNITS[power]}"
+
+
+def loss(value: float | None) -> str:
+    """Return a loss or metric in four significant digits; a dash where not measured."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    return f"{value:.4g}"
+
+
+def _seconds_ago(value: Any) -> str:
+    return UNKNOWN if value is None else f"{duration(float(value))} ago"
+
+
+def _flag(value: Any) -> str:
+    return UNKNOWN if value is None else "yes" if value else "no"
+
+
+_CLUSTER: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "memory_bytes": ("memory", size),
+    "gpu_memory_bytes": ("GPU memory", size),
+    "cpu_percent": ("CPU", lambda v: UNKNOWN if v is None else f"{v:.0f} %"),
+    "heartbeat_s": ("heard", _seconds_ago),
+    "uptime_s": ("up", lambda v: UNKNOWN if v is None else duration(float(v))),
+    "busy": ("busy", _flag),
+}
+"""Heading and format of the columns of `cluster_table` that need one; others show as they are."""
+
+
+def cluster_table(
+    rows: Sequence[Mapping[str, Any]], *, title: str = "", notes: Sequence[str] = ()
+) -> Table:
+    """Return a table with one row per engine.
+
+    Args:
+        rows: One mapping per engine; the keys, in the order in which they are first met, become
+            columns. `memory_bytes`, `cpu_percent`, `heartbeat_s` and their like are shown with
+            units; None is shown as a dash.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    columns, cells = [], []
+    for key in keys:
+        values = [row.get(key) for row in rows]
+        heading, show = _CLUSTER.get(key, (key.replace("_", " "), _word))
+        numeric = all(isinstance(v, (int, float)) for v in values if v is not None)
+        columns.append(Column(heading, "right" if numeric else "left"))
+        cells.append([show(value) for value in values])
+    return Table(columns, list(zip(*cells, strict=True)), title, notes)
+
+
+def summary_table(run: RunSummary) -> Table:
+    """Return one run's key figures: a row per worker, the run as a whole in title and notes."""
+    waited = "sync_wait_s" not in run.unmeasured
+    columns = [
+        Column("rank"), Column("engine"), Column("device", "left"),
+        Column("samples/s"), Column("potential"),
+        *(Column(PHASE_NAMES[part]) for part in PARTS), Column("median wait"),
+    ]  # fmt: skip
+    rows = [
+        [
+            str(worker.rank),
+            str(worker.engine),
+            worker.device or UNKNOWN,
+            number(worker.samples_per_s),
+            number(worker.potential_per_s) if waited else UNKNOWN,
+            *_shares(worker.share, run.unmeasured),
+            milliseconds(worker.wait_ms),
+        ]
+        for worker in run.workers_table
+    ]
+    return Table(columns, rows, _headline(run), _figures(run))
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return a row per plan, the verdict as title, and what is unfair about it as notes."""
+    relative = "speed-up" if comparison.has_one_device else f"vs {comparison.baseline}"
+    mixed = len({row.framework for row in comparison.rows}) > 1
+    columns = [
+        Column("run", "left"), Column("strategy", "left"),
+        *([Column("framework", "left")] if mixed else []), Column("workers"), Column("steps"), Column("samples/s"), Column(relative),
+        Column("efficiency"), Column("step"), *(Column(PHASE_NAMES[part]) for part in PARTS),
+        Column("final loss"), *(Column(name) for name in comparison.metrics),
+        Column("wall"), Column("sent"),
+    ]  # fmt: skip
+    rows = [_comparison_cells(row, comparison.metrics, mixed) for row in comparison.rows]
+    rates = [row.samples_per_s.mean for row in comparison.rows]
+    known = [rate for rate in rates if math.isfinite(rate)]
+    strong = frozenset([rates.index(max(known))]) if len(known) > 1 else frozenset[int]()
+    notes = list(comparison.notes)
+    if any(row.samples_per_s.count > 1 for row in comparison.rows):
+        notes.append("± is the standard deviation over seeds.")
+    return Table(columns, rows, comparison.verdict, notes, strong)
+
+
+def strategies_table(entries: Sequence[catalog.Strategy] = catalog.CATALOG) -> Table:
+    """Return the catalog: what each strategy is, when it suits, its options and their defaults."""
+    columns = [
+        Column("name", "left"), Column("framework", "left"),
+        Column("term", "left", 24), Column("what it does", "left", 40),
+        Column("suits", "left", 30), Column("options", "left", 28),
+    ]  # fmt: skip
+    rows = [
+        [
+            " / ".join([entry.name, *entry.aliases]),
+            entry.framework,
+            entry.term,
+            entry.summary,
+            entry.suits,
+            ", ".join(f"{o.name}={_default(o)}" for o in entry.options) or "none",
+        ]
+        for entry in entries
+    ]
+    return Table(columns, rows, notes=["Set an option with -o name=value."])
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return UNKNOWN
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _default(option: catalog.Option) -> str:
+    value = option.default
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def _shares(share: Sequence[float], unmeasured: Sequence[str]) -> list[str]:
+    return [
+        UNKNOWN if part in unmeasured else percent(max(value, 0.0))
+        for part, value in zip(PARTS, share, strict=True)
+    ]
+
+
+def _headline(run: RunSummary) -> str:
+    parts = [run.name or run.strategy]
+    if run.strategy and run.strategy != run.name:
+        parts.append(run.strategy)
+    parts += [run.framework, _count(run.workers, "worker"), run.state]
+    return " · ".join(parts)
+
+
+def _figures(run: RunSummary) -> list[str]:
+    of = f" of {run.total_steps}" if run.total_steps and run.total_steps != run.steps else ""
+    lines = [
+        f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}: "
+        f"{number(run.samples_per_s)} samples/s; a step takes {milliseconds(run.step_s * 1e3)}, "
+        f"{percent(run.efficiency)} of it compute.",
+        f"Final loss {loss(run.final_loss)}" + _evals(run) + f"; sent {size(run.sent_bytes)}.",
+    ]
+    if run.batch_size:
+        lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
+    if run.stride > 1:
+        lines.append(f"Every {run.stride}th step is stored; these figures count all of them.")
+    if run.unmeasured:
+        names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
+        lines.append(f"Not measured: {names}.")
+    return [*lines, *run.notes]
+
+
+def _evals(run: RunSummary) -> str:
+    shown = {k: v for k, v in run.evals.items() if k not in ("step", "epoch")}
+    return "".join(
+        f"; eval {name} {loss(value) if isinstance(value, (int, float)) else value}"
+        for name, value in shown.items()
+    )
+
+
+def _comparison_cells(row: ComparisonRow, metrics: Sequence[str], mixed: bool) -> list[str]:
+    factor = row.relative if math.isfinite(row.relative) else None
+    return [
+        row.name,
+        row.strategy,
+        *([row.framework] if mixed else []),
+        str(row.workers),
+        str(row.steps),
+        _spread(row.samples_per_s, number),
+        UNKNOWN if factor is None else f"{factor:.2f}x",
+        UNKNOWN if row.efficiency is None else percent(row.efficiency),
+        milliseconds(row.step_s * 1e3),
+        *_shares(row.share, row.unmeasured),
+        _spread(row.final_loss, loss),
+        *(_spread(row.evals[name], loss) if name in row.evals else UNKNOWN for name in metrics),
+        _spread(row.wall_s, duration),
+        size(row.sent_bytes),
+    ]
+
+
+def _spread(value: Spread, show: Callable[[float], str]) -> str:
+    if math.isfinite(value.std):
+        spread = f"{value.std:.2g}" if show is loss else show(value.std)
+        return f"{show(value.mean)} ± {spread}"
+    return show(value.mean)
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}" + ("" if count == 1 else "s")
