@@ -128,8 +128,9 @@ def _throughput(axes: Axes, comparison: Comparison) -> None:
     spread = [row.samples_per_s.std for row in rows]
     errors = np.nan_to_num(np.array(spread))
     position = np.arange(len(rows))
+    colors = [_color(comparison, at) for at in range(len(rows))]
     axes.barh(
-        position, np.nan_to_num(rates), height=0.62, color=[_color(comparison, at) for at in range(len(rows))], zorder=3,
+        position, np.nan_to_num(rates), height=0.62, color=colors, zorder=3,
         xerr=errors if errors.any() else None,
         error_kw={"ecolor": INK["light"], "elinewidth": 1.2, "capsize": 3},
     )  # fmt: skip
@@ -140,7 +141,8 @@ def _throughput(axes: Axes, comparison: Comparison) -> None:
         axes.annotate(_rate_label(row, comparison), (end, at), xytext=(6, 0),
                       textcoords="offset points", va="center", fontsize=9,
                       color=INK["light"])  # fmt: skip
-    axes.set_xlim(0, top * 1.8 or 1.0)
+    axes.set_xlim(0, top * 1.8 or 1.0)  # room for the labels, without grid lines across them
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= top])
     axes.xaxis.set_major_formatter(lambda value, _: number(value))
     _names(axes, comparison)
 

@@ -104,7 +104,8 @@ def comparison_table(comparison: Comparison) -> Table:
     mixed = len({row.framework for row in comparison.rows}) > 1
     columns = [
         Column("run", "left"), Column("strategy", "left"),
-        *([Column("framework", "left")] if mixed else []), Column("workers"), Column("steps"), Column("samples/s"), Column(relative),
+        *([Column("framework", "left")] if mixed else []), Column("workers"),
+        Column("steps"), Column("samples/s"), Column(relative),
         Column("efficiency"), Column("step"), *(Column(PHASE_NAMES[part]) for part in PARTS),
         Column("final loss"), *(Column(name) for name in comparison.metrics),
         Column("wall"), Column("sent"),
