@@ -296,7 +296,8 @@ class WarmParent:
             for line in lines:
                 self._take(json.loads(line))
         with self._lock:
-            self._failure = self._failure or "The warm parent ended."
+            if not self._stopped:
+                self._failure = self._failure or "The warm parent ended."
             pending, self._pending = list(self._pending.values()), {}
         for future in pending:
             future.set_result({"error": "it ended"})

@@ -1,0 +1,66 @@
+"""Engines on a warm parent, without the rest of the workbench."""
+
+import contextlib
+import logging
+import time
+
+import ipyparallel
+import psutil
+from traitlets.config import Config
+
+from workbench.cluster import profile
+from workbench.cluster.launcher import CLUSTER_SETTINGS
+from workbench.cluster.warm_client import WarmParent
+
+REGISTER_TIMEOUT_S = 30
+
+
+def quiet_cluster(folder):
+    log = logging.getLogger("tests.ipyparallel")
+    log.setLevel(logging.CRITICAL)
+    return ipyparallel.Cluster(
+        profile_dir=str(folder), cluster_file="", config=Config(), log=log,
+        shutdown_atexit=False, **CLUSTER_SETTINGS,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def engines(n, warm=None, **settings):
+    """Yield (cluster, client, warm parent) with `n` registered engines; leaves nothing behind."""
+    owned = None if warm else WarmParent().start()
+    warm = warm or owned
+    folder = profile.create()
+    cluster = quiet_cluster(folder)
+    try:
+        cluster.start_controller_sync()
+        warm.wait_ready()
+        cluster.start_engines_sync(n, warm=warm, **settings)
+        client = cluster.connect_client_sync()
+        client.wait_for_engines(n, timeout=REGISTER_TIMEOUT_S)
+        try:
+            yield cluster, client, warm
+        finally:
+            client.close()
+    finally:
+        with contextlib.suppress(Exception):
+            cluster.stop_cluster_sync()
+        if owned:
+            owned.stop()
+        profile.remove(folder)
+
+
+def gone(pids, timeout_s):
+    """Wait until none of these processes lives; return those that still do."""
+    end = time.monotonic() + timeout_s
+    left = set(pids)
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if alive(pid)}
+        time.sleep(0.02)
+    return left
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
