@@ -49,16 +49,27 @@ class Store {
 
 // ---- numbers and ticks
 
-function number(x) {
+/** Three significant digits with k, M, G, as workbench/views/text.py writes them. */
+function number(x, digits = threeDigits) {
   if (!Number.isFinite(x)) return "–";
   const size = Math.abs(x);
   for (const [limit, suffix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (size >= limit * 0.9995) return trim(x / limit) + suffix;
-  return size !== 0 && size < 1e-3 ? x.toExponential(1) : trim(x);
+    if (size >= limit * 0.9995) return digits(x / limit) + suffix;
+  return size !== 0 && size < 1e-3 ? x.toExponential(2) : digits(x);
+}
+
+function threeDigits(x) {
+  const size = Math.abs(x);
+  if (size >= 99.95 || Number.isInteger(x)) return x.toFixed(0);
+  return size >= 1 ? x.toFixed(size >= 9.995 ? 1 : 2) : trim(x);
 }
 
 function trim(x) {
   return String(Number(x.toPrecision(3)));
+}
+
+function tickLabel(x) {
+  return x !== 0 && Math.abs(x) < 1e-3 ? String(x.toExponential()).replace(/(\.\d)\d+e/, "$1e") : number(x, trim);
 }
 
 function milliseconds(x) {
@@ -163,7 +174,7 @@ function drawCurve(panel, table, ink, options) {
   if (!c) return;
   const { data, rows } = table, plotRight = panel.width - RIGHT, plotBottom = options.height - BOTTOM;
   if (!rows) return drawEmpty(c, panel, options.height, ink);
-  const [low, high] = valueRange(data, rows, options.fromZero);
+  const [low, high] = valueRange(data, rows, options);
   const first = data[0], last = Math.max(data[(rows - 1) * 4], first + 1);
   const x = (step) => LEFT + ((step - first) / (last - first)) * (plotRight - LEFT);
   const y = (v) => plotBottom - ((v - low) / (high - low)) * (plotBottom - TOP);
@@ -186,8 +197,9 @@ function drawEmpty(c, panel, height, ink) {
   c.fillText("waiting for the first step", panel.width / 2, height / 2);
 }
 
-function valueRange(data, rows, fromZero) {
-  let low = Infinity, high = -Infinity;
+function valueRange(data, rows, { fromZero, evals }) {
+  const seen = (evals ?? []).map((e) => e.loss).filter(Number.isFinite);
+  let low = Math.min(Infinity, ...seen), high = Math.max(-Infinity, ...seen);
   for (let i = 0; i < rows; i++) {
     const a = data[i * 4 + 2], b = data[i * 4 + 3];
     if (a < low) low = a;
@@ -204,16 +216,16 @@ function drawAxes(c, ink, { low, high, first, last, x, y, plotRight, plotBottom 
   c.lineWidth = 1;
   c.fillStyle = ink.muted;
   c.textAlign = "right";
-  for (const t of ticks(low, high, plotBottom > 100 ? 4 : 2)) {
+  for (const t of ticks(low, high, plotBottom > 100 ? 5 : 2.5)) {
     const at = Math.round(y(t)) + 0.5;
     line(c, LEFT, at, plotRight, at);
-    c.fillText(number(t), LEFT - 6, at);
+    c.fillText(tickLabel(t), LEFT - 6, at);
   }
   c.textAlign = "center";
   const wide = plotRight - LEFT, unit = plotRight - 26;
   for (const t of ticks(first, last, Math.max(2, wide / 90))) {
     const at = x(t);
-    if (at < unit - 14 && t === Math.round(t)) c.fillText(number(t), at, plotBottom + 12);
+    if (at < unit - 14 && t === Math.round(t)) c.fillText(tickLabel(t), at, plotBottom + 12);
   }
   c.textAlign = "right";
   c.fillText("step", plotRight, plotBottom + 12);
@@ -520,7 +532,7 @@ class View {
     this.track.setAttribute("aria-label", "Steps done");
     this.fill = make("div", "wb-fill", this.track);
     this.steps = make("span", "wb-steps", progress);
-    this.figures = make("dl", "wb-figures", this.root);
+    this.figures = make("div", "wb-figures", this.root);
     this.slow = make("div", "wb-slow", this.root);
     this.slow.setAttribute("role", "status");
   }
@@ -588,9 +600,8 @@ class View {
     const { head } = this.store;
     if (!head.state) return;
     this.drawHead(head);
-    const evals = head.evals ?? [], seen = evals.at(-1);
-    const metrics = seen ? Object.entries(seen).filter(([k]) => !["step", "epoch", "seconds"].includes(k)) : [];
-    const evaluated = metrics.length ? ` · ◆ eval ${metrics.map(([k, v]) => `${k} ${number(v)}`).join(", ")}` : "";
+    const evals = head.evals ?? [], seen = evals.at(-1)?.loss;
+    const evaluated = Number.isFinite(seen) ? ` · ◆ evaluation ${number(seen)}` : "";
     this.drawChart(this.loss, "loss", { color: this.ink.series[0], evals, unit: "", after: evaluated });
     this.drawChart(this.throughput, "throughput", { color: this.ink.series[2], fromZero: true, unit: " samples/s" });
     drawTimeline(this.timeline, this.store.table("timeline"), head, this.ink);
@@ -637,13 +648,13 @@ class View {
     while (this.figures.children.length > entries.length) this.figures.lastChild.remove();
     while (this.figures.children.length < entries.length) {
       const cell = make("div", "", this.figures);
-      make("dt", "", cell);
-      make("dd", "", cell);
+      make("strong", "", cell);
+      make("span", "", cell);
     }
     entries.forEach(([label, value], i) => {
-      const [dt, dd] = this.figures.children[i].children;
-      setText(dt, label);
-      setText(dd, value);
+      const [figure, name] = this.figures.children[i].children;
+      setText(figure, value);
+      setText(name, label);
     });
   }
 

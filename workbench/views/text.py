@@ -109,13 +109,13 @@ def drawing(snapshot: Snapshot) -> str:
     return f"drawing takes {snapshot.plot_cpu * 100:.1f} % of a core"
 
 
-def latest_eval(snapshot: Snapshot) -> str:
-    """Return the last evaluation's figures: `accuracy 0.93, loss 0.21`; empty without one."""
+def latest_eval(snapshot: Snapshot) -> dict[str, str]:
+    """Return the last evaluation's metrics by name; empty without one."""
     if not snapshot.evals:
-        return ""
-    values = {k: v for k, v in snapshot.evals[-1].items() if k not in ("step", "epoch", "seconds")}
-    shown = [f"{k} {number(v)}" for k, v in values.items() if isinstance(v, (int, float))]
-    return ", ".join(shown)
+        return {}
+    values = snapshot.evals[-1].items()
+    skipped = ("step", "epoch", "seconds")
+    return {k: number(v) for k, v in values if k not in skipped and isinstance(v, (int, float))}
 
 
 def figures(snapshot: Snapshot) -> dict[str, str]:
@@ -126,8 +126,7 @@ def figures(snapshot: Snapshot) -> dict[str, str]:
         "efficiency": percent(snapshot.efficiency),
         "elapsed": duration(snapshot.elapsed_s),
     }
-    evaluated = latest_eval(snapshot)
-    return {**found, "last eval": evaluated} if evaluated else found
+    return found | {f"eval {name}": value for name, value in latest_eval(snapshot).items()}
 
 
 def title(snapshot: Snapshot) -> str:
