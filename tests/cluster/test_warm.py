@@ -257,7 +257,7 @@ def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():
         others = set(about["pids"]) - set(about["engines"])
         # The parent looks for its kernel every second; after three it has made up its mind.
         assert gone(about["engines"], timeout_s=3) == set(about["engines"])
-        assert Path(about["folder"]).exists()
+        assert Path(about["folder"]) not in profile.sweep()
         for pid in about["engines"]:
             os.kill(pid, signal.SIGKILL)
         assert not gone(others, timeout_s=10)

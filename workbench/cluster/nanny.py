@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from . import profile
 
@@ -68,6 +69,11 @@ class Nanny:
         if not profile.is_ours(path):
             raise ValueError(f"{path} is not a cluster's folder")
         self._folders.append(path)
+
+    def own_folders(self, pid: int) -> None:
+        """Say which process keeps the guarded folders in use."""
+        for folder in self._folders:
+            profile.own(Path(folder), pid)
 
     def end(self) -> None:
         """Kill children and guarded processes, remove guarded folders."""

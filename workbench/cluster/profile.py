@@ -21,9 +21,12 @@ _PARTS = ("security", "log", "pid", "startup")
 def create() -> Path:
     """Return a fresh profile folder for one cluster, readable by this user alone.
 
+    Folders that dead processes left are removed on the way.
+
     It holds what ipyparallel expects of a profile (`security/`, `log/`, `pid/`, `startup/`) and
     `owner.json`, which names the process that must be alive for the folder to be in use.
     """
+    sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     for part in _PARTS:
         (folder / part).mkdir(mode=0o700)

@@ -234,6 +234,8 @@ class WarmServer:
 
     def _on_keep(self, message: Message) -> Message:
         self._kept = bool(message["keep"])
+        # Whose death makes the folders stale: ours, once the kernel's no longer does.
+        self._nanny.own_folders(os.getpid() if self._kept else self._kernel_pid)
         return {}
 
     def _on_soon(self, _message: Message) -> Message:
