@@ -30,6 +30,10 @@ class RunContext:
         trained: Steps done in this run, by any way; 0 at the end of a strategy cell is an error.
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
         step: The step under way, for `wb.log`.
+        options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
+            reads `wb.options`.
+        fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
+        train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
     """
 
@@ -45,6 +49,9 @@ class RunContext:
     weights: Callable[[], dict[str, Any]] | None = None
     started_s: float = 0.0
     options_read: bool = False
+    fetch_s: float = 0.0
+    train_s: float = 0.0
+    eval_s: float = 0.0
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -75,7 +82,7 @@ def require(what: str) -> RunContext:
     if _current is None:
         raise RunError(
             f"{what} was called outside a training run.",
-            allowed=f"a cell that begins with %%distributed STRATEGY ({', '.join(catalog.names())})",
+            allowed=f"a cell under %%distributed STRATEGY ({', '.join(catalog.names())})",
             next_step="put %%distributed mirrored on top of the cell",
         )
     return _current

@@ -111,7 +111,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, shares: Any) -> dict[str, float]:
-        """Return loss and metrics over an evaluation set, weighted by samples, equal on all ranks."""
+        """Return loss and metrics over an evaluation set, by samples, equal on all ranks."""
 
     @abstractmethod
     def weights(self) -> dict[str, NDArray[np.generic]]:
@@ -131,6 +131,9 @@ class Strategy(ABC):
         Strategies whose catalog entry lacks the way `prepare` are never asked.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
+        """Settle what is left after the last step; called on all ranks, also after a Stop."""
 
     def serve(self) -> None:
         """Hold parameters until the workers are done; only for strategies with servers."""

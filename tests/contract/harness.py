@@ -1,0 +1,223 @@
+"""Workers as processes, without ipyparallel: what the engines' runtime does around a cell.
+
+Each worker lives through many runs, as an engine does, so that what a run leaves behind is met by
+the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "workbench.strategies.torch.mirrored"]
+
+
+@dataclass
+class Report:
+    """What one worker brings back from a run."""
+
+    value: Any = None
+    error: str | None = None
+    rows: Any = None
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    train_s: float = 0.0
+    eval_s: float = 0.0
+    trained: int = 0
+
+    def emitted(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == name]
+
+
+def run_here(wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...]) -> Report:
+    """Run a cell under a strategy in this process."""
+    import torch
+
+    from workbench.engine import context as run_context
+    from workbench.engine import torch_support as support
+    from workbench.engine.gate import Gate
+    from workbench.engine.injector import FaultInjector
+    from workbench.engine.recorder import Recorder
+    from workbench.protocol import RunSpec, records_from
+
+    spec = RunSpec.from_wire(wire)
+    report = Report()
+    before = _footprint()
+    environ = {key: os.environ.get(key) for key in support.environ(spec)}
+    os.environ.update(support.environ(spec))
+    run = run_context.RunContext(
+        spec=spec,
+        recorder=Recorder(spec.run, spec.rank),
+        gate=Gate(),
+        faults=FaultInjector(spec.rank, spec.faults),
+        emit=lambda name, **fields: report.events.append((name, fields)),
+    )
+    run_context.set_current(run)
+    namespace: dict[str, Any] = {"__name__": "cell", "context": run}
+    try:
+        support.setup(spec)
+        support.ensure_group(spec)
+        namespace.update(rank=spec.rank, world_size=spec.world_size, device=spec.device)
+        exec(compile(source, "<cell>", "exec"), namespace)
+        report.value = namespace[call](*args)
+        if run.strategy is not None:
+            report.weights = run.strategy.weights()
+        elif run.weights is not None:
+            report.weights = run.weights()
+    except BaseException as error:
+        report.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        support.shutdown_group_sockets()
+    finally:
+        if run.strategy is not None:
+            run.strategy.close()
+        for close in reversed(run.closers):
+            close()
+        run.strategy = run.weights = None
+        run.closers.clear()
+        support.destroy_group()
+        run_context.set_current(None)
+        for key, value in environ.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+    report.rows = records_from(run.recorder.drain(1 << 20, final=True)).copy()
+    report.train_s, report.eval_s, report.trained = run.train_s, run.eval_s, run.trained
+    report.names = {
+        name: f"{type(value).__module__}.{type(value).__qualname__}:{id(type(value).forward)}"
+        for name, value in (namespace.get("keep") or {}).items()
+        if isinstance(value, torch.nn.Module)
+    }
+    del namespace, run
+    gc.collect()
+    report.left = _left(before)
+    return report
+
+
+def _footprint() -> dict[str, Any]:
+    import torch
+
+    return {
+        "threads": {thread.name for thread in threading.enumerate()},
+        "sockets": _sockets(),
+        "environ": dict(os.environ),
+        "backward": torch.Tensor.backward,
+        "scale": torch.amp.GradScaler.scale,
+    }
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found.add(target)
+    return found
+
+
+def _left(before: dict[str, Any]) -> list[str]:
+    """Name what a run left behind; sockets of a closed connection may need a moment."""
+    import torch.distributed as dist
+
+    deadline = time.monotonic() + 2
+    while _sockets() - before["sockets"] and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    after = _footprint()
+    left = [
+        f"{key} changed" for key in ("environ", "backward", "scale") if after[key] != before[key]
+    ]
+    left += [
+        f"{key}: {after[key] - before[key]}"
+        for key in ("threads", "sockets")
+        if after[key] - before[key]
+    ]
+    return left + (["process group"] if dist.is_initialized() else [])
+
+
+def _serve(pipe: Any) -> None:
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(run_here(*job))
+
+
+class Workers:
+    """A pool of worker processes and the store in which they meet."""
+
+    def __init__(self, count: int) -> None:
+        import torch.distributed as dist
+
+        os.environ["OMP_NUM_THREADS"] = "1"
+        starter = multiprocessing.get_context("forkserver")
+        starter.set_forkserver_preload(PRELOAD)
+        self.pipes, self.processes = [], []
+        for _ in range(count):
+            ours, theirs = starter.Pipe()
+            process = starter.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.runs = 0
+
+    def run(
+        self,
+        strategy: str,
+        function: Any,
+        *args: Any,
+        workers: int = 1,
+        options: dict[str, Any] | None = None,
+        overrides: dict[str, Any] | None = None,
+        faults: tuple[str, ...] = (),
+    ) -> list[Report]:
+        """Run `function(*args)` as a cell on the first `workers` processes."""
+        from workbench import catalog
+        from workbench.protocol import RunSpec
+        from workbench.recipe import Recipe
+
+        recipe = Recipe.from_function(function)
+        entry = catalog.lookup(strategy)
+        self.runs += 1
+        for rank in range(workers):
+            spec = RunSpec(
+                mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
+                store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
+                run_id=f"run{self.runs}", strategy=entry.name, options=entry.settings(options or {}),
+                overrides=overrides or {}, faults=faults,
+            )  # fmt: skip
+            self.pipes[rank].send((spec.to_wire(), recipe.source, function.__name__, args))
+        reports = []
+        for rank in range(workers):
+            if not self.pipes[rank].poll(120):
+                raise TimeoutError(f"worker {rank} does not answer")
+            reports.append(self.pipes[rank].recv())
+        return reports
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def joined(reports: list[Report]) -> Any:
+    """Return the rows as (steps, ranks)."""
+    return np.stack([report.rows for report in reports], axis=1)
+
+
+def failures(reports: list[Report]) -> list[str]:
+    return [report.error for report in reports if report.error]

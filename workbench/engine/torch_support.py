@@ -1,0 +1,274 @@
+"""What an engine needs to know of PyTorch: seeds, threads, environment, process group.
+
+Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import threading
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import ClusterError, FitError
+from ..protocol import RunSpec
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+DESTROY_S = 5.0
+
+_kept: set[int] = set()  # inodes of sockets that are not the group's
+_store_port = 0
+
+
+def setup(spec: RunSpec) -> None:
+    """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
+    torch.set_num_threads(max(1, spec.threads))
+    if spec.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(spec.device))
+    if spec.mode == "run":
+        seed = int(spec.overrides.get("seed", 0))
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.manual_seed(seed)
+
+
+def environ(spec: RunSpec) -> dict[str, str]:
+    """Return the environment that torchrun would set, so that other libraries find their rank."""
+    host = spec.hosts[spec.rank] if spec.hosts else ""
+    same = [rank for rank, name in enumerate(spec.hosts) if name == host]
+    local_rank = same.index(spec.rank) if same else spec.rank
+    local_size = len(same) or spec.world_size
+    address, port = spec.store or ("127.0.0.1", 0)
+    values = {
+        "RANK": spec.rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": spec.world_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": sorted(set(spec.hosts)).index(host) if spec.hosts else 0,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": spec.run_id or spec.prefix or "workbench",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Env-style groups of a cell meet in the same store; the attempt keeps them apart.
+        "TORCHELASTIC_RESTART_COUNT": zlib.crc32(spec.prefix.encode()) % 1_000_000,
+        "TORCH_GLOO_LAZY_INIT": 1,
+    }
+    if local_size == spec.world_size:
+        values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: str(value) for name, value in values.items()}
+
+
+def ensure_group(spec: RunSpec) -> None:
+    """Join the run's process group, as a client of the keeper's store.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    global _store_port
+    if dist.is_initialized():
+        return
+    if spec.store is None:
+        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
+    host, port = spec.store
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "The store in which workers meet does not answer.",
+            seen=f"{host}:{port}",
+            next_step="%cluster restart",
+        ) from error
+    _store_port = port
+    _kept.clear()
+    _kept.update(inode for _, inode in _sockets())
+    store.set_timeout(GROUP_TIMEOUT)
+    dist.init_process_group(
+        spec.backend,
+        store=dist.PrefixStore(spec.prefix, store),
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=GROUP_TIMEOUT,
+    )
+
+
+def destroy_group() -> None:
+    """Leave the process group; never hangs, even when a peer died in a collective.
+
+    Objects that use the group (DDP) must be gone: destroying it under them deadlocks.
+    """
+    if not dist.is_initialized():
+        return
+    worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
+    worker.start()
+    worker.join(DESTROY_S)
+    if worker.is_alive():
+        shutdown_group_sockets()
+        worker.join(DESTROY_S)
+
+
+def _destroy() -> None:
+    # A group whose peer died complains while it is taken down; it is gone all the same.
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def shutdown_group_sockets() -> int:
+    """Break the process group's connections, so that a blocked collective raises at once.
+
+    Callable from any thread. The group's sockets are those opened since it was made that are
+    connected, are not the store's, and lead to this host when the group is local. Listening
+    sockets are left alone (shutting one ends the process).
+
+    Returns:
+        How many connections were shut.
+    """
+    shut = 0
+    local = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
+    for fd, inode in _sockets():
+        if inode in _kept:
+            continue
+        with contextlib.suppress(OSError):
+            copy = os.dup(fd)
+            with socket.socket(fileno=copy) as connection:
+                if os.fstat(copy).st_ino == inode and _is_groups(connection, local):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+    return shut
+
+
+def _is_groups(connection: socket.socket, local: bool) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    peer = connection.getpeername()  # OSError for a listening socket: it has no peer
+    address = str(peer[0]).removeprefix("::ffff:")
+    if local and not (address.startswith("127.") or address == "::1"):
+        return False
+    return bool(peer[1] != _store_port)
+
+
+def _sockets() -> list[tuple[int, int]]:
+    """Return (descriptor, inode) of this process's sockets."""
+    found = []
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if (status.st_mode & 0o170000) == 0o140000:
+                found.append((int(name), status.st_ino))
+    return found
+
+
+def names(spec: RunSpec) -> dict[str, Any]:
+    """Return the names that cells find besides rank, world_size and device."""
+    return {"dist": dist}
+
+
+def device_label(device: str) -> str:
+    """Return `cpu`, or `cuda:0 NVIDIA H200`."""
+    if not device.startswith("cuda"):
+        return device
+    return f"{device} {torch.cuda.get_device_name(torch.device(device))}"
+
+
+def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
+    """Write the weights as `weights.npz`, and as `weights.pt` for `torch.load(weights_only=True)`.
+
+    Returns:
+        Name of the NumPy file; ranks other than 0 write `weights-rank{r}.*`.
+    """
+    stem = "weights" if rank == 0 else f"weights-rank{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / f"{stem}.npz", **arrays)
+    torch.save(
+        {k: torch.from_numpy(np.asarray(v)) for k, v in arrays.items()}, folder / f"{stem}.pt"
+    )
+    return f"{stem}.npz"
+
+
+def build_module(model: Any) -> torch.nn.Module:
+    """Return the module that `wb.fit` or `wb.prepare` was given, calling a function that makes one.
+
+    Raises:
+        FitError: It is neither, or has nothing to train.
+    """
+    built = model
+    if not isinstance(model, torch.nn.Module) and callable(model):
+        built = model()
+    if isinstance(model, type) or not isinstance(built, torch.nn.Module):
+        raise FitError(
+            "The model is no torch.nn.Module.",
+            seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
+            allowed="a module, or a function without arguments that returns one",
+            next_step="pass the module itself: wb.fit(model, ...)",
+        )
+    if isinstance(built, torch.nn.parallel.DistributedDataParallel):
+        raise FitError(
+            "The model is wrapped in DistributedDataParallel already.",
+            next_step="pass model.module, or keep your wrapper and call wb.watch instead",
+        )
+    if not any(parameter.requires_grad for parameter in built.parameters()):
+        raise FitError(
+            "The model has no parameter that can be trained.",
+            seen=type(built).__name__,
+            next_step="set requires_grad=True on some of its parameters",
+        )
+    return built
+
+
+def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
+    """Raise FitError unless `optimizer` is built on the model's parameters or is a function."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        owned = {id(parameter) for parameter in model.parameters()}
+        strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
+        if strange:
+            raise FitError(
+                "The optimizer holds parameters that are not the model's, so they would not train.",
+                seen=f"{len(strange)} foreign parameters",
+                next_step="build it from this model, or pass a function of the parameters: "
+                "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            )
+    elif not callable(optimizer):
+        raise FitError(
+            "The optimizer was not understood.",
+            seen=optimizer,
+            allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
+            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise FitError unless the scheduler can be stepped once per optimizer step."""
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise FitError(
+            "ReduceLROnPlateau needs a measured value, so it cannot be stepped by wb.fit.",
+            next_step="step it in a callback: on_epoch_end(epoch, logs)",
+        )
+    if isinstance(scheduler, LRScheduler):
+        if scheduler.optimizer is not optimizer:
+            raise FitError(
+                "The scheduler steers another optimizer than the one that is trained with.",
+                next_step="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+            )
+    elif scheduler is not None and not callable(scheduler):
+        raise FitError(
+            "The scheduler was not understood.",
+            seen=scheduler,
+            allowed="a scheduler, or a function of the optimizer that returns one",
+        )
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    """Return how many numbers the model learns."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,38 @@
+"""`wb.watch`: the dashboard for loops that bring their own DDP or FSDP."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import settings
+from .context import require
+from .prepare import announce
+
+
+def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
+    """Record the steps of a loop that distributes itself; nothing is wrapped or divided.
+
+    A step begins when `loader` is asked for a batch (without a loader: with the first forward, and
+    data waits are not measured) and ends with `optimizer.step()`. What is blocked at the end of
+    backward counts as communication; gathers inside forward (FSDP) count as compute.
+
+    Args:
+        model: The module, plain or wrapped.
+        optimizer: Its optimizer.
+        loader: The loader the loop iterates over; timed in place.
+
+    Raises:
+        RunError: The cell lacks `%%distributed STRATEGY`.
+        FitError: Another loop of this cell is watched already.
+    """
+    context = require("wb.watch")
+    framework = context.spec.framework
+    module = importlib.import_module(f"workbench.strategies.{framework}.watched")
+    watched = module.watch(context, model, optimizer, loader)
+    context.closers.append(watched.close)
+    context.weights = watched.weights
+    size = settings.data_module(framework).global_batch(loader, context.spec.world_size)
+    announce(context, model, size)
+    if loader is None:
+        context.emit("unmeasured", columns={"data_wait_s": "wb.watch was given no loader"})

@@ -1,0 +1,285 @@
+"""Records the steps of a user's own training loop, without a change to it.
+
+    for x, y in loader:            the batch is timed here; Stop and Pause are obeyed here
+        optimizer.zero_grad()
+        loss_fn(model(x), y)       (without a loader a step begins with the first forward)
+            .backward()            the loss is kept, and weighted by the share's samples
+        optimizer.step()           the step ends here: one record
+
+Several backward calls before one `optimizer.step()` are one step: their losses add up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...engine.context import RunContext
+from ...engine.torch_data import Source, batch_length, map_batch
+from ...errors import RunStopped
+from ..base import NAN, Share
+from .inplace import subclass
+from .timing import make_timer
+from .trainer import to_numpy
+
+clock = time.perf_counter
+
+
+class OwnLoop:
+    """One user's loop under way.
+
+    Args:
+        source: The loader's data in shares; None where the loop brings its own batches.
+        watched: A loader to time as it is, in place.
+        sent_bytes: What a worker sends per step; NaN where unknown.
+        communicates: Whether backward ends in communication.
+        weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
+            its samples.
+        epoch_end: Called on all workers when the loader is exhausted.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        source: Source | None,
+        *,
+        watched: Any = None,
+        sent_bytes: float = NAN,
+        communicates: bool = False,
+        weighted: bool = False,
+        epoch_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.context, self.model = context, model
+        self.device = torch.device(context.spec.device)
+        self.timer = make_timer(context, self.device)
+        self.loader = None if source is None else SharedLoader(self, source)
+        self.epoch_end = epoch_end
+        self._sent_bytes, self._communicates, self._weighted = sent_bytes, communicates, weighted
+        self._counts = source is not None or watched is not None
+        self._weight = 1.0
+        self._start = self._paused_s = NAN
+        self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._clear()
+        self._undo: list[Callable[[], None]] = [
+            optimizer.register_step_post_hook(self._after_step).remove,
+            model.register_forward_pre_hook(self._before_forward).remove,
+        ]
+        self._patch_backward()
+        self._patch_scaler()
+        if watched is not None:
+            self._time_loader(watched)
+
+    def _clear(self) -> None:
+        self._under_way = self._fed = False
+        self._samples = 0
+        self._first_wait_s = self._late_wait_s = 0.0
+        self._loss: torch.Tensor | None = None
+
+    def epoch_begins(self) -> None:
+        """Begin to count time: what lies between epochs belongs to no step."""
+        now = clock()
+        if not self._under_way:
+            if self._start == self._start:
+                self.context.eval_s += now - self._start
+            self._start = now
+
+    def fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, timed; StopIteration when there is none.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        self._begin()
+        before = clock()
+        batch = next(batches)
+        self.timer.spend("data")
+        waited_s = clock() - before
+        if self._fed:
+            self._late_wait_s += waited_s
+        else:
+            self._first_wait_s += waited_s
+            self._feed()
+        if isinstance(batch, Share):
+            self._samples += batch.samples
+            if self._weighted:
+                self._weight = batch.samples * self.context.spec.world_size / batch.global_samples
+        else:
+            self._samples += batch_length(batch)
+        return batch
+
+    def _begin(self) -> None:
+        """Begin a step, unless one is under way."""
+        if self._under_way:
+            return
+        context, step = self.context, self.context.trained
+        if not context.gate.enter(step):
+            raise RunStopped
+        if context.gate.paused_s != self._paused_s:
+            waited = self._paused_s == self._paused_s
+            self._paused_s = context.gate.paused_s
+            if waited or self._start != self._start:
+                self._start = clock()
+        context.faults.before_step(step)
+        context.step = step
+        self._under_way = True
+
+    def _feed(self) -> None:
+        self._fed = True
+        self.context.fetch_s = self._first_wait_s
+        self.timer.begin()
+        self.timer.spend("forward")
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._counts or not torch.is_grad_enabled():
+            return
+        self._begin()
+        if not self._fed:
+            self._feed()
+        self._samples += batch_length(args)
+
+    def _before_backward(self, tensor: torch.Tensor) -> None:
+        loss = tensor
+        if self._scaled is not None and self._scaled[0] is tensor:
+            loss, self._scaled = self._scaled[1], None
+        if loss.numel() == 1:
+            value = loss.detach().reshape(())
+            self._loss = value if self._loss is None else self._loss + value
+        if self._communicates and tensor.requires_grad:
+            self.timer.watch_backward(tensor)
+        else:
+            self.timer.spend("backward")
+
+    def _after_step(self, *args: Any) -> None:
+        if not self._fed or self._loss is None:
+            return
+        context = self.context
+        result = self.timer.finish(self._samples, self._loss, self._sent_bytes, self._late_wait_s)
+        end = clock()
+        context.recorder.add(
+            context.trained,
+            result.samples,
+            self._start,
+            end,
+            data_wait_s=self._first_wait_s + self._late_wait_s if self._counts else NAN,
+            compute_s=result.compute_s,
+            loss=result.loss,
+            ready_s=result.ready_s,
+            exposed_s=result.exposed_s,
+            sent_bytes=result.sent_bytes,
+            deferred=result.deferred,
+        )
+        context.trained += 1
+        context.train_s += end - self._start
+        self._start = end
+        self._clear()
+
+    def _patch_backward(self) -> None:
+        original = torch.Tensor.backward
+        loop = self
+
+        def backward(
+            tensor: torch.Tensor,
+            gradient: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            inputs: Any = None,
+        ) -> None:
+            if loop._fed:
+                loop._before_backward(tensor)
+                if loop._weight != 1.0 and gradient is None and tensor.numel() == 1:
+                    gradient = torch.full_like(tensor, loop._weight)
+            original(tensor, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
+
+    def _patch_scaler(self) -> None:
+        """Keep the loss from before a GradScaler multiplied it."""
+        original = torch.amp.GradScaler.scale
+        loop = self
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(outputs, torch.Tensor):
+                loop._scaled = (scaled, outputs.detach())
+            return scaled
+
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+        self._undo.append(lambda: setattr(torch.amp.GradScaler, "scale", original))
+
+    def _time_loader(self, loader: Any) -> None:
+        cls, loop = type(loader), self
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            loop.epoch_begins()
+            batches = iter(cls.__iter__(loader))
+            while True:
+                try:
+                    batch = loop.fetch(batches)
+                except StopIteration:
+                    return
+                yield batch
+
+        loader.__class__ = subclass(cls, __iter__=iterate)
+        self._undo.append(lambda: setattr(loader, "__class__", cls))
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the model's parameters and buffers by name."""
+        module = getattr(self.model, "module", self.model)
+        return to_numpy(module.state_dict())
+
+    def close(self) -> None:
+        """Take every hook out again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+class SharedLoader:
+    """Takes the place of the user's loader: its batches, divided over the workers.
+
+    `len` is the number of global batches; epochs are counted by themselves, so no `set_epoch`.
+    """
+
+    def __init__(self, loop: OwnLoop, source: Source) -> None:
+        self._loop, self._source = loop, source
+        self._epoch = 0
+        self.batch_size = source.batch_size
+
+    def __len__(self) -> int:
+        if self._source.steps_per_epoch is None:
+            raise TypeError("the stream behind this loader has no length")
+        return self._source.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        loop, spec = self._loop, self._loop.context.spec
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        loop.epoch_begins()
+        shares = self._source.epoch(epoch, spec.rank, spec.world_size)
+        for _ in range(self._source.steps_per_epoch or 1 << 62):
+            try:
+                share = loop.fetch(shares)
+            except StopIteration:  # a stream that does not say how long it is
+                break
+            yield self._moved(share.data)
+        loop.epoch_end()
+        loop.context.emit("epoch", rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)
+
+    def _moved(self, data: Any) -> Any:
+        device = self._loop.device
+        if device.type == "cpu":
+            return data
+        return map_batch(lambda t: t.to(device, non_blocking=True), data)
+
+    @property
+    def dataset(self) -> Any:
+        """The data set behind the loader."""
+        source: Any = self._source
+        return source.loader.dataset if hasattr(source, "loader") else source

@@ -1,0 +1,71 @@
+"""Training on one device: the yardstick that every other strategy is held against.
+
+Source: Robbins and Monro, A Stochastic Approximation Method, 1951.
+
+    worker 0:  batch -> forward -> loss -> backward -> optimizer
+
+For each batch of B samples: g = 1/B sum of grad loss(sample); w = w - lr g. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..base import Job, Share, StepResult, Strategy
+from .loop import OwnLoop
+from .trainer import Trainer
+
+
+class OneDevice(Strategy):
+    """Single-device training."""
+
+    trainer: Trainer | None = None
+    loop: OwnLoop | None = None
+
+    def prepare(self, job: Job) -> None:
+        """Put the model on the device."""
+        self.trainer = Trainer(self.context, job)
+        self.trainer.wrap(self.trainer.model)
+
+    def step(self, share: Share) -> StepResult:
+        """Compute the gradient of the whole batch and follow it."""
+        trainer = self._trainer
+        trainer.gradients(share)
+        trainer.update()
+        return trainer.measured(share)
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set."""
+        return self._trainer.evaluate(shares)
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name."""
+        return self._trainer.weights() if self.loop is None else self.loop.weights()
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler."""
+        return self._trainer.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._trainer.load_state(state)
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Watch a user's own loop; the model moves to the device and stays what it is."""
+        model.to(self.context.spec.device)
+        self.loop = OwnLoop(self.context, model, optimizer, loader, sent_bytes=0.0)
+        return model, optimizer, self.loop.loader
+
+    def close(self) -> None:
+        """Drop what the run built."""
+        if self.loop is not None:
+            self.loop.close()
+        self.trainer = self.loop = None
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer

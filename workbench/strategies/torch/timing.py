@@ -1,0 +1,225 @@
+"""When a worker's gradients were ready, and how long it then stood waiting for the others.
+
+The wall time of backward cannot name a straggler: everybody's backward ends when the slowest one's
+does. Autograd's final callbacks can. One is queued when backward begins, before the one that DDP
+queues to wait for its all-reduce, so it runs when this worker's own work is done:
+
+    forward | backward . . . . . | A | DDP waits for the all-reduce | B | optimizer
+                                 ready_s                            reduced
+
+    compute = forward + backward + optimizer        exposed = B - A
+    sync wait (metrics.derive) = latest A of all workers - own A
+
+On a CPU the callbacks read the clock. On CUDA they record events on the stream, which are read
+once the device has passed them; nothing on the way waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from ...engine.context import RunContext
+from ...engine.injector import FaultInjector
+from ..base import NAN, StepResult
+
+clock = time.perf_counter
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class CpuTimer:
+    """Times the steps of one worker on a CPU."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._faults = context.faults
+        self._began = self._ready = NAN
+        self._exposed = self._injected = 0.0
+
+    def begin(self) -> None:
+        """Note that the step has its data."""
+        self._began = clock()
+        self._ready = NAN
+        self._exposed = self._injected = 0.0
+
+    def spend(self, phase: str) -> None:
+        """Spend the injected delay of a phase."""
+        if self._faults.active:
+            self._injected += self._faults.spend(phase)
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """Time the backward that `loss` is about to begin, which ends in communication."""
+        loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        _engine.queue_callback(self._own_work_done)
+        self.spend("backward")
+
+    def _own_work_done(self) -> None:
+        self._ready = clock()
+        _engine.queue_callback(self._reduced)
+
+    def _reduced(self) -> None:
+        self._exposed += clock() - self._ready
+
+    def finish(
+        self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
+    ) -> StepResult:
+        """Return what the step measured; call it after the optimizer's step.
+
+        Args:
+            loss: The worker's mean loss, detached.
+            data_wait_s: Time spent since `begin` in fetching more data.
+        """
+        value = loss.item()
+        compute_s = clock() - self._began - self._exposed - data_wait_s
+        self._faults.compute_s = compute_s - self._injected
+        return StepResult(
+            samples, value, compute_s, self._ready, self._exposed, sent_bytes=sent_bytes
+        )
+
+
+class CudaTimer:
+    """Times the steps of one worker on a CUDA device, by events on its stream."""
+
+    def __init__(self, context: RunContext, device: torch.device) -> None:
+        self._context, self._faults, self._device = context, context.faults, device
+        self._marks = _Marks()
+        anchor = _event()
+        torch.cuda.synchronize(device)
+        self._last: _Fixed | CudaStep = _Fixed(anchor, clock())
+
+    def begin(self) -> None:
+        """Note that the step has its data."""
+        self._marks = _Marks()
+        self._marks.cpu_s = clock()
+        self._marks.began = _event()
+
+    def spend(self, phase: str) -> None:
+        """Spend an injected delay; the device must be idle, or it would hide the delay."""
+        if self._faults.active:
+            torch.cuda.synchronize(self._device)
+            self._marks.injected_s += self._faults.spend(phase)
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """Time the backward that `loss` is about to begin, which ends in communication."""
+        loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        _engine.queue_callback(self._own_work_done)
+        self.spend("backward")
+
+    def _own_work_done(self) -> None:
+        self._marks.ready.append(_event())
+        _engine.queue_callback(self._reduced)
+
+    def _reduced(self) -> None:
+        # DDP's callback has made this stream wait for the all-reduce: the event comes after it.
+        self._marks.reduced.append(_event())
+
+    def finish(
+        self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
+    ) -> StepResult:
+        """Return what is known already; the times follow once the device has passed the step."""
+        marks = self._marks
+        marks.loss = loss.to("cpu", non_blocking=True)  # into pinned memory: does not wait
+        marks.ended = _event()
+        marks.fetch_s, marks.late_fetch_s = self._context.fetch_s, data_wait_s
+        step = CudaStep(marks, self._last, self._faults)
+        self._last = step
+        return StepResult(samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step)
+
+
+class _Marks:
+    """Events of one step."""
+
+    def __init__(self) -> None:
+        self.cpu_s = self.fetch_s = self.late_fetch_s = self.injected_s = 0.0
+        self.began: Any = None
+        self.ready: list[Any] = []
+        self.reduced: list[Any] = []
+        self.ended: Any = None
+        self.loss: Any = None
+
+
+class _Fixed:
+    """An event whose time on the host's clock is known: the run's anchor."""
+
+    def __init__(self, event: Any, at_s: float) -> None:
+        self.ended, self._at_s = event, at_s
+
+    def end_s(self) -> float:
+        return self._at_s
+
+
+class CudaStep:
+    """One step's record, completed when its events have passed (`recorder.Deferred`).
+
+    Steps are chained: each one's times are the previous one's end plus what the device measured,
+    which keeps the error of the event clock (it counts single-precision milliseconds) small.
+    """
+
+    def __init__(self, marks: _Marks, previous: Any, faults: FaultInjector) -> None:
+        self.ended = marks.ended
+        self._faults = faults
+        self._marks: _Marks | None = marks
+        self._previous: Any = previous
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+
+    def ready(self) -> bool:
+        """Whether the device has passed the step."""
+        return bool(self._values) or bool(self.ended.query())
+
+    def end_s(self) -> float:
+        """Return when the device ended the step, on the host's clock."""
+        return self.values()["end_s"]
+
+    def values(self) -> dict[str, float]:
+        """Return the fields of the record, waiting for the device when it must."""
+        with self._lock:
+            if not self._values:
+                self._values = self._measure()
+                self._marks = self._previous = None
+            return self._values
+
+    def _measure(self) -> dict[str, float]:
+        marks = self._marks
+        assert marks is not None
+        self.ended.synchronize()
+        origin = self._previous
+        base_s = origin.end_s()
+
+        def at(event: Any) -> float:
+            return float(base_s + origin.ended.elapsed_time(event) * 1e-3)
+
+        began_s, end_s = at(marks.began), at(marks.ended)
+        # The host may run ahead of the device: a step begins there when the previous one ends.
+        start_s = min(max(base_s, marks.cpu_s - marks.fetch_s), began_s)
+        exposed_s = sum(at(b) - at(a) for a, b in zip(marks.ready, marks.reduced, strict=True))
+        # Fetching counts as far as the device had nothing to do meanwhile.
+        data_wait_s = min(marks.fetch_s, began_s - start_s) + marks.late_fetch_s
+        compute_s = end_s - began_s - exposed_s - marks.late_fetch_s
+        self._faults.compute_s = compute_s - marks.injected_s
+        return {
+            "start_s": start_s,
+            "end_s": end_s,
+            "ready_s": at(marks.ready[-1]) if marks.ready else NAN,
+            "data_wait_s": data_wait_s,
+            "compute_s": compute_s,
+            "exposed_s": exposed_s,
+            "local_loss": float(marks.loss),
+        }
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def make_timer(context: RunContext, device: torch.device) -> CpuTimer | CudaTimer:
+    """Return the timer for a device."""
+    return CudaTimer(context, device) if device.type == "cuda" else CpuTimer(context)

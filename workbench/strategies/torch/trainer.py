@@ -1,0 +1,254 @@
+"""One replica: the module, its optimizer, and how a share becomes gradients.
+
+What every replicating strategy does alike: micro-batches, mixed precision, clipping, the
+scheduler, evaluation, weights. What differs (who averages the gradients) is in the strategies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...engine.context import RunContext
+from ...engine.torch_data import map_batch, slice_batch
+from ...errors import FitError
+from ..base import NAN, Job, Share, StepResult
+from .timing import make_timer
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A replica on this worker's device.
+
+    Attributes:
+        model: The user's module, moved in place.
+        forward: What a batch goes through; a strategy puts its wrapper here.
+        optimizer: Built from the job.
+    """
+
+    def __init__(self, context: RunContext, job: Job) -> None:
+        self.job = job
+        self.device = torch.device(context.spec.device)
+        self.model = job.model.to(self.device)
+        self.forward: Any = self.model
+        self.timer = make_timer(context, self.device)
+        self.optimizer = build_optimizer(job.optimizer, self.model)
+        self.scheduler = build_scheduler(job.scheduler, self.optimizer)
+        self._on_cpu = self.device.type == "cpu"
+        self._dtype = PRECISIONS.get(job.precision or "")
+        self.scaler: Any = None
+        if job.precision == "fp16" and not self._on_cpu:
+            self.scaler = torch.amp.GradScaler(self.device.type)
+        self._clipped = [p for p in self.model.parameters() if p.requires_grad]
+        self._loss: torch.Tensor = torch.tensor(NAN)
+
+    def wrap(self, forward: Any) -> None:
+        """Let batches go through `forward` (DDP around the model), compiled if asked for."""
+        self.forward = torch.compile(forward) if self.job.compile else forward
+
+    def gradients(
+        self,
+        share: Share,
+        *,
+        weight: float = 1.0,
+        alone: Callable[[], Any] = contextlib.nullcontext,
+        communicates: bool = False,
+    ) -> None:
+        """Compute the gradients of a share: forward and backward over its micro-batches.
+
+        Args:
+            weight: Factor on the share's mean loss in backward.
+            alone: Context for all micro-batches but the last: no communication yet.
+            communicates: Whether the last backward ends in communication.
+        """
+        self.timer.begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.timer.spend("forward")
+        parts = self._micro_batches(share)
+        total: torch.Tensor | None = None
+        for data, fraction in parts[:-1]:
+            with alone():
+                loss = self.loss(data)
+                self._backward(loss, weight * fraction)
+            total = _add(total, loss.detach(), fraction)
+        data, fraction = parts[-1]
+        loss = self.loss(data)
+        self._backward(loss, weight * fraction, last=True, communicates=communicates)
+        self._loss = _add(total, loss.detach(), fraction)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the mean loss of a collated batch."""
+        with self._precision():
+            if self.job.step_fn is not None:
+                loss = self.job.step_fn(self.forward, batch)
+            else:
+                x, y = batch
+                loss = self.job.loss(self.forward(x), y)
+        return loss  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        """Clip, step the optimizer, step the scheduler."""
+        clip_norm = self.job.clip_norm
+        if self.scaler is None:
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self._clipped, clip_norm)
+            self.optimizer.step()
+        else:
+            if clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self._clipped, clip_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def measured(self, share: Share, sent_bytes: float = 0.0) -> StepResult:
+        """Return what the step measured; call it last."""
+        return self.timer.finish(share.samples, self._loss, sent_bytes)
+
+    def _backward(
+        self, loss: torch.Tensor, weight: float, *, last: bool = False, communicates: bool = False
+    ) -> None:
+        if weight != 1.0:
+            loss = loss * weight
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if communicates:
+            self.timer.watch_backward(loss)
+        elif last:
+            self.timer.spend("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _precision(self) -> Any:
+        if self._dtype is None:
+            return _NOTHING
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def _micro_batches(self, share: Share) -> list[tuple[Any, float]]:
+        """Return (data on the device, fraction of the share) of each micro-batch."""
+        data = share.data if self._on_cpu else self.to_device(share.data)
+        count = min(self.job.accumulate, share.samples)
+        if count <= 1:
+            return [(data, 1.0)]
+        cuts = [i * share.samples // count for i in range(count + 1)]
+        return [
+            (slice_batch(data, a, b, share.samples), (b - a) / share.samples)
+            for a, b in pairwise(cuts)
+        ]
+
+    def to_device(self, data: Any) -> Any:
+        """Return a batch on this worker's device."""
+        return map_batch(lambda t: t.to(self.device, non_blocking=True), data)
+
+    def evaluate(
+        self,
+        shares: Iterable[Share],
+        add_up: Callable[[torch.Tensor], None] = lambda sums: None,
+    ) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set, each a mean over its samples.
+
+        Args:
+            add_up: Adds a tensor (metrics + 2,) of sums over all workers, in place.
+        """
+        names = ["loss", *self.job.metrics]
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for share in shares:
+                    if share.samples:
+                        sums[:-1] += self._scores(self.to_device(share.data)) * share.samples
+                        sums[-1] += share.samples
+        finally:
+            self.model.train(was_training)
+        add_up(sums)
+        means = (sums[:-1] / sums[-1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+    def _scores(self, batch: Any) -> torch.Tensor:
+        job = self.job
+        with self._precision():
+            if job.step_fn is not None:
+                values = [job.step_fn(self.model, batch)]
+            else:
+                x, y = batch
+                out = self.model(x)
+                values = [job.loss(out, y), *(metric(out, y) for metric in job.metrics.values())]
+        return torch.stack(
+            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        )
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name."""
+        return to_numpy(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer, scheduler and scaler, on the CPU."""
+        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        state["model"] = self.model.state_dict()
+        return map_batch(lambda t: t.detach().cpu().clone(), state)  # type: ignore[no-any-return]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if part is not None and name in state:
+                part.load_state_dict(state[name])
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _add(total: torch.Tensor | None, loss: torch.Tensor, fraction: float) -> torch.Tensor:
+    if fraction == 1.0:
+        return loss
+    return loss * fraction if total is None else total + loss * fraction
+
+
+def to_numpy(tensors: dict[str, Any]) -> dict[str, NDArray[np.generic]]:
+    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            plain = tensor.detach()
+            if hasattr(plain, "to_local"):  # a DTensor: this worker's part of it
+                plain = plain.to_local()
+            if plain.dtype == torch.bfloat16:
+                plain = plain.float()
+            arrays[name] = plain.cpu().numpy().copy()
+    return arrays
+
+
+def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return a built optimizer as it is, or what a function of the parameters gives.
+
+    Raises:
+        FitError: The function gave something else.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    built = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(built, torch.optim.Optimizer):
+        raise FitError(
+            "The optimizer function did not return a torch.optim.Optimizer.",
+            seen=type(built).__name__,
+            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+        )
+    return built
+
+
+def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return a built scheduler as it is, or what a function of the optimizer gives."""
+    if scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return scheduler
+    return scheduler(optimizer)

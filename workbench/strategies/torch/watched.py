@@ -1,0 +1,40 @@
+"""A loop that distributes itself, recorded as it is (`wb.watch`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...engine.context import RunContext
+from ...errors import FitError
+from ..base import NAN
+from .loop import OwnLoop
+from .mirrored import ring_bytes
+
+
+def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLoop:
+    """Begin to record a loop.
+
+    Raises:
+        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
+    """
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise FitError(
+            "wb.watch needs the loop's module and its optimizer.",
+            seen=f"{type(model).__name__}, {type(optimizer).__name__}",
+            next_step="wb.watch(model, optimizer, loader)",
+        )
+    if context.strategy is not None or context.weights is not None:
+        raise FitError("A training loop of this cell is recorded already.")
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
+    return OwnLoop(
+        context,
+        model,
+        optimizer,
+        None,
+        watched=loader,
+        sent_bytes=sent_bytes,
+        communicates=context.spec.world_size > 1,
+    )
