@@ -52,16 +52,12 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics and begin to pre-warm (`%load_ext workbench`)."""
-    from .magics import register
-
-    register(shell)
+    importlib.import_module("workbench.magics").register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Stop what the extension started."""
-    from .session.state import session
-
-    session.stop()
+    importlib.import_module("workbench.session.state").session.stop()
 
 
 if TYPE_CHECKING:

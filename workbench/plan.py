@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import catalog
 from .errors import PlanError
-from .faults import Fault
+from .faults import Fault, parse_fault
 from .recipe import Recipe
 
 OVERRIDES = ("epochs", "steps", "batch_size", "seed")
@@ -61,6 +62,14 @@ class Plan:
         data["recipe"].pop("args")
         data["faults"] = [fault.text for fault in self.faults]
         return data
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> Plan:
+        """Rebuild what `to_wire` gave."""
+        known = dict(data)
+        known["recipe"] = Recipe(**known["recipe"])
+        known["faults"] = tuple(parse_fault(text) for text in known["faults"])
+        return Plan(**known)
 
 
 def make_plan(

@@ -184,14 +184,12 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
 
 def _inject(namespace: dict[str, Any], spec: RunSpec, framework: Any) -> dict[str, Any]:
     """Set the engines' names before the cell; return them to notice reassignment later."""
-    import workbench
-
     names = {
         "rank": spec.rank,
         "local_rank": spec.rank,
         "world_size": spec.world_size,
         "device": spec.device,
-        "wb": workbench,
+        "wb": importlib.import_module("workbench"),
         **framework.names(spec),
     }
     namespace.update(names)

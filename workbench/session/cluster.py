@@ -59,7 +59,8 @@ class Cluster:
                 seen=count,
                 allowed=f"1 to {MAX_ENGINES}",
             )
-        self.devices = device_pool.parse(devices)
+        self.devices = device_pool.parse_devices(devices)
+        self._leases: dict[int, device_pool.Leases] = {}
         self.framework = framework
         self._runs: dict[int, Run] = {}
         self._number = itertools.count(1)
@@ -90,6 +91,16 @@ class Cluster:
     def engines(self) -> list[EngineInfo]:
         """Every engine, dead ones too, by id."""
         return [self._engines.engines[i] for i in sorted(self._engines.engines)]
+
+    def lease(self, workers: int) -> device_pool.Leases:
+        """Return which device each of so many workers gets; the same answer every time.
+
+        A worker's variables live on its device from one cell to the next, so ranks keep theirs
+        although `auto` would see other memory in use by then.
+        """
+        if workers not in self._leases:
+            self._leases[workers] = device_pool.lease(self.devices, workers)
+        return self._leases[workers]
 
     def add(self, count: int) -> list[int]:
         """Start more engines; return their ids."""
@@ -195,12 +206,11 @@ class Cluster:
         """Start a validated plan; returns at once (see `run`)."""
         self._claim()
         ids = self._ids_for(plan.workers + plan.servers)
-        leases = device_pool.lease(self.devices, plan.workers)
-        run = registry.new_run(
-            plan, number=next(self._number), engines=ids, devices=[lease.label for lease in leases]
-        )
-        for warning in dict.fromkeys(lease.warning for lease in leases if lease.warning):
-            run.note(warning)
+        leases = self.lease(plan.workers)
+        labels = [lease.label for lease in leases.leases]
+        run = registry.new_run(plan, number=next(self._number), engines=ids, devices=labels)
+        if leases.warning:
+            run.note(leases.warning)
         with self._lock:
             self._runs[run.number] = run
         disk.write_meta(run.folder, run.meta())
@@ -235,10 +245,10 @@ class Cluster:
             }
             for engine, spec in zip(ids, specs, strict=True)
         }
-        labels = {e: f"rank {s.rank} · {s.device}" for e, s in zip(ids, specs, strict=True)}
+        names = {e: f"rank {s.rank} · {s.device}" for e, s in zip(ids, specs, strict=True)}
         self._group = ("", ())
         self._busy = run
-        run.task = Task(self._engines, requests, labels, lambda task: self._run_over(run, task))
+        run.task = Task(self._engines, requests, names, lambda task: self._run_over(run, task))
         return run
 
     def _run_over(self, run: Run, task: Task) -> None:
@@ -274,7 +284,7 @@ class Cluster:
         unknown = [i for i in targets if i not in members]
         if unknown:
             raise PlanError("There is no such engine.", seen=unknown, allowed=f"{members}")
-        leases = device_pool.lease(self.devices, len(members))
+        leases = self.lease(len(members))
         fresh = self._group[1] != tuple(members) or not self._group[0]
         if fresh:
             self._group = (f"spmd-{next(self._generation)}", tuple(members))
@@ -340,23 +350,22 @@ class Cluster:
         return self.ids[:count]
 
     def _specs(
-        self, ids: Sequence[int], workers: int, leases: Sequence[device_pool.Lease], prefix: str
+        self, ids: Sequence[int], workers: int, leases: device_pool.Leases, prefix: str
     ) -> list[RunSpec]:
         threads = device_pool.threads_per_worker(workers)
         hosts = [self._engines.engines[i].host for i in ids]
-        backend = device_pool.backend(leases)
         return [
             RunSpec(
                 mode="spmd",
                 rank=rank,
                 world_size=workers,
                 ranks=tuple(ids),
-                device=leases[rank].device,
+                device=leases.leases[rank].device,
                 threads=threads,
                 framework=self.framework,
                 store=self._engines.store(),
                 prefix=prefix,
-                backend=backend,
+                backend=leases.backend,
                 hosts=tuple(hosts),
             )
             for rank in range(len(ids))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError, unknown
-from ..history import disk
+from ..history import folders
 from ..plan import Plan
 from .run import Run
 
@@ -70,7 +70,8 @@ _clusters: list[Cluster] = []
 def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
-    folder = disk.new_run_dir(name)
+    folders.prune(protect=[run.folder for run in runs.values()])
+    folder = folders.new_run_dir(name)
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
     runs.add(run)
     return run

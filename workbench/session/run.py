@@ -18,6 +18,7 @@ from ..errors import PlanError, RunError
 from ..faults import parse_fault
 from ..history import disk
 from ..history.store import RunHistory
+from ..history.summary import RunSummary, summarise
 from ..plan import Plan
 from ..protocol import Message, records_from
 from .agreement import Agreement, Purpose
@@ -120,6 +121,17 @@ class Run:
             self.advance("fail" if error is not None else "finish")
         self.history.finish()
         disk.write_meta(self.folder, self.meta())
+        self._over.set()
+
+    def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
+        """Become the run that a folder holds; it is over."""
+        self.history = history
+        self.began = float(meta.get("began", self.began))
+        state = meta.get("state", "failed")
+        # A run whose notebook died has no end on record.
+        self._state = state if state in lifecycle.OVER else "failed"
+        if meta.get("error"):
+            self.error = RunError(str(meta["error"]))
         self._over.set()
 
     # -- messages from the engines --------------------------------------------------------------
@@ -254,23 +266,41 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """What `run.json` says about the run."""
+        plan = self.plan
         return {
             "name": self.name,
             "number": self.number,
-            "plan": self.plan.to_wire(),
-            "engines": list(self.engines),
+            "strategy": plan.strategy,
+            "framework": plan.framework,
+            "options": plan.options,
+            "faults": [fault.text for fault in plan.faults],
+            "seed": plan.overrides.get("seed"),
+            "recipe": plan.recipe.digest,
+            "plan": plan.to_wire(),
+            "ranks": list(self.engines),
+            "joined": plan.entry.sync,
+            "data_parallel": plan.entry.data_parallel,
             "devices": list(self.devices),
             "state": self.state,
+            "trained_before": self.trained_before,
             "began": self.began,
             "error": None if self.error is None else str(self.error),
-            "recipe_digest": self.plan.recipe.digest,
         }
+
+    @property
+    def trained_before(self) -> bool:
+        """Whether the model had been trained by an earlier run, which makes comparisons unfair."""
+        return any("trained" in note and "earlier" in note for note in self.history.story.notes)
 
     def summary(self) -> Any:
         """A table of the run's figures: throughput, shares, waits, final loss."""
         from ..views.tables import summary_table
 
-        return summary_table(self.snapshot(), self.history)
+        return summary_table(self.summarise())
+
+    def summarise(self) -> RunSummary:
+        """The run's key figures as data; what tables and comparisons are made of."""
+        return summarise(self.history, self.meta())
 
     def plot(self) -> Any:
         """The run's picture, as it stands below the cell at the end."""

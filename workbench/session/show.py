@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import RunError
-from ..views.live import make_view, show_outputs
+from ..views.blocks import Blocks
+from ..views.live import make_view
 from .run import Run
 from .task import Task
 
 FRAME_S = 0.2
+FIRST_S = 0.6
+"""A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
 
 
 class _Pump:
@@ -49,7 +52,7 @@ class RunView:
 
     def __init__(self, run: Run, plot: str) -> None:
         self.run = run
-        self._outputs = show_outputs(None)
+        self._outputs = Blocks()
         self._view = make_view(plot, self._command, run.name)
         self._view.begin(run.snapshot())
         self._pump = _Pump(self._draw)
@@ -122,8 +125,7 @@ class CellView:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._outputs = show_outputs(None)
-        self._shown_s = 0.0
+        self._outputs = Blocks()
 
     def _draw(self, final: bool = False) -> None:
         if self.task.changed.is_set() or final:
@@ -150,6 +152,8 @@ class CellView:
 
     def _loop(self) -> None:
         # A short cell must not pay for the rate limit: wait for its end, draw only in between.
+        if self.task.over.wait(FIRST_S):
+            return
         while not self.task.over.wait(FRAME_S):
             self._draw()
 

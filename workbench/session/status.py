@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..cluster import devices
-
 if TYPE_CHECKING:
     from .cluster import Cluster
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
     """Return one mapping per engine: rank, pid, host, device, memory_bytes, state."""
     living = cluster.ids
-    leases = devices.lease(cluster.devices, max(1, len(living)))
+    leases = cluster.lease(max(1, len(living))).leases
     found = []
     for engine in cluster.engines:
         rank = living.index(engine.id) if engine.id in living else None

@@ -6,6 +6,8 @@ get a moment to fail by themselves, then they are interrupted.
 
 from __future__ import annotations
 
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +21,12 @@ from ..views.output import OutputBoard
 GRACE_S = 0.5
 KILL_S = 8.0
 CELL = "workbench.engine.entry:cell"
-COLLATERAL = ("KeyboardInterrupt", "DistBackendError", "DistNetworkError", "DistStoreError")
+COLLATERAL = re.compile(
+    r"Connection closed by peer|Connection reset|Broken pipe|Socket closed|Timed out|KeyboardInterrupt"
+    r"|DistBackendError|DistNetworkError|DistStoreError|gloo",
+    re.IGNORECASE,
+)
+"""What a rank says when another one has gone: never the reason that is shown first."""
 
 
 class Task:
@@ -106,8 +113,6 @@ class Task:
         self.engines.interrupt(self.unfinished())
 
     def _kill_rest(self) -> None:
-        import signal
-
         for engine in self.unfinished():
             self.engines.signal(engine, signal.SIGKILL)
 
@@ -137,11 +142,10 @@ class Task:
         what = f"Rank {rank} (engine {engine}) failed: {outcome['ename']}: {outcome['evalue']}"
         if outcome["status"] == "died":
             what = f"Rank {rank} is gone: {outcome['evalue']}"
-        error = RunError(
-            what,
-            allowed=f"{others} other rank(s) were ended with it" if others > 0 else None,
-            next_step=f"%cluster restart {engine}" if outcome["status"] == "died" else None,
-        )
+        if others > 0:
+            what += f"\n  with it: {others} other rank{'s were' if others > 1 else ' was'} ended"
+        step = f"%cluster restart {engine}" if outcome["status"] == "died" else None
+        error = RunError(what, next_step=step)
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
 
@@ -149,8 +153,12 @@ class Task:
         """The engine whose error is not just a consequence of another's."""
         failed = [i for i in self.ids if self.outcomes[i]["status"] in ("died", "error")]
         died = [i for i in failed if self.outcomes[i]["status"] == "died"]
-        own = [i for i in failed if self.outcomes[i]["ename"] not in COLLATERAL]
+        own = [i for i in failed if not COLLATERAL.search(_words(self.outcomes[i]))]
         assert self.first_failed is not None
         if died:
             return died[0]
         return self.first_failed if self.first_failed in own or not own else own[0]
+
+
+def _words(outcome: Mapping[str, Any]) -> str:
+    return f"{outcome['ename']}: {outcome['evalue']}"

@@ -1,0 +1,139 @@
+"""`workbench demo` and `workbench lab`: the main job from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import WorkbenchError
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+QUICKSTART = "00_quickstart.ipynb"
+CELL_TIMEOUT_S = 300
+SHARED = Path("share/distributed-workbench/notebooks")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = argparse.ArgumentParser(prog="workbench", description="A Jupyter workbench for distributed training.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
+    demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
+    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks")
+    lab.add_argument("rest", nargs=argparse.REMAINDER, help="passed on to jupyter lab")
+    given = parser.parse_args(argv)
+    try:
+        return _demo(given.out) if given.command == "demo" else _lab(given.rest)
+    except WorkbenchError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def notebooks_folder() -> Path:
+    """Return the folder with the notebooks: of the checkout, or as installed.
+
+    Raises:
+        WorkbenchError: There is none.
+    """
+    for folder in (Path(__file__).parents[1] / "notebooks", Path(sys.prefix) / SHARED):
+        if (folder / QUICKSTART).exists():
+            return folder
+    raise WorkbenchError("The notebooks are not installed.", next_step="install from a checkout")
+
+
+def _need(module: str) -> Any:
+    try:
+        return __import__(module)
+    except ImportError:
+        raise WorkbenchError(
+            f"{module} is not installed.", next_step="pip install 'distributed-workbench[torch,lab]'"
+        ) from None
+
+
+def _demo(out: Path) -> int:
+    """Execute the quickstart, print its summary, write notebook and HTML."""
+    nbformat = _need("nbformat")
+    notebook = nbformat.read(notebooks_folder() / QUICKSTART, as_version=4)
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    failed = _execute(notebook, out)
+    executed, page = out / QUICKSTART, out / "quickstart.html"
+    nbformat.write(notebook, executed)
+    _write_html(notebook, page)
+    print(_summary(notebook))
+    print(f"\n{time.perf_counter() - began:.0f} s; executed notebook: {executed}, page: {page}")
+    if failed is not None:
+        print(f"\nThe notebook failed: {failed}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _execute(notebook: NotebookNode, out: Path) -> Exception | None:
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+    from tqdm import tqdm
+
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    bar = tqdm(total=len(code), desc="quickstart", unit="cell", file=sys.stdout)
+
+    def done(cell: NotebookNode, **rest: Any) -> None:
+        if cell.cell_type == "code":
+            first = next((line for line in cell.source.splitlines() if line.strip()), "")
+            bar.set_postfix_str(first[:40])
+            bar.update()
+
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(out)}},
+        on_cell_executed=done,
+    )
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        return error
+    finally:
+        bar.close()
+    return None
+
+
+def _write_html(notebook: NotebookNode, page: Path) -> None:
+    from nbconvert import HTMLExporter
+
+    body, _ = HTMLExporter().from_notebook_node(notebook)
+    page.write_text(body)
+
+
+def _summary(notebook: NotebookNode) -> str:
+    """Return the text of the notebook's last table."""
+    texts = [
+        output["data"]["text/plain"]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if "text/html" in output.get("data", {})
+    ]
+    return texts[-1] if texts else "the notebook shows no table"
+
+
+def _lab(rest: list[str]) -> int:
+    """Open JupyterLab on a copy of the notebooks, so that the originals stay as they are."""
+    _need("jupyterlab")
+    target = Path.cwd() / "workbench-notebooks"
+    if not target.exists():
+        shutil.copytree(notebooks_folder(), target, ignore=shutil.ignore_patterns(".*"))
+    command = [sys.executable, "-m", "jupyterlab", str(target), *rest]
+    return subprocess.call(command, env=dict(os.environ))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
