@@ -144,6 +144,13 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         return self._table.stride
 
     @property
+    def invalid_rows(self) -> int:
+        """Rows that named a rank the run does not have, and were left out."""
+        with self._lock:
+            self._fold()
+            return self._reduced.invalid_rows
+
+    @property
     def totals(self) -> Totals:
         """A copy of the exact sums over all rows received, whatever `stride` is."""
         with self._lock:

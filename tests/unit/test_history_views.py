@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from history_rows import NAN, make_history, make_rows
+
+from workbench.history.store import RunHistory
+from workbench.history.story import Story
+
+
+def test_a_snapshot_names_the_worker_the_others_wait_for() -> None:
+    shot = make_history(make_rows(80, 4, slow_rank=1, slow_s=0.050)).snapshot()
+    assert shot.slow_rank == 1
+    assert shot.slow_ms == pytest.approx(50, rel=1e-3)
+    assert shot.blame_s[0, 1] == pytest.approx(80 * 0.050, rel=1e-3)
+    assert [round(w.wait_ms) for w in shot.workers] == [50, 0, 50, 50]
+    assert shot.workers[0].potential_per_s > 3 * shot.workers[1].potential_per_s
+
+
+@pytest.mark.parametrize(("slow_s", "compute_s"), [(0.0009, 0.001), (0.004, 0.1)])
+def test_a_small_wait_makes_no_straggler(slow_s: float, compute_s: float) -> None:
+    rows = make_rows(80, 3, slow_rank=0, slow_s=slow_s, compute_s=compute_s)
+    assert make_history(rows).snapshot().slow_rank is None
+
+
+def test_nobody_stands_out_when_ranks_take_turns_at_being_slow() -> None:
+    history = RunHistory(range(3))
+    for step in range(60):
+        rows = make_rows(1, 3, first=step, slow_rank=step % 3, slow_s=0.05)
+        history.append(rows.reshape(-1))
+    assert history.snapshot().slow_rank is None
+
+
+def test_the_straggler_is_the_present_one() -> None:
+    history = make_history(make_rows(300, 2, slow_rank=0, slow_s=0.05))
+    for rank in range(2):
+        history.append(make_rows(100, 2, first=300, slow_rank=1, slow_s=0.05)[:, rank])
+    assert history.snapshot().slow_rank == 1
+
+
+def test_shares_add_up_and_efficiency_is_the_share_of_compute() -> None:
+    shot = make_history(make_rows(50, 2)).snapshot()
+    for worker in shot.workers:
+        assert sum(worker.share) == pytest.approx(1)
+    assert shot.efficiency == pytest.approx(10 / 16, rel=1e-4)
+    assert shot.unmeasured == ()
+
+
+def test_throughput_is_over_all_workers_and_the_latest_seconds() -> None:
+    fast, slow = make_rows(100, 2), make_rows(400, 2, compute_s=0.094)
+    slow["step"] += 100
+    for name in ("start_s", "end_s", "ready_s"):
+        slow[name] += 100 * 0.016
+    history = make_history(np.concatenate([fast, slow]))
+    assert history.snapshot(state="running").samples_per_s == pytest.approx(160, rel=0.01)
+    whole = 500 * 16 / (100 * 0.016 + 400 * 0.1)
+    assert history.snapshot(state="finished").samples_per_s == pytest.approx(whole, rel=1e-6)
+    curve = history.snapshot().throughput_curve
+    assert curve.mean[[0, -1]] == pytest.approx([1000, 160], rel=1e-6)
+
+
+def test_pauses_and_evaluations_do_not_lower_the_throughput() -> None:
+    rows = make_rows(100, 1)
+    rows["start_s"][50:] += 10
+    rows["end_s"][50:] += 10
+    history = make_history(rows)
+    history.event("paused", {"rank": 0, "step": 50, "t_s": 5.0})
+    history.event("resumed", {"rank": 0, "step": 50, "t_s": 11.0})
+    history.event("eval", {"step": 50, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 4.0})
+    assert history.totals.wall_s == pytest.approx(11.6)
+    assert history.totals.train_s == pytest.approx(1.6)
+    assert history.totals.samples_per_s == pytest.approx(500)
+
+
+def test_the_timeline_holds_the_latest_steps_of_every_worker() -> None:
+    shot = make_history(make_rows(200, 3)).snapshot()
+    assert shot.timeline.step.tolist() == list(range(140, 200))
+    assert shot.timeline.start_s.shape == (60, 3)
+    assert shot.timeline.start_s[0, 0] == pytest.approx(140 * 0.016)
+    assert shot.timeline.parts_s.sum(axis=2) == pytest.approx(0.016, abs=1e-6)
+
+
+def test_parts_never_measured_are_named_and_do_not_poison_the_picture() -> None:
+    rows = make_rows(10, 2)
+    rows["exposed_s"], rows["ready_s"] = NAN, NAN
+    shot = make_history(rows).snapshot()
+    assert shot.unmeasured == ("sync_wait_s", "transfer_s")
+    assert np.isfinite(shot.timeline.parts_s).all()
+    assert all(np.isfinite(worker.share).all() for worker in shot.workers)
+    assert all(np.isnan(worker.wait_ms) for worker in shot.workers)
+
+
+def test_a_long_run_is_drawn_with_few_points() -> None:
+    shot = make_history(make_rows(5000, 2)).snapshot()
+    assert 128 < len(shot.loss_curve) <= 512
+    assert shot.loss_curve.step[-1] <= 4999
+    assert shot.step == 5000
+
+
+def test_a_snapshot_does_not_change_afterwards() -> None:
+    history = make_history(make_rows(10, 2))
+    before = history.snapshot()
+    loss, blame = before.loss_curve.mean.copy(), before.blame_s.copy()
+    for rank in range(2):
+        history.append(make_rows(2000, 2, first=10, slow_rank=0, slow_s=0.1)[:, rank])
+    history.snapshot()
+    assert np.array_equal(before.loss_curve.mean, loss)
+    assert np.array_equal(before.blame_s, blame)
+
+
+def test_events_tell_the_runs_story() -> None:
+    history = RunHistory([4, 9])
+    for rank in (1, 0):
+        history.event("run_started", {"rank": rank, "total_steps": 40, "device": f"cuda:{rank}"})
+    history.event("epoch", {"rank": 0, "epoch": 2, "step": 20})
+    for _ in range(2):  # both ranks report the same evaluation
+        history.event("eval", {"step": 20, "epoch": 2, "values": {"loss": 0.5}, "seconds": 1.0})
+    history.event("note", {"rank": 0, "text": "global batch 64 = 2 x 32"})
+    history.event("note", {"rank": 1, "text": "global batch 64 = 2 x 32"})
+    shot = history.snapshot(name="base", strategy="mirrored", state="running", dropped=3)
+    assert shot.total_steps == 40
+    assert [worker.device for worker in shot.workers] == ["cuda:0", "cuda:1"]
+    assert [worker.engine for worker in shot.workers] == [4, 9]
+    assert shot.evals == [{"step": 20, "epoch": 2, "loss": 0.5}]
+    assert shot.notes == ("global batch 64 = 2 x 32",)
+    assert (shot.epoch, shot.dropped, shot.name) == (2, 3, "base")
+    assert history.totals.eval_s == 1.0
+
+
+def test_how_each_rank_ended_is_kept() -> None:
+    story = Story()
+    story.fold("run_finished", {"rank": 1, "steps": 7}, 0.0)
+    story.fold("error", {"rank": 0, "ename": "ValueError", "evalue": "no"}, 0.0)
+    story.fold("position", {"rank": 0}, 0.0)
+    assert story.finished[1]["steps"] == 7
+    assert story.errors[0]["ename"] == "ValueError"
+
+
+def test_notes_are_bounded() -> None:
+    story = Story()
+    for number in range(500):
+        story.fold("warning", {"text": f"{number}"}, 0.0)
+    assert len(story.notes) == 100
