@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from history_rows import NAN, make_history, make_rows, make_summary
+
+from workbench.errors import RunError
+from workbench.history.comparison import Spread, compare
+from workbench.history.summary import summarise
+from workbench.metrics import PARTS
+
+ONE = {"transfer_s": 0.0, "compute_s": 0.020}
+
+
+def test_speedup_and_efficiency_are_against_one_device() -> None:
+    compared = compare([
+        make_summary("mirrored", ranks=4, compute_s=0.005),
+        make_summary("one_device", **ONE),
+    ])  # fmt: skip
+    mirrored, one = compared.rows
+    assert compared.has_one_device
+    assert compared.baseline == "one_device"
+    assert one.speedup == pytest.approx(1.0)
+    assert mirrored.speedup == pytest.approx(23 / 11, rel=1e-6)
+    assert mirrored.efficiency == pytest.approx(23 / 44, rel=1e-6)
+    assert compared.notes == ()
+
+
+def test_without_one_device_there_is_no_speedup_and_it_is_said() -> None:
+    compared = compare([make_summary("mirrored", ranks=2), make_summary("fsdp", ranks=2)])
+    assert [row.speedup for row in compared.rows] == [None, None]
+    assert [row.efficiency for row in compared.rows] == [None, None]
+    assert compared.rows[1].relative == pytest.approx(1.0)
+    assert any("No one_device run" in n and "relative to mirrored" in n for n in compared.notes)
+
+
+def test_seeds_of_one_plan_share_a_row_with_mean_and_spread() -> None:
+    runs = [
+        make_summary(f"mirrored-seed{seed}", ranks=2, meta_strategy="mirrored", meta_seed=seed,
+                     meta_accuracy=0.9 + 0.01 * seed)
+        for seed in range(3)
+    ]  # fmt: skip
+    compared = compare(runs)
+    (row,) = compared.rows
+    assert row.name == "mirrored"
+    assert row.seeds == (0, 1, 2)
+    assert row.evals["accuracy"].mean == pytest.approx(0.91)
+    assert row.evals["accuracy"].std == pytest.approx(0.01)
+    assert compared.metrics == ("accuracy",)
+    assert [(curve.name, curve.row) for curve in compared.curves] == [(run.name, 0) for run in runs]
+
+
+def test_the_same_plan_and_seed_twice_are_two_rows() -> None:
+    runs = [make_summary(name, ranks=2, meta_strategy="mirrored") for name in ("a", "b")]
+    assert [row.name for row in compare(runs).rows] == ["a", "b"]
+
+
+def test_other_options_make_another_row() -> None:
+    runs = [
+        make_summary(f"m{size}", meta_strategy="mirrored", meta_seed=size,
+                     meta_options={"bucket_mb": size})
+        for size in (1, 25)
+    ]  # fmt: skip
+    assert len(compare(runs).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"recipe": "zzz"}, "recipes differ"),
+        ({"batch_size": 64}, "batch sizes differ: a 32, b 64"),
+        ({"total_steps": 40}, "steps differ: a 20, b 40"),
+        ({"seed": 7}, "seeds differ.*a 0; b 7"),
+        ({"trained_before": True}, "b began with a model that an earlier run had trained"),
+        ({"state": "stopped", "total_steps": 20, "steps": 12}, "b did not finish: stopped after"),
+        ({"faults": ("slow=1:50ms",)}, r"b ran with injected faults: slow=1:50ms"),
+    ],
+)
+def test_what_makes_a_comparison_unfair_is_said(change: dict[str, object], says: str) -> None:
+    first = make_summary("a", meta_strategy="one_device")
+    second = replace(make_summary("b", meta_strategy="mirrored", ranks=2), **change)
+    assert any(re.search(says, note) for note in compare([first, second]).notes)
+
+
+def test_a_fair_comparison_has_nothing_to_say() -> None:
+    first = make_summary("a", meta_strategy="one_device")
+    assert compare([first, make_summary("b", meta_strategy="mirrored", ranks=2)]).notes == ()
+
+
+def test_the_verdict_says_why_the_slower_strategy_is_slower() -> None:
+    compared = compare([
+        make_summary("one_device", compute_s=0.004, transfer_s=0.0, data_s=0.0, other_s=0.001),
+        make_summary("mirrored", ranks=2, compute_s=0.0021, transfer_s=0.009, data_s=0.0,
+                     other_s=0.0),
+    ])  # fmt: skip
+    assert compared.verdict == (
+        "one_device is 2.2x faster than mirrored here: "
+        "each mirrored step computes 2.1 ms and spends 9.0 ms on communication."
+    )
+
+
+def test_the_verdict_names_waiting_for_the_slowest() -> None:
+    compared = compare([
+        make_summary("one_device", compute_s=0.004, transfer_s=0.0),
+        make_summary("mirrored", ranks=4, slow_rank=0, slow_s=0.060, compute_s=0.001),
+    ])  # fmt: skip
+    assert "waits 45 ms for the slowest worker" in compared.verdict
+
+
+def test_the_verdict_says_what_more_workers_gained() -> None:
+    compared = compare([
+        make_summary("one_device", **ONE),
+        make_summary("mirrored", ranks=4, compute_s=0.005),
+    ])  # fmt: skip
+    assert compared.verdict == (
+        "mirrored is 2.1x faster than one_device here: a step takes 11 ms instead of 23 ms, "
+        "and its 4 workers compute 45 % of the time."
+    )
+
+
+def test_the_verdict_calls_close_throughputs_equal() -> None:
+    runs = [make_summary(name, ranks=2) for name in ("mirrored", "fsdp")]
+    assert "equally fast" in compare(runs).verdict
+
+
+def test_one_run_has_no_verdict_and_none_is_an_error() -> None:
+    assert compare([make_summary("mirrored")]).verdict == ""
+    with pytest.raises(RunError, match="nothing to compare"):
+        compare([])
+
+
+def test_runs_without_steps_are_compared_without_inventing_numbers() -> None:
+    empty = make_summary("mirrored", steps=0, ranks=2, meta_state="failed")
+    compared = compare([make_summary("one_device"), empty])
+    row = compared.rows[1]
+    assert math.isnan(row.samples_per_s.mean)
+    assert math.isnan(row.final_loss.mean)
+    assert "not measured" in compared.verdict
+    assert any("did not finish" in note for note in compared.notes)
+
+
+def test_loss_curves_go_by_step_time_and_samples() -> None:
+    summary = make_summary("mirrored", ranks=2, steps=40)
+    curve = summary.curve
+    assert curve.samples[-1] == 40 * 32
+    assert curve.t_s[-1] == pytest.approx(39 * 0.016)
+    assert curve.step.tolist() == list(range(40))
+    assert (curve.low <= curve.loss).all()
+
+
+def test_a_summary_holds_whole_run_figures() -> None:
+    rows = make_rows(50, 3, slow_rank=2, slow_s=0.02, samples=4)
+    history = make_history(rows)
+    history.event("run_started", {"rank": 0, "total_steps": 50, "batch_size": 12, "device": "cpu"})
+    summary = summarise(history, {"name": "base", "strategy": "mirrored"})
+    assert (summary.steps, summary.samples, summary.batch_size) == (50, 600, 12)
+    assert summary.total_steps == 50
+    assert summary.samples_per_s == pytest.approx(12 / 0.036, rel=1e-6)
+    assert sum(summary.share) == pytest.approx(1)
+    assert sum(summary.parts_s) == pytest.approx(summary.step_s)
+    assert summary.sent_bytes == 150_000
+    assert [round(w.wait_ms) for w in summary.workers_table] == [20, 20, 0]
+    assert summary.final_loss == pytest.approx(history["loss"][-1])
+
+
+def test_a_summary_names_what_was_not_measured() -> None:
+    rows = make_rows(5, 2)
+    rows["exposed_s"], rows["ready_s"], rows["sent_bytes"] = NAN, NAN, NAN
+    summary = summarise(make_history(rows), {})
+    assert summary.unmeasured == ("sync_wait_s", "transfer_s")
+    assert set(summary.unmeasured) <= set(PARTS)
+    assert math.isnan(summary.sent_bytes)
+
+
+def test_a_spread_leaves_out_what_was_not_measured() -> None:
+    spread = Spread.of([1.0, NAN, 3.0])
+    assert (spread.mean, spread.count) == (2.0, 2)
+    assert spread.std == pytest.approx(np.sqrt(2))
+    assert math.isnan(Spread.of([1.0]).std)
+    assert Spread.of([]).count == 0

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from history_rows import NAN, make_history, make_rows
+
+from workbench.errors import RunError
+from workbench.history import disk, folders
+
+
+def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:
+    for rank in range(rows.shape[1]):
+        writer = disk.RunWriter(folder, rank)
+        for start in range(0, len(rows), 7):
+            writer.append_records(rows[start : start + 7, rank].tobytes())
+        writer.append_event("run_started", {"rank": rank, "total_steps": len(rows)})
+        writer.close()
+    disk.write_meta(folder, {"ranks": [5, 6, 7, 8][: rows.shape[1]], **meta})
+    return folder
+
+
+def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
+    rows = make_rows(30, 3, slow_rank=1, slow_s=0.01)
+    meta, history = disk.read_run(write_run(tmp_path, rows, name="base"))
+    live = make_history(rows)
+    assert meta["name"] == "base"
+    assert history.engines == (5, 6, 7)
+    for name in set(history.columns) - {"engine"}:
+        assert np.array_equal(history[name], live[name], equal_nan=True)
+    assert history.story.started["total_steps"] == 30
+
+
+def test_a_long_run_loses_no_step_to_the_order_of_files(tmp_path: Path) -> None:
+    _, history = disk.read_run(write_run(tmp_path, make_rows(40_000, 2)))
+    assert history.totals.steps == 40_000
+
+
+@pytest.mark.parametrize("cut", [1, 79, 80, 200])
+def test_a_run_cut_off_within_a_row_is_read_up_to_there(tmp_path: Path, cut: int) -> None:
+    write_run(tmp_path, make_rows(10, 2))
+    path = disk.records_path(tmp_path, 1)
+    os.truncate(path, path.stat().st_size - cut)
+    _, history = disk.read_run(tmp_path)
+    whole = (10 * 80 - cut) // 80
+    assert history.totals.steps == whole
+    assert len(history) == 10 + whole
+
+
+def test_an_event_cut_off_within_its_line_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, make_rows(2, 1))
+    with disk.events_path(tmp_path, 0).open("ab") as file:
+        file.write(b'{"name": "note", "text": "hal')
+    assert [name for name, _ in disk.read_events(tmp_path)] == ["run_started"]
+    writer = disk.RunWriter(tmp_path, 0)
+    writer.append_event("note", {"text": "whole"})
+    writer.close()
+    assert [name for name, _ in disk.read_events(tmp_path)] == ["run_started", "note"]
+
+
+def test_writing_goes_on_after_half_a_row(tmp_path: Path) -> None:
+    rows = make_rows(4, 1)[:, 0]
+    disk.records_path(tmp_path, 0).write_bytes(rows[:2].tobytes()[:-13])
+    writer = disk.RunWriter(tmp_path, 0)
+    writer.append_records(rows[1:].tobytes())
+    writer.close()
+    assert disk.read_run(tmp_path)[1]["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_each_append_is_on_disk_at_once(tmp_path: Path) -> None:
+    writer = disk.RunWriter(tmp_path, 0)
+    writer.append_records(make_rows(3, 1).tobytes())
+    writer.append_event("eval", {"step": 1, "values": {"loss": np.float32(0.5)}})
+    assert disk.records_path(tmp_path, 0).stat().st_size == 240
+    line = json.loads(disk.events_path(tmp_path, 0).read_text())
+    assert line["values"] == {"loss": 0.5}
+    assert line["t_s"] > 0
+    writer.close()
+    writer.close()
+
+
+def test_a_run_whose_kernel_died_before_run_json_is_still_read(tmp_path: Path) -> None:
+    write_run(tmp_path, make_rows(5, 2))
+    (tmp_path / disk.META).unlink()
+    meta, history = disk.read_run(tmp_path)
+    assert meta == {}
+    assert history.totals.steps == 5
+
+
+def test_an_asynchronous_run_is_read_back_without_joining(tmp_path: Path) -> None:
+    rows = make_rows(5, 2)
+    rows["wait_s"] = 0.0
+    write_run(tmp_path, rows, joined=False)
+    os.truncate(disk.records_path(tmp_path, 1), 80)
+    _, history = disk.read_run(tmp_path)
+    assert len(history) == 6
+    assert not np.isnan(history["loss"]).any()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no saved run"):
+        disk.read_run(tmp_path / "nothing")
+    (tmp_path / disk.META).write_text("[1, 2")
+    with pytest.raises(RunError, match="cannot be read"):
+        disk.read_run(tmp_path)
+    (tmp_path / disk.META).write_text("[1, 2]")
+    with pytest.raises(RunError, match="no description"):
+        disk.read_run(tmp_path)
+
+
+def test_a_saved_run_is_complete_and_replaces_an_older_one(tmp_path: Path) -> None:
+    source = write_run(tmp_path / "live", make_rows(6, 2))
+    for name in ("weights.npz", "weights.pt", "scratch.tmp"):
+        (source / name).write_bytes(b"w")
+    target = disk.save(source, tmp_path / "deep" / "kept")
+    names = {path.name for path in target.iterdir()}
+    assert {"run.json", "weights.npz", "weights.pt", "records-rank1.bin"} <= names
+    assert "scratch.tmp" not in names
+    assert disk.read_run(target)[1].totals.steps == 6
+    disk.save(write_run(tmp_path / "other", make_rows(9, 1)), target)
+    assert disk.read_run(target)[1].totals.steps == 9
+    assert not (target / "weights.pt").exists()
+    assert [path.name for path in target.parent.iterdir()] == ["kept"]
+
+
+def test_saving_never_touches_a_folder_that_holds_something_else(tmp_path: Path) -> None:
+    source = write_run(tmp_path / "live", make_rows(2, 1))
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("x")
+    with pytest.raises(RunError, match="not a run"):
+        disk.save(source, tmp_path / "thesis")
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
+    with pytest.raises(RunError, match="no saved run"):
+        disk.save(tmp_path / "absent", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_saving_a_run_onto_itself_changes_nothing(tmp_path: Path) -> None:
+    source = write_run(tmp_path / "live", make_rows(3, 1))
+    assert disk.save(source, source) == source
+    assert disk.read_run(source)[1].totals.steps == 3
+
+
+def test_a_failed_copy_leaves_the_older_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = disk.save(write_run(tmp_path / "a", make_rows(3, 1)), tmp_path / "kept")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.shutil, "copy2", full)
+    with pytest.raises(OSError, match="No space"):
+        disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
+    assert disk.read_run(target)[1].totals.steps == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "kept"]
+
+
+def test_meta_may_hold_numpy_numbers_and_paths(tmp_path: Path) -> None:
+    disk.write_meta(tmp_path, {"loss": np.float64(0.5), "where": tmp_path, "ranks": np.arange(2)})
+    assert disk.read_meta(tmp_path) == {"loss": 0.5, "where": str(tmp_path), "ranks": [0, 1]}
+
+
+def test_engines_can_import_the_writer_without_the_kernels_modules() -> None:
+    code = (
+        "import sys, workbench.history.disk\n"
+        "bad = {'IPython', 'ipyparallel', 'ipywidgets', 'matplotlib', 'pandas', 'torch', "
+        "'platformdirs', 'workbench.history.store'} & set(sys.modules)\n"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(folders.HOME_VARIABLE, str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def old_run(name: str, size: int = 10) -> Path:
+    folder = folders.new_run_dir(name)
+    (folder / "records-rank0.bin").write_bytes(b"x" * size)
+    for path in (folder / "records-rank0.bin", folder):
+        os.utime(path, (1.0, 1.0))
+    return folder
+
+
+def test_the_environment_says_where_runs_are_kept(home: Path) -> None:
+    assert folders.runs_root() == home / "runs"
+    assert folders.new_run_dir("base").parent == home / "runs"
+
+
+def test_without_it_they_are_in_the_users_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(folders.HOME_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmp_path in folders.runs_root().parents
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b", "", "..", "x" * 300, "läuft gut?"])
+def test_a_runs_name_cannot_lead_out_of_the_folder(home: Path, name: str) -> None:
+    folder = folders.new_run_dir(name)
+    assert folder.resolve().parent == (home / "runs").resolve()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_folders_sort_by_time_and_never_collide(home: Path) -> None:
+    made = [folders.new_run_dir("base") for _ in range(20)]
+    assert sorted(made) == made
+    assert len(set(made)) == 20
+
+
+def test_the_oldest_runs_are_pruned_by_number(home: Path) -> None:
+    made = [old_run(f"r{i}") for i in range(5)]
+    assert folders.prune(keep=2) == made[:3]
+    assert [path.exists() for path in made] == [False, False, False, True, True]
+
+
+def test_the_oldest_runs_are_pruned_by_size(home: Path) -> None:
+    made = [old_run(f"r{i}", size=1000) for i in range(4)]
+    assert folders.prune(max_bytes=2500) == made[:2]
+
+
+def test_runs_in_use_are_never_pruned(home: Path) -> None:
+    guarded, fresh, old = old_run("guarded"), folders.new_run_dir("fresh"), old_run("old")
+    assert folders.prune(keep=0, protect=[guarded]) == [old]
+    assert guarded.exists()
+    assert fresh.exists()
+
+
+def test_rows_without_a_measured_loss_survive_the_round_trip(tmp_path: Path) -> None:
+    rows = make_rows(3, 2)
+    rows["local_loss"] = NAN
+    _, history = disk.read_run(write_run(tmp_path, rows))
+    assert "loss" in history.unmeasured

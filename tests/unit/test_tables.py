@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import html
+import io
+import re
+from dataclasses import replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+from history_rows import NAN, make_history, make_rows, make_summary
+
+from workbench import catalog
+from workbench.history.comparison import compare
+from workbench.history.summary import summarise
+from workbench.views import comparison_figure
+from workbench.views.table import Column, Table
+from workbench.views.tables import (
+    cluster_table,
+    comparison_table,
+    loss,
+    size,
+    strategies_table,
+    summary_table,
+)
+
+
+def bundle(table: Table) -> tuple[str, str]:
+    made = table._repr_mimebundle_()
+    assert set(made) == {"text/html", "text/plain"}
+    return made["text/html"], made["text/plain"]
+
+
+def words(markup: str) -> str:
+    """The visible text of HTML, runs of blanks as one."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", markup)).split())
+
+
+def comparison_of_two():
+    return compare([
+        make_summary("one_device", compute_s=0.02, transfer_s=0.0),
+        make_summary("mirrored", ranks=4, compute_s=0.005, meta_accuracy=0.9375),
+    ])  # fmt: skip
+
+
+EVERY = {
+    "cluster": lambda: cluster_table([{"engine": 0, "state": "idle", "memory_bytes": 3 << 20}]),
+    "summary": lambda: summary_table(make_summary("mirrored", ranks=2, meta_accuracy=0.5)),
+    "comparison": lambda: comparison_table(comparison_of_two()),
+    "strategies": strategies_table,
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_html_and_text_say_the_same(kind: str) -> None:
+    table = EVERY[kind]()
+    markup, text = bundle(table)
+    shown = [table.title, *table.notes, *(c.title for c in table.columns)]
+    shown += [cell for row in table.rows for cell in row]
+    plain = " ".join(text.split())
+    for piece in shown:
+        assert " ".join(piece.split()) in words(markup)
+        for word in piece.split():
+            assert word in plain
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_html_brings_no_colour_of_its_own(kind: str) -> None:
+    markup, _ = bundle(EVERY[kind]())
+    assert "class=" not in markup
+    assert "<style" not in markup
+    colours = re.findall(r"(?<![-\w])(?:color|background)\s*:\s*([^;\"]+)", markup)
+    assert set(colours) <= {"inherit", "transparent"}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_text_is_aligned(kind: str) -> None:
+    table = EVERY[kind]()
+    lines = bundle(table)[1].splitlines()
+    rule = next(i for i, line in enumerate(lines) if set(line) == {"─", " "})
+    ends = [match.end() for match in re.finditer("─+", lines[rule])]
+    header = lines[rule - 1]
+    for column, end in zip(table.columns, ends, strict=True):
+        if column.align == "right":
+            assert header[:end].endswith(column.title)
+
+
+def test_names_from_outside_are_escaped() -> None:
+    table = cluster_table([{"device": "<script>alert(1)</script>"}])
+    assert "<script>" not in table.html()
+    assert "<script>" in table.text()
+
+
+def test_engines_show_units_and_dashes() -> None:
+    rows = [
+        {"engine": 0, "rank": 0, "state": "idle", "memory_bytes": 512 << 20, "cpu_percent": 12.4,
+         "heartbeat_s": 0.2, "busy": False, "uptime_s": 75},
+        {"engine": 3, "rank": None, "state": "gone", "memory_bytes": None, "cpu_percent": None,
+         "heartbeat_s": None, "busy": None, "uptime_s": None},
+    ]  # fmt: skip
+    lines = cluster_table(rows).text().splitlines()
+    assert re.split(r"\s{2,}", lines[2].strip()) == [
+        "0", "0", "idle", "512 MiB", "12 %", "200 ms ago", "no", "1:15",
+    ]  # fmt: skip
+    assert lines[3].count("–") == 6
+
+
+def test_no_engine_gives_an_empty_table() -> None:
+    assert cluster_table([], notes=["no engine runs"]).text().endswith("no engine runs")
+
+
+def test_the_fastest_run_stands_out_and_the_verdict_is_on_top() -> None:
+    compared = comparison_of_two()
+    table = comparison_table(compared)
+    assert table.strong == {1}
+    assert table.title == compared.verdict
+    assert "2.09x" in table.text()
+    assert "52 %" in table.text()
+    assert "0.9375" in table.text()
+
+
+def test_without_one_device_the_column_says_what_it_is_relative_to() -> None:
+    runs = [make_summary(name, ranks=2) for name in ("mirrored", "fsdp")]
+    table = comparison_table(compare(runs))
+    assert "vs mirrored" in [column.title for column in table.columns]
+    efficiency = [column.title for column in table.columns].index("efficiency")
+    assert {row[efficiency] for row in table.rows} == {"–"}
+
+
+def test_spreads_over_seeds_are_shown_and_explained() -> None:
+    runs = [
+        make_summary(f"m-seed{s}", ranks=2, meta_strategy="mirrored", meta_seed=s,
+                     compute_s=0.01 + 0.001 * s)
+        for s in range(2)
+    ]  # fmt: skip
+    text = comparison_table(compare(runs)).text()
+    assert "±" in text
+    assert "standard deviation" in text
+
+
+def test_frameworks_are_a_column_when_they_differ() -> None:
+    first, second = make_summary("a"), make_summary("b", meta_framework="tensorflow")
+    titles = [c.title for c in comparison_table(compare([first, second])).columns]
+    assert "framework" in titles
+    titles = [c.title for c in comparison_table(compare([first])).columns]
+    assert "framework" not in titles
+
+
+def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
+    rows = make_rows(5, 2)
+    rows["exposed_s"], rows["ready_s"], rows["sent_bytes"] = NAN, NAN, NAN
+    table = summary_table(summarise(make_history(rows), {"name": "async"}))
+    titles = [column.title for column in table.columns]
+    for title in ("sync wait", "transfer", "median wait", "potential"):
+        assert {row[titles.index(title)] for row in table.rows} == {"–"}
+    assert any("Not measured: sync wait, transfer" in note for note in table.notes)
+    assert any("sent –" in note for note in table.notes)
+
+
+def test_a_summary_says_when_rows_were_thinned() -> None:
+    run = replace(make_summary("mirrored"), stride=8, notes=("global batch 64 = 2 x 32",))
+    notes = summary_table(run).notes
+    assert any("Every 8th step" in note for note in notes)
+    assert notes[-1] == "global batch 64 = 2 x 32"
+
+
+def test_the_catalog_table_lists_every_entry_with_its_options() -> None:
+    table = strategies_table()
+    assert len(table.rows) == len(catalog.CATALOG)
+    for entry, row in zip(catalog.CATALOG, table.rows, strict=True):
+        assert entry.name in row[0]
+        for option in entry.options:
+            assert f"{option.name}=" in row[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0 B"), (512, "512 B"), (1536, "1.5 KiB"), (1 << 20, "1.0 MiB"), (150 << 20, "150 MiB"),
+     (1023 * 1024 + 900, "1.0 MiB"), (NAN, "–"), (None, "–"), (3 << 40, "3.0 TiB")],
+)  # fmt: skip
+def test_sizes_have_binary_units(value: float | None, shown: str) -> None:
+    assert size(value) == shown
+
+
+def test_a_diverged_loss_is_shown_and_an_unknown_one_is_a_dash() -> None:
+    assert loss(float("inf")) == "inf"
+    assert loss(NAN) == "–"
+    assert loss(0.123456) == "0.1235"
+
+
+def test_long_words_are_not_broken() -> None:
+    table = Table([Column("a", "left", 8)], [["find_unused_parameters=false yes"]])
+    assert "find_unused_parameters=false\nyes" in table.text()
+
+
+def test_the_figure_is_a_png_with_the_tables_text() -> None:
+    compared = comparison_of_two()
+    made = comparison_figure.comparison_bundle(compared)
+    assert set(made) == {"image/png", "text/plain"}
+    assert made["text/plain"] == comparison_table(compared).text()
+    pixels = matplotlib.image.imread(io.BytesIO(made["image/png"]))
+    assert pixels.shape[1] > 900
+    assert pixels[..., :3].std() > 0.05
+
+
+def test_the_figure_says_who_is_who() -> None:
+    figure = comparison_figure.draw(comparison_of_two())
+    by_time, by_samples, rates, shares = figure.axes
+    assert len(by_time.lines) == len(by_samples.lines) == 2
+    assert {text.get_text() for text in by_samples.get_legend().get_texts()} == {
+        "one_device", "mirrored",
+    }  # fmt: skip
+    assert any("2.09x, 52 % efficient" in text.get_text() for text in rates.texts)
+    ends = {round(bar.get_x() + bar.get_width(), 6) for bar in shares.patches}
+    assert 1.0 in ends
+    assert by_time.lines[0].get_color() != by_time.lines[1].get_color()
+
+
+def test_the_figure_of_a_run_without_measurements_says_so() -> None:
+    compared = compare([make_summary("one_device", steps=0), make_summary("mirrored", steps=0)])
+    figure = comparison_figure.draw(compared)
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert texts.count("not measured") >= 2
+    assert len(comparison_figure.comparison_png(compared)) > 1000
+
+
+def test_long_curves_are_thinned_without_losing_their_band() -> None:
+    curve = make_summary("mirrored", steps=500).curve
+    thin = comparison_figure._thinned(curve)
+    assert len(thin.loss) <= 110
+    assert thin.high.max() == curve.high.max()
+    assert thin.low.min() == curve.low.min()
+    assert thin.loss[0] == pytest.approx(curve.loss[: 500 // 110].mean(), rel=0.2)
+    assert np.all(np.diff(thin.step) > 0)
+
+
+def test_many_runs_get_a_figure_that_fits_them() -> None:
+    runs = [make_summary(f"run{i}", ranks=2, meta_strategy="mirrored") for i in range(10)]
+    tall = comparison_figure.draw(compare(runs)).get_size_inches()[1]
+    short = comparison_figure.draw(compare(runs[:2])).get_size_inches()[1]
+    assert tall > short + 2
