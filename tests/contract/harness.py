@@ -194,8 +194,8 @@ class Workers:
             spec = RunSpec(
                 mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
                 store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
-                run_id=f"run{self.runs}", strategy=entry.name, options=entry.settings(options or {}),
-                overrides=overrides or {}, faults=faults,
+                run_id=f"run{self.runs}", strategy=entry.name,
+                options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
             )  # fmt: skip
             self.pipes[rank].send((spec.to_wire(), recipe.source, function.__name__, args))
         reports = []

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from ..errors import ClusterError, FitError
 from ..protocol import RunSpec
@@ -81,7 +82,7 @@ def ensure_group(spec: RunSpec) -> None:
         raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
     host, port = spec.store
     try:
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
     except (RuntimeError, ValueError) as error:
         raise ClusterError(
             "The store in which workers meet does not answer.",
@@ -94,7 +95,7 @@ def ensure_group(spec: RunSpec) -> None:
     store.set_timeout(GROUP_TIMEOUT)
     dist.init_process_group(
         spec.backend,
-        store=dist.PrefixStore(spec.prefix, store),
+        store=PrefixStore(spec.prefix, store),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=GROUP_TIMEOUT,

@@ -70,5 +70,5 @@ def subclass(cls: type, **methods: Any) -> type:
         return tuple(parts)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    made = type(cls)(cls.__name__, (cls,), {**names, **methods, "__reduce_ex__": reduce})
-    return made
+    made: Any = type(cls)(cls.__name__, (cls,), {**names, **methods, "__reduce_ex__": reduce})
+    return made  # type: ignore[no-any-return]

@@ -37,7 +37,6 @@ from .inplace import InPlace
 from .loop import OwnLoop
 from .trainer import Trainer
 
-
 _parameters = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = (  # the argument was renamed in PyTorch 2.13
     {"forward_sync_buffers": False}
