@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,23 @@ def run_bundle(snapshot: Snapshot) -> dict[str, Any]:
         A MIME bundle with `image/png` (bytes) and `text/plain` of the same content.
     """
     return {"image/png": run_png(snapshot), "text/plain": text.report(snapshot)}
+
+
+class RunPicture:
+    """A run's picture that displays itself as the last value of a cell."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __repr__(self) -> str:
+        return text.report(self._snapshot)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return run_bundle(self._snapshot)
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a PNG file."""
+        Path(path).write_bytes(run_png(self._snapshot))
 
 
 def placeholder_bundle(title: str) -> dict[str, Any]:

@@ -1,0 +1,308 @@
+"""The outputs of one cell on several workers: a block per rank, equal ones drawn once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from . import terminal
+from .theme import series
+
+Bundle = dict[str, Any]
+
+TAIL_LINES = 200
+"""Lines of one stream that are sent while the cell runs; all of them when it is over."""
+_TAIL_CHARS = 20_000
+
+_OWN_DISPLAY = re.compile(
+    r"application/(?!pdf|json$|octet-stream).*|text/javascript|.*vega.*|.*plotly.*"
+)
+_RICH = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex")
+_BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
+
+
+@dataclass
+class _Stream:
+    """Consecutive text of one stream."""
+
+    name: str
+    screen: terminal.Screen = field(default_factory=terminal.Screen)
+
+
+@dataclass
+class _Rich:
+    """A displayed object."""
+
+    bundle: Bundle
+    display_id: str | None
+    own: bool  # shown in a display of its own
+
+
+@dataclass(frozen=True)
+class _Error:
+    """An exception that ended the cell."""
+
+    name: str
+    value: str
+    traceback: str
+
+
+@dataclass
+class _Rank:
+    """Everything one worker put out."""
+
+    items: list[_Stream | _Rich] = field(default_factory=list)
+    errors: list[_Error] = field(default_factory=list)
+    clear_next: bool = False
+
+
+class OutputBoard:
+    """Collects what the workers of a cell put out and draws it as one bundle.
+
+    Args:
+        labels: Label of each sender, in the order of the ranks: `rank 1 · cuda:0`. The keys are
+            whatever `message` is given (engine ids).
+    """
+
+    def __init__(self, labels: Mapping[int, str]) -> None:
+        self._labels = dict(labels)
+        self._ranks: dict[int, _Rank] = {key: _Rank() for key in self._labels}
+        self._republish: list[Bundle] = []
+        self._lock = threading.Lock()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        with self._lock:
+            return not any(rank.items or rank.errors for rank in self._ranks.values())
+
+    def message(self, rank: int, msg_type: str, content: Mapping[str, Any]) -> None:
+        """Take in one message of Jupyter's protocol; other types than outputs are ignored."""
+        with self._lock:
+            state = self._ranks.setdefault(rank, _Rank())
+            if msg_type == "clear_output":
+                state.clear_next = bool(content.get("wait"))
+                if not state.clear_next:
+                    state.items.clear()
+                return
+            if state.clear_next and msg_type != "update_display_data":
+                state.items.clear()
+                state.clear_next = False
+            if msg_type == "stream":
+                _add_text(state, str(content["name"]), str(content["text"]))
+            elif msg_type in ("display_data", "execute_result"):
+                state.items.append(self._rich(content))
+            elif msg_type == "update_display_data":
+                self._update(state, content)
+            elif msg_type == "error":
+                state.errors.append(_error(content))
+
+    def _rich(self, content: Mapping[str, Any]) -> _Rich:
+        bundle = dict(content["data"])
+        own = _needs_own_display(bundle)
+        if own:
+            self._republish.append(bundle)
+        return _Rich(bundle, _display_id(content), own)
+
+    def _update(self, state: _Rank, content: Mapping[str, Any]) -> None:
+        wanted = _display_id(content)
+        for item in state.items:
+            if isinstance(item, _Rich) and wanted is not None and item.display_id == wanted:
+                fresh = self._rich(content)
+                item.bundle, item.own = fresh.bundle, fresh.own
+
+    def take_republished(self) -> list[Bundle]:
+        """Return outputs that need displays of their own (widgets, scripts), each once."""
+        with self._lock:
+            taken, self._republish = self._republish, []
+            return taken
+
+    def render(self, final: bool = False) -> Bundle:
+        """Return the blocks as `text/html` and `text/plain`.
+
+        Args:
+            final: Draw everything; otherwise only the tail of long streams.
+        """
+        return {"text/html": self.html(final), "text/plain": self.text(final)}
+
+    def text(self, final: bool = True) -> str:
+        """Return all output as text, each line with its ranks: `[ranks 0-1] tensor([3.])`."""
+        with self._lock:
+            groups = self._groups(final)
+            lines = [
+                f"[{self._names(keys)}] {line}"
+                for keys, (_, plain) in groups
+                for line in plain.split("\n")
+            ]
+            for error, keys in self._failures():
+                traceback = terminal.to_text(terminal.render(error.traceback))
+                lines += [f"[{self._names(keys)}] {line}" for line in traceback.split("\n")]
+        return "\n".join(lines)
+
+    def html(self, final: bool = True) -> str:
+        """Return all output as HTML blocks, one per group of ranks with equal output."""
+        with self._lock:
+            blocks = [
+                _block(self._heading(keys), body, self._place(keys[0]))
+                for keys, (body, _) in self._groups(final)
+            ]
+            for error, keys in self._failures():
+                body = _pre(terminal.to_html(terminal.render(error.traceback)))
+                heading = f"{self._heading(keys, failed=True)} · {error.name}"
+                blocks.append(_block(heading, body, self._place(keys[0]), failed=True))
+        return "".join(blocks)
+
+    def _groups(self, final: bool) -> list[tuple[list[int], tuple[str, str]]]:
+        """Return (ranks, (html, text)) for each distinct output, in the order of first ranks."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for key, rank in self._ranks.items():
+            if rank.items:
+                found.setdefault(_draw_items(rank.items, final), []).append(key)
+        return [(keys, drawn) for drawn, keys in found.items()]
+
+    def _failures(self) -> list[tuple[_Error, list[int]]]:
+        found: dict[_Error, list[int]] = {}
+        for key, rank in self._ranks.items():
+            for error in dict.fromkeys(rank.errors):
+                found.setdefault(error, []).append(key)
+        return list(found.items())
+
+    def _place(self, key: int) -> int:
+        return list(self._ranks).index(key)
+
+    def _names(self, keys: list[int]) -> str:
+        """Return `rank 1` or `ranks 0-2, 5`; whole labels where they name no ranks."""
+        heads = [self._labels.get(key, f"rank {key}").split(" · ")[0] for key in keys]
+        numbers = [re.fullmatch(r"rank (\d+)", head) for head in heads]
+        if not all(numbers):
+            return ", ".join(heads)
+        ranks = [int(match[1]) for match in numbers if match]
+        return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+    def _heading(self, keys: list[int], failed: bool = False) -> str:
+        if len(keys) == 1:
+            return self._labels.get(keys[0], f"rank {keys[0]}")
+        return (
+            f"{self._names(keys)} · {'same error' if failed else 'same output'}, {len(keys)} times"
+        )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges: `0-2, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _add_text(state: _Rank, name: str, text: str) -> None:
+    last = state.items[-1] if state.items else None
+    if not (isinstance(last, _Stream) and last.name == name):
+        last = _Stream(name)
+        state.items.append(last)
+    last.screen.write(text)
+
+
+def _error(content: Mapping[str, Any]) -> _Error:
+    name, value = str(content.get("ename", "")), str(content.get("evalue", ""))
+    lines = [str(line) for line in content.get("traceback") or [f"{name}: {value}"]]
+    return _Error(name, value, "\n".join(lines))
+
+
+def _display_id(content: Mapping[str, Any]) -> str | None:
+    found = (content.get("transient") or {}).get("display_id")
+    return None if found is None else str(found)
+
+
+def _needs_own_display(bundle: Bundle) -> bool:
+    """Whether only the front end itself can draw it: widgets, scripts, interactive charts."""
+    if any(_OWN_DISPLAY.fullmatch(kind) for kind in bundle):
+        return True
+    return "<script" in _joined(bundle.get("text/html", "")).lower()
+
+
+def _joined(value: Any) -> str:
+    return "".join(value) if isinstance(value, list) else str(value)
+
+
+def _draw_items(items: list[_Stream | _Rich], final: bool) -> tuple[str, str]:
+    drawn = [
+        _draw_stream(item, final) if isinstance(item, _Stream) else _draw_rich(item)
+        for item in items
+    ]
+    return "".join(html for html, _ in drawn), "\n".join(text for _, text in drawn)
+
+
+def _draw_stream(item: _Stream, final: bool) -> tuple[str, str]:
+    lines = item.screen.lines()
+    note = ""
+    if not final:
+        shown = _tail(lines)
+        if len(shown) < len(lines):
+            note = f"… {len(lines) - len(shown)} earlier lines, shown when the cell is over\n"
+        lines = shown
+    html = escape(note) + terminal.to_html(lines)
+    return _pre(html, stderr=item.name == "stderr"), note + terminal.to_text(lines)
+
+
+def _tail(lines: list[list[terminal.Run]]) -> list[list[terminal.Run]]:
+    """Return the last lines that fit the limits, at least one."""
+    size = 0
+    for count, line in enumerate(reversed(lines[-TAIL_LINES:])):
+        size += sum(len(text) for text, _ in line)
+        if size > _TAIL_CHARS:
+            return lines[len(lines) - max(1, count) :]
+    return lines[-TAIL_LINES:]
+
+
+def _draw_rich(item: _Rich) -> tuple[str, str]:
+    bundle = item.bundle
+    plain = _joined(bundle.get("text/plain", ""))
+    kind = next((k for k in _RICH if k in bundle), None)
+    if item.own:
+        named = plain or next(iter(bundle), "")
+        return _pre(f"{escape(named)}\n(shown in an output of its own)"), named
+    if kind is None:
+        lines = terminal.render(plain)
+        return _pre(terminal.to_html(lines)), terminal.to_text(lines)
+    value = bundle[kind]
+    if kind in ("image/png", "image/jpeg"):
+        source = f"data:{kind};base64,{_base64(value)}"
+        html = f'<img src="{source}" alt="{escape(plain, quote=True)}" style="max-width:100%">'
+    elif kind in ("text/markdown", "text/latex"):
+        html = _pre(escape(_joined(value)))
+    else:
+        html = f"<div>{_joined(value)}</div>"
+    return html, plain or (_joined(value) if kind.startswith("text/m") else f"<{kind}>")
+
+
+def _base64(value: Any) -> str:
+    if isinstance(value, bytes):
+        import base64
+
+        return base64.b64encode(value).decode()
+    return _BASE64.sub("", _joined(value))
+
+
+def _pre(html: str, stderr: bool = False) -> str:
+    shade = "background:rgba(214,69,69,.12);" if stderr else ""
+    return (
+        f'<pre style="margin:0;padding:1px 4px;{shade}max-height:32em;overflow:auto;'
+        f'white-space:pre-wrap;overflow-wrap:anywhere">{html}</pre>'
+    )
+
+
+def _block(heading: str, body: str, place: int, failed: bool = False) -> str:
+    color = "#d64545" if failed else series(place)
+    return (
+        f'<div style="border-left:3px solid {color};padding:0 0 2px 8px;margin:0 0 6px">'
+        f'<div style="font-size:85%;font-weight:600;color:{color}">{escape(heading)}</div>'
+        f"{body}</div>"
+    )
