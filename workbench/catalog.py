@@ -7,6 +7,7 @@ file under `strategies/`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +73,10 @@ class Option:
         if self.kind == "int":
             return int(str(text))
         if self.kind == "float":
-            return float(str(text))
+            value = float(str(text))
+            if not math.isfinite(value):
+                raise ValueError(text)
+            return value
         return str(text)
 
     @property

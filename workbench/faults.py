@@ -11,7 +11,8 @@ from .errors import PlanError
 FORMS = "slow=RANK:50ms, slow=RANK:3x, jitter=20ms, kill=RANK@STEP"
 LATER = ("bandwidth", "latency")
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(us|ms|s)$")
-_SCALE = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_FACTOR = re.compile(r"^0*[1-9]\d*(?:\.\d+)?x$")
+_PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
 PLACES = ("step", "data", "forward", "backward")
 
 
@@ -41,10 +42,14 @@ class Fault:
         """The fault as the user would type it; `parse_fault` reads it back."""
         where = "" if self.where == "step" else f"/{self.where}"
         if self.kind == "slow":
-            amount = f"{self.factor:g}x" if self.factor != 1.0 else f"{self.delay_s * 1e3:g}ms"
+            amount = (
+                f"{repr(self.factor).removesuffix('.0')}x"
+                if self.factor != 1.0
+                else _duration(self.delay_s)
+            )
             return f"slow={self.rank}:{amount}{where}"
         if self.kind == "jitter":
-            return f"jitter={self.delay_s * 1e3:g}ms"
+            return f"jitter={_duration(self.delay_s)}"
         return f"kill={self.rank}@{self.step}" if self.kind == "kill" else "clear"
 
     def check(self, workers: int) -> None:
@@ -78,7 +83,7 @@ def parse_fault(text: str) -> Fault:
             amount, _, where = amount.partition("/")
             if (where or "step") not in PLACES:
                 raise ValueError(where)
-            if amount.endswith("x"):
+            if _FACTOR.match(amount):
                 return Fault("slow", int(rank), factor=float(amount[:-1]), where=where or "step")
             return Fault("slow", int(rank), delay_s=parse_duration(amount), where=where or "step")
         if kind == "jitter":
@@ -91,9 +96,17 @@ def parse_fault(text: str) -> Fault:
     raise PlanError("The fault was not understood.", seen=text, allowed=FORMS)
 
 
+def _duration(seconds: float) -> str:
+    """Return seconds so that `parse_duration` gives the same number, in ms where it is exact."""
+    short = f"{seconds * 1e3:g}ms"
+    if _DURATION.match(short) and parse_duration(short) == seconds:
+        return short
+    return f"{seconds:.17f}".rstrip("0").rstrip(".") + "s"
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds in `50ms`, `1.5s` or `200us`; ValueError for anything else."""
     match = _DURATION.match(text.strip())
     if not match:
         raise ValueError(text)
-    return float(match[1]) * _SCALE[match[2]]
+    return float(match[1]) / _PER_SECOND[match[2]]

@@ -63,7 +63,8 @@ DownKind = Literal[
 ]
 
 EVENTS: dict[str, str] = {
-    "run_started": "rank, t_s, total_steps, epochs, batch_size, local_batch, parameters, device, threads",
+    "run_started": "rank, t_s, total_steps, epochs, batch_size, local_batch, parameters, device, "
+    "threads",
     "epoch": "rank, epoch, step",
     "eval": "step, epoch, values: name -> number, seconds",
     "log": "rank, step, values: name -> number",
@@ -104,7 +105,7 @@ def new_key() -> bytes:
 
 def pack(message: Message, key: bytes) -> list[bytes | memoryview]:
     """Return the frames of a message, signed."""
-    header = json.dumps({"v": VERSION, "kind": message.kind, **message.body}).encode()
+    header = json.dumps({**message.body, "v": VERSION, "kind": message.kind}).encode()
     frames: list[bytes | memoryview] = [header, *message.payload]
     return [_sign(frames, key), *frames]
 
@@ -120,7 +121,7 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
     try:
         body = json.loads(bytes(frames[1]))
         version, kind = body.pop("v"), body.pop("kind")
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadMessageError("header") from error
     if version != VERSION:
         raise BadMessageError(f"version {version}, this side speaks {VERSION}")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from workbench import catalog
+from workbench.catalog import CATALOG, FIT_FEATURES, FRAMEWORKS, Option, Strategy, Way
+from workbench.errors import PlanError
+
+OPTIONS = [(entry, option) for entry in CATALOG for option in entry.options]
+
+
+@pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: f"{entry.framework}-{entry.name}")
+def test_every_entry_is_complete(entry: Strategy) -> None:
+    assert entry.framework in FRAMEWORKS
+    assert entry.module.startswith(f"workbench.strategies.{entry.framework}.")
+    assert entry.module.count(":") == 1
+    assert entry.supports <= FIT_FEATURES
+    assert set(entry.ways) <= set(get_args(Way))
+    assert entry.ways
+    for text in (entry.term, entry.summary, entry.suits, entry.source):
+        assert text.strip()
+    if entry.servers_option:
+        assert entry.option(entry.servers_option).kind == "int"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_names_and_aliases_are_unique_within_a_framework(framework: str) -> None:
+    entries = catalog.strategies(framework)
+    known = [name for entry in entries for name in (entry.name, *entry.aliases)]
+    assert len(known) == len(set(known))
+
+
+@pytest.mark.parametrize(("entry", "option"), OPTIONS, ids=lambda x: getattr(x, "name", ""))
+def test_every_default_is_a_value_its_option_accepts(entry: Strategy, option: Option) -> None:
+    assert option.parse(option.default) == option.default
+    assert option.help
+    assert entry.settings({})[option.name] == option.default
+
+
+@pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: f"{entry.framework}-{entry.name}")
+def test_every_entry_is_found_by_name_and_alias(entry: Strategy) -> None:
+    for name in (entry.name, *entry.aliases):
+        assert catalog.lookup(name, entry.framework) is entry
+    assert entry.name in catalog.names(entry.framework)
+
+
+def test_ddp_is_another_word_for_mirrored() -> None:
+    assert catalog.lookup("ddp").name == "mirrored"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(PlanError) as caught:
+        catalog.lookup("mirored")
+    assert caught.value.next_step == "did you mean 'mirrored'?"
+    assert "one_device" in str(caught.value.allowed)
+
+
+def test_a_name_like_nothing_points_to_the_list() -> None:
+    with pytest.raises(PlanError, match=r"wb\.strategies\(\)"):
+        catalog.lookup("zzzzzz")
+
+
+def test_an_unknown_framework_is_refused() -> None:
+    with pytest.raises(PlanError, match="framework"):
+        catalog.lookup("mirrored", "jax")
+
+
+def test_a_strategy_of_the_other_framework_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    only = Strategy("lonely", "tensorflow", "t", "s", "m:C", "su", "so", aliases=("alone",))
+    monkeypatch.setattr(catalog, "CATALOG", (*CATALOG, only))
+    for name in ("lonely", "alone"):
+        with pytest.raises(PlanError, match="--framework tensorflow"):
+            catalog.lookup(name, "torch")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        (Option("n", "int", 1, "h", minimum=1), "3", 3),
+        (Option("n", "int", 1, "h", optional=True), "none", None),
+        (Option("x", "float", 1.0, "h"), "2.5", 2.5),
+        (Option("b", "bool", False, "h"), "Yes", True),
+        (Option("b", "bool", True, "h"), False, False),
+        (Option("c", "choice", "a", "h", choices=("a", "b")), "b", "b"),
+        (Option("s", "str", "", "h"), "free text", "free text"),
+    ],
+)
+def test_options_read_what_is_typed(option: Option, text: object, value: object) -> None:
+    assert option.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "says"),
+    [
+        (Option("n", "int", 1, "h", minimum=1, maximum=8), "9", "a whole number from 1 to 8"),
+        (Option("n", "int", 1, "h", minimum=1), "0", "at least 1"),
+        (Option("n", "int", 1, "h"), "2.5", "a whole number"),
+        (Option("n", "int", 1, "h"), "none", "a whole number"),
+        (Option("x", "float", 1.0, "h", maximum=2), "7", "at most 2"),
+        (Option("x", "float", 1.0, "h", minimum=0), "nan", "a number"),
+        (Option("x", "float", 1.0, "h", minimum=0), "inf", "a number"),
+        (Option("b", "bool", False, "h"), "maybe", "true or false"),
+        (Option("c", "choice", "a", "h", choices=("alpha", "beta")), "betta", "'beta'"),
+    ],
+)
+def test_options_refuse_the_rest_in_words(option: Option, text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        option.parse(text)
+    assert str(caught.value.seen) in (text, f"{text}.0")
+
+
+def test_settings_hold_every_option_and_refuse_others() -> None:
+    mirrored = catalog.lookup("mirrored")
+    settings = mirrored.settings({"bucket_mb": "1.5"})
+    assert settings["bucket_mb"] == 1.5
+    assert set(settings) == {option.name for option in mirrored.options}
+    with pytest.raises(PlanError, match="'bucket_mb'"):
+        mirrored.settings({"bucket": "2"})
+    with pytest.raises(PlanError, match="takes no options"):
+        catalog.lookup("one_device").settings({"bucket_mb": "2"})

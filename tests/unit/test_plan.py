@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workbench.errors import PlanError
+from workbench.faults import parse_fault
+from workbench.plan import Plan, make_plan
+from workbench.recipe import Recipe
+
+CELL = Recipe("wb.fit(...)", first_line=2, origin="In[3]")
+
+
+def plan(**given: object) -> Plan:
+    return make_plan(CELL, **{"strategy": "mirrored", "workers": 4, **given})  # type: ignore[arg-type]
+
+
+def test_a_plan_holds_every_option_and_the_strategys_own_name() -> None:
+    made = plan(strategy="ddp", options={"bucket_mb": "2"}, overrides={"steps": 9, "seed": None})
+    assert made.strategy == "mirrored"
+    assert made.options["bucket_mb"] == 2.0
+    assert made.options["sync_batchnorm"] is False
+    assert made.overrides == {"steps": 9}
+    assert made.entry.name == "mirrored"
+    assert made.servers == 0
+
+
+def test_a_strategy_takes_no_more_workers_than_it_can_use() -> None:
+    assert plan(strategy="one_device").workers == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"strategy": "mirorred"}, "did you mean 'mirrored'"),
+        ({"framework": "jax"}, "no framework of that name"),
+        ({"options": {"bucket": 1}}, "did you mean 'bucket_mb'"),
+        ({"options": {"bucket_mb": "big"}}, "bucket_mb was not understood"),
+        ({"workers": 0}, "workers must count something"),
+        ({"workers": True}, "workers must count something"),
+        ({"overrides": {"steps": 0}}, "steps must count something"),
+        ({"overrides": {"epochs": 1.5}}, "epochs must count something"),
+        ({"overrides": {"seed": -1}}, "A seed is a whole number"),
+        ({"overrides": {"lr": 1}}, "no such override"),
+        ({"overrides": {"batch_size": 3}}, "batch_size of at least 4"),
+        ({"faults": (parse_fault("kill=4@9"),)}, "ranks 0 to 3"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_cure(given: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(**given)
+
+
+def test_an_empty_cell_is_refused() -> None:
+    with pytest.raises(PlanError, match="empty"):
+        make_plan(Recipe("  \n"), "mirrored", workers=1)
+
+
+def test_seed_zero_is_a_seed() -> None:
+    assert plan(overrides={"seed": 0}).overrides == {"seed": 0}
+
+
+def test_other_seeds_make_plans_that_are_named_apart() -> None:
+    named, unnamed = plan(name="base").with_seed(2), plan().with_seed(0)
+    assert (named.name, named.overrides["seed"]) == ("base-seed2", 2)
+    assert unnamed.name == "mirrored-seed0"
+
+
+def test_a_plan_travels_as_json() -> None:
+    made = plan(faults=(parse_fault("slow=1:50ms"),), overrides={"seed": 3}, name="base")
+    assert Plan.from_wire(json.loads(json.dumps(made.to_wire()))) == made
+
+
+def test_equal_cells_are_one_recipe() -> None:
+    assert Recipe("a = 1").digest == Recipe("a = 1", first_line=5, origin="In[9]").digest
+    assert Recipe("a = 1").digest != Recipe("a = 2").digest
+    assert len(CELL.digest) == 12
+
+
+def train(steps: int) -> int:
+    return steps + 1
+
+
+def test_a_function_becomes_a_recipe_with_its_source() -> None:
+    recipe = Recipe.from_function(train, (3,))
+    assert recipe.source.startswith("def train(steps: int)")
+    assert (recipe.function, recipe.origin, recipe.args) == ("train", "train", (3,))
+
+
+def test_functions_that_cannot_travel_are_refused() -> None:
+    captured = 5
+
+    def closure() -> int:
+        return captured
+
+    for function, says in (
+        (closure, "captured"),
+        (lambda: 1, "lambda"),
+        (len, "source cannot be read"),
+    ):
+        with pytest.raises(PlanError, match=says):
+            Recipe.from_function(function)

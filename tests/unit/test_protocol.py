@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.engine.recorder import Recorder
+from workbench.protocol import (
+    EVENTS,
+    RECORD,
+    VERSION,
+    BadMessageError,
+    Message,
+    RunSpec,
+    _sign,
+    new_key,
+    pack,
+    records_from,
+    unpack,
+)
+
+KEY = b"k" * 32
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+BODY = st.dictionaries(st.text().filter(lambda name: name not in ("v", "kind")), JSON, max_size=4)
+
+
+@given(BODY, st.lists(st.binary(max_size=200), max_size=3))
+def test_a_message_arrives_as_it_was_sent(body: dict[str, object], payload: list[bytes]) -> None:
+    got = unpack(pack(Message("event", body, payload), KEY), KEY)
+    assert (got.kind, dict(got.body), list(got.payload)) == ("event", body, payload)
+
+
+@given(st.integers(0, 2), st.integers(0, 10_000), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(frame: int, at: int, flip: int) -> None:
+    frames = [bytearray(part) for part in pack(Message("records", {"run": 1}, [b"abc" * 30]), KEY)]
+    frames[frame][at % len(frames[frame])] ^= flip
+    with pytest.raises(BadMessageError, match="signature"):
+        unpack([bytes(part) for part in frames], KEY)
+
+
+def test_another_clusters_key_is_refused() -> None:
+    with pytest.raises(BadMessageError, match="signature"):
+        unpack(pack(Message("ping"), new_key()), new_key())
+    assert len(new_key()) == 32
+
+
+@pytest.mark.parametrize("frames", [[], [b"x"], [b"", b""]])
+def test_too_few_frames_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(BadMessageError):
+        unpack(frames, KEY)
+
+
+def test_frames_cannot_be_left_out_swapped_or_cut_elsewhere() -> None:
+    mac, header, first, second = pack(Message("records", {}, [b"aabb", b"cc"]), KEY)
+    for forged in (
+        [mac, header, first],
+        [mac, header, second, first],
+        [mac, header, b"aab", b"bcc"],
+        [mac, header, b"aabbcc"],
+        [mac, header, first, second, b""],
+    ):
+        with pytest.raises(BadMessageError, match="signature"):
+            unpack(forged, KEY)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"not json", b"[1, 2]", b'"text"', b"{}", b'{"v": 1}', b"\xff\xfe", b"1"],
+)
+def test_a_signed_header_that_is_not_ours_is_refused(header: bytes) -> None:
+    with pytest.raises(BadMessageError, match="header"):
+        unpack([_sign([header], KEY), header], KEY)
+
+
+def test_another_version_is_refused_by_name() -> None:
+    header = json.dumps({"v": VERSION + 1, "kind": "ping"}).encode()
+    with pytest.raises(BadMessageError, match=f"version {VERSION + 1}"):
+        unpack([_sign([header], KEY), header], KEY)
+
+
+def test_a_body_cannot_pass_for_another_kind() -> None:
+    got = unpack(pack(Message("event", {"kind": "halt", "v": 9}), KEY), KEY)
+    assert got.kind == "event"
+
+
+def test_rows_are_read_without_a_copy_and_only_whole() -> None:
+    rows = np.zeros(5, RECORD)
+    rows["step"] = np.arange(5)
+    packed = rows.tobytes()
+    assert (records_from(packed) == rows).all()
+    assert not records_from(packed).flags.owndata
+    assert len(records_from(b"")) == 0
+    with pytest.raises(BadMessageError, match="whole number"):
+        records_from(packed[:-1])
+
+
+def test_the_recorders_rows_are_the_protocols() -> None:
+    recorder = Recorder(run=3, rank=2)
+    recorder.add(7, 32, 1.5, 2.5, data_wait_s=0.25, compute_s=0.5, loss=0.125, staleness=4.0)
+    (row,) = records_from(recorder.drain())
+    assert (row["run"], row["rank"], row["step"], row["samples"]) == (3, 2, 7, 32)
+    assert (row["start_s"], row["end_s"], row["data_wait_s"]) == (1.5, 2.5, 0.25)
+    assert (row["compute_s"], row["local_loss"], row["staleness"]) == (0.5, 0.125, 4.0)
+    assert all(np.isnan(row[name]) for name in ("ready_s", "exposed_s", "wait_s", "sent_bytes"))
+
+
+def test_a_run_spec_travels_as_json() -> None:
+    spec = RunSpec(
+        mode="run", rank=1, world_size=2, ranks=(4, 5), store=("127.0.0.1", 29500),
+        run_id="r", strategy="mirrored", options={"bucket_mb": 25.0}, faults=("slow=1:50ms",),
+        hosts=("a", "b"),
+    )  # fmt: skip
+    assert RunSpec.from_wire(json.loads(json.dumps(spec.to_wire()))) == spec
+    bare = RunSpec("spmd", 0, 1, (0,))
+    assert RunSpec.from_wire(json.loads(json.dumps(bare.to_wire()))) == bare
+
+
+def test_events_are_documented() -> None:
+    assert {"run_started", "eval", "log", "run_finished", "error"} <= set(EVENTS)
