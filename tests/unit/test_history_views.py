@@ -67,6 +67,9 @@ def test_pauses_and_evaluations_do_not_lower_the_throughput() -> None:
     history.event("paused", {"rank": 0, "step": 50, "t_s": 5.0})
     history.event("resumed", {"rank": 0, "step": 50, "t_s": 11.0})
     history.event("eval", {"step": 50, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 4.0})
+    # The last evaluation comes after the last step, so it is no part of the wall time.
+    history.event("eval", {"step": 99, "epoch": 1, "values": {"accuracy": 0.6}, "seconds": 9.0})
+    assert (history.totals.paused_s, history.totals.eval_s) == (6.0, 13.0)
     assert history.totals.wall_s == pytest.approx(11.6)
     assert history.totals.train_s == pytest.approx(1.6)
     assert history.totals.samples_per_s == pytest.approx(500)

@@ -29,7 +29,7 @@ class Totals:
         blame_s: (ranks, ranks) seconds that row waited for column.
         first_s, last_s: (ranks,) start of the first and end of the last step, each rank's clock.
         paused_s: Seconds between a pause and the resume, seen by the kernel.
-        eval_s: Seconds spent in evaluations.
+        eval_s: Seconds spent in evaluations, that after the last step included.
     """
 
     ranks: int
@@ -60,8 +60,8 @@ class Totals:
 
     @property
     def train_s(self) -> float:
-        """Wall time without pauses and evaluations."""
-        return max(self.wall_s - self.paused_s - self.eval_s, 0.0)
+        """Seconds inside steps of the busiest rank: pauses and evaluations lie between steps."""
+        return float(self.step_s.max(initial=0.0))
 
     @property
     def samples_per_s(self) -> float:
