@@ -126,6 +126,20 @@ def test_a_stopped_engine_runs_its_exit_handlers(warm, tmp_path):
     assert engine_set.exits[0].code == 0
 
 
+def test_a_forked_engine_computes_with_several_threads(warm):
+    def compute():
+        import torch
+
+        torch.set_num_threads(2)
+        a = torch.ones(600, 600, requires_grad=True)
+        (a @ a).relu().sum().backward()
+        return torch.get_num_threads(), a.grad[0, 0].item()
+
+    with engines(2, warm) as (_, client, _):
+        results = [client[i].apply_async(compute) for i in (0, 1)]
+        assert [result.get(timeout=WAIT_S) for result in results] == [(2, 1200.0)] * 2
+
+
 def test_the_stacks_of_a_blocked_engine_can_be_had(warm):
     def blocked_on_purpose():
         import time

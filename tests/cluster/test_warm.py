@@ -162,7 +162,7 @@ def test_children_die_with_a_killed_warm_parent_and_are_told_so():
 
 
 def test_a_framework_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("workbench.cluster.processes.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ClusterError, match="torch is not installed"):
         WarmParent().start()
 

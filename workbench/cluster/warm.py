@@ -8,6 +8,10 @@ It is also the nanny: it reaps its children and tells the kernel how they ended,
 kernel is gone it kills them, whatever state they are in. It talks JSON lines over an inherited
 socket pair; nothing listens.
 
+What libraries read from the environment while they are imported (OMP_NUM_THREADS, TORCH_LOGS) is
+the parent's; everything else engines take from the notebook when they are forked. Threads are set
+per run, by `torch.set_num_threads`.
+
     kernel -> warm   {"id", "cmd": fork_engine | fork_keeper | signal | stop | guard | guard_dir |
                       keep | soon | status, ...}
     warm -> kernel   {"id", ...the answer... | "error"},

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
+import logging
 import os
 import signal
-import site
 import socket
 import subprocess
 import sys
@@ -17,60 +16,22 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ..errors import ClusterError
-from . import keeper
+from .processes import Exit, ExitCallback, can_fork, environment, start_keeper
+
+__all__ = ["Exit", "WarmParent", "can_fork", "start_keeper"]
+
+log = logging.getLogger("workbench.cluster")
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 20
-
-# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
-_PARENT_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-    "PYTHONUNBUFFERED": "1",
-}
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a process ended: an exit code, or the number of the signal that killed it."""
-
-    pid: int
-    code: int | None
-    signal: int | None
-
-    @property
-    def text(self) -> str:
-        """In words: "exit code 3", "SIGKILL"."""
-        if self.signal is None:
-            return f"exit code {self.code}"
-        try:
-            return signal.Signals(self.signal).name
-        except ValueError:
-            return f"signal {self.signal}"
-
-
-ExitCallback = Callable[[Exit], None]
-
-
-def can_fork(framework: str = "torch") -> tuple[bool, str]:
-    """Say whether a warm parent can work here, and if not, why."""
-    if not sys.platform.startswith("linux"):
-        return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
-    if importlib.util.find_spec(framework) is None:
-        return False, f"{framework} is not installed"
-    return True, ""
 
 
 class WarmParent:
@@ -125,7 +86,7 @@ class WarmParent:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(),
+                    env=environment(),
                     cwd="/",
                     start_new_session=True,
                 )
@@ -332,7 +293,7 @@ class WarmParent:
             self._exits[end.pid] = end
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            callback(end)
+            _tell(callback, end)
 
     def _error(self, what: str) -> ClusterError:
         tail = ""
@@ -345,35 +306,8 @@ class WarmParent:
         )
 
 
-def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
-    """Start a TCPStore keeper without a warm parent; returns process, host and port.
-
-    It ends when its stdin is closed, which the end of this process does too.
-
-    Raises:
-        ClusterError: It did not come up.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cluster.keeper"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=_environment(), start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise ClusterError(
-            "The store that workers meet at did not start.",
-            seen=f"exit code {process.wait()}",
-            next_step=f"run {sys.executable} -m {keeper.__name__} in a terminal to see why",
-        )
-    answer = json.loads(line)
-    return process, str(answer["host"]), int(answer["port"])
-
-
-def _environment() -> dict[str, str]:
-    """The parent's own environment; our package must be importable where it is not installed."""
-    env = {**os.environ, **_PARENT_ENV}
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in site.getsitepackages():
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    return env
+def _tell(callback: ExitCallback, end: Exit) -> None:
+    try:
+        callback(end)
+    except Exception:  # one listener's mistake must not deafen the others
+        log.exception("A listener failed on the end of process %d", end.pid)

@@ -1,0 +1,92 @@
+"""Starting our own helper processes from the kernel, and how processes end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ClusterError
+from . import keeper
+
+# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
+_PARENT_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: an exit code, or the number of the signal that killed it."""
+
+    pid: int
+    code: int | None
+    signal: int | None
+
+    @property
+    def text(self) -> str:
+        """In words: "exit code 3", "SIGKILL"."""
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return signal.Signals(self.signal).name
+        except ValueError:
+            return f"signal {self.signal}"
+
+
+ExitCallback = Callable[[Exit], None]
+
+
+def can_fork(framework: str = "torch") -> tuple[bool, str]:
+    """Say whether a warm parent can work here, and if not, why."""
+    if not sys.platform.startswith("linux"):
+        return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
+    if importlib.util.find_spec(framework) is None:
+        return False, f"{framework} is not installed"
+    return True, ""
+
+
+def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
+    """Start a TCPStore keeper without a warm parent; returns process, host and port.
+
+    It ends when its stdin is closed, which the end of this process does too.
+
+    Raises:
+        ClusterError: It did not come up.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workbench.cluster.keeper"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environment(), start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise ClusterError(
+            "The store that workers meet at did not start.",
+            seen=f"exit code {process.wait()}",
+            next_step=f"run {sys.executable} -m {keeper.__name__} in a terminal to see why",
+        )
+    answer = json.loads(line)
+    return process, str(answer["host"]), int(answer["port"])
+
+
+def environment() -> dict[str, str]:
+    """The parent's own environment; our package must be importable where it is not installed."""
+    env = {**os.environ, **_PARENT_ENV}
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in site.getsitepackages():
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    return env
