@@ -116,8 +116,9 @@ class Ground:
                 self.warm.guard_dir(self.folder)
             self.client = self.cluster.connect_client_sync()
             self.client._registration_callbacks.append(self._registration)
-            # The socket that direct views use; the client has no public name for it.
-            self.socket = self.client._mux_socket
+            # The stream that direct views send on; sending on the bare socket below it would eat
+            # the wake-up of a reply that arrives meanwhile.
+            self.socket = self.client._mux_stream
         except Exception as error:
             self._error = error
 
