@@ -201,7 +201,7 @@ def _timeline_rows(snapshot: Snapshot, skip_rows: int) -> Floats32:
     line = snapshot.timeline
     starts = line.start_s[skip_rows:, :, None] - _origin(line)
     cells = np.concatenate([starts, line.parts_s[skip_rows:]], axis=2)
-    flat = cells.reshape(len(cells), -1)
+    flat = cells.reshape(len(cells), cells.shape[1] * cells.shape[2])
     return np.column_stack([line.step[skip_rows:], flat]).astype(np.float32)
 
 

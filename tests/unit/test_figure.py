@@ -1,0 +1,65 @@
+"""The final picture."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib
+import pytest
+from fake_run import empty_snapshot, fake_snapshot
+from matplotlib.image import imread
+
+from workbench.views import figure, text
+
+
+def all_texts(made) -> str:
+    from matplotlib.text import Text
+
+    return "\n".join(found.get_text() for found in made.findobj(Text))
+
+
+def test_the_bundle_holds_a_picture_and_text_of_the_same_content():
+    shot = fake_snapshot(4, 120, state="finished", extra=True)
+    bundle = figure.run_bundle(shot)
+    assert set(bundle) == {"image/png", "text/plain"}
+    assert imread(io.BytesIO(bundle["image/png"])).shape[1] > 800
+    assert bundle["text/plain"] == text.report(shot)
+
+
+def test_the_picture_names_run_workers_phases_and_who_is_slow():
+    said = all_texts(figure.run_figure(fake_snapshot(4, 120, extra=True, logged=True)))
+    for words in (
+        "base · mirrored", "rank 3 · cpu", "sync wait", "makes the others wait 48 ms",
+        "staleness", "grad norm", "Throughput, samples/s", "step", "ms",
+    ):  # fmt: skip
+        assert words in said
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_pictures_grow_with_the_workers_and_a_run_without_steps_has_one(workers):
+    tall = imread(io.BytesIO(figure.run_png(fake_snapshot(workers, 50)))).shape[0]
+    none = imread(io.BytesIO(figure.run_png(empty_snapshot(workers, "failed")))).shape[0]
+    assert abs(tall - none) <= 2
+    assert tall > 400 + 40 * workers
+
+
+def test_the_users_matplotlib_settings_are_neither_used_nor_changed():
+    plain = figure.run_png(fake_snapshot(2, 20))
+    with matplotlib.rc_context({"hatch.linewidth": 9, "axes.facecolor": "black"}):
+        before = dict(matplotlib.rcParams)
+        styled = figure.run_png(fake_snapshot(2, 20))
+        assert dict(matplotlib.rcParams) == before
+    assert styled == plain
+
+
+def test_the_placeholder_is_a_valid_picture_with_the_given_text():
+    bundle = figure.placeholder_bundle("run base")
+    assert imread(io.BytesIO(bundle["image/png"])).shape[:2] == (1, 1)
+    assert bundle["text/plain"] == "run base"
+
+
+def test_a_picture_shows_and_saves_itself(tmp_path):
+    picture = figure.RunPicture(fake_snapshot(2, 20))
+    assert picture._repr_mimebundle_()["text/plain"] == repr(picture)
+    picture.save(tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,64 @@
+"""SVG frames."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_run import empty_snapshot, fake_snapshot
+
+from workbench.views.svg import run_svg
+from workbench.views.theme import PHASE_COLORS
+
+NS = "{http://www.w3.org/2000/svg}"
+
+
+def words(svg: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ET.fromstring(svg).iter(f"{NS}text")]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_a_frame_is_well_formed_and_names_every_worker(workers):
+    shown = words(run_svg(fake_snapshot(workers, 90, extra=True, logged=True)))
+    assert shown.count("rank 0 · cpu") == 2
+    assert shown.count(f"rank {workers - 1} · cpu") == 2
+    assert "staleness" in shown
+    assert "median wait" in shown
+
+
+def test_waiting_is_hatched_and_computing_is_not():
+    boxes = [r.get("fill") for r in ET.fromstring(run_svg(fake_snapshot(2, 30))).iter(f"{NS}rect")]
+    assert boxes.count("url(#wb-hatch)") >= 12
+    assert boxes.count(PHASE_COLORS["compute_s"]) >= 24
+
+
+def test_names_and_notes_are_escaped():
+    shot = replace(fake_snapshot(), name="<script>x</script>", notes=("a < b & c",))
+    svg = run_svg(shot)
+    assert "<script" not in svg
+    assert "a < b & c" in words(svg)
+
+
+def test_unknown_numbers_never_reach_a_coordinate():
+    shot = fake_snapshot(3, 60)
+    mean = shot.loss_curve.mean.copy()
+    mean[5:9] = np.nan
+    holes = replace(shot.loss_curve, mean=mean, low=mean, high=mean)
+    starts = shot.timeline.start_s.copy()
+    starts[-1, 0] = np.nan
+    svg = run_svg(replace(shot, loss_curve=holes, timeline=replace(shot.timeline, start_s=starts)))
+    assert "nan" not in svg.lower()
+    assert "nan" not in run_svg(empty_snapshot()).lower()
+
+
+def test_the_drawing_is_described_for_screen_readers():
+    root = ET.fromstring(run_svg(fake_snapshot(4, 90)))
+    assert root.get("role") == "img"
+    assert "rank 1 makes the others wait 48 ms" in root.get("aria-label")
+
+
+def test_long_runs_do_not_make_long_frames():
+    short, long = (len(run_svg(fake_snapshot(4, step))) for step in (240, 1990))
+    assert long < 1.5 * short

@@ -1,0 +1,92 @@
+"""A run in words."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from fake_run import empty_snapshot, fake_snapshot
+
+from workbench.views import text
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"), (0.412345, "0.412"), (12.345, "12.3"), (999.4, "999"), (999.96, "1k"),
+        (1234, "1.23k"), (2_500_000, "2.50M"), (3e9, "3G"), (1.5e-5, "1.50e-05"), (-0.5, "-0.5"),
+        (9.999, "10.0"), (NAN, "–"), (None, "–"), (float("inf"), "–"),
+    ],
+)  # fmt: skip
+def test_numbers_have_three_digits(value, shown):
+    assert text.number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.34, "340 ms"), (12.34, "12.3 s"), (59.97, "1:00"), (245, "4:05"), (3723, "1:02:03")],
+)
+def test_durations_are_written_for_people(seconds, shown):
+    assert text.duration(seconds) == shown
+
+
+def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
+    shot = fake_snapshot(4, 120, extra=True, notes=("global batch 64 = 4 x 16",))
+    report = text.report(shot)
+    assert report.startswith("base · mirrored · synchronous data parallelism (all-reduce)")
+    assert "step 120 of 400" in report
+    assert "rank 1 makes the others wait 48 ms a step" in report
+    assert [line.split("  ")[0] for line in report.split("\n") if line.startswith("rank ")][1:] == [
+        f"rank {r} · cpu" for r in range(4)
+    ]
+    assert f"{text.number(shot.loss)}" in report
+    assert "▇" in report
+    assert "staleness" in report
+    assert report.endswith("note: global batch 64 = 4 x 16")
+
+
+def test_a_run_without_steps_shows_unknown_not_zero():
+    report = text.report(empty_snapshot())
+    assert "loss –" in report
+    assert "throughput – samples/s" in report
+    assert "efficiency 0" not in report
+
+
+def test_an_unknown_strategy_has_no_term_and_still_a_title():
+    shot = replace(fake_snapshot(), strategy="nonesuch")
+    assert text.title(shot) == "base · nonesuch · 4 workers"
+
+
+def test_with_two_workers_there_is_one_other():
+    assert text.slow(fake_snapshot(2)) == "rank 1 makes the other wait 48 ms a step"
+    assert text.slow(fake_snapshot(2, slow=None)) == ""
+
+
+def test_the_progress_line_says_how_far_and_how_long():
+    line = text.progress_line(fake_snapshot(4, 100, total=400))
+    assert " 25%|█████               | 100/400 [" in line
+    assert "<" in line
+    line = text.progress_line(fake_snapshot(4, 100, total=None))
+    assert "100 steps [" in line
+
+
+def test_the_line_is_written_over_and_the_report_follows_it():
+    stream = io.StringIO()
+    writer = text.LineWriter(stream)
+    writer.write(fake_snapshot(step=100, dropped=5))
+    writer.write(fake_snapshot(step=110))
+    writer.close(fake_snapshot(step=120, state="finished"))
+    lines = stream.getvalue().split("\r")
+    assert len(lines) == 4
+    assert len(lines[2]) >= len(lines[1])
+    assert lines[3].split("\n")[1].startswith("base · mirrored")
+
+
+def test_the_sparkline_goes_from_lowest_to_highest_and_skips_unknown():
+    assert text.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert text.sparkline([1, NAN, 1]) == "▁ ▁"
+    assert text.sparkline([NAN]) == ""
+    assert len(text.sparkline(list(range(1000)), 40)) == 40
