@@ -317,8 +317,10 @@ class Run:
         Raises:
             RunError: The run has not ended, or left no weights.
         """
-        pattern = "weights-rank*.npz" if rank is None else f"weights-rank{rank}.npz"
-        files = sorted(self.folder.glob(pattern))
+        files = sorted(self.folder.glob("weights*.npz"))
+        if rank is not None:
+            stem = "weights" if rank == 0 else f"weights-rank{rank}"
+            files = [file for file in files if file.stem == stem]
         if not files:
             raise RunError(
                 f"Run {self.name} has no weights"
