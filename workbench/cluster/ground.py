@@ -127,9 +127,12 @@ class Ground:
     def launch(self, ids: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Start engines and wait until they have registered; return their ipyparallel uuids.
 
+        An id that a dead engine had is waited for until the hub has let go of it.
+
         Raises:
             ClusterError: They did not come up; shows the end of their logs.
         """
+        self._wait_unregistered(ids)
         set_id = self.cluster.start_engines_sync(n=len(ids), **self._launcher_settings(ids))
         engine_set = self.cluster.engines[set_id]
         if isinstance(engine_set, WarmEngineSetLauncher):
@@ -169,6 +172,9 @@ class Ground:
         """End engines for good and wait until they are gone."""
         for engine in engines:
             self.signal(engine, 0, signals.SIGKILL)
+        self._wait_unregistered(engines)
+
+    def _wait_unregistered(self, engines: Sequence[int]) -> None:
         end = time.monotonic() + 10
         while set(engines) & set(self.client.ids) and time.monotonic() < end:
             self._unregister(engines)
@@ -189,6 +195,7 @@ class Ground:
         engine = next((i for i, pid in self._pids.items() if pid == end.pid), None)
         if engine is not None:
             self._pids.pop(engine)
+            self._unregister([engine])
             self._on_exit(engine, end.text)
 
     def _registration(self, event: dict[str, Any]) -> None:
