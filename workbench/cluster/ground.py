@@ -184,7 +184,8 @@ class Ground:
     def _unregister(self, engines: Sequence[int]) -> None:
         """Tell the hub that engines are gone, as ipyparallel's nanny would; its heartbeat is slow."""
         for engine in engines:
-            if engine in self.client.ids:
+            # Engines that end after the client was closed have no hub to be struck off from.
+            if not self.client._closed and engine in self.client.ids:
                 self.client._send(
                     self.client._query_socket, "unregistration_request", {"id": engine}
                 )
