@@ -18,9 +18,13 @@ def play(
     total: int = 10_000,
     limit_s: float = 60.0,
     period_s: float = 0.2,
+    block: bool = True,
     **options: Any,
 ) -> list[str]:
-    """Show steps until Stop is pressed or `limit_s` is over; return the commands received."""
+    """Show steps until Stop is pressed or `limit_s` is over; return the commands received.
+
+    With `block` the cell waits for the end, otherwise the run goes on in the background.
+    """
     received: list[str] = []
     stop, paused = threading.Event(), threading.Event()
 
@@ -45,9 +49,14 @@ def play(
             now = "paused" if paused.is_set() else state
             view.update(fake_snapshot(workers, min(step, 1999), total=total, state=now, **options))
 
-    timer = threading.Thread(target=draw)
+    def watch() -> None:
+        draw()
+        final = "stopped" if stop.is_set() else "finished"
+        last = fake_snapshot(workers, min(step, 1999), total=total, **options)
+        view.end(replace(last, state=final))
+
+    timer = threading.Thread(target=watch)
     timer.start()
-    timer.join()
-    final = "stopped" if stop.is_set() else "finished"
-    view.end(replace(fake_snapshot(workers, min(step, 1999), total=total, **options), state=final))
+    if block:
+        timer.join()
     return received

@@ -91,6 +91,27 @@ def test_hello_before_any_snapshot_sends_nothing(widget, monkeypatch):
     assert wire.frames == []
 
 
+def test_finished_dashboards_that_a_browser_saw_still_answer_the_latest_few(monkeypatch):
+    monkeypatch.setattr(module, "_finished", type(module._finished)())
+    made = [Dashboard(str(i), lambda *_: None) for i in range(module.KEPT + 1)]
+    for widget in made:
+        widget._receive(widget, {"type": "hello"}, [])
+        widget.update(fake_snapshot(step=5))
+        widget.finish()
+    assert made[0].comm is None
+    wire = Wire(made[-1], monkeypatch)
+    made[-1]._receive(made[-1], {"type": "hello"}, [])
+    assert wire.frames[0]["full"]
+
+
+def test_a_dashboard_that_no_browser_saw_is_closed_and_leaves_no_code_behind():
+    widget = Dashboard("x", lambda *_: None)
+    widget.update(fake_snapshot(step=5))
+    widget.finish()
+    assert widget.comm is None
+    assert len(widget._esm) < 50
+
+
 def test_known_commands_reach_the_callback_and_nothing_else_does(widget, commands):
     for name in ("stop", "pause", "resume"):
         widget._receive(widget, {"type": "command", "name": name}, [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from .frames import make_frame
 
 OnCommand = Callable[[str, dict[str, Any]], None]
 COMMANDS = ("stop", "pause", "resume", "step")
+KEPT = 3
+"""Finished dashboards that can still be asked for their history."""
 _REPEAT_FULL_S = 1.0
 _HERE = Path(__file__).parent
 
@@ -62,10 +65,22 @@ class Dashboard(anywidget.AnyWidget):
             self._send_frame(snapshot, previous)
 
     def finish(self) -> None:
-        """Forget the widget: drop its code from saved state and close its channel.
+        """Let go of the widget; call it once the output has been replaced.
 
-        Call it once the output has been replaced; nothing can be sent afterwards.
+        A page that was reloaded while the cell blocked is not told of the replacement and asks
+        for the widget when the kernel is idle again, so the latest few that a browser has seen
+        stay able to answer. Others (a notebook that is executed without a browser) are closed at
+        once, and their code is dropped from the state that is saved with the notebook.
         """
+        if self._heard:
+            _finished.append(self)
+            retired = _finished.popleft() if len(_finished) > KEPT else None
+        else:
+            retired = self
+        if retired is not None:
+            retired._retire()
+
+    def _retire(self) -> None:
         with self._lock:
             self._latest = None
             self._esm = "export default {}"
@@ -89,6 +104,9 @@ class Dashboard(anywidget.AnyWidget):
         elif kind == "command" and content.get("name") in COMMANDS:
             fields = content.get("fields")
             self._on_command(content["name"], fields if isinstance(fields, dict) else {})
+
+
+_finished: deque[Dashboard] = deque()
 
 
 def deliver_while_busy(widget: Any) -> bool:

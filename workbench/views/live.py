@@ -60,7 +60,7 @@ class WidgetView:
             self._dashboard.update(snapshot)
 
     def end(self, snapshot: Snapshot) -> None:
-        """Send the last frame, then replace the widget by the picture and close it.
+        """Send the last frame, then replace the widget by the picture.
 
         A saved widget shows as an error without a kernel, so the bundle has no widget in it.
         """
