@@ -10,6 +10,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import traceback
@@ -30,7 +31,7 @@ class Report:
     rows: Any = None
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
+    wrapped: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     train_s: float = 0.0
     eval_s: float = 0.0
@@ -40,7 +41,9 @@ class Report:
         return [fields for event, fields in self.events if event == name]
 
 
-def run_here(wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...]) -> Report:
+def run_here(
+    wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Report:
     """Run a cell under a strategy in this process."""
     import torch
 
@@ -70,7 +73,7 @@ def run_here(wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...]
         support.ensure_group(spec)
         namespace.update(rank=spec.rank, world_size=spec.world_size, device=spec.device)
         exec(compile(source, "<cell>", "exec"), namespace)
-        report.value = namespace[call](*args)
+        report.value = namespace[call](*args, **keywords)
         if run.strategy is not None:
             report.weights = run.strategy.weights()
         elif run.weights is not None:
@@ -91,15 +94,24 @@ def run_here(wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...]
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
     report.rows = records_from(run.recorder.drain(1 << 20, final=True)).copy()
     report.train_s, report.eval_s, report.trained = run.train_s, run.eval_s, run.trained
-    report.names = {
-        name: f"{type(value).__module__}.{type(value).__qualname__}:{id(type(value).forward)}"
+    report.wrapped = [
+        name
         for name, value in (namespace.get("keep") or {}).items()
-        if isinstance(value, torch.nn.Module)
-    }
+        if isinstance(value, torch.nn.Module) and not _plain(value)
+    ]
     del namespace, run
     gc.collect()
     report.left = _left(before)
     return report
+
+
+def _plain(module: Any) -> bool:
+    cls = type(module)
+    known = getattr(sys.modules[cls.__module__], cls.__qualname__, None)
+    if cls.__name__ == "DistributedDataParallel":  # the user's own: it must hold no group
+        return known is cls and "reducer" not in module.__dict__
+    hooks = module._forward_pre_hooks or module._forward_hooks
+    return known is cls and "forward" not in module.__dict__ and not hooks
 
 
 def _footprint() -> dict[str, Any]:
@@ -164,7 +176,9 @@ class Workers:
         self.pipes, self.processes = [], []
         for _ in range(count):
             ours, theirs = starter.Pipe()
-            process = starter.Process(target=_serve, args=(theirs,), daemon=True)
+            process = starter.Process(
+                target=_serve, args=(theirs,)
+            )  # not daemonic: loaders have processes of their own
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -181,8 +195,9 @@ class Workers:
         options: dict[str, Any] | None = None,
         overrides: dict[str, Any] | None = None,
         faults: tuple[str, ...] = (),
+        keywords: dict[str, Any] | None = None,
     ) -> list[Report]:
-        """Run `function(*args)` as a cell on the first `workers` processes."""
+        """Run `function(*args, **keywords)` as a cell on the first `workers` processes."""
         from workbench import catalog
         from workbench.protocol import RunSpec
         from workbench.recipe import Recipe
@@ -197,12 +212,17 @@ class Workers:
                 run_id=f"run{self.runs}", strategy=entry.name,
                 options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
             )  # fmt: skip
-            self.pipes[rank].send((spec.to_wire(), recipe.source, function.__name__, args))
+            self.pipes[rank].send(
+                (spec.to_wire(), recipe.source, function.__name__, args, keywords or {})
+            )
         reports = []
         for rank in range(workers):
-            if not self.pipes[rank].poll(120):
+            if not self.pipes[rank].poll(60):
                 raise TimeoutError(f"worker {rank} does not answer")
-            reports.append(self.pipes[rank].recv())
+            try:
+                reports.append(self.pipes[rank].recv())
+            except EOFError:
+                reports.append(Report(error="died"))
         return reports
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Loaded by name (`engine.runtime.support`), so nothing else in the engine names t
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -105,16 +106,29 @@ def ensure_group(spec: RunSpec) -> None:
 def destroy_group() -> None:
     """Leave the process group; never hangs, even when a peer died in a collective.
 
-    Objects that use the group (DDP) must be gone: destroying it under them deadlocks.
+    A DDP wrapper that is still alive would deadlock here, so its hold on the group is taken away;
+    what remains forwards to the plain module.
     """
     if not dist.is_initialized():
         return
+    _retire_wrappers()
     worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
     worker.start()
     worker.join(DESTROY_S)
     if worker.is_alive():
         shutdown_group_sockets()
         worker.join(DESTROY_S)
+
+
+def _retire_wrappers() -> None:
+    """Empty every DDP wrapper of this process: their names may outlive the group they use."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    for wrapper in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+        held = wrapper.__dict__
+        if "reducer" in held:
+            held["forward"] = wrapper.module.forward
+            for name in ("reducer", "logger", "process_group", "device_mesh"):
+                held.pop(name, None)
 
 
 def _destroy() -> None:
@@ -203,7 +217,7 @@ def build_module(model: Any) -> torch.nn.Module:
         FitError: It is neither, or has nothing to train.
     """
     built = model
-    if not isinstance(model, torch.nn.Module) and callable(model):
+    if not isinstance(model, (torch.nn.Module, type)) and callable(model):
         built = model()
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(

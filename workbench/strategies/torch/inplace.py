@@ -9,6 +9,7 @@ through the wrapper. Undoing that is exchanging the class back. Copies and pickl
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,9 @@ def subclass(cls: type, **methods: Any) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         parts = list(super(made, self).__reduce_ex__(protocol))
-        parts[1] = tuple(cls if part is made else part for part in parts[1])
+        if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # __newobj__ insists on the object's present class; the older function does not.
+            parts[:2] = copyreg._reconstructor, (cls, object, None)  # type: ignore[attr-defined]
         return tuple(parts)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -69,8 +69,10 @@ class OwnLoop:
         self._clear()
         self._undo: list[Callable[[], None]] = [
             optimizer.register_step_post_hook(self._after_step).remove,
-            model.register_forward_pre_hook(self._before_forward).remove,
         ]
+        if not self._counts:
+            hook = _ForwardHook(self)
+            self._undo.append(model.register_forward_pre_hook(hook).remove)
         self._patch_backward()
         self._patch_scaler()
         if watched is not None:
@@ -136,9 +138,8 @@ class OwnLoop:
         self.timer.begin()
         self.timer.spend("forward")
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if self._counts or not torch.is_grad_enabled():
-            return
+    def before_forward(self, args: tuple[Any, ...]) -> None:
+        """Begin a step, in a loop whose batches are not seen: count what the model is given."""
         self._begin()
         if not self._fed:
             self._feed()
@@ -240,6 +241,28 @@ class OwnLoop:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+
+
+class _ForwardHook:
+    """Tells the loop of each training forward; copies and pickles of the model leave it behind."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            self._loop.before_forward(args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Do nothing: what stands for the hook in a copy."""
 
 
 class SharedLoader:

@@ -1,0 +1,347 @@
+"""Cells that the suite runs; their source travels, so each imports what it uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+context: Any = None  # these three are the running worker's
+rank = 0
+world_size = 1
+
+
+def train(
+    dtype="float64",
+    samples=100,
+    batch=23,
+    steps=20,
+    accumulate=1,
+    clip=None,
+    scheduled=False,
+    pairs=True,
+    unused=False,
+    extra=None,
+):
+    """Train a small network; 100 samples in 23s leave an uneven batch of 8."""
+    import torch
+
+    from workbench.engine.fit import fit
+
+    global keep
+    torch.manual_seed(3)
+    kind = getattr(torch, dtype)
+    x, y = torch.randn(samples, 8, dtype=kind), torch.randint(0, 3, (samples,))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    model = model.to(kind)
+    if unused:
+        model.register_parameter("idle", torch.nn.Parameter(torch.zeros(3, dtype=kind)))
+    cross_entropy = torch.nn.CrossEntropyLoss()
+    keep = {"model": model}
+    result = fit(
+        model,
+        (x, y),
+        loss=cross_entropy if pairs else None,
+        step_fn=None if pairs else lambda m, b: cross_entropy(m(b[0]), b[1]),
+        optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
+        batch_size=batch,
+        steps=steps,
+        accumulate=accumulate,
+        clip_norm=clip,
+        scheduler=(lambda o: torch.optim.lr_scheduler.StepLR(o, 5, 0.5)) if scheduled else None,
+        eval_data=(x[:31], y[:31]),
+        metrics={"right": lambda out, y: (out.argmax(1) == y).double().mean()} if pairs else None,
+        **(extra or {}),
+    )
+    return {"steps": result.steps, "loss": result.loss, "evals": result.evals}
+
+
+def train_from_loader(own_loop, processes=0, custom_sampler=False, batch=23, epochs=3):
+    """Train from a DataLoader, by wb.fit or by an own loop under wb.prepare."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+
+    global keep
+    torch.manual_seed(3)
+    x, y = torch.randn(100, 8, dtype=torch.float64), torch.randint(0, 3, (100,))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    model = model.double()
+    loss_fn = torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
+    sampler = WeightedRandomSampler([1.0, 2.0] * 50, 90) if custom_sampler else None
+    loader = DataLoader(
+        TensorDataset(x, y), batch_size=batch, shuffle=sampler is None, sampler=sampler,
+        num_workers=processes,
+    )  # fmt: skip
+    if not own_loop:
+        fit(model, loader, loss=loss_fn, optimizer=optimizer, epochs=epochs)
+        keep = {"model": model}
+        return None
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    keep = {"model": model}
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+        with torch.no_grad():
+            if rank == 0:  # a worker may evaluate alone
+                model(x)
+    return list(model.state_dict())
+
+
+def slow_steps(own_loop=False, steps=30, millis=12):
+    """Steps of at least `millis` ms, most of it asleep so that cores do not matter."""
+    import time
+
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+
+    class Sleepy(torch.nn.Linear):
+        def forward(self, inputs):
+            time.sleep(millis / 1e3)
+            return super().forward(inputs)
+
+    x, y = torch.randn(120, 8), torch.randn(120, 1)
+    model, loss = Sleepy(8, 1), torch.nn.MSELoss()
+    if not own_loop:
+        fit(
+            model, (x, y), loss=loss, optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            batch_size=12, steps=steps, eval_data=(x[:12], y[:12]),
+        )  # fmt: skip
+        return
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(data, batch_size=12)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for _ in range(steps // 10):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+def watched_loop(steps=30):
+    """A loop with a DDP of its own, under wb.watch."""
+    import torch
+
+    from workbench.engine.watch import watch
+
+    global keep
+    torch.manual_seed(3)
+    x, y = torch.randn(20 * steps, 8), torch.randn(20 * steps, 1)
+    plain = torch.nn.Linear(8, 1)
+    keep = {"plain": plain}
+    model = torch.nn.parallel.DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.TensorDataset(x, y)
+    sampler = torch.utils.data.DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=20 // world_size, sampler=sampler)
+    watch(model, optimizer, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    keep["model"] = model
+    return [type(loader).__name__, all(len(name) > 6 for name in model.state_dict())]
+
+
+def without_all_reduce():
+    """The canary: a data-parallel strategy that forgot to average its gradients."""
+    import contextlib
+
+    import torch
+
+    from workbench.strategies.torch import mirrored
+
+    class Forgetful(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args):
+            return self.module(*args)
+
+        def no_sync(self):
+            return contextlib.nullcontext()
+
+    right = mirrored.Mirrored._ddp
+    mirrored.Mirrored._ddp = lambda self, model: Forgetful(model)
+    try:
+        from workbench.engine.fit import fit
+
+        torch.manual_seed(3)
+        x, y = torch.randn(100, 8, dtype=torch.float64), torch.randint(0, 3, (100,))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        fit(
+            model.double(), (x, y), loss=torch.nn.CrossEntropyLoss(), batch_size=23, steps=20,
+            optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
+        )  # fmt: skip
+    finally:
+        mirrored.Mirrored._ddp = right
+
+
+def stopped(own_loop, at=5):
+    """Stop is agreed while step 2 runs; steps up to `at` are still done."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def press(step, logs=None):
+        if step == 2:
+            context.gate.halt()
+            context.gate.halt_at("stop", at)
+
+    if not own_loop:
+        return fit(
+            model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, batch_size=8, steps=50,
+            callbacks=[press],
+        ).stopped  # fmt: skip
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for _ in range(7):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            press(context.step)
+    return False
+
+
+def batchnorm(own_loop):
+    """Train with BatchNorm; return its running mean."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+
+    torch.manual_seed(3)
+    x, y = torch.randn(64, 4), torch.randn(64, 1)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if own_loop:
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        model, optimizer, loader = prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    else:
+        fit(model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, batch_size=16)
+    return model[0].running_mean.tolist()
+
+
+def blocked():
+    """Rank 0 waits in an all-reduce that rank 1 never joins, until its sockets are shut."""
+    import threading
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from workbench.engine import torch_support
+
+    store = dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        store.wait(["given up"])
+        return None
+    count = []
+    timer = threading.Timer(0.2, lambda: count.append(torch_support.shutdown_group_sockets()))
+    timer.start()
+    began = time.perf_counter()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        return time.perf_counter() - began
+    finally:
+        timer.join()
+        store.set("given up", "yes")
+
+
+def copies():
+    """What can be done with a prepared model besides training it."""
+    import copy
+    import io
+
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    same, _ = prepare(model, optimizer)
+    copied = copy.deepcopy(same)
+    saved = io.BytesIO()
+    torch.save(same, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    with same.no_sync() if hasattr(same, "no_sync") else torch.enable_grad():
+        pass
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        same(x).sum().backward()
+        optimizer.step()
+    same_output = bool((copied(x) == loaded(x)).all())
+    return [
+        same is model,
+        type(copied) is torch.nn.Sequential,
+        same_output,
+        list(same.state_dict()),
+    ]
+
+
+def fails(kind):
+    """Call wb.fit with something that cannot be trained; return the error's first line."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.errors import FitError
+
+    x, y = torch.randn(20, 4), torch.randn(20, 1)
+    model = torch.nn.Linear(4, 1)
+    good = {
+        "model": model, "data": (x, y), "loss": torch.nn.MSELoss(), "batch_size": 10,
+        "optimizer": lambda p: torch.optim.SGD(p, 0.1),
+    }  # fmt: skip
+    foreign = torch.optim.SGD(torch.nn.Linear(4, 1).parameters(), 0.1)
+    bad = {
+        "no data": {"data": None},
+        "no model": {"model": None},
+        "no module": {"model": 3},
+        "a class": {"model": torch.nn.Linear},
+        "frozen": {"model": torch.nn.Linear(4, 1).requires_grad_(False)},
+        "no loss": {"loss": None},
+        "two losses": {"step_fn": lambda m, b: 0},
+        "loss class": {"loss": torch.nn.MSELoss},
+        "small batch": {"batch_size": 1},
+        "no batch": {"batch_size": None},
+        "zero epochs": {"epochs": 0},
+        "negative seed": {"seed": -1},
+        "empty": {"data": (x[:0], y[:0])},
+        "ragged": {"data": (x, y[:3])},
+        "odd data": {"data": "digits"},
+        "no pairs": {"data": (x, y, y)},
+        "foreign optimizer": {"optimizer": foreign},
+        "odd optimizer": {"optimizer": 0.1},
+        "precision": {"precision": "int8"},
+        "clip": {"clip_norm": 0},
+        "metrics": {"loss": None, "step_fn": lambda m, b: 0, "metrics": {"a": len}},
+        "eval": {"eval_every": 3},
+        "callback": {"callbacks": [3]},
+    }[kind]
+    try:
+        fit(**{**good, **bad})
+    except FitError as error:
+        return str(error).splitlines()[0]
+    return "no error"

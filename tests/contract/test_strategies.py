@@ -1,0 +1,270 @@
+"""What every strategy must honour, whatever it is: parametrised over the catalog."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import cells
+import numpy as np
+import pytest
+from harness import Report, Workers, failures, joined
+
+from workbench import catalog, metrics
+
+pytestmark = pytest.mark.torch
+
+
+def _exists(entry: catalog.Strategy) -> bool:
+    return importlib.util.find_spec(entry.module.partition(":")[0]) is not None
+
+
+ENTRIES = [entry for entry in catalog.strategies("torch") if _exists(entry)]
+CASES = [
+    pytest.param(entry, count, id=f"{entry.name}-{count}")
+    for entry in ENTRIES
+    for count in (1, 2, 3)
+    if entry.sync and count <= (entry.max_workers or count)
+]
+PREPARE = [case for case in CASES if "prepare" in case.values[0].ways]
+SEVERAL = [case for case in CASES if case.values[1] > 1]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "uneven": {},
+    "accumulate": {"accumulate": 3},
+    "clip": {"clip": 0.05},
+    "scheduler": {"scheduled": True},
+    "fewer samples than workers": {"samples": 24, "batch": 22},
+    "step_fn": {"pairs": False},
+}
+NEEDS = {"accumulate": "accumulate", "clip": "clip_norm", "scheduler": "scheduler"}
+
+
+def clean(reports: list[Report]) -> list[Report]:
+    """Check what holds after every run, then hand the reports on."""
+    assert failures(reports) == []
+    assert [report.left for report in reports] == [[] for _ in reports]
+    assert [report.wrapped for report in reports] == [[] for _ in reports]
+    return reports
+
+
+def assert_same(reports: list[Report], truth: Report, tolerance: float) -> None:
+    """Check parameters of every worker, and the losses of every step, against one device."""
+    for report in reports:
+        assert report.weights.keys() == truth.weights.keys()
+        for name, value in truth.weights.items():
+            assert abs(report.weights[name] - value).max() <= tolerance, name
+    losses = metrics.derive(joined(reports)).loss
+    assert np.allclose(losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("entry", "count"), CASES)
+def test_trains_exactly_as_one_device_does(
+    workers: Workers, entry: catalog.Strategy, count: int, variant: str
+) -> None:
+    if NEEDS.get(variant, "step_fn") not in entry.supports:
+        pytest.skip(f"{entry.name} does not support {variant}")
+    (truth,) = clean(_call(workers, "one_device", 1, variant))
+    reports = clean(_call(workers, entry.name, count, variant))
+    assert_same(reports, truth, 1e-10)
+    for mine, theirs in zip(reports[0].value["evals"], truth.value["evals"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-6)
+
+
+def _call(workers: Workers, name: str, count: int, variant: str) -> list[Report]:
+    return workers.run(name, cells.train, workers=count, keywords=VARIANTS[variant])
+
+
+@pytest.mark.parametrize(("entry", "count"), CASES)
+def test_float32_stays_within_rounding(
+    workers: Workers, entry: catalog.Strategy, count: int
+) -> None:
+    keywords = {"dtype": "float32"}
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    reports = clean(workers.run(entry.name, cells.train, workers=count, keywords=keywords))
+    assert_same(reports, truth, 1e-5)
+
+
+def test_a_strategy_without_all_reduce_is_caught(workers: Workers) -> None:
+    (truth,) = clean(workers.run("one_device", cells.train))
+    reports = clean(workers.run("mirrored", cells.without_all_reduce, workers=2))
+    with pytest.raises(AssertionError, match=r"weight|bias"):
+        assert_same(reports, truth, 1e-10)
+
+
+@pytest.mark.parametrize("loader", ["plain", "custom_sampler", "processes"])
+@pytest.mark.parametrize(("entry", "count"), PREPARE)
+def test_an_own_loop_trains_as_fit_does(
+    workers: Workers, entry: catalog.Strategy, count: int, loader: str
+) -> None:
+    keywords = {
+        "custom_sampler": loader == "custom_sampler",
+        "processes": int(loader == "processes"),
+        "epochs": 1 if loader == "processes" else 3,
+    }
+    if loader == "processes" and count != 2:
+        pytest.skip("starting processes is slow; two workers show it")
+    (truth,) = clean(workers.run("one_device", cells.train_from_loader, False, keywords=keywords))
+    for own_loop in (True, False):
+        reports = clean(
+            workers.run(
+                entry.name, cells.train_from_loader, own_loop, workers=count, keywords=keywords
+            )
+        )
+        assert_same(reports, truth, 1e-10)
+        assert reports[0].trained == len(truth.rows)
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize(("entry", "count"), CASES)
+def test_records_cover_the_run(
+    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
+) -> None:
+    reports = clean(workers.run(entry.name, cells.slow_steps, own_loop, workers=count))
+    rows = joined(reports)
+    assert rows.shape == (30, count)
+    assert (rows["step"] == np.arange(30)[:, None]).all()
+    assert (rows["rank"] == np.arange(count)).all()
+    assert (rows["samples"].sum(axis=1) == 12).all()
+    derived = metrics.derive(rows)
+    assert derived.step_s.min() >= 0.010
+    named = 1 - derived.other_s / derived.step_s
+    assert np.quantile(named, 0.02) >= 0.95
+    assert named.max() <= 1.001
+    for report, step_s in zip(reports, derived.step_s.T, strict=True):
+        assert step_s.sum() == pytest.approx(report.train_s, rel=0.01)
+
+
+@pytest.mark.parametrize("place", ["data", "forward", "backward"])
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize(("entry", "count"), SEVERAL)
+def test_an_injected_delay_is_read_back_as_the_others_wait(
+    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool, place: str
+) -> None:
+    faults = (f"slow=1:50ms/{place}",)
+    reports = clean(
+        workers.run(entry.name, cells.slow_steps, own_loop, 30, 2, workers=count, faults=faults)
+    )
+    derived = metrics.derive(joined(reports))
+    wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
+    others = [rank for rank in range(count) if rank != 1]
+    assert wait_ms[others] == pytest.approx(50, abs=5)
+    assert wait_ms[1] == 0
+    assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
+
+
+def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
+    for place, column in (("data", "data_wait_s"), ("backward", "compute_s")):
+        faults = (f"slow=0:20ms/{place}",)
+        reports = clean(workers.run("one_device", cells.slow_steps, faults=faults))
+        derived = metrics.derive(joined(reports))
+        floor_ms = 20 if column == "data_wait_s" else 32
+        assert np.median(getattr(derived, column)) * 1e3 == pytest.approx(floor_ms, abs=3)
+
+
+@pytest.mark.parametrize(("entry", "count"), CASES)
+def test_stop_ends_all_workers_at_the_agreed_step(
+    workers: Workers, entry: catalog.Strategy, count: int
+) -> None:
+    reports = clean(workers.run(entry.name, cells.stopped, False, workers=count))
+    assert [report.value for report in reports] == [True] * count
+    assert [report.trained for report in reports] == [6] * count
+
+
+@pytest.mark.parametrize(("entry", "count"), PREPARE)
+def test_stop_raises_in_an_own_loop(workers: Workers, entry: catalog.Strategy, count: int) -> None:
+    reports = workers.run(entry.name, cells.stopped, True, workers=count)
+    assert all(report.error and report.error.startswith("RunStopped") for report in reports)
+    assert [report.trained for report in reports] == [6] * count
+    assert [report.left for report in reports] == [[]] * count
+
+
+@pytest.mark.parametrize(("entry", "count"), PREPARE)
+def test_a_prepared_model_is_still_the_users(
+    workers: Workers, entry: catalog.Strategy, count: int
+) -> None:
+    reports = clean(workers.run(entry.name, cells.copies, workers=count))
+    assert reports[0].value == [True, True, True, ["0.weight", "0.bias"]]
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize(("entry", "count"), SEVERAL)
+def test_buffers_end_equal(
+    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
+) -> None:
+    reports = clean(workers.run(entry.name, cells.batchnorm, own_loop, workers=count))
+    assert all(report.value == reports[0].value for report in reports)
+    assert any(reports[0].value)
+
+
+WRONG = {
+    "no data": "not given data", "no model": "not given model", "no module": "no torch.nn.Module",
+    "a class": "no torch.nn.Module", "frozen": "no parameter", "no loss": "not clear",
+    "two losses": "exclude", "loss class": "cannot be called", "no batch": "was not said",
+    "zero epochs": "epochs must count", "negative seed": "A seed", "empty": "is empty",
+    "ragged": "unequal lengths", "odd data": "not understood", "no pairs": "pairs",
+    "foreign optimizer": "not the model's", "odd optimizer": "not understood",
+    "precision": "precision", "clip": "clip_norm", "metrics": "Metrics", "eval": "eval_every",
+    "callback": "callback",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_trained_is_refused_before_any_collective(
+    workers: Workers, kind: str
+) -> None:
+    (report,) = clean(workers.run("one_device", cells.fails, kind))
+    assert WRONG[kind] in report.value
+    assert len(report.rows) == 0
+
+
+def test_a_batch_smaller_than_the_workers_is_refused_everywhere(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", cells.fails, "small batch", workers=2))
+    assert ["smaller than the number" in report.value for report in reports] == [True, True]
+
+
+def test_the_lines_overrides_win(workers: Workers) -> None:
+    overrides = {"steps": 7, "batch_size": 50, "seed": 5}
+    reports = clean(workers.run("mirrored", cells.train, workers=2, overrides=overrides))
+    rows = joined(reports)
+    assert rows.shape == (7, 2)
+    assert (rows["samples"] == 25).all()
+    assert reports[0].emitted("run_started")[0]["batch_size"] == 50
+
+
+def test_unused_parameters_train_with_the_option(workers: Workers) -> None:
+    options = {"find_unused_parameters": "true", "bucket_mb": "0.001"}
+    keywords = {"unused": True}
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    reports = clean(
+        workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
+    )
+    assert_same(reports, truth, 1e-10)
+
+
+def test_a_loop_with_its_own_ddp_is_recorded_as_it_is(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", cells.watched_loop, workers=2))
+    rows = joined(reports)
+    assert rows.shape == (30, 2)
+    assert (rows["samples"] == 10).all()
+    assert not np.isnan(rows["ready_s"]).any()
+    assert not np.isnan(rows["local_loss"]).any()
+    assert reports[0].value == ["DataLoader", True]
+
+
+def test_a_blocked_collective_raises_when_its_sockets_are_shut(workers: Workers) -> None:
+    waited, _ = clean(workers.run("mirrored", cells.blocked, workers=2))
+    assert 0.1 < waited.value < 5
+
+
+def test_a_killed_worker_ends_in_an_error_not_a_hang() -> None:
+    pool = Workers(2)
+    try:
+        reports = pool.run("mirrored", cells.train, workers=2, faults=("kill=1@3",))
+        assert reports[1].error == "died"
+        assert reports[0].error
+        assert "Connection" in reports[0].error
+        assert "process group" not in reports[0].left
+    finally:
+        pool.close()
