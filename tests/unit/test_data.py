@@ -1,0 +1,138 @@
+"""The data sets: shapes, ranges, splits, and no framework until one is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from workbench import data
+from workbench.errors import DataError
+
+
+def test_importing_and_arrays_need_no_framework() -> None:
+    code = (
+        "import sys, workbench.data as d; d.digits('test', arrays=True);"
+        "d.synthetic(10, arrays=True);"
+        "assert not {'torch', 'tensorflow', 'sklearn'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_digits_are_what_scikit_learn_has() -> None:
+    from sklearn.datasets import load_digits
+
+    parts = [data.digits(split, arrays=True) for split in ("train", "test")]
+    x = np.concatenate([part[0] for part in parts])
+    y = np.concatenate([part[1] for part in parts])
+    truth = load_digits()
+    assert x.shape == (1797, 1, 8, 8)
+    assert x.dtype == np.float32
+    assert y.dtype == np.int64
+    key = sorted(zip((x.reshape(1797, 64) * 16).astype(int).tolist(), y.tolist(), strict=True))
+    same = sorted(zip(truth.data.astype(int).tolist(), truth.target.tolist(), strict=True))
+    assert key == same
+
+
+def test_digits_are_scaled_split_once_and_copied() -> None:
+    x, y = data.digits("train", arrays=True)
+    assert (x.min(), x.max(), len(y)) == (0.0, 1.0, 1437)
+    x[:] = 7
+    again, labels = data.digits("train", arrays=True)
+    assert again.max() == 1.0
+    assert (labels == y).all()
+    assert set(y) == set(range(10))
+
+
+def test_digits_can_have_the_size_of_mnist() -> None:
+    small, _ = data.digits("test", arrays=True)
+    large, _ = data.digits("test", arrays=True, as_mnist=True)
+    assert large.shape == (360, 1, 28, 28)
+    assert large.min() >= 0
+    assert large.max() <= 1
+    assert np.allclose(large[:, :, ::27, ::27], small[:, :, ::7, ::7])
+
+
+def test_the_corpus_is_text_moved_on_by_one_character() -> None:
+    x, y = data.corpus("train", block=32, arrays=True)
+    assert x.shape == y.shape
+    assert x.shape[1] == 32
+    assert (x[:, 1:] == y[:, :-1]).all()
+    assert x.max() < len(data.VOCABULARY)
+    text = "".join(data.VOCABULARY[number] for number in x[:200].ravel())
+    assert "import" in text
+    assert "def " in text
+
+
+def test_the_corpus_splits_do_not_overlap() -> None:
+    train, test = (data.corpus(split, block=16, arrays=True)[0] for split in ("train", "test"))
+    assert 8 < len(train) / len(test) < 10
+    assert (len(train) + len(test)) * 16 <= 1 << 20
+
+
+def test_synthetic_samples_depend_on_their_index_alone() -> None:
+    made = data.arrays.Synthetic(1000, (3, 4), 5, seed=1)
+    x, y = made.everything()
+    some = np.array([999, 0, 500])
+    assert (made.take(some)[0] == x[some]).all()
+    assert (made.take(some)[1] == y[some]).all()
+    assert x.shape == (1000, 3, 4)
+    assert x.dtype == np.float32
+    assert set(y) == set(range(5))
+    other = data.synthetic(1000, shape=(3, 4), classes=5, seed=2, arrays=True)
+    assert (other[0] != x).mean() > 0.99
+
+
+def test_synthetic_classes_can_be_learnt() -> None:
+    x, y = data.synthetic(2000, shape=(32,), classes=4, arrays=True)
+    centres = np.stack([x[:1000][y[:1000] == label].mean(axis=0) for label in range(4)])
+    guess = ((x[1000:, None] - centres) ** 2).sum(axis=2).argmin(axis=1)
+    assert (guess == y[1000:]).mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: data.digits("tset"), "did you mean 'test'"),
+        (lambda: data.digits(None), "no split"),
+        (lambda: data.corpus("train", block=0), "block must count"),
+        (lambda: data.corpus("test", block=10**7, arrays=True), "shorter than one block"),
+        (lambda: data.synthetic(0), "samples must count"),
+        (lambda: data.synthetic(3, shape=(0,)), "shape must count"),
+    ],
+)
+def test_what_does_not_exist_is_refused(call, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        call()
+
+
+@pytest.mark.torch
+def test_torch_sets_give_the_same_as_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    x, y = data.digits("test", arrays=True)
+    digits = data.digits("test")
+    assert len(digits) == 360
+    assert digits[3][0].shape == (1, 8, 8)
+    assert digits[3][0].dtype == torch.float32
+    assert (digits.x.numpy() == x).all()
+    assert (digits.y.numpy() == y).all()
+
+
+@pytest.mark.torch
+def test_text_is_read_back() -> None:
+    pytest.importorskip("torch")
+    text = data.corpus("test")
+    assert text.decode(text.encode("def f(x):\n    é")) == "def f(x):\n     "
+    assert text[0][0].shape == (64,)
+
+
+@pytest.mark.torch
+def test_a_huge_synthetic_set_is_made_on_demand() -> None:
+    pytest.importorskip("torch")
+    made = data.synthetic(10**12, shape=(2,))
+    assert len(made) == 10**12
+    assert (made[-1][0] == made[10**12 - 1][0]).all()
+    with pytest.raises(IndexError):
+        made[10**12]

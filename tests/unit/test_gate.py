@@ -1,0 +1,117 @@
+"""The gate holds workers at an agreed step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.engine.gate import SLACK, Gate
+
+WAIT_S = 10
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_an_open_gate_lets_every_step_start() -> None:
+    gate = Gate()
+    assert all(gate.enter(step) for step in range(100))
+    assert not gate.stopping
+    assert gate.paused_s == 0
+
+
+def test_halt_answers_with_the_step_begun() -> None:
+    gate = Gate()
+    assert gate.halt() == -1
+    gate = Gate()
+    gate.enter(4)
+    assert gate.halt() == 4
+
+
+def test_a_stop_lets_the_agreed_step_happen_and_no_more() -> None:
+    gate = Gate()
+    gate.enter(4)
+    gate.halt()
+    gate.halt_at("stop", 5)
+    assert gate.enter(5)
+    assert not gate.enter(6)
+    assert gate.stopping
+
+
+def test_after_halt_nothing_beyond_the_slack_starts_until_a_step_is_named() -> None:
+    gate = Gate()
+    gate.enter(3)
+    gate.halt()
+    assert all(gate.enter(step) for step in range(4, 4 + SLACK))
+    answers: list[bool] = []
+    thread = in_thread(lambda: answers.append(gate.enter(4 + SLACK)))
+    gate.halt_at("stop", 3 + SLACK)
+    thread.join(WAIT_S)
+    assert answers == [False]
+
+
+@given(begun=st.lists(st.integers(0, 50), min_size=1, max_size=6))
+def test_the_step_after_the_furthest_is_in_everybodys_reach(begun: list[int]) -> None:
+    # An all-reduce keeps ranks within one step of each other.
+    positions = [max(begun) - step % 2 for step in begun]
+    gates = [Gate() for _ in positions]
+    for gate, step in zip(gates, positions, strict=True):
+        gate.enter(step)
+    common = max(gate.halt() for gate in gates) + 1
+    for gate, step in zip(gates, positions, strict=True):
+        gate.halt_at("stop", common)
+        assert all(gate.enter(later) for later in range(step + 1, common + 1))
+        assert not gate.enter(common + 1)
+
+
+def test_a_pause_is_announced_lifted_and_timed() -> None:
+    gate = Gate()
+    paused, resumed = threading.Event(), []
+    gate.on_pause = lambda step: paused.set()
+    gate.on_resume = resumed.append
+    gate.enter(0)
+    gate.halt_at("pause", 0)
+    answers: list[bool] = []
+    thread = in_thread(lambda: answers.append(gate.enter(1)))
+    assert paused.wait(WAIT_S)
+    assert answers == []
+    gate.resume()
+    thread.join(WAIT_S)
+    assert answers == [True]
+    assert resumed == [1]
+    assert gate.paused_s > 0
+
+
+def test_advance_lets_a_paused_worker_do_so_many_steps() -> None:
+    gate = Gate()
+    gate.halt_at("pause", 0)
+    gate.advance(2)
+    assert gate.enter(1)
+    assert gate.enter(2)
+    paused = threading.Event()
+    gate.on_pause = lambda step: paused.set()
+    thread = in_thread(lambda: gate.enter(3))
+    assert paused.wait(WAIT_S)
+    gate.resume()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_stop_wins_over_a_pause() -> None:
+    gate = Gate()
+    gate.halt_at("pause", 0)
+    paused = threading.Event()
+    gate.on_pause = lambda step: paused.set()
+    answers: list[bool] = []
+    thread = in_thread(lambda: answers.append(gate.enter(1)))
+    assert paused.wait(WAIT_S)
+    gate.halt_at("stop", 0)
+    gate.resume()
+    thread.join(WAIT_S)
+    assert answers == [False]

@@ -1,0 +1,89 @@
+"""The recorder's ring: rows come out as they went in, or are counted as dropped."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.engine.recorder import Recorder
+from workbench.protocol import records_from
+
+
+class Late:
+    """A deferred value that becomes ready when told."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss, self.done = loss, False
+
+    def ready(self) -> bool:
+        return self.done
+
+    def values(self) -> dict[str, float]:
+        return {"local_loss": self.loss, "end_s": 9.0}
+
+
+def add(recorder: Recorder, step: int, **more: object) -> None:
+    recorder.add(
+        step, 8, step + 0.0, step + 1.0, data_wait_s=0.25, compute_s=0.5, loss=float(step), **more
+    )  # type: ignore[arg-type]
+
+
+def test_rows_come_out_in_order_with_what_was_measured() -> None:
+    recorder = Recorder(run=7, rank=3, flags=1)
+    for step in range(5):
+        add(recorder, step, ready_s=step + 0.75)
+    rows = records_from(recorder.drain())
+    assert rows["step"].tolist() == [0, 1, 2, 3, 4]
+    assert set(rows["run"]) == {7}
+    assert set(rows["rank"]) == {3}
+    assert set(rows["flags"]) == {1}
+    assert rows["ready_s"].tolist() == [0.75, 1.75, 2.75, 3.75, 4.75]
+    assert np.isnan(rows["staleness"]).all()
+    assert recorder.drain() == b""
+
+
+def test_a_full_ring_counts_what_it_drops_and_keeps_the_oldest() -> None:
+    recorder = Recorder(0, 0, capacity=4)
+    for step in range(7):
+        add(recorder, step)
+    assert recorder.dropped == 3
+    assert records_from(recorder.drain())["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_ring_wraps_without_mixing_rows() -> None:
+    recorder = Recorder(0, 0, capacity=4)
+    seen: list[int] = []
+    for step in range(50):
+        add(recorder, step)
+        if step % 3 == 2:
+            seen += records_from(recorder.drain())["step"].tolist()
+    seen += records_from(recorder.drain())["step"].tolist()
+    assert seen == list(range(50))
+    assert recorder.dropped == 0
+
+
+def test_a_deferred_row_holds_back_those_after_it() -> None:
+    recorder, late = Recorder(0, 0), Late(42.0)
+    add(recorder, 0)
+    add(recorder, 1, deferred=late)
+    add(recorder, 2)
+    assert records_from(recorder.drain())["step"].tolist() == [0]
+    assert recorder.pending == 2
+    late.done = True
+    rows = records_from(recorder.drain())
+    assert rows["step"].tolist() == [1, 2]
+    assert rows["local_loss"].tolist() == [42.0, 2.0]
+    assert rows["end_s"].tolist() == [9.0, 3.0]
+
+
+def test_the_last_drain_waits_for_deferred_values() -> None:
+    recorder = Recorder(0, 0)
+    add(recorder, 0, deferred=Late(1.5))
+    assert records_from(recorder.drain(final=True))["local_loss"].tolist() == [1.5]
+
+
+def test_drain_returns_no_more_rows_than_asked_for() -> None:
+    recorder = Recorder(0, 0)
+    for step in range(5):
+        add(recorder, step)
+    assert len(records_from(recorder.drain(2))) == 2
+    assert recorder.pending == 3

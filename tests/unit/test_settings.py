@@ -1,0 +1,121 @@
+"""What `wb.fit` is passed is checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from workbench import catalog
+from workbench.engine import settings
+from workbench.engine.context import RunContext, require, set_current
+from workbench.engine.gate import Gate
+from workbench.engine.injector import FaultInjector
+from workbench.engine.logging import log, options
+from workbench.engine.recorder import Recorder
+from workbench.errors import FitError, RunError
+from workbench.protocol import RunSpec
+
+
+def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:
+    base = RunSpec(mode="run", rank=0, world_size=2, ranks=(0, 1), strategy="mirrored", run_id="r1")
+    said = events if events is not None else []
+    return RunContext(
+        replace(base, **spec), Recorder(1, 0), Gate(), FaultInjector(0),
+        lambda name, **fields: said.append((name, fields)),
+    )  # fmt: skip
+
+
+def test_the_line_wins_over_the_cell() -> None:
+    context = make_context(overrides={"batch_size": 32, "seed": 4})
+    counts = settings.check_counts(context, 64, 3, None, 0)
+    assert counts == settings.Counts(32, 3, None, 4)
+
+
+def test_epochs_on_the_line_replace_steps_in_the_cell() -> None:
+    context = make_context(overrides={"epochs": 2})
+    assert settings.check_counts(context, 64, 1, 500, 0).steps is None
+    context = make_context(overrides={"epochs": 2, "steps": 9})
+    assert settings.check_counts(context, 64, 1, 500, 0).steps == 9
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "3"])
+def test_counts_are_whole_and_positive(bad: Any) -> None:
+    for values in ((bad, 1, None), (8, bad, None), (8, 1, bad)):
+        with pytest.raises(FitError, match="must count"):
+            settings.check_counts(make_context(), *values, 0)
+
+
+def test_a_batch_is_compared_with_the_workers() -> None:
+    with pytest.raises(FitError, match="batch_size of at least 2"):
+        settings.check_batch(1, make_context())
+    settings.check_batch(2, make_context())
+
+
+def test_features_come_from_the_catalog() -> None:
+    entry = replace(catalog.lookup("mirrored"), supports=frozenset({"metrics"}), ways=("fit",))
+    settings.check_supported(entry, "fit", ["metrics"])
+    with pytest.raises(FitError, match="does not support clip_norm, compile"):
+        settings.check_supported(entry, "fit", ["compile", "clip_norm"])
+    with pytest.raises(FitError, match=r"cannot be used with wb.prepare"):
+        settings.check_supported(entry, "prepare", [])
+
+
+def test_callbacks_are_functions_or_objects() -> None:
+    class Both:
+        def on_step_end(self, step: int, logs: dict[str, float]) -> None: ...
+
+        def on_train_end(self, logs: dict[str, float]) -> None: ...
+
+    found = settings.Callbacks.of([Both(), print])
+    assert (len(found.step_end), len(found.epoch_end), len(found.train_end)) == (2, 0, 1)
+    assert settings.Callbacks.of(print).step_end == [print]
+    with pytest.raises(FitError, match="not understood"):
+        settings.Callbacks.of([3])
+
+
+def test_a_model_of_an_earlier_run_is_pointed_out_once_per_run() -> None:
+    class Model: ...
+
+    model, events = Model(), []
+    settings.warn_if_trained(make_context(events, run_id="a"), model)
+    settings.warn_if_trained(make_context(events, run_id="a"), model)
+    assert events == []
+    settings.warn_if_trained(make_context(events, run_id="b"), model)
+    assert [name for name, _ in events] == ["warning"]
+    assert "unfair" in events[0][1]["text"]
+
+
+def test_outside_a_run_the_magic_to_use_is_named() -> None:
+    with pytest.raises(RunError, match="%%distributed mirrored"):
+        require("wb.fit")
+
+
+def test_log_takes_numbers_at_the_step_under_way() -> None:
+    events: list[Any] = []
+    context = make_context(events)
+    context.step = 12
+    set_current(context)
+    try:
+        log(lr=0.1, n=3)
+        assert events == [("log", {"rank": 0, "step": 12, "values": {"lr": 0.1, "n": 3.0}})]
+        with pytest.raises(FitError, match="name is none"):
+            log(name="x")
+    finally:
+        set_current(None)
+
+
+def test_options_say_what_the_line_says_and_note_that_they_were_read() -> None:
+    context = make_context(overrides={"epochs": 4}, options={"bucket_mb": 1.0})
+    assert options.get("epochs", 7) == 7
+    set_current(context)
+    try:
+        assert not context.options_read
+        assert options.epochs == 4
+        assert options.bucket_mb == 1.0
+        assert context.options_read
+        with pytest.raises(AttributeError, match="did you mean 'epochs'"):
+            _ = options.epoch
+    finally:
+        set_current(None)
