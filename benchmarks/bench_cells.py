@@ -48,7 +48,9 @@ def main() -> None:
         rival.stop_cluster_sync()
     ours, theirs = (statistics.median(seconds[m]) for m in ("distributed", "px"))
     ratios = [a / b for a, b in zip(seconds["distributed"], seconds["px"], strict=True)]
-    print(f"%%distributed {ours * 1e3:.1f} ms, %%px {theirs * 1e3:.1f} ms, ratio {ours / theirs:.2f}")
+    print(
+        f"%%distributed {ours * 1e3:.1f} ms, %%px {theirs * 1e3:.1f} ms, ratio {ours / theirs:.2f}"
+    )
     result = {
         "what": "empty cell, round trip",
         "ours_s": ours,

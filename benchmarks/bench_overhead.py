@@ -135,7 +135,13 @@ class Torchrun:
         script = self.folder / "rival.py"
         script.write_text(LOOP + RIVAL)
         self.count = 0
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+        ]
         self.process = subprocess.Popen(
             [*command, str(script), str(self.folder), *map(str, (width, batch, steps))],
             stderr=subprocess.DEVNULL,
