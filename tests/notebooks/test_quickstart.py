@@ -1,0 +1,80 @@
+"""The quickstart notebook: executed cell by cell by nbval, its stored outputs compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb"
+CELL_TIMEOUT_S = 120
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def run_nbval(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    shutil.copy(NOTEBOOK, folder)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags]
+    command += [f"--nbval-cell-timeout={CELL_TIMEOUT_S}", NOTEBOOK.name]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "WORKBENCH_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_every_cell_runs_and_gives_the_stored_output(tmp_path, stored):
+    done = run_nbval(tmp_path, "--nbval")
+    cells = sum(cell.cell_type == "code" for cell in stored.cells)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{cells} passed" in done.stdout
+
+
+def test_the_comparison_can_fail(tmp_path, stored):
+    """A stored output that is wrong must be noticed, else the test above proves nothing."""
+    cell = next(c for c in stored.cells if c.cell_type == "code" and "%%rank 0" in c.source)
+    changed = nbformat.from_dict(stored)
+    wrong = nbformat.v4.new_notebook(metadata=changed.metadata)
+    wanted = changed.cells.index(cell)
+    wrong.cells = [c for c in changed.cells[: wanted + 1] if c.cell_type == "code"]
+    for output in wrong.cells[-1].outputs:
+        output["data"]["text/plain"] = "something else"
+    wrong.cells.append(nbformat.v4.new_code_cell("%cluster stop", outputs=[]))
+    path = tmp_path / "wrong.ipynb"
+    nbformat.write(wrong, path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval"]
+    done = subprocess.run(
+        [*command, f"--nbval-cell-timeout={CELL_TIMEOUT_S}", path.name],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout
+
+
+def test_saved_outputs_need_no_kernel(stored):
+    """A widget in a saved notebook shows an error where there is no kernel: none may be left."""
+    bundles = [
+        output["data"]
+        for cell in stored.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if "data" in output
+    ]
+    assert not [b for b in bundles if "application/vnd.jupyter.widget-view+json" in b]
+    pictures = [b for b in bundles if "image/png" in b]
+    assert len(pictures) >= 4
+    assert all(b["text/plain"].strip() for b in pictures)
