@@ -14,14 +14,12 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
+from workbench.engine.torch_batches import batch_length, map_batch, slice_batch  # noqa: E402
 from workbench.engine.torch_data import (  # noqa: E402
     IndexedSource,
     StreamSource,
     TensorSource,
-    batch_length,
     make_source,
-    map_batch,
-    slice_batch,
 )
 
 pytestmark = pytest.mark.torch

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import FitError
-from ..strategies.base import Job, Share, StepResult, Strategy
+from ..strategies.base import Job
 from . import settings
 from .context import RunContext, require
-
-clock = time.perf_counter
-
-
-@dataclass
-class FitResult:
-    """What `wb.fit` returns; the run's history is in the notebook.
-
-    Attributes:
-        model: The plain module with the final weights.
-        steps: Optimizer steps done.
-        loss: This worker's mean loss in the last step.
-        evals: One mapping per evaluation: step, epoch, loss, metrics.
-        stopped: Whether Stop ended it.
-    """
-
-    model: Any
-    steps: int = 0
-    loss: float = float("nan")
-    evals: list[dict[str, float]] = field(default_factory=list)
-    stopped: bool = False
-
-    def __repr__(self) -> str:
-        words = [f"{self.steps} steps", f"loss {self.loss:.4g}"]
-        if self.evals:
-            last = {k: v for k, v in self.evals[-1].items() if k not in ("step", "epoch")}
-            words += [f"eval {name} {value:.4g}" for name, value in last.items()]
-        return f"<fit: {', '.join(words)}{', stopped' if self.stopped else ''}>"
+from .training import FitResult, Training
 
 
 def fit(
@@ -129,7 +99,7 @@ def fit(
         steps_per_epoch or total_steps, scheduler, clip_norm, accumulate, precision, compile,
         counts.seed, chosen,
     )  # fmt: skip
-    training = _Training(context, job, sources, hooks, eval_every)
+    training = Training(context, job, sources, hooks, eval_every)
     return training.run(counts.epochs if counts.steps is None else None)
 
 
@@ -180,139 +150,3 @@ def _sources(
                 next_step="pass step_fn=lambda model, batch: ... instead of loss",
             )
     return source, evaluation
-
-
-class _Training:
-    """The step loop of one `wb.fit`; what runs in each step is kept short."""
-
-    def __init__(
-        self,
-        context: RunContext,
-        job: Job,
-        sources: tuple[Any, Any],
-        hooks: settings.Callbacks,
-        eval_every: int | None,
-    ) -> None:
-        self.context, self.job, self.hooks, self.eval_every = context, job, hooks, eval_every
-        self.source, self.eval_source = sources
-        self.result = FitResult(job.model)
-        self.base = context.trained  # steps of an earlier fit in the same cell
-        self.logs: dict[str, float] = {}
-        self.evaluated = -1
-
-    def run(self, epochs: int | None) -> FitResult:
-        """Train to the end, or until Stop."""
-        context, spec = self.context, self.context.spec
-        strategy: Strategy = settings.load_strategy(context)
-        context.strategy = strategy
-        strategy.prepare(self.job)
-        if spec.rank == 0 or not context.entry.data_parallel:
-            context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
-        self._announce(epochs)
-        began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
-        last = self._steps(strategy, self.source.shares(spec.rank, spec.world_size))
-        idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
-        context.train_s += clock() - began - idle_s
-        result = self.result
-        result.steps = context.trained - self.base
-        result.loss = _loss(last)
-        if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
-            self._evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
-        strategy.finish()
-        for hook in self.hooks.train_end:
-            hook({**self.logs, "loss": result.loss})
-        return result
-
-    def _steps(self, strategy: Strategy, shares: Iterator[Share]) -> StepResult | None:
-        context = self.context
-        gate, faults, record = context.gate, context.faults, context.recorder.add
-        per_epoch = self.job.steps_per_epoch
-        after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
-        result: StepResult | None = None
-        start, paused_s = clock(), gate.paused_s
-        for step in range(self.base, self.base + self.job.total_steps):
-            if not gate.enter(step):
-                self.result.stopped = True
-                break
-            if gate.paused_s != paused_s:  # a pause belongs to no step
-                start, paused_s = clock(), gate.paused_s
-            faults.before_step(step)
-            context.step = step
-            asked = clock()
-            share = next(shares)
-            if faults.active:
-                faults.spend("data")
-            fed = clock()
-            context.fetch_s = fed - asked
-            result = strategy.step(share)
-            end = clock()
-            record(
-                step, result.samples, start, end, data_wait_s=fed - asked,
-                compute_s=result.compute_s, loss=result.loss, ready_s=result.ready_s,
-                exposed_s=result.exposed_s, wait_s=result.wait_s, sent_bytes=result.sent_bytes,
-                staleness=result.staleness, bubble_s=result.bubble_s, deferred=result.deferred,
-            )  # fmt: skip
-            context.trained += 1
-            start = end
-            done = step - self.base + 1
-            if after:
-                start = self._after_step(strategy, done, end, result)
-            if done % per_epoch == 0:
-                self._end_epoch(done // per_epoch - 1)
-        return result
-
-    def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
-        """Call hooks and evaluate; return when the next step begins."""
-        if self.hooks.step_end or self.hooks.epoch_end:
-            self.logs["loss"] = _loss(result)
-            for hook in self.hooks.step_end:
-                hook(self.context.step, self.logs)
-        every = self.eval_every or self.job.steps_per_epoch
-        if self.eval_source is None or done % every:
-            return end_s
-        self._evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
-        return clock()
-
-    def _end_epoch(self, epoch: int) -> None:
-        context = self.context
-        context.emit("epoch", rank=context.spec.rank, epoch=epoch, step=context.step)
-        for hook in self.hooks.epoch_end:
-            hook(epoch, self.logs)
-
-    def _evaluate(self, strategy: Strategy, epoch: int) -> None:
-        context, spec = self.context, self.context.spec
-        began = clock()
-        values = strategy.evaluate(self.eval_source.epoch(0, spec.rank, spec.world_size))
-        seconds = clock() - began
-        context.eval_s += seconds
-        self.evaluated = context.step
-        self.result.evals.append({"step": context.step, "epoch": epoch, **values})
-        self.logs.update({f"eval_{name}": value for name, value in values.items()})
-        if spec.rank == 0:  # equal on all ranks
-            context.emit("eval", step=context.step, epoch=epoch, values=values, seconds=seconds)
-
-    def _announce(self, epochs: int | None) -> None:
-        context, spec, job = self.context, self.context.spec, self.job
-        support = settings.support(spec.framework)
-        workers = spec.world_size if context.entry.data_parallel else 1
-        context.emit(
-            "run_started",
-            rank=spec.rank,
-            t_s=clock(),
-            total_steps=self.base + job.total_steps,
-            epochs=epochs,
-            batch_size=job.batch_size,
-            local_batch=-(-job.batch_size // workers),
-            parameters=support.parameter_count(job.model),
-            device=support.device_label(spec.device),
-            threads=spec.threads,
-        )
-
-
-def _loss(result: StepResult | None) -> float:
-    """Return the worker's loss of a step, waiting for the device where it is still there."""
-    if result is None:
-        return float("nan")
-    if result.deferred is None:
-        return result.loss
-    return result.deferred.values().get("local_loss", float("nan"))

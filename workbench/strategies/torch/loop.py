@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.context import RunContext
-from ...engine.torch_data import Source, batch_length, map_batch
+from ...engine.torch_batches import batch_length, map_batch
+from ...engine.torch_data import Source
 from ...errors import RunStopped
 from ..base import NAN, Share
 from .inplace import subclass

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.context import RunContext
-from ...engine.torch_data import map_batch, slice_batch
+from ...engine.torch_batches import map_batch, slice_batch
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
 from .timing import make_timer
