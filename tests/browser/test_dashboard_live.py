@@ -89,13 +89,13 @@ def test_a_page_reload_during_a_background_run_goes_on_with_the_whole_history(no
 def test_a_page_reloaded_while_the_cell_blocks_shows_the_history_when_it_is_over(notebook):
     nb = notebook("reload.ipynb", live("play(2, limit_s=9)"))
     nb.run_all()
-    wait_steps(nb.page, 70)
+    wait_steps(nb.page, 84)
     nb.save()
     assert WIDGET in str(nb.lab.saved(nb.name)["cells"][0]["outputs"])
     nb.page.reload()
     # JupyterLab asks a kernel for its widgets only once the running cell is over.
     nb.page.locator(".wb-state", has_text="finished").wait_for(timeout=40_000)
-    wait_steps(nb.page, 72)
+    wait_steps(nb.page, 86)
     assert first_step(nb) == 0
     assert button(nb, "Stop").is_disabled()
 

@@ -2,7 +2,7 @@
 // One store per widget, shared by its views; a view only draws. Works offline.
 
 const LEFT = 46, RIGHT = 10, TOP = 6, BOTTOM = 22, CHART = 150, SMALL = 92, ROW = 24, GAP = 5;
-const HELLO_AGAIN_MS = 1000;
+const HELLO_AGAIN_MS = 1000, UNHEARD_LIMIT = 5;
 
 /** What the kernel has sent so far: the head, and tables of float32 by key. */
 class Store {
@@ -13,20 +13,25 @@ class Store {
     this.tables = new Map();
     this.listeners = new Set();
     this.asked = -Infinity;
+    this.unheard = 0;
   }
 
   hello() {
     const now = performance.now();
-    if (now - this.asked < HELLO_AGAIN_MS) return;
+    if (now - this.asked < HELLO_AGAIN_MS) return false;
     this.asked = now;
     this.send({ type: "hello" });
+    return true;
   }
 
   receive(frame, buffers) {
     if (frame?.type !== "frame") return;
-    if (!frame.full && frame.base !== this.seq) return this.hello();
+    if (!frame.full && frame.base !== this.seq) return void this.hello();
     if (frame.full) { this.head = {}; this.tables.clear(); }
     this.seq = frame.seq;
+    // A hello that is sent before JupyterLab has opened the widget's subshell waits for the cell's
+    // end, so it is sent again; not for ever, as kernels without subshells hold back every one.
+    if (!frame.heard && this.unheard < UNHEARD_LIMIT && this.hello()) this.unheard += 1;
     Object.assign(this.head, frame.head);
     const view = buffers[0];
     const bytes = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);

@@ -89,16 +89,16 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_frame(self, snapshot: Snapshot, previous: Snapshot | None) -> None:
         base, self._seq = self._seq, self._seq + 1
-        frame, buffer = make_frame(snapshot, previous, self._seq, base)
+        frame, buffer = make_frame(snapshot, previous, self._seq, base, self._heard)
         if frame["full"]:
             self._full_at_s = time.monotonic()
         self.send(frame, [buffer])
 
     def _receive(self, _: Any, content: Any, buffers: Any) -> None:
         kind = content.get("type") if isinstance(content, dict) else None
+        self._heard = True
         if kind == "hello":
             with self._lock:
-                self._heard = True
                 if self._latest is not None:
                     self._send_frame(self._latest, None)
         elif kind == "command" and content.get("name") in COMMANDS:

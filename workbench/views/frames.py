@@ -43,12 +43,16 @@ class Table(TypedDict):
 
 
 class Frame(TypedDict):
-    """Kernel to browser. `head` holds only the keys that changed, all of them when `full`."""
+    """Kernel to browser. `head` holds only the keys that changed, all of them when `full`.
+
+    `heard` says whether any browser's message has reached the kernel yet.
+    """
 
     type: Literal["frame"]
     seq: int
     base: int
     full: bool
+    heard: bool
     head: dict[str, Any]
     arrays: list[Table]
 
@@ -71,7 +75,7 @@ Floats32 = NDArray[np.float32]
 
 
 def make_frame(
-    snapshot: Snapshot, previous: Snapshot | None, seq: int, base: int = -1
+    snapshot: Snapshot, previous: Snapshot | None, seq: int, base: int = -1, heard: bool = True
 ) -> tuple[Frame, bytes]:
     """Return the frame that takes a browser from `previous` to `snapshot`.
 
@@ -101,6 +105,7 @@ def make_frame(
         "seq": seq,
         "base": base if previous is not None else -1,
         "full": previous is None,
+        "heard": heard,
         "head": head,
         "arrays": packer.tables,
     }
