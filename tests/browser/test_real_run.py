@@ -1,0 +1,66 @@
+"""The quickstart as a newcomer meets it, and Stop pressed in the middle of a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
+
+QUICKSTART = Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb"
+STEPS = "parseInt(document.querySelector('.wb-steps')?.textContent.split(' ')[1] ?? 0)"
+
+TRAIN = """%%distributed mirrored --steps 1000000 --name long --inject slow=1:20ms
+import torch
+from torch import nn
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+wb.fit(model, wb.data.digits("train"), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=64)"""
+
+
+def wait_steps(page, at_least: int) -> None:
+    page.wait_for_function(f"{STEPS} >= {at_least}", timeout=60_000)
+
+
+def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tmp_path):
+    nb = notebook(
+        "stop_real.ipynb",
+        [
+            "%load_ext workbench\nimport workbench as wb\n%cluster start 2 --devices cpu",
+            TRAIN,
+            "%%distributed\nprint('alive', rank)",
+            "run = wb.runs['long']\nprint(run.state, 'equal', len(set("
+            "int(run.history['step'][run.history['rank'] == r].max()) for r in (0, 1))) == 1)",
+            "%cluster stop",
+        ],
+    )
+    nb.run_all()
+    wait_steps(nb.page, 10)
+    wait_steps(nb.page, 30)  # the numbers move while the cell blocks
+    nb.page.get_by_text("rank 1 makes the other wait").wait_for(timeout=20_000)
+    nb.page.locator(".wb-dash button", has_text="Stop").click()
+    nb.wait_text("alive 0", 30)
+    nb.wait_text("alive 1", 10)
+    nb.wait_text("stopped equal True", 10)
+    nb.wait_text("cluster stopped", 20)
+    bundles = [o.get("data", {}) for o in nb.outputs()]
+    assert any("image/png" in bundle for bundle in bundles)
+    assert not any("application/vnd.jupyter.widget-view+json" in bundle for bundle in bundles)
+
+
+def test_the_quickstart_runs_to_its_end_with_moving_curves(notebook):
+    cells = [
+        cell.source
+        for cell in nbformat.read(QUICKSTART, as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    nb = notebook("quickstart.ipynb", cells)
+    nb.run_all()
+    wait_steps(nb.page, 1)
+    nb.wait_text("cluster stopped", 120)
+    outputs = nb.outputs()
+    assert not [o for o in outputs if o["output_type"] == "error"]
+    pictures = [o for o in outputs if "image/png" in o.get("data", {})]
+    assert len(pictures) == 4  # three runs and the comparison
