@@ -23,7 +23,9 @@ SHARED = Path("share/distributed-workbench/notebooks")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    parser = argparse.ArgumentParser(prog="workbench", description="A Jupyter workbench for distributed training.")
+    parser = argparse.ArgumentParser(
+        prog="workbench", description="A Jupyter workbench for distributed training."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
     demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
@@ -54,7 +56,8 @@ def _need(module: str) -> Any:
         return __import__(module)
     except ImportError:
         raise WorkbenchError(
-            f"{module} is not installed.", next_step="pip install 'distributed-workbench[torch,lab]'"
+            f"{module} is not installed.",
+            next_step="pip install 'distributed-workbench[torch,lab]'",
         ) from None
 
 
@@ -109,7 +112,8 @@ def _execute(notebook: NotebookNode, out: Path) -> Exception | None:
 def _write_html(notebook: NotebookNode, page: Path) -> None:
     from nbconvert import HTMLExporter
 
-    body, _ = HTMLExporter().from_notebook_node(notebook)
+    exporter = HTMLExporter()  # type: ignore[no-untyped-call,unused-ignore]
+    body, _ = exporter.from_notebook_node(notebook)
     page.write_text(body)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from types import ModuleType
 from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
-from IPython.display import display
 
 from . import catalog
 from .errors import PlanError, RunError
@@ -14,6 +13,7 @@ from .line import (
     ACTIONS,
     PLOTS,
     CellLine,
+    ClusterLine,
     cell_parser,
     cluster_parser,
     parse_cell_line,
@@ -25,6 +25,7 @@ from .recipe import Recipe
 from .session import registry
 from .session.state import Session, session
 from .session.values import pull_values, push_values
+from .views.blocks import ProgressLine, show
 
 BODY_LINE = 2
 """A cell's body begins on its second line, below the magic."""
@@ -33,6 +34,8 @@ BODY_LINE = 2
 @magics_class
 class WorkbenchMagics(Magics):
     """The notebook's commands."""
+
+    shell: Any
 
     @property
     def session(self) -> Session:
@@ -44,19 +47,14 @@ class WorkbenchMagics(Magics):
         """Start, show and stop engines; see `%cluster?`."""
         asked = parse_cluster_line(line)
         if asked.action == "start":
-            progress = _Progress()
-            settings = {"devices": asked.devices, "framework": asked.framework}
-            settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
-            cluster = session.start(asked.count or 2, progress=progress, **settings)
-            progress.done()
-            display(cluster.status())
+            self._start(asked)
         elif asked.action == "stop":
             session.stop()
             print("cluster stopped")  # noqa: T201 - the answer to a command
         elif asked.action == "restart":
             cluster = session.need_cluster()
             cluster.restart(asked.ranks or None)
-            display(cluster.status())
+            show(cluster.status())
         elif asked.action == "logs":
             for engine in asked.ranks or session.need_cluster().ids:
                 print(f"--- engine {engine}\n{session.need_cluster().logs(engine)}")  # noqa: T201
@@ -64,14 +62,28 @@ class WorkbenchMagics(Magics):
             session.need_cluster().free()
             print("the cells' variables are gone on all engines")  # noqa: T201
         else:
-            display(session.need_cluster().status())
+            show(session.need_cluster().status())
+
+    def _start(self, asked: ClusterLine) -> None:
+        progress = ProgressLine()
+        settings = {"devices": asked.devices, "framework": asked.framework}
+        settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+        try:
+            cluster = session.start(asked.count or 2, progress=progress, **settings)
+        except BaseException:
+            progress.done()
+            raise
+        progress.done(cluster.status())
+        count = len(cluster.ids)
+        if asked.count is not None and asked.count < count:
+            print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
 
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on the engines; with a strategy, train under it. See `%%distributed?`."""
         self._cell(parse_cell_line(line), Recipe(cell, BODY_LINE, self._origin()), cell)
 
-    @line_magic("distributed")
+    @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
         """Train the last cell (or `--recipe NAME`) again under another strategy."""
         asked = parse_cell_line(line, "%distributed")
@@ -132,9 +144,9 @@ class WorkbenchMagics(Magics):
         if len(runs) > 1:
             from .session.compare import compare
 
-            display(compare(*runs))
+            show(compare(*runs))
         else:
-            display(runs[0].summary())
+            show(runs[0].summary())
 
     def _origin(self) -> str:
         return f"In[{self.shell.execution_count}]"
@@ -147,39 +159,26 @@ def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
         return error
     name = outcome["evalue"].split("'")[1] if "'" in outcome["evalue"] else ""
     if name and name in namespace:
+        step = f"%push {name}, or define it in a %%distributed cell"
+        if isinstance(namespace[name], ModuleType):
+            step = f"import {namespace[name].__name__} in the cell"
         return RunError(
-            f"{error.what}. The name exists in the notebook, but not on the engines.",
-            next_step=f"%push {name}, or define it in a %%distributed cell",
+            f"{error.what}\n  The name exists in the notebook, but not on the engines.",
+            seen=name,
+            next_step=step,
         )
     return error
 
 
 def _autoreload(shell: Any) -> str:
     """Return the notebook's autoreload mode, empty when it is off."""
-    if "autoreload" not in shell.extension_manager.loaded:
+    magics = shell.magics_manager.registry.get("AutoreloadMagics")
+    reloader = getattr(magics, "_reloader", None)
+    if reloader is None or not reloader.enabled:
         return ""
-    for magics in shell.magics_manager.registry.values():
-        reloader = getattr(magics, "_reloader", None)
-        if reloader is not None and reloader.enabled:
-            return "2" if reloader.check_all else "1"
-    return ""
-
-
-class _Progress:
-    """One line that says what a start is doing; cleared when it is done."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __call__(self, text: str) -> None:
-        if sys.stderr.isatty():
-            self._shown = True
-            sys.stderr.write(f"\r\x1b[K{text} ...")
-            sys.stderr.flush()
-
-    def done(self) -> None:
-        if self._shown:
-            sys.stderr.write("\r\x1b[K")
+    if getattr(reloader, "autoload_obj", False):
+        return "3"
+    return "2" if reloader.check_all else "1"
 
 
 def _complete(shell: Any, event: Any) -> list[str]:
@@ -204,8 +203,8 @@ def _complete(shell: Any, event: Any) -> list[str]:
 def register(shell: Any) -> None:
     """Register magics and completion with a shell; begin to pre-warm."""
     magics = WorkbenchMagics(shell)
-    magics.distributed.__func__.__doc__ = cell_parser().format_help()
-    magics.cluster.__func__.__doc__ = cluster_parser().format_help()
+    for name, parser in (("distributed", cell_parser()), ("cluster", cluster_parser())):
+        getattr(WorkbenchMagics, name).__doc__ = parser.format_help()
     shell.register_magics(magics)
     for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
         shell.set_hook("complete_command", _complete, str_key=command)

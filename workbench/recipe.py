@@ -36,6 +36,17 @@ class Recipe:
         """Twelve hex digits that are equal for equal recipes; comparisons are keyed on it."""
         return hashlib.sha256(self.source.encode()).hexdigest()[:12]
 
+    @property
+    def numbered(self) -> str:
+        """The source, below comments that make its lines count as those of the user's cell.
+
+        IPython drops blank lines at a cell's beginning, but not comments. A cell that begins with
+        a magic of its own (`%%time`) is left alone: below a comment it would be none.
+        """
+        if self.source.lstrip().startswith("%%"):
+            return self.source
+        return "#\n" * (self.first_line - 1) + self.source
+
     @staticmethod
     def from_function(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:
         """Make a recipe from a function; its source travels, so it may not close over names.

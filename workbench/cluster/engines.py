@@ -1,4 +1,4 @@
-"""Engines of one cluster: started, watched, called, signalled, stopped. The only way to ipyparallel.
+"""Engines of one cluster: started, watched, called, signalled, stopped; over ipyparallel.
 
 A cluster has its own folder, its own cluster id and its own controller, so it never meets the
 user's other clusters. Local engines are forked from a warm parent where the system allows it;
@@ -210,14 +210,29 @@ class Engines:
         """End engines and start fresh ones in their places, under the same ids."""
         gone = list(ids)
         for engine in gone:
-            info = self.engines.get(engine)
-            if info is None:
-                raise ClusterError("There is no such engine.", seen=engine, allowed=f"{self.ids}")
+            self.known(engine)
+        for engine in gone:
+            info = self.engines[engine]
             if info.state != "dead":
-                info.state = "dead"
+                self._lost(info, "restarted")
                 self._ground.end([engine])
-            self.router.forget(engine)
         return self._start_ids(gone, lambda text: None)
+
+    def known(self, engine: int) -> EngineInfo:
+        """Return what is known of an engine, dead or alive.
+
+        Raises:
+            ClusterError: There never was one of that id.
+        """
+        info = self.engines.get(engine)
+        if info is None:
+            raise ClusterError(
+                "There is no such engine.",
+                seen=engine,
+                allowed=", ".join(map(str, sorted(self.engines))),
+                next_step="%cluster lists them",
+            )
+        return info
 
     def store(self) -> tuple[str, int]:
         """Return host and port of the TCPStore, started on first use."""
@@ -231,11 +246,15 @@ class Engines:
         info = self.engines.get(engine)
         if info is None or info.state == "dead" or self._stopping:
             return
+        self._lost(info, how)
+
+    def _lost(self, info: EngineInfo, how: str) -> None:
+        """Settle what an engine that is no more leaves behind."""
         info.state, info.exit = "dead", how
-        self.router.forget(engine)
+        self.router.forget(info.id)
         with self._lock:
-            stranded = list(self._calls.pop(engine, []))
-        error = ClusterError(f"Engine {engine} (pid {info.pid}) died: {how}.")
+            stranded = list(self._calls.pop(info.id, []))
+        error = ClusterError(f"Engine {info.id} (pid {info.pid}) died: {how}.")
         self._listeners.death(info)
         for call in stranded:
             call.finish(error)

@@ -58,7 +58,7 @@ class Ground:
         self._changed = threading.Event()
         self._lock = threading.Lock()
 
-    # -- before the engines -------------------------------------------------------------------------
+    # -- before the engines ------------------------------------------------------------------------
 
     def prepare_in_background(self) -> None:
         """Begin `ensure` on a thread of its own; the warm parent first, it takes longest."""
@@ -122,7 +122,7 @@ class Ground:
         except Exception as error:
             self._error = error
 
-    # -- engines ------------------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     def launch(self, ids: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Start engines and wait until they have registered; return their ipyparallel uuids.
@@ -182,7 +182,7 @@ class Ground:
             self._changed.clear()
 
     def _unregister(self, engines: Sequence[int]) -> None:
-        """Tell the hub that engines are gone, as ipyparallel's nanny would; its heartbeat is slow."""
+        """Tell the hub that engines are gone, as ipyparallel's nanny would; heartbeats are slow."""
         for engine in engines:
             # Engines that end after the client was closed have no hub to be struck off from.
             if not self.client._closed and engine in self.client.ids:
@@ -190,7 +190,7 @@ class Ground:
                     self.client._query_socket, "unregistration_request", {"id": engine}
                 )
 
-    # -- exits --------------------------------------------------------------------------------------
+    # -- exits -------------------------------------------------------------------------------------
 
     def _child_left(self, end: Exit) -> None:
         engine = next((i for i, pid in self._pids.items() if pid == end.pid), None)
@@ -204,7 +204,7 @@ class Ground:
         if event["event"] == "unregister" and event["id"] not in self._pids:
             self._on_exit(int(event["id"]), "its heart stopped")
 
-    # -- the store ----------------------------------------------------------------------------------
+    # -- the store ---------------------------------------------------------------------------------
 
     def store(self) -> tuple[str, int]:
         """Return host and port of the TCPStore's keeper, started on first use."""

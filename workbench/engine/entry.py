@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, ClassVar
 
 from .interrupt import InterruptWatch
 from .link import ControlLink
@@ -16,17 +17,20 @@ from .runtime import Engine, run_cell, support
 _engine: Engine | None = None
 
 TELEMETRY = "workbench_telemetry"
-"""Message type that carries our frames over ipyparallel where the control socket is out of reach."""
+"""Message type that carries our frames over ipyparallel where the socket is out of reach."""
 
 
 class IPythonShell:
     """The engine's own IPython shell, as `runtime.Shell`."""
+
+    _autoreload: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         from IPython import get_ipython
 
         self.shell = get_ipython()
         self.namespace: dict[str, Any] = self.shell.user_ns
+        self.shell.loop_runner = _run_beside
 
     def execute(self, source: str, number: int) -> BaseException | None:
         """Run the source as cell `number` of the notebook; outputs travel as the cell prints."""
@@ -39,8 +43,11 @@ class IPythonShell:
         return error
 
     def autoreload(self, mode: str) -> None:
-        """Switch IPython's autoreload on as it is in the notebook."""
-        if "autoreload" not in self.shell.extension_manager.loaded:
+        """Switch IPython's autoreload on or off, as it is in the notebook."""
+        if mode == self._autoreload.get("mode", "0"):
+            return
+        self._autoreload["mode"] = mode
+        if "AutoreloadMagics" not in self.shell.magics_manager.registry:
             self.shell.run_line_magic("load_ext", "autoreload")
         self.shell.run_line_magic("autoreload", mode)
 
@@ -75,8 +82,7 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
     if _engine is None:
         raise RuntimeError("this engine is not attached to a notebook")
     shell = IPythonShell()
-    if request.get("autoreload"):
-        shell.autoreload(request["autoreload"])
+    shell.autoreload(request.get("autoreload") or "0")
     return run_cell(_engine, shell, request)
 
 
@@ -89,6 +95,12 @@ def pull(names: list[str]) -> dict[str, Any]:
     """Return names of the cells' namespace; missing ones are left out."""
     namespace = IPythonShell().namespace
     return {name: namespace[name] for name in names if name in namespace}
+
+
+def take(names: list[str]) -> dict[str, Any]:
+    """Return names of the cells' namespace and forget them there."""
+    namespace = IPythonShell().namespace
+    return {name: namespace.pop(name) for name in names if name in namespace}
 
 
 def free() -> int:
@@ -110,13 +122,37 @@ def leave_group() -> None:
         _engine.group = ""
 
 
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _run_beside(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a cell with a top-level `await` to its end, on a loop of its own.
+
+    ipyparallel calls us from within the engine's event loop, where no other loop may run; the
+    cell blocks the engine, as every cell does.
+    """
+    global _loop
+    if _loop is None:
+        _loop = asyncio.new_event_loop()
+    engines_loop = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(None)
+    task = _loop.create_task(coroutine)
+    try:
+        return _loop.run_until_complete(task)
+    finally:
+        if not task.done():  # interrupted: it must not go on with the next cell
+            task.cancel()
+            _loop.run_until_complete(asyncio.wait([task]))
+        asyncio.events._set_running_loop(engines_loop)
+
+
 def _break_out() -> None:
     if _engine is not None:
         support(_engine.framework).shutdown_group_sockets()
 
 
 def _over_ipyparallel() -> Any:
-    """Return a function that sends frames on the engine's iopub channel, under the cell's parent."""
+    """Return a function that sends frames on the engine's iopub channel, under the cell."""
     kernel = IPythonShell().shell.kernel
 
     def send(frames: list[Any]) -> None:

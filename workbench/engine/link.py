@@ -127,7 +127,7 @@ class ControlLink:
         began = time.monotonic()
         try:
             while not self._closed:
-                ready = dict(poller.poll(1e3 * (self._interval() if self._run else IDLE_S)))
+                ready = dict(poller.poll(int(1e3 * (self._interval() if self._run else IDLE_S))))
                 if self._wake_r in ready:
                     os.read(self._wake_r, 4096)
                 if socket in ready:

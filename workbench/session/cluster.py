@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines, Listeners
-from ..errors import ClusterError, PlanError, RunError
+from ..errors import ClusterError, PlanError, RunError, unknown
 from ..faults import parse_fault
 from ..history import disk
 from ..plan import Plan, check_count, make_plan
 from ..protocol import Message, RunSpec
 from ..recipe import Recipe
 from . import registry
-from .run import Run, outcome_error
+from .run import Run
 from .task import Task
+from .verdicts import outcome_error, outcome_notes
 
 MAX_ENGINES = 256
+PUSH = "workbench.engine.entry:push"
+ARGS, RESULT = "_wb_args", "_wb_result"
+"""Where a function's arguments and its return value are kept on the engines meanwhile."""
 
 
 class Cluster:
@@ -59,6 +65,7 @@ class Cluster:
                 seen=count,
                 allowed=f"1 to {MAX_ENGINES}",
             )
+        self.devices_asked, self.launcher = devices, launcher
         self.devices = device_pool.parse_devices(devices)
         self._leases: dict[int, device_pool.Leases] = {}
         self.framework = framework
@@ -68,12 +75,19 @@ class Cluster:
         self._group: tuple[str, tuple[int, ...]] = ("", ())
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
+        self.lease(count)
+        if launcher == "local":
+            check_framework(framework)
         self._engines = engines or Engines(
             self.listeners(), framework=framework, launcher=launcher, hosts=hosts
         )
         if engines is not None:
             engines.listen(self.listeners())
-        self._engines.start(count, progress)
+        try:
+            self._engines.start(count, progress)
+        except BaseException:
+            self._engines.stop()
+            raise
         registry.add_cluster(self)
 
     def listeners(self) -> Listeners:
@@ -107,16 +121,32 @@ class Cluster:
         return self._engines.start(check_count("The number of engines", count))
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
-        """Replace engines (all, or those named) by fresh ones under the same ids."""
+        """Replace engines (all, or those named) by fresh ones under the same ids.
+
+        What they are doing ends: a run or a cell on them fails.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
         self._group = ("", ())
         return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
 
     def free(self) -> dict[int, int]:
-        """Drop the cells' variables on all engines; return how many names each dropped."""
+        """Drop the cells' variables on all engines; return how many names each dropped.
+
+        Raises:
+            RunError: A cell or a run is going on.
+        """
+        self._claim()
         return self._engines.call(self.ids, "workbench.engine.entry:free")
 
     def logs(self, engine: int) -> str:
-        """The last lines of an engine's log."""
+        """The last lines of an engine's log.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
+        self._engines.known(engine)
         return self._engines.log_tail(engine)
 
     def status(self) -> Any:
@@ -144,23 +174,33 @@ class Cluster:
         return f"<Cluster of {len(self.ids)} engines>"
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
+        from ..views.blocks import show
 
-        display(self.status())
+        show(self.status())
 
     # -- variables --------------------------------------------------------------------------------
 
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
-        """Set variables on engines (all, or those named)."""
-        self._engines.call(ids or self.ids, "workbench.engine.entry:push", (dict(values),))
+        """Set variables on engines (all, or those named).
+
+        Raises:
+            RunError: A cell or a run is going on.
+        """
+        self._claim()
+        self._engines.call(ids or self.ids, PUSH, (dict(values),))
 
     def pull(
         self, names: Sequence[str], ids: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
-        """Return variables of engines, by engine id."""
+        """Return variables of engines, by engine id.
+
+        Raises:
+            RunError: A cell or a run is going on.
+        """
+        self._claim()
         return self._engines.call(ids or self.ids, "workbench.engine.entry:pull", (list(names),))
 
-    # -- cells and runs -----------------------------------------------------------------------------
+    # -- cells and runs ----------------------------------------------------------------------------
 
     def run(
         self,
@@ -205,6 +245,7 @@ class Cluster:
     def start(self, plan: Plan, *, number: int = 1, autoreload: str = "") -> Run:
         """Start a validated plan; returns at once (see `run`)."""
         self._claim()
+        check_framework(plan.framework)
         ids = self._ids_for(plan.workers + plan.servers)
         leases = self.lease(plan.workers)
         labels = [lease.label for lease in leases.leases]
@@ -215,52 +256,75 @@ class Cluster:
             self._runs[run.number] = run
         disk.write_meta(run.folder, run.meta())
         run.advance("submit")
-        recipe = plan.recipe
+        self._busy = run
+        try:
+            self._submit(run, leases, number=number, autoreload=autoreload)
+        except BaseException as error:
+            run.finish(error if isinstance(error, RunError) else RunError(str(error)))
+            raise
+        return run
+
+    def _submit(
+        self, run: Run, leases: device_pool.Leases, *, number: int, autoreload: str
+    ) -> None:
+        plan, recipe, ids = run.plan, run.plan.recipe, run.engines
+        source = recipe.numbered
         if recipe.function:
-            self.push({"_wb_args": recipe.args}, ids)
-        source = "\n" * (recipe.first_line - 1) + recipe.source
-        if recipe.function:
-            source += f"\n_wb_result = {recipe.function}(*_wb_args)\n"
-        specs = self._specs(
-            ids, plan.workers, leases, prefix=f"run-{run.number}-{next(self._generation)}"
-        )
+            self._engines.call(ids, PUSH, ({ARGS: recipe.args},))
+            source += f"\n{RESULT} = {recipe.function}(*{ARGS})\n"
+        prefix = f"run-{run.number}-{next(self._generation)}"
+        specs = self._specs(ids, plan.workers, leases, prefix)
+        about = {
+            "mode": "run",
+            "run": run.number,
+            "run_id": run.folder.name,
+            "run_dir": str(run.folder),
+            "name": run.name,
+            "strategy": plan.strategy,
+            "framework": plan.framework,
+            "options": plan.options,
+            "overrides": plan.overrides,
+            "faults": [fault.text for fault in plan.faults],
+        }
         requests = {
             engine: {
                 "source": source,
                 "number": number,
                 "autoreload": autoreload,
-                "spec": {
-                    **spec.to_wire(),
-                    "mode": "run",
-                    "run": run.number,
-                    "run_id": run.folder.name,
-                    "run_dir": str(run.folder),
-                    "name": run.name,
-                    "strategy": plan.strategy,
-                    "framework": plan.framework,
-                    "options": plan.options,
-                    "overrides": plan.overrides,
-                    "faults": [fault.text for fault in plan.faults],
-                },
+                "spec": {**spec.to_wire(), **about},
             }
             for engine, spec in zip(ids, specs, strict=True)
         }
         names = {e: f"rank {s.rank} · {s.device}" for e, s in zip(ids, specs, strict=True)}
         self._group = ("", ())
-        self._busy = run
         run.task = Task(self._engines, requests, names, lambda task: self._run_over(run, task))
-        return run
 
     def _run_over(self, run: Run, task: Task) -> None:
+        """Settle a run; on the thread that hears the engines, so it may not wait for them."""
+        run.task = task
         error = task.failure()
         if run.state == "stopping" and error is not None and task.first_failed is None:
             error = None  # an agreed stop that needed an interrupt is still a stop
         error = error or outcome_error(run, task.outcomes)
-        if run.plan.recipe.function and error is None:
-            pulled = self.pull(["_wb_result"], run.engines)
-            run.results = [pulled[i].get("_wb_result") for i in run.engines]
-        self._busy = None
-        run.finish(error)
+        for text in outcome_notes(task.outcomes):
+            run.note(text)
+        if run.plan.recipe.function:
+            threading.Thread(
+                target=self._fetch_results, args=(run, error), name="workbench-results", daemon=True
+            ).start()
+        else:
+            run.finish(error)
+
+    def _fetch_results(self, run: Run, error: RunError | None) -> None:
+        """Bring a function's return values into `run.results`, and its names off the engines."""
+        try:
+            living = [i for i in run.engines if i in self.ids]
+            taken = self._engines.call(living, "workbench.engine.entry:take", ([RESULT, ARGS],))
+            run.results = [taken.get(i, {}).get(RESULT) for i in run.engines]
+        except ClusterError as failure:
+            run.note(f"What the function returned could not be fetched: {failure.what}")
+        finally:
+            run.finish(error)
 
     def execute(
         self,
@@ -281,9 +345,14 @@ class Cluster:
         self._claim()
         members = self._ids_for(workers or len(self.ids))
         targets = list(ids) if ids is not None else members
-        unknown = [i for i in targets if i not in members]
-        if unknown:
-            raise PlanError("There is no such engine.", seen=unknown, allowed=f"{members}")
+        strange = [i for i in targets if i not in members]
+        if strange:
+            raise PlanError(
+                "There is no such engine among the workers.",
+                seen=", ".join(map(str, strange)),
+                allowed=", ".join(map(str, members)),
+                next_step="%cluster lists them",
+            )
         leases = self.lease(len(members))
         fresh = self._group[1] != tuple(members) or not self._group[0]
         if fresh:
@@ -297,7 +366,7 @@ class Cluster:
             self._settle_group(specs)
         requests = {
             engine: {
-                "source": "\n" * (first_line - 1) + source,
+                "source": Recipe(source, first_line).numbered,
                 "number": number,
                 "autoreload": autoreload,
                 "spec": specs[engine].to_wire(),
@@ -305,9 +374,7 @@ class Cluster:
             for engine in targets
         }
         labels = {e: f"rank {specs[e].rank} · {specs[e].device}" for e in targets}
-        task = Task(self._engines, requests, labels, self._cell_over)
-        if not task.over.is_set():
-            self._busy = task
+        self._busy = task = Task(self._engines, requests, labels, self._cell_over)
         return task
 
     def _settle_group(self, specs: Mapping[int, RunSpec]) -> None:
@@ -320,11 +387,10 @@ class Cluster:
     def _cell_over(self, task: Task) -> None:
         if task.group_broken:
             self._group = ("", ())
-        self._busy = None
 
     def _claim(self) -> None:
         busy = self._busy
-        if busy is None:
+        if busy is None or busy.is_over:
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise RunError(
@@ -371,7 +437,7 @@ class Cluster:
             for rank in range(len(ids))
         ]
 
-    # -- events -------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _message(self, engine: int, message: Message) -> None:
         run = self._runs.get(int(message.body.get("run", 0) or 0))
@@ -380,6 +446,23 @@ class Cluster:
 
     def _death(self, engine: EngineInfo) -> None:
         self._group = ("", ())
+
+
+def check_framework(framework: str) -> None:
+    """Raise unless engines on this machine can import the framework.
+
+    Raises:
+        PlanError: It is unknown.
+        ClusterError: It is not installed; names what installs it.
+    """
+    if framework not in catalog.FRAMEWORKS:
+        raise unknown("framework", framework, catalog.FRAMEWORKS)
+    if importlib.util.find_spec(framework) is None:
+        raise ClusterError(
+            f"{framework} is not installed here.",
+            seen=framework,
+            next_step=f"pip install 'distributed-workbench[{framework}]', then restart the kernel",
+        )
 
 
 def to_recipe(source: str | Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:

@@ -26,13 +26,12 @@ class Compared:
         return dict(comparison_table(self.comparison)._repr_mimebundle_())
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
-
+        from ..views.blocks import show, show_bundle
         from ..views.comparison_figure import comparison_bundle
         from ..views.tables import comparison_table
 
-        display(comparison_bundle(self.comparison), raw=True)
-        display(comparison_table(self.comparison))
+        show_bundle(comparison_bundle(self.comparison))
+        show(comparison_table(self.comparison))
 
     def __repr__(self) -> str:
         return str(self._repr_mimebundle_()["text/plain"])

@@ -95,6 +95,6 @@ def running_clusters() -> list[Any]:
 
 @atexit.register
 def _stop_all() -> None:
-    for cluster in list(_clusters):
+    for cluster in running_clusters():
         with contextlib.suppress(Exception):
             cluster.stop()

@@ -327,7 +327,7 @@ class Run:
                 + ("" if rank is None else f" of rank {rank}")
                 + ".",
                 seen=self.state,
-                allowed="a run that finished or was stopped, whose cell trained with wb.fit or wb.prepare",
+                allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
             )
         found: dict[str, np.ndarray[Any, Any]] = {}
         for file in files:
@@ -369,20 +369,6 @@ class Run:
         return f"<Run {self.name}: {self.plan.strategy} on {workers}, {self.state}>"
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
+        from ..views.blocks import show
 
-        display(self.summary())
-
-
-def outcome_error(run: Run, outcomes: Mapping[int, Mapping[str, Any]]) -> RunError | None:
-    """The error of a strategy cell that trained nothing; None when it did train."""
-    if any(o.get("trained") for o in outcomes.values()) or run.state == "stopping":
-        return None
-    if any(o["status"] != "ok" for o in outcomes.values()):
-        return None
-    return RunError(
-        "Nothing was distributed: the cell trained nothing.",
-        seen=f"strategy {run.plan.strategy}, 0 steps",
-        allowed="a call of wb.fit, wb.prepare or model.fit in the cell",
-        next_step="call one of them, or leave the strategy away to run the cell on every worker",
-    )
+        show(self.summary())

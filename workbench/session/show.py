@@ -1,4 +1,4 @@
-"""Shows cells and runs while they go on: asks for snapshots, draws them, at most 5 times a second."""
+"""Shows cells and runs while they go on: asks for snapshots, draws them, <= 5 times a second."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..views.blocks import Blocks
 from ..views.live import make_view
 from .run import Run
 from .task import Task
+from .verdicts import outcome_notes
 
 FRAME_S = 0.2
 FIRST_S = 0.6
@@ -45,6 +46,11 @@ class _Pump:
         self._end.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+
+
+def check_view(plot: str) -> None:
+    """Raise PlanError when runs cannot be shown this way here."""
+    make_view(plot, lambda name, fields: None, "")
 
 
 class RunView:
@@ -93,7 +99,8 @@ class RunView:
             self.run.stop()
             _settle(self.run)
             raise RunError(
-                f"Interrupted: run {self.run.name!r} was stopped after step {self.run.history.totals.steps}.",
+                f"Interrupted: run {self.run.name!r} was stopped after "
+                f"{self.run.history.totals.steps} steps.",
                 next_step="its history is kept in wb.runs",
             ) from None
         finally:
@@ -115,7 +122,7 @@ def _settle(run: Run) -> None:
     while not run.is_over and time.monotonic() < end:
         try:
             run._over.wait(0.1)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # noqa: PERF203 - the wait is what costs
             if run.task is not None:
                 run.task.interrupt()
 
@@ -144,7 +151,7 @@ class CellView:
             self.task.interrupt()
             self.task.over.wait(15)
         finally:
-            self._draw(final=True)
+            self._finish()
         error = self.task.failure()
         if error is not None:
             raise error
@@ -163,4 +170,10 @@ class CellView:
 
     def _follow(self) -> None:
         self._loop()
+        self._finish()
+
+    def _finish(self) -> None:
+        for engine, outcome in self.task.outcomes.items():
+            for text in outcome_notes({engine: outcome}):
+                self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{text}\n"})
         self._draw(final=True)

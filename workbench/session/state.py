@@ -15,7 +15,7 @@ from ..recipe import Recipe
 from . import registry
 from .cluster import Cluster
 from .run import Run
-from .show import CellView, RunView
+from .show import CellView, RunView, check_view
 from .task import Task
 
 PREWARM = "WORKBENCH_PREWARM"
@@ -30,7 +30,7 @@ class Session:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     prepared: Engines | None = None
 
-    # -- the cluster --------------------------------------------------------------------------------
+    # -- the cluster -------------------------------------------------------------------------------
 
     def prewarm(self) -> None:
         """Begin to import the framework and to start the controller in the background."""
@@ -46,18 +46,40 @@ class Session:
         self.prepared.prewarm()
 
     def start(self, count: int, **settings: Any) -> Cluster:
-        """Start the notebook's cluster, or add engines to it until it has `count`."""
+        """Start the notebook's cluster, or add engines to it until it has `count`.
+
+        Raises:
+            PlanError: The settings make no sense, or a cluster with others is running.
+            ClusterError: The engines did not come up.
+        """
         if self.cluster is not None:
-            missing = count - len(self.cluster.ids)
-            if missing > 0:
-                self.cluster.add(missing)
+            self._grow(self.cluster, count, settings)
             return self.cluster
-        prepared, self.prepared = self.prepared, None
+        prepared = self.prepared
         if prepared is not None and not _fits(prepared, settings):
             threading.Thread(target=prepared.stop, daemon=True).start()
-            prepared = None
-        self.cluster = Cluster(count, engines=prepared, **settings)
+            self.prepared = prepared = None
+        try:
+            self.cluster = Cluster(count, engines=prepared, **settings)
+        except ClusterError:
+            self.prepared = None  # it was stopped with what failed
+            raise
+        self.prepared = None
         return self.cluster
+
+    @staticmethod
+    def _grow(cluster: Cluster, count: int, settings: dict[str, Any]) -> None:
+        for name, now in (("devices", cluster.devices_asked), ("launcher", cluster.launcher)):
+            if settings.get(name, now) != now:
+                raise PlanError(
+                    f"The notebook's cluster runs with other {name}.",
+                    seen=settings[name],
+                    allowed=now,
+                    next_step="%cluster stop, then start again",
+                )
+        missing = count - len(cluster.ids)
+        if missing > 0:
+            cluster.add(missing)
 
     def stop(self) -> None:
         """Stop the cluster and whatever was prepared."""
@@ -80,7 +102,7 @@ class Session:
             )
         return self.cluster
 
-    # -- cells --------------------------------------------------------------------------------------
+    # -- cells -------------------------------------------------------------------------------------
 
     def run_cell(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> Task:
         """Run a cell on the engines, show its output as it comes; return when it is over.
@@ -151,8 +173,9 @@ class Session:
         Raises:
             RunError: A rank failed, the run was interrupted, or nothing was trained.
         """
-        plans = self.plans(line, recipe)
         cluster = self.need_cluster()
+        plans = self.plans(line, recipe)
+        check_view(line.plot)
         self.recipe = recipe
         if line.background and len(plans) > 1:
             raise PlanError(

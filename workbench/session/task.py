@@ -15,15 +15,15 @@ from typing import Any
 
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
-from ..errors import RunError
-from ..views.output import OutputBoard
+from ..errors import ClusterError, RunError
+from ..views.output import OutputBoard, ranges
 
 GRACE_S = 0.5
 KILL_S = 8.0
 CELL = "workbench.engine.entry:cell"
 COLLATERAL = re.compile(
-    r"Connection closed by peer|Connection reset|Broken pipe|Socket closed|Timed out|KeyboardInterrupt"
-    r"|DistBackendError|DistNetworkError|DistStoreError|gloo",
+    r"Connection closed by peer|Connection reset|Broken pipe|Socket closed|Timed out"
+    r"|KeyboardInterrupt|DistBackendError|DistNetworkError|DistStoreError|gloo",
     re.IGNORECASE,
 )
 """What a rank says when another one has gone: never the reason that is shown first."""
@@ -57,13 +57,24 @@ class Task:
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._on_done = on_done
+        self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._timers: list[threading.Timer] = []
-        calls = [engines.submit(i, CELL, (requests[i],), self._output) for i in self.ids]
-        for call in calls:
+        for call in [self._submit(i, requests[i]) for i in self.ids]:
             call.when_done(self._settled)
 
+    def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
+        try:
+            return self.engines.submit(engine, CELL, (request,), self._output)
+        except ClusterError as error:  # it died a moment ago; the others are under way already
+            call = Call(engine)
+            call.finish(error)
+            return call
+
     def _output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
-        if kind == "error" and content.get("ename") == "RunStopped":
+        if kind == "error":
+            # Shown at the end, when it is known which one is the reason.
+            if content.get("ename") != "RunStopped":
+                self._errors.append((engine, content))
             return
         self.board.message(engine, kind, content)
         self.changed.set()
@@ -89,9 +100,23 @@ class Task:
         self.seconds = time.perf_counter() - self.began
         for timer in self._timers:
             timer.cancel()
+        self._show_errors()
         self._on_done(self)
         self.over.set()
         self.changed.set()
+
+    def _show_errors(self) -> None:
+        """Show the reason; what only followed from it would bury it."""
+        cause = None if self.first_failed is None else self._root_cause()
+        for engine, content in self._errors:
+            words = f"{content.get('ename')}: {content.get('evalue')}"
+            if cause is None or engine == cause or not COLLATERAL.search(words):
+                self.board.message(engine, "error", content)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every engine is done."""
+        return self.over.is_set()
 
     def unfinished(self) -> list[int]:
         """Engines that are still at it."""
@@ -137,11 +162,15 @@ class Task:
             return None
         engine = self._root_cause()
         outcome = self.outcomes[engine]
-        rank = self.ids.index(engine)
-        others = len([o for o in self.outcomes.values() if o["status"] != "ok"]) - 1
-        what = f"Rank {rank} (engine {engine}) failed: {outcome['ename']}: {outcome['evalue']}"
+        bad = [i for i, o in self.outcomes.items() if o["status"] not in ("ok", "stopped")]
+        same = [i for i in bad if _words(self.outcomes[i]) == _words(outcome)]
+        who = f"Rank {self.ids.index(engine)} (engine {engine})"
+        if len(same) > 1:
+            who = f"Ranks {ranges(self.ids.index(i) for i in same)}"
+        what = f"{who} failed: {_words(outcome)}"
         if outcome["status"] == "died":
-            what = f"Rank {rank} is gone: {outcome['evalue']}"
+            what = f"Rank {self.ids.index(engine)} is gone: {outcome['evalue']}"
+        others = len(bad) - len(same)
         if others > 0:
             what += f"\n  with it: {others} other rank{'s were' if others > 1 else ' was'} ended"
         step = f"%cluster restart {engine}" if outcome["status"] == "died" else None

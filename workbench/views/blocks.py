@@ -6,9 +6,52 @@ import sys
 import uuid
 from typing import Any, Protocol
 
+from IPython.core.display_functions import display
+
 from .live import Publish, in_notebook, notebook_publisher
 
 Bundle = dict[str, Any]
+
+
+def show(thing: Any) -> None:
+    """Display an object below the cell that is running."""
+    display(thing)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def show_bundle(bundle: Bundle) -> None:
+    """Display a MIME bundle below the cell that is running."""
+    display(bundle, raw=True)  # type: ignore[no-untyped-call,unused-ignore]
+
+
+class ProgressLine:
+    """One line below the cell that says what is being done; what comes of it takes its place."""
+
+    def __init__(self) -> None:
+        self._publish = notebook_publisher() if in_notebook() else None
+        self._display_id = f"workbench-progress-{uuid.uuid4().hex}"
+        self._shown = False
+
+    def __call__(self, text: str) -> None:
+        """Show what is being done now."""
+        if self._publish is not None:
+            self._publish({"text/plain": f"{text} ..."}, self._display_id, self._shown)
+        elif sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{text} ...")
+            sys.stderr.flush()
+        else:
+            return
+        self._shown = True
+
+    def done(self, thing: Any = None) -> None:
+        """Clear the line; show `thing`, an object with a MIME bundle, in its place."""
+        if self._shown and self._publish is not None:
+            bundle = {"text/plain": ""} if thing is None else dict(thing._repr_mimebundle_())
+            self._publish(bundle, self._display_id, True)
+            return
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+        if thing is not None:
+            show(thing)
 
 
 class Board(Protocol):
