@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ..errors import RunStopped
 from ..history.disk import RunWriter
-from ..protocol import RunSpec
+from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
 from .context import RunContext
 from .gate import Gate
@@ -101,7 +101,10 @@ def _train(
 ) -> dict[str, Any]:
     run = RunContext(
         spec=spec,
-        recorder=Recorder(spec.run, spec.rank),
+        # Clocks of several hosts cannot be compared: waits then follow the min rule.
+        recorder=Recorder(
+            spec.run, spec.rank, flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0
+        ),
         gate=Gate(),
         faults=FaultInjector(spec.rank, spec.faults),
         emit=engine.link.emit,
@@ -127,6 +130,8 @@ def _train(
             steps=run.trained,
             stopped=run.gate.stopping,
             paused_s=run.gate.paused_s,
+            train_s=run.train_s,
+            eval_s=run.eval_s,
             weights=outcome["weights"],
             status=outcome["status"],
         )

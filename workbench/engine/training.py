@@ -9,7 +9,7 @@ from typing import Any
 
 from ..strategies.base import Job, Share, StepResult, Strategy
 from . import settings
-from .context import RunContext
+from .context import RunContext, current
 
 clock = time.perf_counter
 
@@ -38,6 +38,11 @@ class FitResult:
             last = {k: v for k, v in self.evals[-1].items() if k not in ("step", "epoch")}
             words += [f"eval {name} {value:.4g}" for name, value in last.items()]
         return f"<fit: {', '.join(words)}{', stopped' if self.stopped else ''}>"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing as the last value of a training cell: the dashboard has said it all."""
+        if current() is None:
+            print(repr(self))  # noqa: T201 - what a cell shows is printed
 
 
 class Training:
