@@ -1,0 +1,72 @@
+"""Cells for `test_fit_arguments`; their source travels, so each imports what it uses."""
+
+from __future__ import annotations
+
+rank = 0
+
+
+def precise(precision=None, compile=False, steps=12):
+    """Train under a precision or compiled; return losses seen and the dtypes met on the way."""
+    import torch
+
+    from workbench.engine.fit import fit
+
+    torch.manual_seed(3)
+    x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+    met = []
+
+    class Probe(torch.nn.Module):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                met.append(str(x.dtype))
+            return x
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), Probe(), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    losses = []
+    fit(
+        model,
+        (x, y),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.2),
+        batch_size=32,
+        steps=steps,
+        precision=precision,
+        compile=compile,
+        callbacks=[lambda step, logs: losses.append(logs["loss"])],
+    )
+    kinds = sorted({str(p.dtype) for p in model.parameters()})
+    return {"losses": losses, "met": sorted(set(met)), "parameters": kinds}
+
+
+def called_back():
+    """Train with every kind of callback and an evaluation every second step."""
+    import torch
+
+    from workbench.engine.fit import fit
+
+    heard = []
+
+    class Listener:
+        def on_step_end(self, step, logs):
+            heard.append(("step", step))
+
+        def on_epoch_end(self, epoch, logs):
+            heard.append(("epoch", epoch))
+
+        def on_train_end(self, logs):
+            heard.append(("end", None))
+
+    x, y = torch.randn(40, 8), torch.randint(0, 3, (40,))
+    result = fit(
+        torch.nn.Linear(8, 3),
+        (x, y),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.2),
+        batch_size=10,
+        epochs=2,
+        eval_data=(x, y),
+        eval_every=3,
+        metrics={"right": lambda out, y: (out.argmax(1) == y).double().mean()},
+        callbacks=[Listener()],
+    )
+    return {"heard": heard, "evals": result.evals}

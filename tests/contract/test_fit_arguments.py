@@ -1,0 +1,47 @@
+"""Arguments of `wb.fit` that change how it trains rather than what: precision, compile, callbacks."""
+
+from __future__ import annotations
+
+import fit_cells
+import numpy as np
+import pytest
+from harness import Report, Workers, failures
+
+pytestmark = pytest.mark.torch
+
+
+def values(reports: list[Report]) -> list[dict]:
+    assert failures(reports) == []
+    return [report.value for report in reports]
+
+
+@pytest.mark.parametrize(("precision", "met"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_autocast_computes_in_half_precision_and_keeps_float32_parameters(
+    workers: Workers, precision: str, met: str
+) -> None:
+    (plain,) = values(workers.run("one_device", fit_cells.precise))
+    for name, count in (("one_device", 1), ("mirrored", 2)):
+        keywords = {"precision": precision}
+        for found in values(workers.run(name, fit_cells.precise, workers=count, keywords=keywords)):
+            assert found["met"] == [f"torch.{met}"]
+            assert found["parameters"] == ["torch.float32"]
+            if count == 1:
+                assert np.allclose(found["losses"], plain["losses"], rtol=0.05)
+                assert found["losses"] != plain["losses"]
+
+
+def test_a_compiled_model_trains_as_the_plain_one(workers: Workers) -> None:
+    (plain,) = values(workers.run("one_device", fit_cells.precise))
+    (compiled,) = values(workers.run("one_device", fit_cells.precise, keywords={"compile": True}))
+    assert np.allclose(compiled["losses"], plain["losses"], atol=1e-5)
+    assert compiled["met"] == []  # the probe never ran as plain Python
+
+
+def test_callbacks_hear_steps_epochs_and_the_end(workers: Workers) -> None:
+    for found in values(workers.run("mirrored", fit_cells.called_back, workers=2)):
+        heard = [tuple(event) for event in found["heard"]]
+        assert [step for kind, step in heard if kind == "step"] == list(range(8))
+        assert [epoch for kind, epoch in heard if kind == "epoch"] == [0, 1]
+        assert heard[-1] == ("end", None)
+        assert [one["step"] for one in found["evals"]][:2] == [2, 5]
+        assert all(0 <= one["right"] <= 1 for one in found["evals"])
