@@ -127,6 +127,19 @@ def test_the_verdict_calls_close_throughputs_equal() -> None:
     assert "equally fast" in compare(runs).verdict
 
 
+@pytest.mark.parametrize(("slow_s", "apart"), [(0.005, True), (0.200, False)])
+def test_the_verdict_does_not_claim_what_the_seeds_do_not_show(slow_s: float, apart: bool) -> None:
+    """One seed of the slower strategy happens to take `slow_s` a step, the other 5 ms."""
+    runs = [
+        make_summary("one_device", compute_s=compute_s, meta_seed=seed)
+        for seed, compute_s in enumerate((0.005, slow_s))
+    ]
+    runs += [make_summary("mirrored", ranks=2, compute_s=0.0025, meta_seed=seed) for seed in (0, 1)]
+    verdict = compare(runs).verdict
+    assert ("cannot be told apart" in verdict) is not apart
+    assert ("faster" in verdict) is apart
+
+
 def test_one_run_has_no_verdict_and_none_is_an_error() -> None:
     assert compare([make_summary("mirrored")]).verdict == ""
     with pytest.raises(RunError, match="nothing to compare"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..metrics import PARTS
 
 if TYPE_CHECKING:
-    from .comparison import ComparisonRow
+    from .comparison import ComparisonRow, Spread
 
 EQUAL = 1.05
 """Throughputs within this ratio are called equal."""
@@ -43,10 +43,24 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     ratio = fastest.samples_per_s.mean / other.samples_per_s.mean
     if ratio < EQUAL:
         return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
+    if not _told_apart(fastest.samples_per_s, other.samples_per_s):
+        return (
+            f"{fastest.name} and {other.name} cannot be told apart here: throughput differs more "
+            "between seeds than between them. Train longer, or with more seeds."
+        )
     head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} here: "
     if fastest.workers > other.workers:
         return head + _gain(fastest, other)
     return head + _cost(other)
+
+
+def _told_apart(fast: Spread, slow: Spread) -> bool:
+    """Whether two means differ by more than twice the standard error of their difference.
+
+    Runs under a single seed have no spread to judge by and are taken at their word.
+    """
+    errors = [s.std**2 / s.count for s in (fast, slow) if s.count > 1]
+    return not errors or fast.mean - slow.mean > 2 * math.sqrt(sum(errors))
 
 
 def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
