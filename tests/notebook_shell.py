@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -96,3 +97,8 @@ def soon(condition, timeout_s: float = WAIT_S) -> bool:
             return False
         pause.wait(0.01)
     return True
+
+
+def interrupt_main_thread() -> None:
+    """What the notebook's interrupt button does."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

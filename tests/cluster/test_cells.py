@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from notebook_shell import WAIT_S, notebook, soon
+from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
 
 from workbench.errors import RunError
 from workbench.session.state import session
@@ -203,12 +203,6 @@ def test_an_interrupt_ends_a_blocked_collective_and_marks_the_cell(book):
     assert {engine.id: engine.pid for engine in session.cluster.engines} == pids
     again = "%%distributed -n 2\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
     assert book.ok(again).lines() == ["[ranks 0-1] 2.0"]
-
-
-def interrupt_main_thread():
-    import signal
-
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def test_an_interrupt_of_idle_engines_does_them_no_harm(book):

@@ -2,8 +2,8 @@
 
 Ranks of a synchronous run that stop at different steps deadlock: the one that went on waits for
 the other in an all-reduce. So Stop and Pause are agreed: each rank answers with the step c it has
-begun and starts nothing beyond c + 2 until the kernel names one common step. Since an all-reduce
-keeps ranks within one step of each other, `max(c) + 1` is within everybody's reach.
+begun and starts nothing beyond c + SLACK until the kernel names one common step. That is
+`max(c) + SLACK`: nobody can have started a later one, and all are let through up to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Literal
 
 Purpose = Literal["stop", "pause"]
 NO_LIMIT = 1 << 62
-SLACK = 2
+SLACK = 0
+"""Steps a worker may still begin while the common step is not known; `Agreement` counts on it."""
 
 
 class Gate:
@@ -61,7 +62,7 @@ class Gate:
         return self._purpose == "stop"
 
     def halt(self) -> int:
-        """Hold the worker within two steps; return the step it has begun (-1: none yet)."""
+        """Hold the worker; return the step it has begun (-1: none yet)."""
         with self._changed:
             if self._purpose is None:
                 self._limit = min(self._limit, self._at + SLACK + 1)

@@ -24,6 +24,7 @@ DRAIN_S = 0.1
 IDLE_S = 1.0
 WELCOME_S = 2.0
 MAX_EVENTS = 10_000
+MAX_EARLY = 100
 
 
 class Writer(Protocol):
@@ -65,6 +66,7 @@ class ControlLink:
         self._run: RunContext | None = None
         self._writer: Writer | None = None
         self._lost = 0
+        self._early: deque[Message] = deque(maxlen=MAX_EARLY)
         self._closed = False
         self._welcomed = False
         self._flushed = threading.Event()
@@ -132,6 +134,8 @@ class ControlLink:
                     os.read(self._wake_r, 4096)
                 if socket in ready:
                     self._receive(socket)
+                if self._early and self._run is not None:
+                    self._catch_up()
                 if not self._welcomed and not self.using_fallback:
                     late = time.monotonic() - began > WELCOME_S
                     self.using_fallback = late and self._fallback is not None
@@ -190,12 +194,22 @@ class ControlLink:
             except BadMessageError:
                 self.rejected += 1
 
+    def _catch_up(self) -> None:
+        """Obey what came between the start of a run in the kernel and its start here."""
+        early = list(self._early)
+        self._early.clear()
+        for message in early:
+            self._handle(message)
+
     def _handle(self, message: Message) -> None:
         if message.kind == "welcome":
             self._welcomed, self.using_fallback = True, False
         elif message.kind == "ping":
             self._send(Message("pong", {"engine": self._engine}))
         run = self._run
+        if run is None and "run" in message.body:
+            self._early.append(message)  # Stop was pressed before this engine has begun
+            return
         if run is None or message.body.get("run") != run.spec.run:
             return
         body = message.body

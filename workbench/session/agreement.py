@@ -11,10 +11,10 @@ Purpose = Literal["stop", "pause"]
 
 
 class Agreement:
-    """Collects each rank's position; ranks are held within two steps of theirs meanwhile.
+    """Collects each rank's position; ranks begin no further step meanwhile (`engine.gate`).
 
-    An all-reduce keeps ranks within one step of each other, so `max + 1` is within everybody's
-    reach: nobody has started beyond it, and nobody is held before it.
+    Nobody can have begun a step beyond the furthest position, and who is behind is let through up
+    to it, so that is the common step.
     """
 
     def __init__(self, purpose: Purpose, ranks: int) -> None:
@@ -28,7 +28,7 @@ class Agreement:
             return None
         self._waiting.remove(rank)
         self._highest = max(self._highest, step)
-        return None if self._waiting else self._highest + 1
+        return None if self._waiting else self._highest
 
     @property
     def silent(self) -> frozenset[int]:

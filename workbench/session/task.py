@@ -108,6 +108,8 @@ class Task:
     def _show_errors(self) -> None:
         """Show the reason; what only followed from it would bury it."""
         cause = None if self.first_failed is None else self._root_cause()
+        if cause is not None and COLLATERAL.search(_words(self.outcomes[cause])):
+            cause = None  # nobody's own mistake: each rank may know a part of the story
         for engine, content in self._errors:
             words = f"{content.get('ename')}: {content.get('evalue')}"
             if cause is None or engine == cause or not COLLATERAL.search(words):
