@@ -101,7 +101,8 @@ def test_a_loop_of_ones_own_trains_with_one_line_added(book):
         "%%distributed mirrored --plot text\n"
         "model = nn.Linear(64, 10); optimizer = torch.optim.SGD(model.parameters(), 0.1); "
         "loss_fn = nn.CrossEntropyLoss()\n"
-        'loader = torch.utils.data.DataLoader(wb.data.digits("train"), batch_size=64, shuffle=True)\n'
+        'data = wb.data.digits("train")\n'
+        "loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)\n"
         "model, optimizer, loader = wb.prepare(model, optimizer, loader)\n"
         "for x, y in loader:\n"
         "    optimizer.zero_grad(); loss_fn(model(x.flatten(1)), y).backward(); optimizer.step()\n"
