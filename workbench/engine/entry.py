@@ -24,6 +24,7 @@ class IPythonShell:
     """The engine's own IPython shell, as `runtime.Shell`."""
 
     _autoreload: ClassVar[dict[str, str]] = {}
+    _inline: ClassVar[list[bool]] = []
 
     def __init__(self) -> None:
         from IPython import get_ipython
@@ -36,11 +37,32 @@ class IPythonShell:
         """Run the source as cell `number` of the notebook; outputs travel as the cell prints."""
         shell = self.shell
         shell.execution_count = number
+        # What the display hook looks at to see whether the cell ends in a semicolon.
+        shell.history_manager.input_hist_parsed.append(source)
         result = shell.run_cell(source, store_history=False)
+        self._show_figures()
         sys.stdout.flush()
         sys.stderr.flush()
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         return error
+
+    def _show_figures(self) -> None:
+        """Show figures below the cell from now on, as a notebook's kernel does.
+
+        Matplotlib's inline backend does this when it is imported in a kernel; engines are forked
+        from a process that had imported it before there was one.
+        """
+        if self._inline or "matplotlib.pyplot" not in sys.modules:
+            return
+        import matplotlib
+        from matplotlib_inline import backend_inline
+
+        self._inline.append(True)
+        backend = matplotlib.get_backend()
+        if "inline" in backend and not matplotlib.is_interactive():
+            matplotlib.interactive(True)
+            backend_inline.configure_inline_support(self.shell, backend)
+            backend_inline.show(close=True)
 
     def autoreload(self, mode: str) -> None:
         """Switch IPython's autoreload on or off, as it is in the notebook."""
