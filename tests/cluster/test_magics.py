@@ -1,4 +1,4 @@
-"""The magics in a real Jupyter kernel: what is displayed, completed, interrupted and left behind."""
+"""The magics in a real Jupyter kernel: what is shown, completed, interrupted, left behind."""
 
 import os
 import time

@@ -151,6 +151,8 @@ class ControlLink:
         return min(0.5, max(DRAIN_S, world / 250))
 
     def _send_pending(self) -> None:
+        if self._fallback is not None and not self._welcomed and not self.using_fallback:
+            return  # not known yet which way is open; what went the closed one would be lost
         run = self._run
         wanted = self._flush_wanted
         if run is not None:
