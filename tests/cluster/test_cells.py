@@ -188,6 +188,21 @@ def test_one_ranks_error_ends_the_others_wait_and_the_next_cell_works(book):
     assert book.ok(again).lines() == ["[ranks 0-1] 2.0"]
 
 
+def test_an_error_before_the_first_collective_of_a_group_ends_the_others_wait_too(book):
+    pids = {engine.id: engine.pid for engine in session.cluster.engines}
+    for attempt in range(3):
+        session.cluster._group = ("", ())  # the next cell makes a new one
+        cell = book.refused(
+            "%%distributed -n 2\nimport torch\n"
+            f"if rank == {attempt % 2}: raise ValueError('mine')\ndist.all_reduce(torch.ones(1))",
+            "ValueError: mine",
+        )
+        assert cell.seconds < 6
+    assert {engine.id: engine.pid for engine in session.cluster.engines} == pids
+    again = "%%distributed -n 2\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
+    assert book.ok(again).lines() == ["[ranks 0-1] 2.0"]
+
+
 def test_an_interrupt_ends_a_blocked_collective_and_marks_the_cell(book):
     pids = {engine.id: engine.pid for engine in session.cluster.engines}
     book.ok("%%distributed -n 2\nimport torch")

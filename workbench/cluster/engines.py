@@ -215,7 +215,7 @@ class Engines:
             info = self.engines[engine]
             if info.state != "dead":
                 self._lost(info, "restarted")
-                self._ground.end([engine])
+                self._ground.end(engine, info.pid)
         return self._start_ids(gone, lambda text: None)
 
     def known(self, engine: int) -> EngineInfo:

@@ -50,6 +50,7 @@ class Ground:
         self.cluster: Any = None
         self._on_exit = on_exit
         self._pids: dict[int, int] = {}
+        self._highest = -1
         self._logs: dict[int, str] = {}
         self._keeper: subprocess.Popen[bytes] | None = None
         self._store: tuple[str, int] | None = None
@@ -133,46 +134,59 @@ class Ground:
             ClusterError: They did not come up; shows the end of their logs.
         """
         self._wait_unregistered(ids)
-        set_id = self.cluster.start_engines_sync(n=len(ids), **self._launcher_settings(ids))
-        engine_set = self.cluster.engines[set_id]
-        if isinstance(engine_set, WarmEngineSetLauncher):
-            self._logs.update(engine_set.log_paths)
+        sets = [self._start_set(settings) for settings in self._launcher_settings(ids)]
+        warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
+        for one in warm_sets:
+            self._logs.update(one.log_paths)
         end = time.monotonic() + timeout_s
         while not set(ids) <= set(self.client.ids):
             self._changed.wait(REGISTER_POLL_S * 10)
             self._changed.clear()
-            dead = getattr(engine_set, "exits", {})
+            dead = any(one.exits for one in warm_sets)
             if dead or time.monotonic() > end:
                 missing = sorted(set(ids) - set(self.client.ids))
+                logs = "\n".join(one.get_output()[-2000:] for one in sets)
                 raise ClusterError(
                     f"Engines {missing} did not start"
                     + ("." if dead else f" within {timeout_s:g} s."),
-                    seen=engine_set.get_output()[-2000:] or "nothing in their logs",
+                    seen=logs or "nothing in their logs",
                     next_step="%cluster stop, then start again",
                 )
-        if isinstance(engine_set, WarmEngineSetLauncher):
-            self._pids.update(engine_set.pids)
+        for one in warm_sets:
+            self._pids.update(one.pids)
+        self._highest = max(self._highest, *ids)
         known = self.client._engines
         return {i: str(known[i]) for i in ids}
 
-    def _launcher_settings(self, ids: Sequence[int]) -> dict[str, Any]:
+    def _start_set(self, settings: dict[str, Any]) -> Any:
+        return self.cluster.engines[self.cluster.start_engines_sync(**settings)]
+
+    def _launcher_settings(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the arguments of each engine set that is to be started."""
         if self.forks:
-            return {"warm": self.warm, "ids": list(ids), "engine_args": list(ENGINE_ARGS)}
-        return {}
+            engine_args = list(ENGINE_ARGS)
+            return [
+                {"n": len(ids), "warm": self.warm, "ids": list(ids), "engine_args": engine_args}
+            ]
+        if min(ids) > self._highest:
+            return [{"n": len(ids)}]  # the hub counts on by itself
+        return [{"n": 1, "engine_args": [f"--IPEngine.id={i}"]} for i in ids]
 
     def signal(self, engine: int, pid: int, sig: int) -> None:
-        """Signal one engine: by pid where it is our child, else through its nanny."""
+        """Signal one engine: by pid where it is on this machine, else through its nanny."""
         if engine in self._pids and self.warm is not None:
             with contextlib.suppress(ClusterError):
                 self.warm.signal(self._pids[engine], sig)
+        elif self.launcher == "local" and pid > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
         else:
             self.client.send_signal(sig, targets=engine, block=False)
 
-    def end(self, engines: Sequence[int]) -> None:
-        """End engines for good and wait until they are gone."""
-        for engine in engines:
-            self.signal(engine, 0, signals.SIGKILL)
-        self._wait_unregistered(engines)
+    def end(self, engine: int, pid: int) -> None:
+        """End an engine for good and wait until it is gone."""
+        self.signal(engine, pid, signals.SIGKILL)
+        self._wait_unregistered([engine])
 
     def _wait_unregistered(self, engines: Sequence[int]) -> None:
         end = time.monotonic() + 10

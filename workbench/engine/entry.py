@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import platform
 import socket
@@ -55,7 +56,8 @@ class IPythonShell:
         if self._inline or "matplotlib.pyplot" not in sys.modules:
             return
         import matplotlib
-        from matplotlib_inline import backend_inline
+
+        backend_inline: Any = importlib.import_module("matplotlib_inline.backend_inline")
 
         self._inline.append(True)
         backend = matplotlib.get_backend()
@@ -168,9 +170,9 @@ def _run_beside(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.events._set_running_loop(engines_loop)
 
 
-def _break_out() -> None:
+def _break_out(harder: bool) -> None:
     if _engine is not None:
-        support(_engine.framework).shutdown_group_sockets()
+        support(_engine.framework).shutdown_group_sockets(store=harder)
 
 
 def _over_ipyparallel() -> Any:

@@ -62,7 +62,9 @@ def environ(spec: RunSpec) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # Env-style groups of a cell meet in the same store; the attempt keeps them apart.
         "TORCHELASTIC_RESTART_COUNT": zlib.crc32(spec.prefix.encode()) % 1_000_000,
-        "TORCH_GLOO_LAZY_INIT": 1,
+        # Connected when it is made: a rank that waits for a peer's first connection has no socket
+        # that could be shut, so nothing could end its wait.
+        "TORCH_GLOO_LAZY_INIT": 0,
     }
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -137,12 +139,16 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def shutdown_group_sockets() -> int:
+def shutdown_group_sockets(*, store: bool = False) -> int:
     """Break the process group's connections, so that a blocked collective raises at once.
 
     Callable from any thread. The group's sockets are those opened since it was made that are
     connected, are not the store's, and lead to this host when the group is local. Listening
     sockets are left alone (shutting one ends the process).
+
+    Args:
+        store: Break the connection to the store as well: a worker whose peer has never joined
+            waits there, not in a collective.
 
     Returns:
         How many connections were shut.
@@ -150,12 +156,14 @@ def shutdown_group_sockets() -> int:
     shut = 0
     local = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
     for fd, inode in _sockets():
-        if inode in _kept:
+        if inode in _kept and not store:
             continue
         with contextlib.suppress(OSError):
             copy = os.dup(fd)
             with socket.socket(fileno=copy) as connection:
-                if os.fstat(copy).st_ino == inode and _is_groups(connection, local):
+                wanted = _is_groups(connection, local) if inode not in _kept else False
+                wanted = wanted or (store and _peer_port(connection) == _store_port)
+                if os.fstat(copy).st_ino == inode and wanted:
                     connection.shutdown(socket.SHUT_RDWR)
                     shut += 1
     return shut
@@ -169,6 +177,11 @@ def _is_groups(connection: socket.socket, local: bool) -> bool:
     if local and not (address.startswith("127.") or address == "::1"):
         return False
     return bool(peer[1] != _store_port)
+
+
+def _peer_port(connection: socket.socket) -> int:
+    inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(connection.getpeername()[1]) if inet else 0
 
 
 def _sockets() -> list[tuple[int, int]]:

@@ -1,0 +1,73 @@
+"""Where engines cannot be forked, ipyparallel's own launcher starts them."""
+
+import os
+import signal
+
+import psutil
+import pytest
+from notebook_shell import WAIT_S, soon
+from warm_support import gone
+
+import workbench as wb
+from workbench.errors import RunError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+pytest.importorskip("torch")
+
+FIT = """
+import torch
+from torch import nn
+wb.fit(nn.Linear(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch_size=32,
+       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.01), steps=STEPS)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.cluster.ground.can_fork", lambda framework: (False, "a test"))
+        with wb.Cluster(2) as cluster:
+            yield cluster
+
+
+def test_cells_and_runs_work_without_a_warm_parent(cluster):
+    assert cluster._engines._ground.warm is None
+    keeper = cluster._engines._ground
+    task = cluster.execute("import torch\nx = torch.ones(1); dist.all_reduce(x); seen = x.item()")
+    assert task.over.wait(WAIT_S)
+    assert task.failure() is None
+    assert keeper._keeper.poll() is None
+    assert cluster.pull(["seen"]) == {0: {"seen": 2.0}, 1: {"seen": 2.0}}
+    run = cluster.run(FIT.replace("STEPS", "4"), strategy="mirrored").wait(WAIT_S)
+    assert len(run.history) == 8
+
+
+def test_one_ranks_error_ends_the_others_wait(cluster):
+    task = cluster.execute(
+        "import torch\nif rank == 1: raise ValueError('mine')\ndist.all_reduce(torch.ones(1))"
+    )
+    assert task.over.wait(WAIT_S)
+    assert "ValueError: mine" in str(task.failure())
+    assert cluster.ids == [0, 1]
+
+
+def test_a_killed_engine_is_noticed_and_comes_back_under_its_id(cluster):
+    run = cluster.run(FIT.replace("STEPS", "10**7"), strategy="mirrored")
+    assert soon(lambda: run.history.totals.steps > 2)
+    os.kill(cluster.engines[1].pid, signal.SIGKILL)
+    with pytest.raises(RunError, match="Rank 1 is gone"):
+        run.wait(WAIT_S)
+    assert cluster.ids == [0]
+    assert cluster.restart([1]) == [1]
+    run = cluster.run(FIT.replace("STEPS", "3"), strategy="mirrored").wait(WAIT_S)
+    assert run.state == "finished"
+    assert cluster.add(1) == [2]
+
+
+def test_stop_leaves_no_process(cluster):
+    family = [child.pid for child in psutil.Process().children(recursive=True)]
+    family += [engine.pid for engine in cluster.engines]
+    keeper = cluster._engines._ground._keeper.pid
+    assert keeper in family
+    cluster.stop()
+    assert not gone([*(engine.pid for engine in cluster.engines), keeper], timeout_s=15)
