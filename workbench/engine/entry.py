@@ -91,6 +91,9 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     for path in info.get("sys_path", ()):
         if path not in sys.path:
             sys.path.append(path)
+    # IPython's mark of a prompt. Nobody types here: libraries that refuse to start workers from a
+    # prompt (Lightning) should see what torchrun's workers are.
+    sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     if _engine is not None:
         _engine.link.close()

@@ -66,6 +66,8 @@ def environ(spec: RunSpec) -> dict[str, str]:
         # that could be shut, so nothing could end its wait.
         "TORCH_GLOO_LAZY_INIT": 0,
     }
+    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun, which sets it where the user did not
+        values["OMP_NUM_THREADS"] = max(1, spec.threads)
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {name: str(value) for name, value in values.items()}
