@@ -29,11 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
     demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks")
-    lab.add_argument("rest", nargs=argparse.REMAINDER, help="passed on to jupyter lab")
-    given = parser.parse_args(argv)
+    commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
+    given, rest = parser.parse_known_args(argv)
+    if rest and given.command != "lab":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return _demo(given.out) if given.command == "demo" else _lab(given.rest)
+        return _demo(given.out) if given.command == "demo" else _lab(rest)
     except WorkbenchError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,0 +1,160 @@
+"""The two ends of the control path, in one process."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+
+from workbench.cluster.router import ControlRouter
+from workbench.engine.context import RunContext
+from workbench.engine.gate import Gate
+from workbench.engine.injector import FaultInjector
+from workbench.engine.link import ControlLink
+from workbench.engine.recorder import Recorder
+from workbench.protocol import Message, RunSpec, records_from
+
+WAIT_S = 20
+
+
+@pytest.fixture
+def router():
+    heard = queue.Queue()
+    router = ControlRouter(lambda engine, message: heard.put((engine, message)))
+    router.heard = heard
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def link(router):
+    link = ControlLink(3, router.url, router.key, {"pid": 1})
+    assert kind(router, "hello").body["engine"] == 3
+    yield link
+    link.close()
+
+
+def kind(router, wanted):
+    """The next message of a kind."""
+    while True:
+        _, message = router.heard.get(timeout=WAIT_S)
+        if message.kind == wanted:
+            return message
+
+
+def event(router, name):
+    while True:
+        message = kind(router, "event")
+        if message.body["name"] == name:
+            return message.body
+
+
+def context(link, run=1, rank=0):
+    spec = RunSpec(mode="run", rank=rank, world_size=2, ranks=(3, 4), run=run)
+    return RunContext(spec, Recorder(run, rank), Gate(), FaultInjector(rank), link.emit)
+
+
+def row(run, step, loss=1.0):
+    run.recorder.add(step, 8, step, step + 0.5, data_wait_s=0.1, compute_s=0.2, loss=loss)
+
+
+def test_rows_and_events_of_a_run_arrive_whole_and_in_order(router, link):
+    run = context(link)
+    link.attach(run, None)
+    for step in range(5000):
+        row(run, step)
+    link.emit("note", rank=0, text="seen")
+    assert link.detach(WAIT_S)
+    steps = []
+    while len(steps) < 5000:
+        message = kind(router, "records")
+        assert message.body["dropped"] == 0
+        steps += records_from(message.payload[0])["step"].tolist()
+    assert steps == list(range(5000))
+
+
+def test_events_carry_the_run_and_their_fields(router, link):
+    link.attach(context(link, run=9), None)
+    link.emit("eval", step=3, values={"loss": 0.5})
+    found = event(router, "eval")
+    assert (found["run"], found["step"], found["values"]) == (9, 3, {"loss": 0.5})
+
+
+def test_dropped_rows_are_counted(router, link):
+    run = context(link)
+    run.recorder.dropped = 7
+    row(run, 0)
+    link.attach(run, None)
+    assert kind(router, "records").body["dropped"] == 7
+
+
+def test_a_halt_is_answered_with_the_step_and_a_named_step_ends_the_run(router, link):
+    run = context(link)
+    link.attach(run, None)
+    run.gate.enter(4)
+    router.send(3, Message("halt", {"run": 1, "purpose": "stop"}))
+    assert kind(router, "position").body["step"] == 4
+    router.send(3, Message("halt_at", {"run": 1, "purpose": "stop", "step": 5}))
+    assert run.gate.enter(5)
+    assert not run.gate.enter(6)
+
+
+def test_what_comes_before_the_run_has_begun_here_is_not_lost(router, link):
+    router.send(3, Message("halt", {"run": 2, "purpose": "stop"}))
+    router.send(3, Message("ping", {}))
+    kind(router, "pong")  # so the halt was handled, and there was no run
+    link.attach(context(link, run=2), None)
+    assert kind(router, "position").body["step"] == -1
+
+
+def test_messages_for_another_run_are_not_obeyed(router, link):
+    run = context(link, run=5)
+    link.attach(run, None)
+    router.send(3, Message("halt_at", {"run": 4, "purpose": "stop", "step": 0}))
+    router.send(3, Message("inject", {"run": 5, "faults": ["slow=0:1ms"]}))
+    router.send(3, Message("ping", {}))
+    kind(router, "pong")
+    assert not run.gate.stopping
+    assert run.faults.active
+
+
+def test_a_message_for_an_engine_that_is_yet_to_come_waits_for_it(router):
+    router.send(8, Message("ping", {}))
+    link = ControlLink(8, router.url, router.key, {})
+    kind(router, "pong")
+    assert router.connected == {8}
+    router.forget(8)
+    assert router.connected == frozenset()
+    link.close()
+
+
+def test_a_link_with_a_wrong_key_is_not_heard_and_hears_nothing(router):
+    stranger = ControlLink(1, router.url, b"x" * 32, {})
+    friend = ControlLink(2, router.url, router.key, {})
+    assert kind(router, "hello").body["engine"] == 2
+    stranger.close()
+    friend.close()
+    assert router.rejected >= 1
+    assert 1 not in router.connected
+
+
+def test_where_the_socket_is_out_of_reach_everything_goes_the_other_way(router):
+    link = ControlLink(1, "tcp://127.0.0.1:9", router.key, {}, fallback=router.feed)
+    run = context(link)
+    link.attach(run, None)
+    row(run, 0, loss=2.5)
+    link.emit("note", rank=0, text="over there")
+    assert link.detach(WAIT_S)
+    assert link.using_fallback
+    rows = records_from(kind(router, "records").payload[0])
+    np.testing.assert_array_equal(rows["local_loss"], [2.5])
+    link.close()
+
+
+def test_closing_ends_both_threads(router):
+    link = ControlLink(1, router.url, router.key, {})
+    kind(router, "hello")
+    link.close()
+    router.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not {"workbench-control", "workbench-router"} & names

@@ -1,0 +1,45 @@
+import pytest
+
+from workbench.errors import PlanError
+from workbench.session.registry import Runs
+
+
+class FakeRun:
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"<{self.name}>"
+
+
+def test_runs_are_found_by_name_newest_last():
+    runs = Runs()
+    assert runs.latest is None
+    assert "no runs" in repr(runs)
+    first, second = FakeRun("a"), FakeRun("b")
+    runs.add(first)
+    runs.add(second)
+    assert list(runs) == ["a", "b"]
+    assert runs["a"] is first
+    assert runs.latest is second
+    assert "b: <b>" in repr(runs)
+
+
+def test_the_newest_keeps_the_name_and_older_ones_count_up():
+    runs = Runs()
+    made = [FakeRun("base") for _ in range(3)]
+    for run in made:
+        runs.add(run)
+    assert list(runs) == ["base@1", "base@2", "base"]
+    assert [runs["base@1"], runs["base@2"], runs["base"]] == made
+    assert [run.name for run in made] == ["base@1", "base@2", "base"]
+
+
+def test_a_missing_run_is_a_key_error_that_suggests_the_nearest():
+    runs = Runs()
+    runs.add(FakeRun("mirrored"))
+    with pytest.raises(KeyError) as missing:
+        runs["miror"]
+    assert isinstance(missing.value, PlanError)
+    assert "did you mean 'mirrored'?" in str(missing.value)
+    assert runs.get("miror") is None

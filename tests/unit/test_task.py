@@ -1,0 +1,159 @@
+"""A cell on several engines, with engines that are made up."""
+
+import pytest
+
+from workbench.cluster.calls import Call
+from workbench.errors import ClusterError
+from workbench.session.run import Run
+from workbench.session.task import Task
+from workbench.session.verdicts import outcome_error, outcome_notes
+
+PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2996"
+
+
+class FakeEngines:
+    def __init__(self, dead=()):
+        self.calls, self.outputs, self.interrupted, self.dead = {}, {}, [], dead
+
+    def submit(self, engine, name, args, on_output):
+        if engine in self.dead:
+            raise ClusterError("That engine is not there.")
+        self.calls[engine], self.outputs[engine] = Call(engine), on_output
+        return self.calls[engine]
+
+    def interrupt(self, ids):
+        self.interrupted += list(ids)
+
+    def signal(self, engine, sig):
+        self.interrupted.append((engine, sig))
+
+
+@pytest.fixture
+def engines():
+    return FakeEngines()
+
+
+def start(engines, *ids):
+    over = []
+    task = Task(engines, {i: {} for i in ids}, {i: f"rank {i}" for i in ids}, over.append)
+    return task, over
+
+
+def error(name, text):
+    return {"status": "error", "ename": name, "evalue": text}
+
+
+def shown(engines, engine, name, text):
+    content = {"ename": name, "evalue": text, "traceback": [f"{name}: {text}"]}
+    engines.outputs[engine](engine, "error", content)
+
+
+def test_a_cell_is_over_when_every_engine_is_done(engines):
+    task, over = start(engines, 0, 1)
+    engines.calls[0].finish({"status": "ok"})
+    assert not task.is_over
+    assert task.unfinished() == [1]
+    engines.calls[1].finish({"status": "ok"})
+    assert task.is_over
+    assert over == [task]
+    assert task.failure() is None
+
+
+def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):
+    task, _ = start(engines, 4, 7)
+    shown(engines, 4, "RuntimeError", PEER)
+    engines.calls[4].finish(error("RuntimeError", PEER))
+    shown(engines, 7, "ValueError", "mine")
+    engines.calls[7].finish(error("ValueError", "mine"))
+    assert "Rank 1 (engine 7) failed: ValueError: mine" in str(task.failure())
+    assert "1 other rank was ended" in str(task.failure())
+    assert "Connection closed" not in task.board.text()
+
+
+def test_when_nobody_knows_the_reason_every_rank_is_heard(engines):
+    task, _ = start(engines, 0, 1)
+    for engine in (0, 1):
+        shown(engines, engine, "RuntimeError", f"{PEER}{engine}")
+        engines.calls[engine].finish(error("RuntimeError", f"{PEER}{engine}"))
+    assert f"{PEER}0" in task.board.text()
+    assert f"{PEER}1" in task.board.text()
+    assert "Rank 0 (engine 0) failed" in str(task.failure())
+
+
+def test_equal_errors_are_one(engines):
+    task, _ = start(engines, 0, 1, 2)
+    for engine in (0, 1, 2):
+        engines.calls[engine].finish(error("NameError", "name 'x' is not defined"))
+    assert str(task.failure()) == "Ranks 0-2 failed: NameError: name 'x' is not defined"
+
+
+def test_a_dead_engine_is_the_reason_whoever_complained_first(engines):
+    task, _ = start(engines, 0, 1)
+    engines.calls[0].finish(error("RuntimeError", "something else"))
+    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL."))
+    assert "Rank 1 is gone" in str(task.failure())
+    assert "%cluster restart 1" in str(task.failure())
+    assert task.group_broken
+
+
+def test_an_engine_that_is_dead_at_the_start_ends_the_cell():
+    engines = FakeEngines(dead=(1,))
+    task, _ = start(engines, 0, 1)
+    engines.calls[0].finish(error("KeyboardInterrupt", ""))
+    assert task.is_over
+    assert "Rank 1 is gone" in str(task.failure())
+
+
+def test_an_interrupt_reaches_those_still_at_it_and_is_an_error(engines):
+    task, _ = start(engines, 0, 1)
+    engines.calls[0].finish({"status": "ok"})
+    task.interrupt()
+    assert engines.interrupted == [1]
+    engines.calls[1].finish({"status": "interrupted", "ename": "KeyboardInterrupt", "evalue": ""})
+    assert "Interrupted" in str(task.failure())
+
+
+def test_a_stopped_loop_is_no_error_and_shows_none(engines):
+    task, _ = start(engines, 0)
+    shown(engines, 0, "RunStopped", "")
+    engines.calls[0].finish({"status": "stopped"})
+    assert task.failure() is None
+    assert task.board.empty
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def run_with(tmp_path, **overrides):
+    from workbench.plan import make_plan
+    from workbench.recipe import Recipe
+
+    plan = make_plan(Recipe("1"), "mirrored", workers=2, overrides=overrides)
+    return Run(plan, number=1, name="r", engines=[0, 1], devices=["cpu"] * 2, folder=tmp_path)
+
+
+OK = {"status": "ok", "trained": 3, "options_read": False}
+
+
+def test_a_cell_that_trained_is_no_error(tmp_path):
+    assert outcome_error(run_with(tmp_path), {0: OK, 1: OK}) is None
+    assert outcome_error(run_with(tmp_path, seed=1), {0: OK, 1: OK}) is None
+
+
+def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
+    nothing = {**OK, "trained": 0}
+    assert "Nothing was distributed" in str(outcome_error(run_with(tmp_path), {0: nothing}))
+    stopped = {**nothing, "status": "stopped"}
+    assert outcome_error(run_with(tmp_path), {0: stopped}) is None
+
+
+def test_ignored_overrides_are_an_error_unless_somebody_read_them(tmp_path):
+    run = run_with(tmp_path, epochs=3, batch_size=64)
+    assert "--batch-size, --epochs" in str(outcome_error(run, {0: OK, 1: OK}))
+    assert outcome_error(run, {0: OK, 1: {**OK, "options_read": True}}) is None
+
+
+def test_reassigned_names_are_told_once():
+    assert outcome_notes({0: OK, 1: OK}) == []
+    (note,) = outcome_notes({0: {"reassigned": ["rank"]}, 1: {"reassigned": ["rank", "device"]}})
+    assert "device, rank" in note
