@@ -6,7 +6,6 @@ Messages that are not signed with the cluster's key are counted and dropped befo
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from collections.abc import Callable
 import zmq
 
 from ..protocol import BadMessageError, Message, new_key, pack, unpack
+from ..wakeup import Wakeup
 
 OnMessage = Callable[[int, Message], None]
 """`on_message(engine, message)`, called on the router's thread; must return quickly."""
@@ -35,7 +35,7 @@ class ControlRouter:
         self._closed = False
         self.rejected = 0
         self.thread_s = 0.0
-        self._wake_r, self._wake_w = os.pipe()
+        self._wakeup = Wakeup()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.RCVHWM, 10_000)
@@ -71,24 +71,24 @@ class ControlRouter:
         self._thread.join(timeout=2)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_w, b"x")
+        self._wakeup.set()
 
     def _main(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
         try:
             while not self._closed:
                 ready = dict(poller.poll())
-                if self._wake_r in ready:
-                    os.read(self._wake_r, 4096)
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
                 if self._socket in ready:
                     self._receive()
                 self._send_waiting()
         finally:
             self._socket.close()
             self._context.term()
+            self._wakeup.close()
 
     def _receive(self) -> None:
         for _ in range(1000):

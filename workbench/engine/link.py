@@ -7,7 +7,6 @@ sending, so telemetry never waits on the path of a step.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import zmq
 
 from ..protocol import BadMessageError, Message, pack, unpack
+from ..wakeup import Wakeup
 from .context import RunContext
 
 DRAIN_S = 0.1
@@ -71,7 +71,7 @@ class ControlLink:
         self._welcomed = False
         self._flushed = threading.Event()
         self._flush_wanted = False
-        self._wake_r, self._wake_w = os.pipe()
+        self._wakeup = Wakeup()
         self.rejected = 0
         self.using_fallback = False
         self._thread = threading.Thread(target=self._main, name="workbench-control", daemon=True)
@@ -111,8 +111,7 @@ class ControlLink:
         self._thread.join(timeout=2)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_w, b"x")
+        self._wakeup.set()
 
     def _main(self) -> None:
         context = zmq.Context()
@@ -123,15 +122,15 @@ class ControlLink:
         socket.connect(self._url)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
         self._socket = socket
         self._send(Message("hello", {**self._about, "engine": self._engine}))
         began = time.monotonic()
         try:
             while not self._closed:
                 ready = dict(poller.poll(int(1e3 * (self._interval() if self._run else IDLE_S))))
-                if self._wake_r in ready:
-                    os.read(self._wake_r, 4096)
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
                 if socket in ready:
                     self._receive(socket)
                 if self._early and self._run is not None:
@@ -143,7 +142,7 @@ class ControlLink:
         finally:
             socket.close()
             context.term()
-            os.close(self._wake_r)
+            self._wakeup.close()
 
     def _interval(self) -> float:
         # Many workers together must not flood the kernel: 64 of them send 4 batches a second each.
