@@ -203,6 +203,12 @@ def test_an_error_before_the_first_collective_of_a_group_ends_the_others_wait_to
     assert book.ok(again).lines() == ["[ranks 0-1] 2.0"]
 
 
+def test_a_cell_may_destroy_the_group_and_the_next_has_one(book):
+    book.ok("%%distributed -n 2\ndist.destroy_process_group()")
+    again = "%%distributed -n 2\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"
+    assert book.ok(again).lines() == ["[ranks 0-1] 2.0"]
+
+
 def test_an_interrupt_ends_a_blocked_collective_and_marks_the_cell(book):
     pids = {engine.id: engine.pid for engine in session.cluster.engines}
     book.ok("%%distributed -n 2\nimport torch")

@@ -6,6 +6,7 @@ Messages that are not signed with the cluster's key are counted and dropped befo
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import zmq
 
 from ..protocol import BadMessageError, Message, new_key, pack, unpack
 from ..wakeup import Wakeup
+
+log = logging.getLogger("workbench.cluster")
 
 OnMessage = Callable[[int, Message], None]
 """`on_message(engine, message)`, called on the router's thread; must return quickly."""
@@ -111,7 +114,10 @@ class ControlRouter:
                 self._outbox.append((engine, Message("welcome", {})))
         else:
             engine = int(message.body.get("engine", -1))
-        self._on_message(engine, message)
+        try:
+            self._on_message(engine, message)
+        except Exception:  # one run's trouble must not deafen the others
+            log.exception("A message of engine %d was not understood", engine)
 
     def _send_waiting(self) -> None:
         later = []

@@ -82,7 +82,8 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
         except Exception as error:
             outcome = _outcome(error) | {"traceback": traceback.format_exc()}
     outcome["reassigned"] = [k for k, v in injected.items() if shell.namespace.get(k, v) is not v]
-    if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out:
+    lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
+    if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out or lost:
         outcome["group_broken"] = True
     return outcome
 
@@ -161,9 +162,9 @@ def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
 def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
     if engine.group == spec.prefix:
         return
-    if engine.group:
-        framework.destroy_group()
-        engine.group = ""
+    # Also where there should be none: joining may have been interrupted half-way.
+    framework.destroy_group()
+    engine.group = ""
     framework.ensure_group(spec)
     engine.group = spec.prefix
 

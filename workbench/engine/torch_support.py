@@ -98,13 +98,25 @@ def ensure_group(spec: RunSpec) -> None:
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
-    dist.init_process_group(
-        spec.backend,
-        store=stores.PrefixStore(spec.prefix, store),
-        rank=spec.rank,
-        world_size=spec.world_size,
-        timeout=GROUP_TIMEOUT,
-    )
+    try:
+        dist.init_process_group(
+            spec.backend,
+            store=stores.PrefixStore(spec.prefix, store),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+    except BaseException:
+        # torch numbers groups and counts this one. The number is part of the keys under which
+        # ranks meet, so the next group would wait for ranks that count otherwise.
+        with contextlib.suppress(AttributeError):
+            stores.distributed_c10d._world.group_count = 0
+        raise
+
+
+def has_group() -> bool:
+    """Return whether this worker is in a process group."""
+    return dist.is_initialized()
 
 
 def destroy_group() -> None:

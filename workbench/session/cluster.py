@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines, Listeners
-from ..errors import ClusterError, PlanError, RunError, unknown
+from ..errors import ClusterError, RunError
 from ..faults import parse_fault
 from ..history import disk
 from ..plan import Plan, check_count, make_plan
-from ..protocol import Message, RunSpec
+from ..protocol import Message
 from ..recipe import Recipe
 from . import registry
+from .checks import check_framework, check_members, check_size, to_recipe
+from .requests import (
+    ARGS,
+    FREE,
+    PULL,
+    PUSH,
+    RESULT,
+    TAKE,
+    Specs,
+    cell_requests,
+    labels,
+    make_specs,
+    run_requests,
+)
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
-
-MAX_ENGINES = 256
-PUSH = "workbench.engine.entry:push"
-ARGS, RESULT = "_wb_args", "_wb_result"
-"""Where a function's arguments and its return value are kept on the engines meanwhile."""
 
 
 class Cluster:
@@ -58,13 +65,7 @@ class Cluster:
         engines: Engines | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        count = check_count("The number of engines", workers)
-        if count > MAX_ENGINES:
-            raise PlanError(
-                "That is more engines than one notebook can serve.",
-                seen=count,
-                allowed=f"1 to {MAX_ENGINES}",
-            )
+        count = check_size("The number of engines", workers)
         self.devices_asked, self.launcher = devices, launcher
         self.devices = device_pool.parse_devices(devices)
         self._leases: dict[int, device_pool.Leases] = {}
@@ -138,7 +139,7 @@ class Cluster:
             RunError: A cell or a run is going on.
         """
         self._claim()
-        return self._engines.call(self.ids, "workbench.engine.entry:free")
+        return self._engines.call(self.ids, FREE)
 
     def logs(self, engine: int) -> str:
         """The last lines of an engine's log.
@@ -198,7 +199,7 @@ class Cluster:
             RunError: A cell or a run is going on.
         """
         self._claim()
-        return self._engines.call(ids or self.ids, "workbench.engine.entry:pull", (list(names),))
+        return self._engines.call(ids or self.ids, PULL, (list(names),))
 
     # -- cells and runs ----------------------------------------------------------------------------
 
@@ -229,9 +230,8 @@ class Cluster:
             PlanError: What was asked for cannot be run; no engine was touched.
             RunError: Another run is going on.
         """
-        recipe = source if isinstance(source, Recipe) else to_recipe(source, args)
         plan = make_plan(
-            recipe,
+            to_recipe(source, args),
             strategy,
             framework=framework or self.framework,
             workers=workers or max(1, len(self.ids)),
@@ -248,8 +248,8 @@ class Cluster:
         check_framework(plan.framework)
         ids = self._ids_for(plan.workers + plan.servers)
         leases = self.lease(plan.workers)
-        labels = [lease.label for lease in leases.leases]
-        run = registry.new_run(plan, number=next(self._number), engines=ids, devices=labels)
+        names = [lease.label for lease in leases.leases]
+        run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
         if leases.warning:
             run.note(leases.warning)
         with self._lock:
@@ -267,37 +267,13 @@ class Cluster:
     def _submit(
         self, run: Run, leases: device_pool.Leases, *, number: int, autoreload: str
     ) -> None:
-        plan, recipe, ids = run.plan, run.plan.recipe, run.engines
-        source = recipe.numbered
-        if recipe.function:
-            self._engines.call(ids, PUSH, ({ARGS: recipe.args},))
-            source += f"\n{RESULT} = {recipe.function}(*{ARGS})\n"
+        if run.plan.recipe.function:
+            self._engines.call(run.engines, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = f"run-{run.number}-{next(self._generation)}"
-        specs = self._specs(ids, plan.workers, leases, prefix)
-        about = {
-            "mode": "run",
-            "run": run.number,
-            "run_id": run.folder.name,
-            "run_dir": str(run.folder),
-            "name": run.name,
-            "strategy": plan.strategy,
-            "framework": plan.framework,
-            "options": plan.options,
-            "overrides": plan.overrides,
-            "faults": [fault.text for fault in plan.faults],
-        }
-        requests = {
-            engine: {
-                "source": source,
-                "number": number,
-                "autoreload": autoreload,
-                "spec": {**spec.to_wire(), **about},
-            }
-            for engine, spec in zip(ids, specs, strict=True)
-        }
-        names = {e: f"rank {s.rank} · {s.device}" for e, s in zip(ids, specs, strict=True)}
+        specs = self._specs(run.engines, run.plan.workers, leases, prefix)
+        asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
-        run.task = Task(self._engines, requests, names, lambda task: self._run_over(run, task))
+        run.task = Task(self._engines, asked, labels(specs), lambda task: self._run_over(run, task))
 
     def _run_over(self, run: Run, task: Task) -> None:
         """Settle a run; on the thread that hears the engines, so it may not wait for them."""
@@ -319,7 +295,7 @@ class Cluster:
         """Bring a function's return values into `run.results`, and its names off the engines."""
         try:
             living = [i for i in run.engines if i in self.ids]
-            taken = self._engines.call(living, "workbench.engine.entry:take", ([RESULT, ARGS],))
+            taken = self._engines.call(living, TAKE, ([RESULT, ARGS],))
             run.results = [taken.get(i, {}).get(RESULT) for i in run.engines]
         except ClusterError as failure:
             run.note(f"What the function returned could not be fetched: {failure.what}")
@@ -345,41 +321,20 @@ class Cluster:
         self._claim()
         members = self._ids_for(workers or len(self.ids))
         targets = list(ids) if ids is not None else members
-        strange = [i for i in targets if i not in members]
-        if strange:
-            raise PlanError(
-                "There is no such engine among the workers.",
-                seen=", ".join(map(str, strange)),
-                allowed=", ".join(map(str, members)),
-                next_step="%cluster lists them",
-            )
-        leases = self.lease(len(members))
+        check_members(targets, members)
         fresh = self._group[1] != tuple(members) or not self._group[0]
         if fresh:
             self._group = (f"spmd-{next(self._generation)}", tuple(members))
-        specs = dict(
-            zip(members, self._specs(members, len(members), leases, self._group[0]), strict=True)
-        )
-        partial = set(targets) != set(members)
-        if fresh and partial:
+        specs = self._specs(members, len(members), self.lease(len(members)), self._group[0])
+        if fresh and set(targets) != set(members):
             # A collective on some ranks needs a group that all ranks have joined.
             self._settle_group(specs)
-        requests = {
-            engine: {
-                "source": Recipe(source, first_line).numbered,
-                "number": number,
-                "autoreload": autoreload,
-                "spec": specs[engine].to_wire(),
-            }
-            for engine in targets
-        }
-        labels = {e: f"rank {specs[e].rank} · {specs[e].device}" for e in targets}
-        self._busy = task = Task(self._engines, requests, labels, self._cell_over)
+        asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
+        self._busy = task = Task(self._engines, asked, labels(specs, targets), self._cell_over)
         return task
 
-    def _settle_group(self, specs: Mapping[int, RunSpec]) -> None:
-        requests = {e: {"source": "", "number": 0, "spec": s.to_wire()} for e, s in specs.items()}
-        task = Task(self._engines, requests, {})
+    def _settle_group(self, specs: Specs) -> None:
+        task = Task(self._engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})
         task.over.wait()
         if (error := task.failure()) is not None:
             raise error
@@ -401,12 +356,7 @@ class Cluster:
         )
 
     def _ids_for(self, count: int) -> list[int]:
-        if count > MAX_ENGINES:
-            raise PlanError(
-                "That is more workers than one notebook can serve.",
-                seen=count,
-                allowed=f"1 to {MAX_ENGINES}",
-            )
+        check_size("The number of workers", count)
         dead = [e.id for e in self.engines if e.state == "dead"]
         if not self.ids and dead:
             raise ClusterError("All engines are dead.", next_step="%cluster restart")
@@ -417,25 +367,12 @@ class Cluster:
 
     def _specs(
         self, ids: Sequence[int], workers: int, leases: device_pool.Leases, prefix: str
-    ) -> list[RunSpec]:
-        threads = device_pool.threads_per_worker(workers)
-        hosts = [self._engines.engines[i].host for i in ids]
-        return [
-            RunSpec(
-                mode="spmd",
-                rank=rank,
-                world_size=workers,
-                ranks=tuple(ids),
-                device=leases.leases[rank].device,
-                threads=threads,
-                framework=self.framework,
-                store=self._engines.store(),
-                prefix=prefix,
-                backend=leases.backend,
-                hosts=tuple(hosts),
-            )
-            for rank in range(len(ids))
-        ]
+    ) -> Specs:
+        hosts = {i: self._engines.engines[i].host for i in ids}
+        store = self._engines.store()
+        return make_specs(
+            hosts, workers, leases, store=store, framework=self.framework, prefix=prefix
+        )
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -446,29 +383,3 @@ class Cluster:
 
     def _death(self, engine: EngineInfo) -> None:
         self._group = ("", ())
-
-
-def check_framework(framework: str) -> None:
-    """Raise unless engines on this machine can import the framework.
-
-    Raises:
-        PlanError: It is unknown.
-        ClusterError: It is not installed; names what installs it.
-    """
-    if framework not in catalog.FRAMEWORKS:
-        raise unknown("framework", framework, catalog.FRAMEWORKS)
-    if importlib.util.find_spec(framework) is None:
-        raise ClusterError(
-            f"{framework} is not installed here.",
-            seen=framework,
-            next_step=f"pip install 'distributed-workbench[{framework}]', then restart the kernel",
-        )
-
-
-def to_recipe(source: str | Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:
-    """Make a recipe of source or a function."""
-    if isinstance(source, str):
-        return Recipe(source)
-    if callable(source):
-        return Recipe.from_function(source, args)
-    raise PlanError("A recipe is source code or a function.", seen=type(source).__name__)

@@ -1,0 +1,78 @@
+"""What is checked before a cluster is started or asked for anything."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import catalog
+from ..errors import ClusterError, PlanError, unknown
+from ..plan import check_count
+from ..recipe import Recipe
+
+MAX_ENGINES = 256
+
+
+def check_size(what: str, count: object) -> int:
+    """Return how many engines are wanted.
+
+    Raises:
+        PlanError: It is no whole number of at least 1, or more than one notebook can serve.
+    """
+    checked = check_count(what, count)
+    if checked > MAX_ENGINES:
+        raise PlanError(
+            f"{what}: that is more workers than one notebook can serve.",
+            seen=checked,
+            allowed=f"1 to {MAX_ENGINES}",
+        )
+    return checked
+
+
+def check_members(ids: Sequence[int], members: Sequence[int]) -> None:
+    """Raise PlanError unless all of `ids` are among the workers `members`."""
+    strange = [i for i in ids if i not in members]
+    if strange:
+        raise PlanError(
+            "There is no such engine among the workers.",
+            seen=", ".join(map(str, strange)),
+            allowed=", ".join(map(str, members)),
+            next_step="%cluster lists them",
+        )
+
+
+def check_framework(framework: str) -> None:
+    """Raise unless engines on this machine can import the framework.
+
+    Raises:
+        PlanError: It is unknown.
+        ClusterError: It is not installed; names what installs it.
+    """
+    if framework not in catalog.FRAMEWORKS:
+        raise unknown("framework", framework, catalog.FRAMEWORKS)
+    try:
+        found = importlib.util.find_spec(framework)
+    except ValueError:
+        found = None
+    if found is None:
+        raise ClusterError(
+            f"{framework} is not installed here.",
+            seen=framework,
+            next_step=f"pip install 'distributed-workbench[{framework}]', then restart the kernel",
+        )
+
+
+def to_recipe(source: str | Callable[..., Any] | Recipe, args: tuple[Any, ...] = ()) -> Recipe:
+    """Make a recipe of source or a function.
+
+    Raises:
+        PlanError: It is neither, or the function cannot be sent to engines.
+    """
+    if isinstance(source, Recipe):
+        return source
+    if isinstance(source, str):
+        return Recipe(source)
+    if callable(source):
+        return Recipe.from_function(source, args)
+    raise PlanError("A recipe is source code or a function.", seen=type(source).__name__)

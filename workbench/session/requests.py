@@ -1,0 +1,101 @@
+"""What engines are asked to run: requests made from runs and cells; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..cluster import devices as device_pool
+from ..protocol import RunSpec
+from ..recipe import Recipe
+
+if TYPE_CHECKING:
+    from .run import Run
+
+PUSH = "workbench.engine.entry:push"
+PULL = "workbench.engine.entry:pull"
+TAKE = "workbench.engine.entry:take"
+FREE = "workbench.engine.entry:free"
+ARGS, RESULT = "_wb_args", "_wb_result"
+"""Where a function's arguments and its return value are kept on the engines meanwhile."""
+
+Specs = Mapping[int, RunSpec]
+"""What each engine is told, by engine id, in the order of the ranks."""
+
+
+def make_specs(
+    hosts: Mapping[int, str],
+    workers: int,
+    leases: device_pool.Leases,
+    *,
+    store: tuple[str, int],
+    framework: str,
+    prefix: str,
+) -> dict[int, RunSpec]:
+    """Return what each engine is told about its part.
+
+    Args:
+        hosts: Host of each engine that takes part, by engine id, in the order of the ranks.
+        prefix: Keeps this process group apart from others in the store.
+    """
+    threads = device_pool.threads_per_worker(workers)
+    return {
+        engine: RunSpec(
+            mode="spmd",
+            rank=rank,
+            world_size=workers,
+            ranks=tuple(hosts),
+            device=leases.leases[rank].device,
+            threads=threads,
+            framework=framework,
+            store=store,
+            prefix=prefix,
+            backend=leases.backend,
+            hosts=tuple(hosts.values()),
+        )
+        for rank, engine in enumerate(hosts)
+    }
+
+
+def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[int, dict[str, Any]]:
+    """Return each engine's request for a training run."""
+    plan, recipe = run.plan, run.plan.recipe
+    source = recipe.numbered
+    if recipe.function:
+        source += f"\n{RESULT} = {recipe.function}(*{ARGS})\n"
+    about = {
+        "mode": "run",
+        "run": run.number,
+        "run_id": run.folder.name,
+        "run_dir": str(run.folder),
+        "name": run.name,
+        "strategy": plan.strategy,
+        "framework": plan.framework,
+        "options": plan.options,
+        "overrides": plan.overrides,
+        "faults": [fault.text for fault in plan.faults],
+    }
+    return {
+        engine: _request(source, number, autoreload, {**spec.to_wire(), **about})
+        for engine, spec in specs.items()
+    }
+
+
+def cell_requests(
+    recipe: Recipe, specs: Specs, targets: Iterable[int], number: int, autoreload: str
+) -> dict[int, dict[str, Any]]:
+    """Return the requests for a cell without a strategy, for the engines that run it."""
+    return {
+        engine: _request(recipe.numbered, number, autoreload, specs[engine].to_wire())
+        for engine in targets
+    }
+
+
+def labels(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, str]:
+    """Return how each engine is called in outputs: `rank 1 · cuda:0`."""
+    chosen = specs if targets is None else targets
+    return {e: f"rank {specs[e].rank} · {specs[e].device}" for e in chosen}
+
+
+def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"source": source, "number": number, "autoreload": autoreload, "spec": spec}
