@@ -184,22 +184,23 @@ def test_a_paused_run_can_be_stopped(cluster):
     run = going(cluster.run(ENDLESS, strategy="mirrored"))
     run.pause()
     assert soon(lambda: run.state == "paused")
+    assert soon(lambda: len(set(steps_by_rank(run))) == 1)
+    held = steps_by_rank(run)
     run.stop()
     assert run.wait(WAIT_S).state == "stopped"
-    assert len(set(steps_by_rank(run))) == 1
+    assert steps_by_rank(run) == held  # not one more
 
 
 def test_faults_are_injected_and_taken_away_while_a_run_goes_on(cluster):
     run = going(cluster.run(ENDLESS, strategy="mirrored"))
     run.inject("slow=1:30ms")
-    begun = run.history.totals.steps
 
     def median_wait_ms():
-        rows = (run.history["rank"] == 0) & (run.history["step"] > begun + 2)
-        return 1e3 * float(np.median(run.history["sync_wait_s"][rows])) if rows.any() else 0.0
+        steps = run.history["step"]
+        rows = (run.history["rank"] == 0) & (steps > steps.max() - 10)
+        return 1e3 * float(np.median(run.history["sync_wait_s"][rows]))
 
-    assert soon(lambda: run.history.totals.steps > begun + 12)
-    assert median_wait_ms() > 15
+    assert soon(lambda: median_wait_ms() > 15)
     run.inject()
     resumed = run.history.totals.steps
     assert soon(lambda: run.history.totals.steps > resumed + 50, 10)

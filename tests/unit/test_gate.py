@@ -103,6 +103,21 @@ def test_advance_lets_a_paused_worker_do_so_many_steps() -> None:
     assert not thread.is_alive()
 
 
+def test_a_worker_that_waits_has_not_begun_the_step() -> None:
+    gate = Gate()
+    waiting = threading.Event()
+    gate.on_pause = lambda step: waiting.set()
+    gate.enter(3)
+    gate.halt_at("pause", 3)
+    entered: list[bool] = []
+    thread = in_thread(lambda: entered.append(gate.enter(4)))
+    assert waiting.wait(WAIT_S)
+    assert gate.halt() == 3
+    gate.halt_at("stop", 3)
+    thread.join(WAIT_S)
+    assert entered == [False]
+
+
 def test_stop_wins_over_a_pause() -> None:
     gate = Gate()
     gate.halt_at("pause", 0)

@@ -44,6 +44,7 @@ class Gate:
         began = time.perf_counter()
         announced = False
         with self._changed:
+            self._at = step - 1  # this step has not begun: a Stop now must not cost one more
             while step >= self._limit:
                 if self._purpose == "stop":
                     return False
@@ -51,6 +52,7 @@ class Gate:
                     announced = True
                     self.on_pause(step)
                 self._changed.wait(0.5)
+            self._at = step
         self.paused_s += time.perf_counter() - began
         if announced:
             self.on_resume(step)
