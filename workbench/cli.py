@@ -90,7 +90,7 @@ def _execute(notebook: NotebookNode, out: Path) -> Exception | None:
 
     def done(cell: NotebookNode, **rest: Any) -> None:
         if cell.cell_type == "code":
-            first = next((line for line in cell.source.splitlines() if line.strip()), "")
+            first = next((text for text in cell.source.splitlines() if text.strip() and text[0] != "#"), "")
             bar.set_postfix_str(first[:40])
             bar.update()
 
@@ -119,7 +119,7 @@ def _write_html(notebook: NotebookNode, page: Path) -> None:
 
 
 def _summary(notebook: NotebookNode) -> str:
-    """Return the text of the notebook's last table."""
+    """Return the text of the notebook's comparison, or of its last table where it has none."""
     texts = [
         output["data"]["text/plain"]
         for cell in notebook.cells
@@ -127,7 +127,8 @@ def _summary(notebook: NotebookNode) -> str:
         for output in cell.outputs
         if "text/html" in output.get("data", {})
     ]
-    return texts[-1] if texts else "the notebook shows no table"
+    compared = [text for text in texts if "speed-up" in text]
+    return (compared or texts or ["the notebook shows no table"])[-1]
 
 
 def _lab(rest: list[str]) -> int:
