@@ -101,6 +101,20 @@ class Strategy(ABC):
         self.rank = context.spec.rank
         self.world_size = context.spec.world_size
 
+    @property
+    def portion(self) -> tuple[int, int]:
+        """Which share of each batch this worker takes: (index, number of shares)."""
+        if self.context.entry.data_parallel:
+            return self.rank, self.world_size
+        return 0, 1
+
+    def deal(self, source: Any) -> Any:
+        """Return the data as this strategy deals it out; most leave it as it is.
+
+        Called before `prepare` on all ranks.
+        """
+        return source
+
     @abstractmethod
     def prepare(self, job: Job) -> None:
         """Lay model, optimizer and data out over the workers; the first collective call."""
