@@ -257,6 +257,7 @@ CATALOG: tuple[Strategy, ...] = (
                 help="compute BatchNorm statistics over all workers (CUDA devices only)",
             ),
         ),
+    ),
     Strategy(
         name="central_storage",
         framework="torch",
