@@ -159,6 +159,7 @@ class Strategy:
     excludes: tuple[tuple[str, str], ...] = ()
     links: bool = False
     one_engine: bool = False
+    exact_with: tuple[tuple[str, Any], ...] | None = ()
 
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
