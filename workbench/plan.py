@@ -45,8 +45,12 @@ class Plan:
     @property
     def servers(self) -> int:
         """Number of server engines the run needs besides its workers."""
-        option = self.entry.servers_option
-        return int(self.options[option]) if option else 0
+        return self.entry.server_count(self.options)
+
+    @property
+    def sync(self) -> bool:
+        """Whether the workers take each step together."""
+        return self.entry.is_sync(self.options)
 
     def with_seed(self, seed: int) -> Plan:
         """Return the same plan under another seed, named apart."""
@@ -110,7 +114,7 @@ def make_plan(
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
         )
     for fault in faults:
-        fault.check(count)
+        fault.check(count, links=entry.links)
     if not recipe.source.strip():
         raise PlanError(
             "The cell is empty: there is nothing to train.",

@@ -161,6 +161,10 @@ class RunSpec:
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
+        role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
+            Its rank is world_size + its index among the servers.
+        servers: How many servers the run has.
+        key: What proves to the run's servers that a worker is one of theirs, and back (hex).
     """
 
     mode: Literal["run", "spmd"]
@@ -182,6 +186,9 @@ class RunSpec:
     overrides: dict[str, Any] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    role: Literal["worker", "server"] = "worker"
+    servers: int = 0
+    key: str = field(default="", repr=False)
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data."""

@@ -52,6 +52,18 @@ class FaultInjector:
             time.sleep(delay)
         return delay
 
+    def travel(self, size_bytes: int) -> float:
+        """Sleep for as long as a message would take on the simulated link; return the seconds."""
+        delay = 0.0
+        for fault in self._active:
+            if fault.kind == "latency":
+                delay += fault.delay_s
+            elif fault.kind == "bandwidth":
+                delay += size_bytes / fault.bytes_per_s
+        if delay > 0:
+            time.sleep(delay)
+        return delay
+
     def _delay(self, fault: Fault) -> float:
         if fault.kind == "jitter":
             return self._random.uniform(0.0, fault.delay_s)
