@@ -168,8 +168,8 @@ def without_all_reduce():
         def no_sync(self):
             return contextlib.nullcontext()
 
-    right = mirrored.Mirrored._ddp
-    mirrored.Mirrored._ddp = lambda self, model: Forgetful(model)
+    right = mirrored.Mirrored._wrap
+    mirrored.Mirrored._wrap = lambda self, model: Forgetful(model)
     try:
         from workbench.engine.fit import fit
 
@@ -181,7 +181,7 @@ def without_all_reduce():
             optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
         )  # fmt: skip
     finally:
-        mirrored.Mirrored._ddp = right
+        mirrored.Mirrored._wrap = right
 
 
 def stopped(own_loop, at=5):

@@ -37,7 +37,8 @@ class OwnLoop:
     Args:
         source: The loader's data in shares; None where the loop brings its own batches.
         watched: A loader to time as it is, in place.
-        sent_bytes: What a worker sends per step; NaN where unknown.
+        sent_bytes: What a worker sends per step, or a function that says it after each step; NaN
+            where unknown.
         communicates: Whether backward ends in communication.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
@@ -52,7 +53,7 @@ class OwnLoop:
         source: Source | None,
         *,
         watched: Any = None,
-        sent_bytes: float = NAN,
+        sent_bytes: float | Callable[[], float] = NAN,
         communicates: bool = False,
         weighted: bool = False,
         epoch_end: Callable[[], None] = lambda: None,
@@ -162,7 +163,9 @@ class OwnLoop:
         if not self._fed or self._loss is None:
             return
         context = self.context
-        result = self.timer.finish(self._samples, self._loss, self._sent_bytes, self._late_wait_s)
+        sent = self._sent_bytes
+        sent_bytes = sent() if callable(sent) else sent
+        result = self.timer.finish(self._samples, self._loss, sent_bytes, self._late_wait_s)
         end = clock()
         context.recorder.add(
             context.trained,
