@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...engine.torch_batches import map_batch
@@ -26,6 +27,17 @@ from ...errors import FitError
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the workers of this run as a grid."""
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def release_mesh(mesh: DeviceMesh | None) -> None:
+    """Let go of a mesh's process groups: PyTorch's caches keep the mesh itself for good."""
+    if mesh is not None:
+        getattr(mesh, "_pg_registry", {}).clear()
 
 
 class _Module:

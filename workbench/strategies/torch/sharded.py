@@ -35,11 +35,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..base import NAN, Job, Share, StepResult, Strategy
-from .layout import Layout, clip_grad_norm, load_whole_state, whole_state
+from .layout import (
+    Layout,
+    clip_grad_norm,
+    load_whole_state,
+    make_mesh,
+    release_mesh,
+    whole_state,
+)
 from .replicas import begin_equal, broadcast
 from .trainer import Trainer
 
@@ -52,6 +59,7 @@ class Sharded(Strategy):
     trainer: Trainer | None = None
     layout: Layout | None = None
     traffic: Traffic | None = None
+    mesh: DeviceMesh | None = None
 
     def prepare(self, job: Job) -> None:
         """Keep this worker's shard of every unit; the optimizer holds shards only."""
@@ -66,7 +74,7 @@ class Sharded(Strategy):
     def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
         device = torch.device(self.context.spec.device)
         begin_equal(model, device)
-        mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("shard",))
+        self.mesh = mesh = make_mesh(device, (self.world_size,), ("shard",))
 
         def shard(model: torch.nn.Module) -> None:
             for unit in units(model, self.options["unit_mb"] * 1e6):
@@ -129,7 +137,8 @@ class Sharded(Strategy):
         """Give the user's module back as it was."""
         if self.layout is not None and self.layout.laid_out:
             self.layout.abandon()
-        self.trainer = self.layout = self.traffic = None
+        release_mesh(self.mesh)
+        self.trainer = self.layout = self.traffic = self.mesh = None
 
     @property
     def root(self) -> FSDPModule:
@@ -214,14 +223,16 @@ class _Collective:
 
 
 class _AllGather(_Collective):
-    def __call__(self, output: Any, input: Any, group: Any, async_op: bool = False) -> None:
-        with self._traffic.count(output, group):
-            dist.all_gather_into_tensor(output, input, group=group)
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> None:
+        with self._traffic.count(output_tensor, group):
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
 
 
 class _ReduceScatter(_Collective):
     def __call__(
-        self, output: Any, input: Any, group: Any, op: Any, async_op: bool = False
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        with self._traffic.count(input, group):
-            dist.reduce_scatter_tensor(output, input, op=op, group=group)
+        with self._traffic.count(input_tensor, group):
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
