@@ -134,6 +134,8 @@ class Strategy:
         excludes: Pairs of options of which only one may differ from its default.
         links: Whether it has links of its own, on which bandwidth and latency can be simulated.
         one_engine: Whether one engine holds all replicas.
+        whole: Whether every worker ends with the whole model; else each has its share of it, and
+            builds no more than that where the model is given as a function.
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
         source: Where the algorithm is described.
@@ -159,6 +161,7 @@ class Strategy:
     excludes: tuple[tuple[str, str], ...] = ()
     links: bool = False
     one_engine: bool = False
+    whole: bool = True
     exact_with: tuple[tuple[str, Any], ...] | None = ()
 
     def is_sync(self, options: dict[str, Any]) -> bool:
@@ -233,6 +236,8 @@ CATALOG: tuple[Strategy, ...] = (
         suits="models that fit one device, with steps long enough to hide an all-reduce",
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel"),
+        exact_with=(("compress", "none"),),
+        links=True,
         options=(
             Option(
                 "allreduce", "choice", "auto",
@@ -349,6 +354,40 @@ CATALOG: tuple[Strategy, ...] = (
             Option(
                 "gather", "choice", "all", choices=("all", "first"),
                 help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+            ),
+        ),
+    ),
+    Strategy(
+        name="model_split",
+        framework="torch",
+        term="pipeline (model) parallelism",
+        summary="The model is cut into stages over the workers; microbatches follow each other.",
+        module="workbench.strategies.torch.model_split:ModelSplit",
+        suits="models that do not fit one device, cut into layers of similar cost",
+        source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
+        aliases=("pipeline",),
+        data_parallel=False,
+        whole=False,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        options=(
+            Option(
+                "schedule", "choice", "1f1b",
+                choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+                help="the order of microbatches; naive passes the whole batch from stage to stage",
+            ),
+            Option(
+                "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
+                help="parts a batch is cut into; none: two per worker (one for naive)",
+            ),
+            Option(
+                "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
+                help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
+            ),
+            Option(
+                "split_at", "str", None, optional=True,
+                help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
+                "balanced from measured times",
             ),
         ),
     ),

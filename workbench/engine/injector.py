@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterable
 
-from ..faults import Fault, parse_fault
+from ..faults import ON_LINKS, Fault, parse_fault
 
 
 class FaultInjector:
@@ -36,6 +36,11 @@ class FaultInjector:
     def active(self) -> bool:
         """Whether any fault concerns this worker."""
         return bool(self._active)
+
+    @property
+    def on_links(self) -> bool:
+        """Whether a link is simulated: `bandwidth`, `latency`."""
+        return any(fault.kind in ON_LINKS for fault in self._active)
 
     def before_step(self, step: int) -> None:
         """End this process when a `kill` is due."""

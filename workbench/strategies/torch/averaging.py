@@ -48,14 +48,23 @@ class Averaging:
                 seen=f"compress={self._compress}, allreduce={asked}",
                 next_step="leave out -o allreduce",
             )
-        self.links = Links(dist.group.WORLD, hosts=spec.hosts)
+        self._context, self._warned = context, False
+        simulated = context.faults.on_links
+        if asked == BACKEND and simulated:
+            raise FitError(
+                "Bandwidth and latency are simulated on our own links, which the backend's "
+                "all-reduce does not use.",
+                seen=", ".join(spec.faults),
+                next_step="-o allreduce=auto, or one of the algorithms",
+            )
+        self.links = Links(dist.group.WORLD, hosts=spec.hosts, travel=context.faults.travel)
         self._ring_bytes = ring_bytes(model, self.links.size)
         check_same_model(model, self.links)
-        self.all_reduce = AllReduce(self._decide(context, model, asked), self.links)
+        self.all_reduce = AllReduce(self._decide(model, asked, simulated), self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
         self._counted = self.links.sent_bytes
 
-    def _decide(self, context: RunContext, model: torch.nn.Module, asked: str) -> str:
+    def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
         """Return the algorithm's name; `auto` measures with a message as large as most."""
         sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
         if asked != AUTO:
@@ -67,10 +76,11 @@ class Averaging:
         parameters = max(kinds, key=size_bytes)
         shapes = [parameter.shape for parameter in parameters]
         message = message_like(self._compress, shapes, parameters[0].dtype)
-        choice = auto.choose(message.to(parameters[0].device), self.links)
-        if context.spec.rank == 0 and choice.name != BACKEND and choice.seconds:
+        message = message.to(parameters[0].device)
+        choice = auto.choose(message, self.links, simulated=simulated)
+        if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
             text = choice.explain(message.numel() * message.element_size())
-            context.emit("note", rank=0, text=text)
+            self._context.emit("note", rank=0, text=text)
         return choice.name
 
     def wrap(self, module: torch.nn.Module) -> FlatGradients:
@@ -88,9 +98,21 @@ class Averaging:
         DDP's traffic is not seen: a ring all-reduce of all gradients sends 2 (n-1)/n of them.
         """
         if self.overlapped:
+            self._warn_of_links()
             return self._ring_bytes
         before, self._counted = self._counted, self.links.sent_bytes
         return self._counted - before
+
+    def _warn_of_links(self) -> None:
+        """Say that a fault which was set while the run is under way has no effect."""
+        if self.links.rank == 0 and not self._warned and self._context.faults.on_links:
+            self._warned = True
+            self._context.emit(
+                "warning",
+                rank=0,
+                text="Bandwidth and latency have no effect: this run's gradients are averaged by "
+                "the backend. Choose an algorithm with -o allreduce=ring.",
+            )
 
 
 def size_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -143,7 +143,9 @@ class PowerSGD(Compression):
         for (at, m, k), factor, own, mean in zip(self._cuts, p, own_q, self._q, strict=True):
             error[at : at + m * k] -= (factor @ own.T).view(-1)
             flat[at : at + m * k] = (factor @ mean.T).view(-1)
-        for part, values in zip(self._whole, rest.split([w.numel() for w in whole]), strict=True):
+        for part, values in zip(
+            self._whole, torch.split(rest, [part.numel() for part in whole]), strict=True
+        ):
             error[part] = 0.0
             flat[part] = values
 
@@ -158,7 +160,7 @@ class PowerSGD(Compression):
             return []
         message = torch.cat([part.reshape(-1) for part in parts])
         self.all_reduce.mean(message)
-        pieces = message.split([part.numel() for part in parts])
+        pieces = torch.split(message, [part.numel() for part in parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 

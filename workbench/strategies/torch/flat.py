@@ -110,7 +110,9 @@ class _Flat:
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._views = [
             part.view(parameter.shape)
-            for part, parameter in zip(self._flat.split(sizes), self._parameters, strict=True)
+            for part, parameter in zip(
+                torch.split(self._flat, sizes), self._parameters, strict=True
+            )
         ]
 
     def average(self, any_used: Mean | None) -> None:

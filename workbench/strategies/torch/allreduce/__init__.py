@@ -21,7 +21,7 @@ BACKEND = "backend"
 def _backend(flat: torch.Tensor, links: Links) -> None:
     """Use the process group's own all-reduce; gloo and NCCL send as much as a ring does."""
     dist.all_reduce(flat, group=links.group)
-    links.count(2 * (links.size - 1) / links.size * flat.numel() * flat.element_size())
+    links.count(round(2 * (links.size - 1) * flat.numel() * flat.element_size() / links.size))
 
 
 ALGORITHMS: dict[str, Callable[[torch.Tensor, Links], None]] = {

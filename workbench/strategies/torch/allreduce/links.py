@@ -6,11 +6,14 @@
 Every byte that leaves this worker is counted. Gloo ends the process when a message is longer than
 the buffer that waits for it, and says nothing when it is shorter; so before tensors of a new size
 travel for the first time, the workers compare sizes in a message whose own size is fixed.
+
+The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
+long as the link would take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ class Links:
         group: A process group; its ranks are the workers.
         hosts: Host of each worker, by rank; empty when all are on one host.
         members: Group ranks taking part, in order; all of them by default.
+        travel: Called with the bytes of each message before it is sent; may hold it back.
 
     Attributes:
         rank: This worker's place among the members.
@@ -34,9 +38,14 @@ class Links:
     """
 
     def __init__(
-        self, group: Any, *, hosts: Sequence[str] = (), members: Sequence[int] = ()
+        self,
+        group: Any,
+        *,
+        hosts: Sequence[str] = (),
+        members: Sequence[int] = (),
+        travel: Callable[[int], object] = lambda size_bytes: None,
     ) -> None:
-        self.group = group
+        self.group, self._travel = group, travel
         self._members = list(members) or list(range(group.size()))
         self.rank = self._members.index(group.rank())
         self.size = len(self._members)
@@ -50,7 +59,7 @@ class Links:
 
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send a contiguous tensor to a member; `wait()` on what is returned."""
-        self.count(tensor.numel() * tensor.element_size())
+        self._leave(tensor)
         return self.group.send([tensor], self._members[to], 0)
 
     def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
@@ -75,7 +84,7 @@ class Links:
     def _exchange_grouped(
         self, out: torch.Tensor, to: int, into: torch.Tensor, source: int
     ) -> torch.Tensor:
-        self.count(out.numel() * out.element_size())
+        self._leave(out)
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=self._members[member])
             for operation, tensor, member in ((dist.isend, out, to), (dist.irecv, into, source))
@@ -124,9 +133,14 @@ class Links:
         """Return the links between some of the members, of which this worker is one."""
         key = tuple(self._members[rank] for rank in ranks)
         if key not in self._parts:
-            part = self._parts[key] = Links(self.group, members=key)
+            part = self._parts[key] = Links(self.group, members=key, travel=self._travel)
             part._parent = self
         return self._parts[key]
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.count(size_bytes)
+        self._travel(size_bytes)
 
     def count(self, sent_bytes: float) -> None:
         """Add to the bytes this worker has sent."""
