@@ -138,6 +138,7 @@ class Strategy:
             builds no more than that where the model is given as a function.
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
+        linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
         source: Where the algorithm is described.
     """
 
@@ -163,6 +164,7 @@ class Strategy:
     one_engine: bool = False
     whole: bool = True
     exact_with: tuple[tuple[str, Any], ...] | None = ()
+    linear_only: bool = False
 
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""

@@ -19,6 +19,8 @@ def train(
     scheduled=False,
     pairs=True,
     unused=False,
+    network="mlp",
+    optimizer="SGD",
     extra=None,
 ):
     """Train a small network; 100 samples in 23s leave an uneven batch of 8."""
@@ -30,8 +32,12 @@ def train(
     torch.manual_seed(3)
     kind = getattr(torch, dtype)
     x, y = torch.randn(samples, 8, dtype=kind), torch.randint(0, 3, (samples,))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    model = model.to(kind)
+    layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    if network == "cnn":
+        convolutions = [torch.nn.Conv2d(1, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 8, 2)]
+        layers = [torch.nn.Unflatten(1, (1, 2, 4)), torch.nn.ZeroPad2d(1), *convolutions]
+        layers += [torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(24, 3)]
+    model = torch.nn.Sequential(*layers).to(kind)
     if unused:
         model.register_parameter("idle", torch.nn.Parameter(torch.zeros(3, dtype=kind)))
     cross_entropy = torch.nn.CrossEntropyLoss()
@@ -41,7 +47,11 @@ def train(
         (x, y),
         loss=cross_entropy if pairs else None,
         step_fn=None if pairs else lambda m, b: cross_entropy(m(b[0]), b[1]),
-        optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
+        optimizer=lambda p: (
+            torch.optim.SGD(p, 0.2, momentum=0.9)
+            if optimizer == "SGD"
+            else torch.optim.AdamW(p, 1e-2)
+        ),
         batch_size=batch,
         steps=steps,
         accumulate=accumulate,

@@ -36,6 +36,7 @@ class Report:
     train_s: float = 0.0
     eval_s: float = 0.0
     trained: int = 0
+    strategy: str = ""
 
     def emitted(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]
@@ -55,7 +56,7 @@ def run_here(
     from workbench.protocol import RunSpec, records_from
 
     spec = RunSpec.from_wire(wire)
-    report = Report()
+    report = Report(strategy=spec.strategy)
     before = _footprint()
     environ = {key: os.environ.get(key) for key in support.environ(spec)}
     os.environ.update(support.environ(spec))
