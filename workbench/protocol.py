@@ -70,6 +70,8 @@ EVENTS: dict[str, str] = {
     "log": "rank, step, values: name -> number",
     "note": "rank, text: something the user should know, shown once",
     "warning": "rank, text",
+    "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
+    "schedule, microbatches, ideal_bubble: the schedule's share of idle time with equal stages",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -210,15 +211,54 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
     return f"{stem}.npz"
 
 
+class Stages(torch.nn.Sequential):
+    """Modules given as a list: a chain that the user has cut already."""
+
+
+def _joined(model: Any) -> Any:
+    """Return a list of modules as one module; anything else as it is."""
+    if isinstance(model, (list, tuple)) and all(isinstance(m, torch.nn.Module) for m in model):
+        return Stages(*model)
+    return model
+
+
+def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
+    """Return a model and, where a function makes it, the model's form alone and its builder.
+
+    The form lies on the `meta` device: layers, names and shapes without memory. No random number
+    is used up. A function that cannot run there (it computes with weights) builds the whole.
+
+    Raises:
+        FitError: As `build_module`.
+    """
+    if isinstance(model, (torch.nn.Module, type, list, tuple)) or not callable(model):
+        return build_module(model), None
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = build_module(model)
+    except FitError:
+        raise
+    except Exception:
+        return build_module(model), None
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(not tensor.is_meta for tensor in tensors):  # it hands out a model that exists
+        return module, None
+    return module, lambda: build_module(model)
+
+
 def build_module(model: Any) -> torch.nn.Module:
     """Return the module that `wb.fit` or `wb.prepare` was given, calling a function that makes one.
 
     Raises:
         FitError: It is neither, or has nothing to train.
     """
-    built = model
+    built = _joined(model)
     if not isinstance(model, (torch.nn.Module, type)) and callable(model):
-        built = model()
+        built = _joined(model())
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(
             "The model is no torch.nn.Module.",

@@ -65,7 +65,7 @@ class Training:
         context.strategy = strategy
         source = strategy.deal(self.source)
         strategy.prepare(self.job)
-        if spec.rank == 0 or not context.entry.data_parallel:
+        if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
         self._announce(epochs)
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s

@@ -33,6 +33,8 @@ class Job:
         batch_size: Global batch: what one optimizer step consumes over all workers.
         accumulate: Micro-batches per worker and step; the global batch includes them.
         precision: None, `bf16` or `fp16`.
+        build: Builds the model for real where `model` has its form but no memory (device `meta`):
+            for strategies whose workers hold a share of it.
     """
 
     model: Any
@@ -49,6 +51,7 @@ class Job:
     compile: bool = False
     seed: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
+    build: Any = None
 
 
 @dataclass
