@@ -50,10 +50,10 @@ def in_every_way(cases: list[Any]) -> list[Any]:
 
 
 def run(
-    workers: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any
+    pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any
 ) -> list[Report]:
     """Run a cell under the options with which the strategy is exact, if there are any."""
-    return workers.run(entry.name, cell, *args, options=_exact(entry) or {}, **how)
+    return pool.run(entry.name, cell, *args, options=_exact(entry) or {}, **how)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "uneven": {},
