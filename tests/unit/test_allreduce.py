@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from workbench import catalog
 from workbench.errors import PlanError
-from workbench.strategies.torch import compression
-from workbench.strategies.torch.allreduce import ALGORITHMS, BACKEND, AllReduce, auto
-from workbench.strategies.torch.allreduce import links as links_module
-from workbench.strategies.torch.allreduce.hierarchical import form_groups
-from workbench.strategies.torch.allreduce.links import Links
+
+torch = pytest.importorskip("torch")
+
+from workbench.strategies.torch import compression  # noqa: E402
+from workbench.strategies.torch.allreduce import ALGORITHMS, BACKEND, AllReduce, auto  # noqa: E402
+from workbench.strategies.torch.allreduce import links as links_module  # noqa: E402
+from workbench.strategies.torch.allreduce.hierarchical import form_groups  # noqa: E402
+from workbench.strategies.torch.allreduce.links import Links  # noqa: E402
 
 pytestmark = pytest.mark.torch
 OWN = [name for name in ALGORITHMS if name != BACKEND]
