@@ -136,6 +136,8 @@ class Strategy:
         one_engine: Whether one engine holds all replicas.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
+        takes_turns: Whether workers depend on each other's results within a step, so that a slow
+            one shows as the others' bubble rather than as a wait at the step's end.
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
         linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
@@ -163,6 +165,7 @@ class Strategy:
     links: bool = False
     one_engine: bool = False
     whole: bool = True
+    takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
 
@@ -370,6 +373,7 @@ CATALOG: tuple[Strategy, ...] = (
         aliases=("pipeline",),
         data_parallel=False,
         whole=False,
+        takes_turns=True,
         ways=("fit",),
         supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
         options=(

@@ -49,11 +49,10 @@ def in_every_way(cases: list[Any]) -> list[Any]:
     ]
 
 
-def run(
-    pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any
-) -> list[Report]:
+def run(pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any) -> list[Report]:
     """Run a cell under the options with which the strategy is exact, if there are any."""
     return pool.run(entry.name, cell, *args, options=_exact(entry) or {}, **how)
+
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "uneven": {},
@@ -166,7 +165,10 @@ def test_records_cover_the_run(
 
 
 @pytest.mark.parametrize("place", ["data", "forward", "backward"])
-@pytest.mark.parametrize(("entry", "count", "own_loop"), in_every_way(SEVERAL))
+@pytest.mark.parametrize(
+    ("entry", "count", "own_loop"),
+    in_every_way([case for case in SEVERAL if not case.values[0].takes_turns]),
+)
 def test_an_injected_delay_is_read_back_as_the_others_wait(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool, place: str
 ) -> None:
@@ -180,6 +182,34 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
     assert wait_ms[others] == pytest.approx(50, abs=5)
     assert wait_ms[1] == 0
     assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("entry", "count"), [case for case in SEVERAL if case.values[0].takes_turns]
+)
+def test_an_injected_delay_is_read_back_as_the_others_bubble(
+    workers: Workers, entry: catalog.Strategy, count: int, place: str
+) -> None:
+    """Where workers take turns, what a slow one costs the step is the others' idle time.
+
+    It may be less than the delay: others do what they have at hand meanwhile.
+    """
+    bubble_ms, busy_ms, step_ms = [], [], []
+    for faults in ((), (f"slow=1:50ms/{place}",)):
+        reports = clean(
+            run(workers, entry, cells.slow_steps, False, 30, 6, workers=count, faults=faults)
+        )
+        rows = joined(reports)
+        bubble_ms.append(np.median(rows["bubble_s"], axis=0) * 1e3)
+        busy_ms.append(np.median(rows["compute_s"], axis=0) * 1e3)
+        step_ms.append(np.median(rows["end_s"] - rows["start_s"], axis=0) * 1e3)
+    later_ms, idle_ms = step_ms[1] - step_ms[0], bubble_ms[1] - bubble_ms[0]
+    others = [rank for rank in range(count) if rank != 1]
+    assert (busy_ms[1] - busy_ms[0])[1] == pytest.approx(50, abs=5)
+    assert (later_ms > 20).all()
+    assert idle_ms[others] == pytest.approx(later_ms[others], abs=5)
+    assert idle_ms[1] == pytest.approx(later_ms[1] - 50, abs=5)
 
 
 def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
@@ -216,7 +246,10 @@ def test_a_prepared_model_is_still_the_users(
     assert reports[0].value == [True, True, True, ["0.weight", "0.bias"]]
 
 
-@pytest.mark.parametrize(("entry", "count", "own_loop"), in_every_way(SEVERAL))
+@pytest.mark.parametrize(
+    ("entry", "count", "own_loop"),
+    in_every_way([case for case in SEVERAL if case.values[0].whole]),
+)
 def test_buffers_end_equal(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
 ) -> None:

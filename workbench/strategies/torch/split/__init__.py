@@ -1,1 +1,1 @@
-"""Helpers of `model_split`: cutting a model into stages, balancing them, running and timing them."""
+"""Helpers of `model_split`: cutting a model into stages, running and timing them."""

@@ -1,7 +1,7 @@
 """Where to cut a chain of layers, so that the slowest stage is as fast as it can be.
 
-Source: the linear partition problem; as used for pipelines in Narayanan et al., PipeDream: Generalized
-Pipeline Parallelism for DNN Training, SOSP 2019, section 3.1.
+Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
+section 3.1.
 
 A pipeline runs at the pace of its slowest stage. Let T(i, s) be the smallest possible time of the
 slowest of s stages that hold the first i layers:
@@ -56,6 +56,7 @@ def balance(layer_s: Sequence[float], cut_s: Sequence[float], stages: int) -> li
         return before[end] - before[first] + crossing(first) + crossing(end)
 
     # best[i]: (slowest stage, total moved, bounds) for the first i layers in s stages
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
     best = {i: (time(0, i), 0.0, (0,)) for i in range(1, count + 1)}
     for stage in range(1, stages):
         best = {

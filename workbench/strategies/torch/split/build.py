@@ -38,7 +38,8 @@ def place(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a parameter or buffer where `name` says."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    (module._parameters if leaf in module._parameters else module._buffers)[leaf] = tensor
+    slots: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
+    slots[leaf] = tensor
 
 
 def tensors_of(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -67,16 +67,18 @@ def take(
         return
     position, saved = _positions(model), state["optimizer"]
     group_of = {i: group for group in saved["param_groups"] for i in group["params"]}
-    local, index = {"state": {}, "param_groups": []}, 0  # type: ignore[var-annotated]
+    states: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    index = 0
     for group in optimizer.param_groups:
         places = [position[id(p)] for p in group["params"]]
         source = group_of.get(places[0], group) if places else group
         hyper = {key: value for key, value in source.items() if key != "params"}
         for place in places:
             if place in saved["state"]:
-                local["state"][index + places.index(place)] = saved["state"][place]
-        local["param_groups"].append({**hyper, "params": list(range(index, index + len(places)))})
+                states[index + places.index(place)] = saved["state"][place]
+        groups.append({**hyper, "params": list(range(index, index + len(places)))})
         index += len(places)
-    optimizer.load_state_dict(local)
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
     if scheduler is not None and state.get("scheduler") is not None:
         scheduler.load_state_dict(state["scheduler"])

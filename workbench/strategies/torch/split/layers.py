@@ -29,14 +29,12 @@ class Layer:
         training: What the values of the previous layer go through.
         evaluating: The same in evaluation; another module only where tracing fixed the mode.
         names: Full names of its parameters and buffers.
-        traced: Whether the modules are copies that share no place with the user's model.
     """
 
     name: str
     training: torch.nn.Module
     evaluating: torch.nn.Module
     names: tuple[str, ...] = field(default=())
-    traced: bool = False
 
 
 def chain_of(model: torch.nn.Module) -> list[Layer] | None:
@@ -62,11 +60,12 @@ def _flat(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
 
 def _layer(model: torch.nn.Module, name: str) -> Layer:
     module = model.get_submodule(name)
-    names = tuple(f"{name}.{inner}" for inner in _tensor_names(module))
+    names = tuple(f"{name}.{inner}" for inner in tensor_names(module))
     return Layer(name, module, module, names)
 
 
-def _tensor_names(module: torch.nn.Module) -> list[str]:
+def tensor_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of all parameters and buffers."""
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return parameters + [name for name, _ in module.named_buffers(remove_duplicate=False)]
 

@@ -19,17 +19,19 @@ from ....engine.torch_batches import map_batch, slice_batch
 from ...base import Job
 from .build import place, tensors_of
 from .cut import Cut
+from .layers import tensor_names
 from .measure import Form
 from .schedules import build_schedule
 from .stage import Stage, TimedStage, Timeline
+from .trace import Piece
 
 
 class Pipeline:
     """The stages that one worker holds.
 
     Args:
-        first_rank: Group ranks: stage s is on rank s modulo `workers`.
-        microbatches: Microbatches of a batch; `size` samples each.
+        microbatches: Microbatches of a batch, `size` samples each.
+        workers: Stage s is held by rank s modulo `workers`.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Pipeline:
 
     def train(self, x: torch.Tensor, target: Any, samples: int) -> torch.Tensor | None:
         """Compute the gradients of a batch; return its mean loss where the last stage is."""
-        self._samples, losses = samples, []
-        inputs = ()
+        self._samples = samples
+        losses: list[torch.Tensor] = []
+        inputs: tuple[torch.Tensor, ...] = ()
         if 0 in self.indices:
             inputs = (self._dealt(x, samples).to(self.device),)
         if self.holds_last:
@@ -107,7 +110,7 @@ class Pipeline:
         start, stop = self._bounds(int(number))
         if start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
             parts = output if isinstance(output, tuple) else (output,)
-            loss: torch.Tensor = sum((part * 0.0).sum() for part in parts)  # type: ignore[assignment]
+            loss = torch.stack([(part * 0.0).sum() for part in parts]).sum()
         else:
             kept = slice_batch(output, 0, stop - start, self.size)
             target = slice_batch(self._target, start, stop, self._samples)
@@ -174,12 +177,8 @@ def share_names(cut: Cut, rank: int, workers: int) -> list[str]:
 def adopt_share(model: torch.nn.Module, cut: Cut, rank: int, workers: int) -> None:
     """Let traced pieces compute with the model's own parameters and buffers."""
     for stage in range(rank, cut.stages, workers):
-        for layer in cut.of(stage):
-            if not layer.traced:
-                continue
-            for name, tensor in tensors_of(model, layer.names).items():
-                for piece in (layer.training, layer.evaluating):
-                    if any(name == known for known, _ in piece.body.named_parameters()) or any(
-                        name == known for known, _ in piece.body.named_buffers()
-                    ):
-                        place(piece.body, name, tensor)
+        for piece in (p for layer in cut.of(stage) for p in (layer.training, layer.evaluating)):
+            if isinstance(piece, Piece):
+                known = tensor_names(piece.body)
+                for name, tensor in tensors_of(model, known).items():
+                    place(piece.body, name, tensor)

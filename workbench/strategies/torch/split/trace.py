@@ -17,7 +17,7 @@ import torch
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from ....errors import FitError
-from .layers import Layer, _tensor_names
+from .layers import Layer, tensor_names
 
 
 class Piece(torch.nn.Module):
@@ -40,7 +40,7 @@ class Piece(torch.nn.Module):
         passes: list[str],
     ) -> None:
         super().__init__()
-        self.body = body
+        self.body: torch.nn.Module = body
         self.alive, self.takes, self.gives, self.passes = alive, takes, gives, passes
 
     def forward(self, *values: Any) -> Any:
@@ -74,7 +74,7 @@ def traced_layers(model: torch.nn.Module, x: torch.Tensor) -> list[Layer]:
     finally:
         model.train(was_training)
     return [
-        Layer(name, training, evaluating, tuple(_tensor_names(training.body)), traced=True)
+        Layer(name, training, evaluating, tuple(tensor_names(training.body)))
         for name, training, evaluating in zip(names, *pieces, strict=True)
     ]
 
