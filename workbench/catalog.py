@@ -397,6 +397,57 @@ CATALOG: tuple[Strategy, ...] = (
             ),
         ),
     ),
+    Strategy(
+        name="local_sgd",
+        framework="torch",
+        term="local SGD (federated averaging)",
+        summary="Workers train on their own for some steps, then average their parameters.",
+        module="workbench.strategies.torch.local_sgd:LocalSGD",
+        suits="slow links, and data that stays where it was collected",
+        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
+        aliases=("fedavg",),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=(("every", 1),),
+        linear_only=True,
+        links=True,
+        options=(
+            Option(
+                "every", "int", 8, minimum=1,
+                help="steps between averages; 1 with SGD equals one device",
+            ),
+            Option(
+                "fraction", "float", 1.0, minimum=0.001, maximum=1,
+                help="part of the workers that is drawn for each round; the others sit it out",
+            ),
+            Option(
+                "skew", "float", None, minimum=0.001, optional=True,
+                help="deal samples out by class: Dirichlet's alpha, 0.1 is very uneven; none: even",
+            ),
+        ),
+    ),
+    Strategy(
+        name="gossip",
+        framework="torch",
+        term="decentralised SGD (gossip)",
+        summary="No centre: after each step a worker mixes its parameters with its neighbours'.",
+        module="workbench.strategies.torch.gossip:Gossip",
+        suits="many workers on links where an all-reduce is slow, and to see replicas drift",
+        source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
+        aliases=("decentralised", "decentralized"),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=None,
+        links=True,
+        options=(
+            Option(
+                "graph", "choice", "ring", choices=("ring", "exponential"),
+                help="who meets whom: both neighbours on a ring, or one peer 1, 2, 4, .. hops away",
+            ),
+            Option(
+                "spread_every", "int", 10, minimum=1,
+                help="steps between two measurements of how far the replicas are apart",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ class Training:
         context, spec = self.context, self.context.spec
         strategy: Strategy = settings.load_strategy(context)
         context.strategy = strategy
+        strategy.seed = self.job.seed
         source = strategy.deal(self.source)
         strategy.prepare(self.job)
         if spec.rank == 0 or not context.entry.whole:
@@ -141,10 +142,12 @@ class Training:
     def _evaluate(self, strategy: Strategy, epoch: int) -> None:
         context, spec = self.context, self.context.spec
         began = clock()
-        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.portion))
+        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_portion))
         seconds = clock() - began
         context.eval_s += seconds
         self.evaluated = context.step
+        if not values:
+            return
         self.result.evals.append({"step": context.step, "epoch": epoch, **values})
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
         if spec.rank == 0:  # equal on all ranks

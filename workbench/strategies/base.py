@@ -103,6 +103,7 @@ class Strategy(ABC):
         self.options = context.spec.options
         self.rank = context.spec.rank
         self.world_size = context.spec.world_size
+        self.seed = int(context.spec.overrides.get("seed", 0))  # wb.fit puts its own here
 
     @property
     def portion(self) -> tuple[int, int]:
@@ -110,6 +111,11 @@ class Strategy(ABC):
         if self.context.entry.data_parallel:
             return self.rank, self.world_size
         return 0, 1
+
+    @property
+    def eval_portion(self) -> tuple[int, int]:
+        """As `portion`, for evaluation sets."""
+        return self.portion
 
     def deal(self, source: Any) -> Any:
         """Return the data as this strategy deals it out; most leave it as it is.
@@ -128,7 +134,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, shares: Any) -> dict[str, float]:
-        """Return loss and metrics over an evaluation set, by samples, equal on all ranks."""
+        """Return loss and metrics over an evaluation set, by samples, equal on all ranks.
+
+        Asynchronous workers meet nowhere: rank 0 scores the whole set, the others return nothing.
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, NDArray[np.generic]]:

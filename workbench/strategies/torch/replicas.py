@@ -66,3 +66,51 @@ def _bundles(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         if sum(t.numel() * t.element_size() for t in bundle) >= BUNDLE_BYTES:
             yield kinds.pop(tensor.dtype)
     yield from kinds.values()
+
+
+class Message:
+    """A replica's parameters and floating-point buffers as flat tensors, one per dtype.
+
+    Attributes:
+        flats: The flat tensors, shape (numbers of that dtype,).
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                kinds.setdefault(tensor.dtype, []).append(tensor.detach())
+        self._tensors = list(kinds.values())
+        self.flats = [
+            torch.zeros(sum(t.numel() for t in tensors), dtype=dtype, device=device)
+            for dtype, tensors in kinds.items()
+        ]
+        self._views = [
+            [part.view(t.shape) for part, t in zip(_split(flat, tensors), tensors, strict=True)]
+            for flat, tensors in zip(self.flats, self._tensors, strict=True)
+        ]
+        self.size_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+    def fill(self) -> None:
+        """Copy the replica into the message."""
+        for views, tensors in zip(self._views, self._tensors, strict=True):
+            torch._foreach_copy_(views, tensors)
+
+    def spread(self) -> None:
+        """Copy the message into the replica."""
+        for views, tensors in zip(self._views, self._tensors, strict=True):
+            torch._foreach_copy_(tensors, views)
+
+    def copy(self) -> list[torch.Tensor]:
+        """Return copies of the flat tensors."""
+        return [flat.clone() for flat in self.flats]
+
+    def restore(self, flats: list[torch.Tensor]) -> None:
+        """Put copies back, into the message and the replica."""
+        for flat, kept in zip(self.flats, flats, strict=True):
+            flat.copy_(kept)
+        self.spread()
+
+
+def _split(flat: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.split(flat, [t.numel() for t in tensors])

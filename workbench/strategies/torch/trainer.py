@@ -7,6 +7,7 @@ scheduler, evaluation, weights. What differs (who averages the gradients) is in 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
@@ -124,6 +125,15 @@ class Trainer:
             self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def sit_out(self) -> None:
+        """Let a step pass without training; the learning rate's schedule goes on."""
+        self.timer.begin()
+        self._loss = torch.tensor(NAN)
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # it expects the optimizer to have stepped
+                warnings.simplefilter("ignore", UserWarning)
+                self.scheduler.step()
 
     def measured(self, share: Share, sent_bytes: float = 0.0) -> StepResult:
         """Return what the step measured; call it last."""
