@@ -79,19 +79,10 @@ def ensure_group(spec: RunSpec) -> None:
     global _store_port
     if dist.is_initialized():
         return
-    if spec.store is None:
-        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
-    host, port = spec.store
     stores: Any = dist  # the stores are there, but not declared as exported
-    try:
-        store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-    except (RuntimeError, ValueError) as error:
-        raise ClusterError(
-            "The store in which workers meet does not answer.",
-            seen=f"{host}:{port}",
-            next_step="%cluster restart",
-        ) from error
-    _store_port = port
+    store = _connect_store(spec)
+    assert spec.store is not None
+    _store_port = spec.store[1]
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
@@ -102,6 +93,31 @@ def ensure_group(spec: RunSpec) -> None:
         world_size=spec.world_size,
         timeout=GROUP_TIMEOUT,
     )
+
+
+def _connect_store(spec: RunSpec) -> Any:
+    if spec.store is None:
+        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
+    host, port = spec.store
+    stores: Any = dist  # the stores are there, but not declared as exported
+    try:
+        return stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "The store in which workers meet does not answer.",
+            seen=f"{host}:{port}",
+            next_step="%cluster restart",
+        ) from error
+
+
+def open_store(spec: RunSpec) -> Any:
+    """Return the run's part of the keeper's store, where its processes find each other.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    stores: Any = dist
+    return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
 
 
 def destroy_group() -> None:

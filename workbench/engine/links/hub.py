@@ -113,20 +113,18 @@ class Hub:
         if message is not None:
             self._ready.append((peer.rank, message))
 
+    def shares(self, rank: int) -> bool:
+        """Whether the worker reads the board itself, after `reply` has returned."""
+        return rank in self._peers and self._peers[rank].shared
+
     def reply(
         self, rank: int, kind: str, meta: Mapping[str, Any] | None = None, *, board: bool = False
-    ) -> bool:
-        """Send a message, with the board where asked for; return whether the worker shares it.
-
-        A worker that shares the board reads it after this returns; to the others it is sent.
-        """
+    ) -> None:
+        """Send a message, with the board where asked for and the worker does not share it."""
         peer = self._peers.get(rank)
-        if peer is None:
-            return False
-        parts = [self._board.data] if board and not peer.shared and self._board else []
-        message = Message(kind, meta or {}, wire.size_of(parts))
-        self._send(peer, message, parts)
-        return board and peer.shared
+        if peer is not None:
+            parts = [self._board.data] if board and not peer.shared and self._board else []
+            self._send(peer, Message(kind, meta or {}, wire.size_of(parts)), parts)
 
     def reply_bytes(self, rank: int, kind: str, payload: bytes) -> None:
         """Send a message with a payload of any size."""

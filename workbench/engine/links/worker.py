@@ -29,23 +29,26 @@ class Link:
     def __init__(self, sock: socket.socket, server: int, way: str) -> None:
         self._sock, self.server, self.way = sock, server, way
         self.name = f"server s{server}"
-        self._size_bytes = 0
+        self._size_bytes, self._in_session = 0, False
         self._mailbox: Region | None = None
         self._board: Region | None = None
 
-    def open(self, size_bytes: int, meta: Mapping[str, Any]) -> Message:
-        """Begin a session in which `size_bytes` travel each way; return the server's answer.
+    def begin(self, size_bytes: int, meta: Mapping[str, Any]) -> None:
+        """Ask for a session in which `size_bytes` travel each way; `opened` must follow."""
+        self._drop_memory()
+        self._size_bytes, self._in_session = size_bytes, True
+        shared = self.way == "shared_memory"
+        self.send("open", {**meta, "size_bytes": size_bytes, "shared": shared})
+
+    def opened(self) -> Message:
+        """Wait until the session is open; return the server's answer.
 
         Raises:
             LinkError: The server refused, or is gone.
         """
-        self.close_session()
-        self._size_bytes = size_bytes
-        shared = self.way == "shared_memory"
-        self.send("open", {**meta, "size_bytes": size_bytes, "shared": shared})
         answer = self.receive()
-        if shared:
-            sizes = [(size_bytes, True), (size_bytes, False)]
+        if self.way == "shared_memory":
+            sizes = [(self._size_bytes, True), (self._size_bytes, False)]
             self._mailbox, self._board = take_over(self._sock, sizes, self.name)
         return answer
 
@@ -94,8 +97,11 @@ class Link:
             wire.check_size(message, wire.size_of(parts), self.name)
             wire.receive_into(self._sock, parts, self.name)
             return
-        wire.check_size(Message(message.kind, {}, self._size_bytes), wire.size_of(parts), "s")
+        wire.check_size(Message(message.kind, {}, self._size_bytes), wire.size_of(parts), self.name)
         wire.copy_out(self._board.data, parts)
+
+    def release(self, message: Message) -> None:
+        """Let the server change what it sent with this message."""
         if message.meta.get("held"):
             self.send("release")
 
@@ -105,8 +111,15 @@ class Link:
         wire.receive_into(self._sock, [memoryview(payload)], self.name)
         return bytes(payload)
 
-    def close_session(self) -> None:
-        """Let go of the memory that is shared."""
+    def end_session(self) -> None:
+        """Leave the session, if there is one; the link stays."""
+        self._drop_memory()
+        if self._in_session:
+            self._in_session = False
+            with contextlib.suppress(LinkError):  # the server may be gone already
+                self.send("close")
+
+    def _drop_memory(self) -> None:
         for region in (self._mailbox, self._board):
             if region is not None:
                 region.close()
@@ -114,7 +127,7 @@ class Link:
 
     def close(self) -> None:
         """Leave the server."""
-        self.close_session()
+        self._drop_memory()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

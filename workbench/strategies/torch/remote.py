@@ -1,0 +1,400 @@
+"""A worker's side: the user's optimizer steps on servers instead of here.
+
+The optimizer object stays the user's. A hook before its `step` sends the gradients off and brings
+the parameters back; then the gradients are out of sight for a moment, so that the step itself finds
+nothing to do. Schedulers, scalers and `zero_grad` go on as ever.
+
+Parameters and gradients travel from and to where they lie, without a copy in between, where they
+are contiguous in the CPU's memory; those on a GPU pass through pinned memory.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...engine.context import RunContext
+from ...engine.links import Link, Message
+from ...errors import FitError
+from .shards import Shard, as_bytes, divide
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass
+class Answer:
+    """What the servers said to a push.
+
+    Attributes:
+        staleness: Updates between this worker's pull and its push's turn, mean over servers.
+        blocked_s: How long the slowest server held the answer back (bounded staleness).
+        sent_bytes: What was pushed.
+    """
+
+    staleness: float = 0.0
+    blocked_s: float = 0.0
+    sent_bytes: float = 0.0
+
+
+class Remote:
+    """The parameters of one session on the servers, seen from a worker.
+
+    Args:
+        clip_norm: Clip there, over the sum of all workers' gradients.
+        whole: Whether gradients must reach the servers as backward left them: what they hold is one
+            worker's share of a sum, so that a norm taken of it here would be wrong.
+        snapshot: Whether the parameters of all servers are to be of one version.
+        exchanged: Called with a function that does the exchange, and times it.
+
+    Raises:
+        FitError: The optimizer or the model cannot be put on servers.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        whole: bool = False,
+        snapshot: bool = False,
+        pull_every: int = 1,
+        exchanged: Callable[[Callable[[], Answer]], None],
+    ) -> None:
+        self._context, self._optimizer = context, optimizer
+        self._links: list[Link] = context.links
+        self._rank0 = context.spec.rank == 0
+        self._clipped_together = clip_norm is not None and len(self._links) > 1
+        self._sequenced = snapshot and len(self._links) > 1
+        self._whole, self._pull_every = whole, pull_every
+        self._exchanged = exchanged
+        self._pushes = 0
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._slots = [i for i, p in enumerate(every) if p.requires_grad]
+        self.parameters = [every[i] for i in self._slots]
+        self._shards = divide(self.parameters, len(self._links))
+        self._staging = _Staging(self.parameters)
+        self._hyper: list[dict[str, Any]] | None = None
+        self._hidden: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._pins: list[Any] = []
+        self._open(clip_norm)
+        self._pins = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parameters on the servers."""
+        return sum(shard.size_bytes for shard in self._shards)
+
+    def _open(self, clip_norm: float | None) -> None:
+        optimizer = self._optimizer
+        index = {id(p): i for i, p in enumerate(self.parameters)}
+        about = {
+            "optimizer": _importable(type(optimizer)),
+            "defaults": _plain(optimizer.defaults),
+            "hyper": _hyper_of(optimizer),
+            "groups": [
+                [index[id(p)] for p in group["params"] if id(p) in index]
+                for group in optimizer.param_groups
+            ],
+            "clip_norm": clip_norm,
+        }
+        for link, shard in zip(self._links, self._shards, strict=True):
+            link.begin(shard.size_bytes, {**about, "shard": shard.to_wire()})
+        for link in self._links:
+            link.opened()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Rank 0 sends the values to begin with; all workers get them back."""
+        if self._rank0:
+            values = self._staging.gather([p.detach() for p in self.parameters])
+            for link, shard in zip(self._links, self._shards, strict=True):
+                link.push("init", {}, _parts(values, shard))
+        self._take([link.receive() for link in self._links])
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
+            raise FitError(
+                "An optimizer whose step takes a closure cannot work on a server: the closure "
+                "computes the loss again in the middle of the step.",
+                seen=type(optimizer).__name__,
+                next_step="use another optimizer, or strategy mirrored",
+            )
+        self._check_untouched()
+        self._exchanged(self.exchange)
+        self._hidden = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _after_step(self, *unused: Any) -> None:
+        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
+            parameter.grad = gradient
+        self._hidden = []
+
+    def backward_ended(self) -> None:
+        """Note what the gradients are like when backward leaves them."""
+        if self._whole:
+            self._versions = [-1 if p.grad is None else p.grad._version for p in self.parameters]
+
+    def _check_untouched(self) -> None:
+        if not self._whole or not self._versions or self._context.spec.world_size == 1:
+            return
+        now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
+        if now != self._versions:
+            raise FitError(
+                "The gradients were changed between backward and optimizer.step(). On this worker "
+                "they are only its share of the sum, so a norm taken of them is not the whole's.",
+                seen="clipping, or another change in place",
+                next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
+                "mirrored",
+            )
+        self._versions = []
+
+    def exchange(self) -> Answer:
+        """Push the gradients, get the parameters."""
+        self._pushes += 1
+        wanted = self._pushes % self._pull_every == 0
+        gradients, absent = self._gradients()
+        meta: dict[str, Any] = {"pull": wanted}
+        if absent:
+            meta["absent"] = absent
+        hyper = _hyper_of(self._optimizer)
+        if hyper != self._hyper:
+            meta["hyper"] = self._hyper = hyper
+        size_bytes = self.size_bytes
+        self._context.faults.travel(size_bytes)
+        if self._sequenced:
+            answers = self._push_in_turn(gradients, meta)
+        else:
+            answers = self._push(gradients, meta)
+        if wanted:
+            self._take(answers[:1] if self._sequenced else answers)
+            self._context.faults.travel(size_bytes)
+        told = [answer.meta for answer in answers if "staleness" in answer.meta]
+        return Answer(
+            sum(m["staleness"] for m in told) / max(1, len(told)),
+            max((m["blocked_s"] for m in told), default=0.0),
+            size_bytes,
+        )
+
+    def _push(self, gradients: Sequence[Bytes], meta: Mapping[str, Any]) -> list[Message]:
+        for link, shard in zip(self._links, self._shards, strict=True):
+            link.push("push", meta, _parts(gradients, shard))
+        if self._clipped_together and self._rank0:
+            self._clip_together()
+        return [link.receive() for link in self._links]
+
+    def _clip_together(self) -> None:
+        """Each server knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does."""
+        told = [link.receive().meta for link in self._links]
+        norm = math.sqrt(sum(meta["norm"] ** 2 for meta in told))
+        factor = min(1.0, told[0]["clip_norm"] / (norm + 1e-6))
+        for link in self._links:
+            link.send("scale", {"factor": factor})
+
+    def _push_in_turn(self, gradients: Sequence[Bytes], meta: Mapping[str, Any]) -> list[Message]:
+        """Push so that all servers count the pushes in one order: that of server 0's tickets."""
+        first, *others = zip(self._links, self._shards, strict=True)
+        first[0].push("push", meta, _parts(gradients, first[1]))
+        ticket = first[0].receive().meta["ticket"]
+        for link, shard in others:
+            link.push("push", {**meta, "ticket": ticket}, _parts(gradients, shard))
+        return [first[0].receive()] + [link.receive() for link, _ in others]
+
+    def pull(self) -> None:
+        """Get the parameters as they are now."""
+        if self._sequenced:
+            self._links[0].send("pull")
+            self._take([self._links[0].receive()])
+            return
+        for link in self._links:
+            link.send("pull")
+        self._take([link.receive() for link in self._links])
+
+    def end(self) -> None:
+        """Push no more; wait until nobody does, and get the final parameters."""
+        for link in self._links:
+            link.send("end")
+        self._take([link.receive() for link in self._links])
+
+    def _take(self, answers: list[Message]) -> None:
+        """Read the parameters that the servers sent, then let go of their boards.
+
+        Where only server 0 has answered, the others are asked for the same version: server 0 stays
+        as it is until released, so they reach that version and cannot go beyond it.
+        """
+        staging = self._staging
+        landing = staging.landing()
+        first = answers[0]
+        self._links[0].read(first, _parts(landing, self._shards[0]))
+        if len(answers) < len(self._links):
+            for link in self._links[1:]:
+                link.send("pull", {"at": first.meta["version"]})
+            answers = [first] + [link.receive() for link in self._links[1:]]
+        for link, shard, answer in zip(self._links[1:], self._shards[1:], answers[1:], strict=True):
+            link.read(answer, _parts(landing, shard))
+        for link, answer in zip(self._links, answers, strict=True):
+            link.release(answer)
+        staging.scatter(self.parameters)
+
+    def _gradients(self) -> tuple[list[Bytes], list[int]]:
+        """Return every gradient's bytes on the CPU, and which parameters have none."""
+        absent = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise FitError(
+                    "Sparse gradients cannot be sent to a server: its memory is laid out for whole "
+                    "tensors.",
+                    seen=f"parameter {i} of shape {tuple(parameter.shape)}",
+                    next_step="make the embedding with sparse=False",
+                )
+        return self._staging.gather([p.grad for p in self.parameters]), absent
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state_dict, its state brought from the servers."""
+        state: dict[int, Any] = {}
+        for link in self._links:
+            link.send("state")
+            saved = io.BytesIO(link.read_bytes(link.receive()))
+            for index, values in torch.load(saved, weights_only=True).items():
+                state[self._slots[index]] = values
+        return {**self._optimizer.state_dict(), "state": state}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Put a saved state, and this worker's parameters, on the servers."""
+        for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
+        if self._rank0:
+            for link, shard in zip(self._links, self._shards, strict=True):
+                part = {p.index: saved["state"].get(self._slots[p.index]) for p in shard.pieces}
+                written = io.BytesIO()
+                torch.save({k: v for k, v in part.items() if v is not None}, written)
+                link.send_bytes("load", written.getvalue())
+        self._begin()
+
+    def close(self) -> None:
+        """End the session and take the hooks out."""
+        for pin in self._pins:
+            pin.remove()
+        self._pins.clear()
+        for link in self._links:
+            link.end_session()
+
+
+class _Staging:
+    """Where each parameter's bytes are on the CPU, on their way from and to servers."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._device = next((p.device for p in parameters if p.device.type != "cpu"), None)
+        self._own: list[torch.Tensor | None] = []
+        for parameter in parameters:
+            direct = parameter.device.type == "cpu" and parameter.is_contiguous()
+            self._own.append(None if direct else _host_copy(parameter))
+        self._zeros: dict[int, Bytes] = {}
+
+    def landing(self) -> list[Bytes]:
+        """Return where each parameter arrives: its own memory, or a copy on the host."""
+        self._wait()  # the last copies to the device must have left the host's memory
+        return [
+            as_bytes(parameter.detach() if own is None else own)
+            for parameter, own in zip(self._parameters, self._own, strict=True)
+        ]
+
+    def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Bring what arrived in host copies to where the parameters are."""
+        with torch.no_grad():
+            for parameter, own in zip(parameters, self._own, strict=True):
+                if own is not None:
+                    parameter.copy_(own, non_blocking=True)
+
+    def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
+        """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
+        self._wait()
+        for tensor, own in zip(tensors, self._own, strict=True):
+            if own is not None and tensor is not None:
+                own.copy_(tensor, non_blocking=True)
+        self._wait()
+        return [self._bytes_of(i, tensor) for i, tensor in enumerate(tensors)]
+
+    def _bytes_of(self, index: int, tensor: torch.Tensor | None) -> Bytes:
+        own, parameter = self._own[index], self._parameters[index]
+        if tensor is None:
+            if index not in self._zeros:
+                size = parameter.numel() * parameter.element_size()
+                self._zeros[index] = np.zeros(size, np.uint8)
+            return self._zeros[index]
+        return as_bytes(own if own is not None else tensor.contiguous())
+
+    def _wait(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
+    pinned = parameter.device.type == "cuda"
+    return torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
+
+
+def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
+    return [tensors[piece.index] for piece in shard.pieces]
+
+
+def _importable(cls: type) -> str:
+    """Return `module:Class`, by which the server finds the class.
+
+    Raises:
+        FitError: It is defined in the cell, which servers do not run.
+    """
+    module: Any = sys.modules.get(cls.__module__)
+    found = module
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not cls or cls.__module__ == "__main__":
+        raise FitError(
+            "The optimizer's class is defined in the cell, which the server does not run.",
+            seen=cls.__qualname__,
+            next_step="put the class into a module beside the notebook and import it",
+        )
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _hyper_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        _plain({k: v for k, v in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain_value(name, value) for name, value in values.items()}
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [_plain_value(name, part) for part in value]
+    raise FitError(
+        f"The optimizer's setting {name!r} cannot be sent to a server.",
+        seen=type(value).__name__,
+        allowed="numbers, text, booleans, None, and tuples of them",
+    )
