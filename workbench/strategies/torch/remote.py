@@ -122,7 +122,7 @@ class Remote:
             values = self._staging.gather([p.detach() for p in self.parameters])
             for link, shard in zip(self._links, self._shards, strict=True):
                 link.push("init", {}, _parts(values, shard))
-        self._take([link.receive() for link in self._links])
+        self._take()
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -177,12 +177,9 @@ class Remote:
             meta["hyper"] = self._hyper = hyper
         size_bytes = self.size_bytes
         self._context.faults.travel(size_bytes)
-        if self._sequenced:
-            answers = self._push_in_turn(gradients, meta)
-        else:
-            answers = self._push(gradients, meta)
+        push = self._push_in_turn if self._sequenced else self._push
+        answers = push(gradients, meta, wanted)
         if wanted:
-            self._take(answers[:1] if self._sequenced else answers)
             self._context.faults.travel(size_bytes)
         told = [answer.meta for answer in answers if "staleness" in answer.meta]
         return Answer(
@@ -191,12 +188,14 @@ class Remote:
             size_bytes,
         )
 
-    def _push(self, gradients: Sequence[Bytes], meta: Mapping[str, Any]) -> list[Message]:
+    def _push(
+        self, gradients: Sequence[Bytes], meta: Mapping[str, Any], wanted: bool
+    ) -> list[Message]:
         for link, shard in zip(self._links, self._shards, strict=True):
             link.push("push", meta, _parts(gradients, shard))
         if self._clipped_together and self._rank0:
             self._clip_together()
-        return [link.receive() for link in self._links]
+        return self._take() if wanted else [link.receive() for link in self._links]
 
     def _clip_together(self) -> None:
         """Each server knows its part of the norm; rank 0 adds them up, as clip_grad_norm_ does."""
@@ -206,50 +205,67 @@ class Remote:
         for link in self._links:
             link.send("scale", {"factor": factor})
 
-    def _push_in_turn(self, gradients: Sequence[Bytes], meta: Mapping[str, Any]) -> list[Message]:
+    def _push_in_turn(
+        self, gradients: Sequence[Bytes], meta: Mapping[str, Any], wanted: bool
+    ) -> list[Message]:
         """Push so that all servers count the pushes in one order: that of server 0's tickets."""
-        first, *others = zip(self._links, self._shards, strict=True)
-        first[0].push("push", meta, _parts(gradients, first[1]))
-        ticket = first[0].receive().meta["ticket"]
-        for link, shard in others:
-            link.push("push", {**meta, "ticket": ticket}, _parts(gradients, shard))
-        return [first[0].receive()] + [link.receive() for link, _ in others]
+        first, others = self._links[0], self._links[1:]
+        first.push("push", meta, _parts(gradients, self._shards[0]))
+        ticket = {**meta, "ticket": first.receive().meta["ticket"]}
+        for link, shard in zip(others, self._shards[1:], strict=True):
+            link.push("push", ticket, _parts(gradients, shard))
+        for link in others:
+            link.receive()
+        return [self._take_one_version() if wanted else first.receive()]
 
     def pull(self) -> None:
         """Get the parameters as they are now."""
         if self._sequenced:
             self._links[0].send("pull")
-            self._take([self._links[0].receive()])
+            self._take_one_version()
             return
         for link in self._links:
             link.send("pull")
-        self._take([link.receive() for link in self._links])
+        self._take()
 
     def end(self) -> None:
         """Push no more; wait until nobody does, and get the final parameters."""
         for link in self._links:
             link.send("end")
-        self._take([link.receive() for link in self._links])
+        self._take()
 
-    def _take(self, answers: list[Message]) -> None:
-        """Read the parameters that the servers sent, then let go of their boards.
+    def _take(self) -> list[Message]:
+        """Read the parameters that every server sends.
 
-        Where only server 0 has answered, the others are asked for the same version: server 0 stays
-        as it is until released, so they reach that version and cannot go beyond it.
+        Each board is let go of before the next server is waited for, and all workers go through the
+        servers in one order: so no two of them can each hold what the other waits for.
         """
-        staging = self._staging
-        landing = staging.landing()
-        first = answers[0]
-        self._links[0].read(first, _parts(landing, self._shards[0]))
-        if len(answers) < len(self._links):
-            for link in self._links[1:]:
-                link.send("pull", {"at": first.meta["version"]})
-            answers = [first] + [link.receive() for link in self._links[1:]]
-        for link, shard, answer in zip(self._links[1:], self._shards[1:], answers[1:], strict=True):
+        landing, answers = self._staging.landing(), []
+        for link, shard in zip(self._links, self._shards, strict=True):
+            answer = link.receive()
             link.read(answer, _parts(landing, shard))
-        for link, answer in zip(self._links, answers, strict=True):
             link.release(answer)
-        staging.scatter(self.parameters)
+            answers.append(answer)
+        self._staging.scatter(self.parameters)
+        return answers
+
+    def _take_one_version(self) -> Message:
+        """Read the parameters of one version: that in which server 0 stays until released.
+
+        It gives no further tickets meanwhile, so the others reach that version and stop there.
+        """
+        landing = self._staging.landing()
+        first = self._links[0].receive()
+        self._links[0].read(first, _parts(landing, self._shards[0]))
+        for link in self._links[1:]:
+            link.send("pull", {"at": first.meta["version"]})
+        for link, shard in zip(self._links[1:], self._shards[1:], strict=True):
+            answer = link.receive()
+            link.read(answer, _parts(landing, shard))
+            link.release(answer)
+        self._links[0].release(first)
+        self._staging.scatter(self.parameters)
+        return first
 
     def _gradients(self) -> tuple[list[Bytes], list[int]]:
         """Return every gradient's bytes on the CPU, and which parameters have none."""
