@@ -6,8 +6,8 @@ power of two of bytes, by all workers together; rank 0 remembers. Each candidate
 several rounds; what counts is the slowest worker's lower quartile, since what else the machine
 does only ever adds time.
 
-The backend's own all-reduce runs while backward is still computing, which the measurement does not
-see; another algorithm must beat it clearly.
+The backend's own all-reduce runs while backward is still computing, and needs no copy of the
+gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import ALGORITHMS, BACKEND, AllReduce
 from .links import Links
 
 LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
-LEAST_GAIN = 0.85  # of the backend's time: what another algorithm may take at most
+LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
 ROUNDS = 7
 
 
