@@ -345,6 +345,7 @@ CATALOG: tuple[Strategy, ...] = (
         suits="models whose parameters and optimizer state do not fit one device",
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
         aliases=("fsdp", "zero"),
+        links=True,
         ways=("fit",),
         supports=FIT_FEATURES - {"compile"},
         options=(
@@ -394,6 +395,30 @@ CATALOG: tuple[Strategy, ...] = (
                 "split_at", "str", None, optional=True,
                 help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
                 "balanced from measured times",
+            ),
+        ),
+    ),
+    Strategy(
+        name="tensor_parallel",
+        framework="torch",
+        term="tensor (intra-layer model) parallelism",
+        summary="Each layer's weight matrices are divided over the workers, who compute it together.",
+        module="workbench.strategies.torch.tensor_parallel:TensorParallel",
+        suits="wide layers, on workers with fast links between them",
+        source="Shoeybi et al., Megatron-LM, 2019, section 3",
+        aliases=("tp",),
+        links=True,
+        data_parallel=False,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"compile"},
+        options=(
+            Option(
+                "plan", "str", "auto",
+                help="how layers are divided: auto, or NAME=col|row|gathered,.. (* matches any)",
+            ),
+            Option(
+                "gather", "choice", "all", choices=("all", "first"),
+                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
             ),
         ),
     ),

@@ -198,25 +198,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], clip_norm: float) -> None:
-    """Scale gradients so that the norm of the whole model's gradient is at most `clip_norm`.
+def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the norm of the whole model's gradient; collective.
 
-    As `torch.nn.utils.clip_grad_norm_`, for models whose parameters are partly DTensors over one
-    mesh and partly equal on all workers: squares of shards are added up over the workers, those of
-    what all hold alike are counted once.
+    Parameters may be DTensors over one mesh, or equal on all workers: squares of shards are added
+    up over the workers, those of what all hold alike are counted once.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return
-    first = local(gradients[0])
-    squares = torch.zeros(2, dtype=first.dtype, device=first.device)  # of shards, of copies
-    for gradient in gradients:
-        sharded = isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements)
-        squares[0 if sharded else 1] += local(gradient).square().sum()
+    squares = torch.zeros(2, dtype=torch.float64)  # of shards, of what all hold alike
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            own = local(gradient)
+            squares = squares.to(own.device)
+            sharded = isinstance(gradient, DTensor) and any(
+                placement.is_shard() for placement in gradient.placements
+            )
+            squares[0 if sharded else 1] += own.square().sum().double()
     dist.all_reduce(squares[:1])
-    scale = (clip_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local(gradient).mul_(scale)
+    return squares.sum().sqrt()
+
+
+def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], clip_norm: float) -> None:
+    """Scale gradients so that the norm of the whole model's gradient is at most `clip_norm`."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    scale = (clip_norm / (grad_norm(held) + 1e-6)).clamp(max=1.0)
+    for parameter in held:
+        assert parameter.grad is not None
+        own = local(parameter.grad)
+        own.mul_(scale.to(own.dtype))
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:

@@ -31,35 +31,24 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..base import NAN, Job, Share, StepResult, Strategy
-from .layout import (
-    Layout,
-    clip_grad_norm,
-    load_whole_state,
-    make_mesh,
-    release_mesh,
-    whole_state,
-)
-from .replicas import begin_equal, broadcast
+from ...engine.injector import FaultInjector
+from ..base import NAN, Job, Share, StepResult
+from .layout import Layout, clip_grad_norm, make_mesh
+from .partitioned import Partitioned
+from .replicas import begin_equal
 from .trainer import Trainer
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 
 
-class Sharded(Strategy):
+class Sharded(Partitioned):
     """Data parallelism with sharded parameters, gradients and optimizer state."""
 
-    trainer: Trainer | None = None
-    layout: Layout | None = None
     traffic: Traffic | None = None
-    mesh: DeviceMesh | None = None
 
     def prepare(self, job: Job) -> None:
         """Keep this worker's shard of every unit; the optimizer holds shards only."""
@@ -67,14 +56,13 @@ class Sharded(Strategy):
             self.context, job, lay_out=lambda model: self._lay_out(model, job.optimizer), even=True
         )
         self.trainer.clip = clip_grad_norm
-        self.traffic = Traffic(self.trainer, self.root)
+        self.traffic = Traffic(self.trainer, self.root, self.context.faults)
         if not self.traffic.measured:
             self.context.emit("unmeasured", columns=self.traffic.unmeasured)
 
     def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
-        device = torch.device(self.context.spec.device)
-        begin_equal(model, device)
-        self.mesh = mesh = make_mesh(device, (self.world_size,), ("shard",))
+        begin_equal(model, self.device)
+        self.mesh = mesh = make_mesh(self.device, (self.world_size,), ("shard",))
 
         def shard(model: torch.nn.Module) -> None:
             for unit in units(model, self.options["unit_mb"] * 1e6):
@@ -105,40 +93,8 @@ class Sharded(Strategy):
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; each worker scores its share with the gathered model."""
-        self._equal_buffers()
+        self.equal_buffers()
         return self._trainer.evaluate(shares, add_up=dist.all_reduce)
-
-    def _equal_buffers(self) -> None:
-        """Give all workers rank 0's buffers (BatchNorm's statistics): training reads none."""
-        trainer = self._trainer
-        broadcast(trainer.model.buffers(), trainer.device)
-
-    def finish(self) -> None:
-        """Gather the trained model: on every worker, or on rank 0 (`gather=first`)."""
-        if self.layout is not None:
-            self._equal_buffers()
-            self.layout.gather(everywhere=self.options["gather"] == "all")
-
-    def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the gathered parameters and buffers by name; nothing before `finish`."""
-        if self.layout is None or self.layout.laid_out:
-            return {}  # shards of a run that failed: the others' are out of reach
-        return self._trainer.weights()
-
-    def state(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler, whole: independent of the world size."""
-        return whole_state(self._trainer)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave: each worker takes its shards."""
-        load_whole_state(self._trainer, state)
-
-    def close(self) -> None:
-        """Give the user's module back as it was."""
-        if self.layout is not None and self.layout.laid_out:
-            self.layout.abandon()
-        release_mesh(self.mesh)
-        self.trainer = self.layout = self.traffic = self.mesh = None
 
     @property
     def root(self) -> FSDPModule:
@@ -146,11 +102,6 @@ class Sharded(Strategy):
         model = self._trainer.model
         assert isinstance(model, FSDPModule)
         return model
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.trainer is not None, "prepare comes first"
-        return self.trainer
 
 
 def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:
@@ -186,8 +137,9 @@ class Traffic:
     waits are not measured.
     """
 
-    def __init__(self, trainer: Trainer, root: FSDPModule) -> None:
+    def __init__(self, trainer: Trainer, root: FSDPModule, faults: FaultInjector) -> None:
         self.sent_bytes = 0.0
+        self._faults = faults
         self.timer = trainer.timer
         hooks = hasattr(root, "set_custom_all_gather")
         self.measured = hooks and trainer.device.type == "cpu"
@@ -207,11 +159,16 @@ class Traffic:
         if self.measured:
             self.timer.ready()
 
-    def count(self, whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        """Count a collective over the tensor `whole`; return the context to do it in."""
+    @contextlib.contextmanager
+    def count(self, whole: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+        """Count and time a collective over the tensor `whole`."""
         workers = group.size()
-        self.sent_bytes += whole.numel() * whole.element_size() * (workers - 1) / workers
-        return self.timer.blocked()
+        size_bytes = whole.numel() * whole.element_size() * (workers - 1) / workers
+        self.sent_bytes += size_bytes
+        with self.timer.blocked():
+            if self._faults.on_links:
+                self._faults.travel(round(size_bytes))
+            yield
 
 
 class _Collective:
