@@ -84,9 +84,24 @@ def measure(
             values, forward_s, backward_s = _time(layer.name, module, values, around)
             parameters = sum(p.numel() for p in module.parameters())
             forms = tuple(form_of(value, layer.name) for value in values)
+            _check_samples(layer.name, forms, len(x))
             costs.append(Cost(forward_s, backward_s, parameters, forms))
             del module
     return costs
+
+
+def _check_samples(layer: str, forms: Sequence[Form], samples: int) -> None:
+    """Raise FitError when a layer's output no longer has one row per sample."""
+    for form in forms:
+        if form.shape and form.shape[0] != samples:
+            rows = form.shape[0]
+            raise FitError(
+                "A layer changes the number of samples, so outputs and targets would not match.",
+                seen=f"Layer {layer}: {samples} samples became {rows} rows of "
+                f"{tuple(form.shape[1:])}",
+                next_step="a view(-1, n) folds values into the batch where n is not what one "
+                "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+            )
 
 
 def _working_copy(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

@@ -8,7 +8,11 @@ connection) are handed from piece to piece, so that each piece talks to its neig
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import traceback
+import warnings
 from collections.abc import Iterator
 from operator import getitem
 from typing import Any
@@ -108,7 +112,8 @@ def _called(model: torch.nn.Module, x: torch.Tensor) -> list[str]:
 def _pieces(model: torch.nn.Module, x: torch.Tensor, names: list[str]) -> list[Piece]:
     spec = dict.fromkeys(names[1:], SplitPoint.BEGINNING)
     try:
-        traced = pipeline(model, (x,), split_spec=spec)
+        with _quiet():
+            traced = pipeline(_twin(model), (x,), split_spec=spec)
     except Exception as error:
         raise FitError(
             "The model could not be traced, so it cannot be cut by itself.",
@@ -120,7 +125,36 @@ def _pieces(model: torch.nn.Module, x: torch.Tensor, names: list[str]) -> list[P
     return _links(traced.split_gm)
 
 
+def _twin(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of the modules with the same tensors: marking split points rewrites modules."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what PyTorch's tracer says of itself; an error says what the user needs.
+
+    Its progress bar, shown or not, would leave a thread behind (tqdm's monitor).
+    """
+    logger = logging.getLogger("torch")
+    level = logger.level
+    bar: Any = torch.hub.tqdm  # type: ignore[attr-defined]
+    interval = getattr(bar, "monitor_interval", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        logger.setLevel(logging.CRITICAL)
+        bar.monitor_interval = 0
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            bar.monitor_interval = interval
+
+
 def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # PyTorch wraps what went wrong in general advice
+        error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"
 
