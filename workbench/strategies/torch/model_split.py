@@ -67,17 +67,30 @@ class ModelSplit(Strategy):
     def prepare(self, job: Job) -> None:
         """Check what was asked for; cut the model, unless that has to wait for the first batch."""
         self.job = job
+        self.arrange()
         self.device = torch.device(self.context.spec.device)
         self.schedule = self.options["schedule"]
         self.per_worker = stages_per_worker(self.schedule, self.options["stages_per_worker"])
         self.microbatches = chosen_microbatches(
-            self.schedule, self.options["microbatches"], self.world_size, job.batch_size
+            self.schedule, self.options["microbatches"], self.workers, self._share_size()
         )
         self.around = _autocast(job.precision, self.device)
         self._warn_of_batchnorm()
         if self._sample is not None:
             self._lay_out(self._sample)
             self._sample = None
+
+    def arrange(self) -> None:
+        """Say which workers form this worker's pipeline, and its place there: here, all of them."""
+        self.place, self.workers, self.pipelines = self.rank, self.world_size, 1
+        self.group: Any = None
+
+    def _share_size(self) -> int:
+        """Return the most samples of a batch that go through one pipeline."""
+        return math.ceil(self.job.batch_size / self.pipelines)
+
+    def gradients_done(self, share: Share) -> None:
+        """Do what comes before the update; one pipeline has its gradients together."""
 
     def step(self, share: Share) -> StepResult:
         """Send the batch through the pipeline; each worker updates its own stages."""
@@ -89,30 +102,32 @@ class ModelSplit(Strategy):
             self.optimizer.zero_grad(set_to_none=True)
         x, y = share.data
         loss = pipeline.train(x, y, share.samples)
+        self.gradients_done(share)
         self._update()
         return self._measured(share, began, loss)
 
     def _lay_out(self, batch: Any) -> None:
         """Cut the model, keep the own stages and let go of the rest. Collective."""
         job, model = self.job, self.job.model
-        stages = self.world_size * self.per_worker
+        stages = self.workers * self.per_worker
         decided = cut(
-            model, self._microbatch_of(batch), stages=stages, workers=self.world_size,
+            model, self._microbatch_of(batch), stages=stages, workers=self.workers,
             rank=self.rank, device=self.device, split_at=self.options["split_at"] or "",
             around=self.around,
         )  # fmt: skip
-        held = share_names(decided, self.rank, self.world_size)
+        held = share_names(decided, self.place, self.workers)
         if job.build is not None:
             unit_of = {n: i for i, layer in enumerate(decided.layers) for n in layer.names}
             fill(model, job.build, held, unit_of)
         let_go(model, held)
         move(model, held, self.device)
-        adopt_share(model, decided, self.rank, self.world_size)
+        adopt_share(model, decided, self.place, self.workers)
         clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
         self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
         self.pipeline = Pipeline(
             decided, job, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
-            rank=self.rank, workers=self.world_size, device=self.device, around=self.around,
+            rank=self.place, workers=self.workers, device=self.device, around=self.around,
+            group=self.group,
         )  # fmt: skip
         self._held = held
         self._build_optimizer(model)
@@ -145,7 +160,7 @@ class ModelSplit(Strategy):
                 seen=type(x).__name__,
                 next_step="let the data set give (x, y) with x a tensor, or use another strategy",
             )
-        size = math.ceil(self.job.batch_size / self.microbatches)
+        size = math.ceil(self._share_size() / self.microbatches)
         return x.repeat(math.ceil(size / len(x)), *[1] * (x.dim() - 1))[:size].contiguous()
 
     def _update(self) -> None:
@@ -163,8 +178,8 @@ class ModelSplit(Strategy):
         began = clock()
         wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
         mine = torch.tensor([square, began], dtype=torch.float64, device=wire)
-        every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine)
+        every = [torch.empty_like(mine) for _ in range(self.workers)]
+        dist.all_gather(every, mine, group=self.group)
         self.timeline.met(began, max(float(their[1]) for their in every))
         norm = math.sqrt(sum(float(their[0]) for their in every))
         factor = min(1.0, clip_norm / (norm + 1e-6))
@@ -211,7 +226,7 @@ class ModelSplit(Strategy):
                 sums[-1] += share.samples
         wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
         sums = sums.to(wire)
-        dist.broadcast(sums, (pipeline.cut.stages - 1) % self.world_size)
+        dist.all_reduce(sums)  # only last stages have any
         means: list[float] = (sums[:-1] / sums[-1]).tolist()
         return dict(zip(names, means, strict=True))
 
@@ -237,7 +252,7 @@ class ModelSplit(Strategy):
         norms = torch.nn.modules.batchnorm._BatchNorm
         found = [n for n, m in self.job.model.named_modules() if isinstance(m, norms)]
         if found and self.microbatches > 1 and self.rank == 0:
-            size = math.ceil(self.job.batch_size / self.microbatches)
+            size = math.ceil(self._share_size() / self.microbatches)
             self.context.emit(
                 "warning",
                 rank=self.rank,
@@ -255,8 +270,8 @@ class ModelSplit(Strategy):
             )
         if self.rank:
             return
-        ideal = SCHEDULES[self.schedule].ideal(self.world_size, self.microbatches, self.per_worker)
-        rows = decided.table(self.world_size)
+        ideal = SCHEDULES[self.schedule].ideal(self.workers, self.microbatches, self.per_worker)
+        rows = decided.table(self.workers)
         self.context.emit(
             "split", rank=0, stages=rows, schedule=self.schedule,
             microbatches=self.microbatches, ideal_bubble=ideal,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,12 +47,19 @@ def check_alike(model: torch.nn.Module, device: torch.device) -> None:
         )
 
 
-def broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give all workers rank 0's tensors, several in one message: small collectives are slow."""
+def broadcast(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: Any = None, source: int = 0
+) -> None:
+    """Give all workers rank 0's tensors, several in one message: small collectives are slow.
+
+    Args:
+        group: Where only some workers hold them.
+        source: Rank in the run of the worker whose tensors count.
+    """
     with torch.no_grad():
         for bundle in _bundles(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle]).to(device)
-            dist.broadcast(flat, 0)
+            dist.broadcast(flat, source, group=group)
             parts = torch.split(flat, [tensor.numel() for tensor in bundle])
             for tensor, values in zip(bundle, parts, strict=True):
                 tensor.copy_(values.view_as(tensor))

@@ -31,7 +31,8 @@ class Pipeline:
 
     Args:
         microbatches: Microbatches of a batch, `size` samples each.
-        workers: Stage s is held by rank s modulo `workers`.
+        rank, workers: Stage s is held by rank s modulo `workers` of the group.
+        group: The workers of this pipeline; None: all.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Pipeline:
         workers: int,
         device: torch.device,
         around: Any,
+        group: Any = None,
     ) -> None:
+        self.group = group
         self.cut, self.job, self.timeline = cut, job, timeline
         self.microbatches, self.size = microbatches, cut.input.shape[0]
         self.workers, self.device, self._around = workers, device, around
@@ -55,7 +58,7 @@ class Pipeline:
         self.modules = {index: self._module(index, training=True) for index in self.indices}
         self.evaluating = {index: self._module(index, training=False) for index in self.indices}
         self.stages = [
-            TimedStage(self.modules[i], i, cut.stages, device, cut.forms(i), timeline)
+            TimedStage(self.modules[i], i, cut.stages, device, cut.forms(i), timeline, group)
             for i in self.indices
         ]
         self._run = build_schedule(schedule, self.stages, microbatches, self._weighted_loss)
@@ -148,15 +151,19 @@ class Pipeline:
 
     def _send(self, values: tuple[torch.Tensor, ...], rank: int) -> None:
         for value in values:
-            dist.send(value.contiguous().to(self._wire), rank)
+            dist.send(value.contiguous().to(self._wire), self._peer(rank), group=self.group)
 
     def _receive(self, forms: tuple[Form, ...], rank: int) -> tuple[torch.Tensor, ...]:
         values = []
         for form in forms:
             value = torch.empty(form.shape, dtype=form.dtype, device=self._wire)
-            dist.recv(value, rank)
+            dist.recv(value, self._peer(rank), group=self.group)
             values.append(value.to(self.device))
         return tuple(values)
+
+    def _peer(self, rank: int) -> int:
+        """Return the rank in the run of a rank of this pipeline."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     @property
     def _wire(self) -> torch.device:
