@@ -140,6 +140,7 @@ class Strategy:
             one shows as the others' bubble rather than as a wait at the step's end.
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
+        workers_divide_by: Name of the option that must divide the number of workers.
         linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
         source: Where the algorithm is described.
     """
@@ -168,6 +169,7 @@ class Strategy:
     takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
+    workers_divide_by: str | None = None
 
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
@@ -220,6 +222,27 @@ class Strategy:
 # topk's fraction: above 0, at most 1; an exponent is always negative.
 _FRACTION = r"1(\.0*)?|0?\.0*[1-9]\d*|[1-9](\.\d+)?e-\d+"
 COMPRESSIONS = rf"none|fp16|bf16|powersgd:0*[1-9]\d*|topk:({_FRACTION})"
+
+_PIPELINE_OPTIONS = (
+    Option(
+        "schedule", "choice", "1f1b",
+        choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        help="the order of microbatches; naive passes the whole batch from stage to stage",
+    ),
+    Option(
+        "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
+        help="parts a batch is cut into; none: two per worker (one for naive)",
+    ),
+    Option(
+        "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
+        help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
+    ),
+    Option(
+        "split_at", "str", None, optional=True,
+        help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
+        "balanced from measured times",
+    ),
+)  # fmt: skip
 
 CATALOG: tuple[Strategy, ...] = (
     Strategy(
@@ -372,30 +395,36 @@ CATALOG: tuple[Strategy, ...] = (
         suits="models that do not fit one device, cut into layers of similar cost",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
         aliases=("pipeline",),
+        links=True,
         data_parallel=False,
         whole=False,
         takes_turns=True,
         ways=("fit",),
         supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        options=_PIPELINE_OPTIONS,
+    ),
+    Strategy(
+        name="hybrid",
+        framework="torch",
+        term="data x model parallelism",
+        summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
+        "gradients are added up.",
+        module="workbench.strategies.torch.hybrid:Hybrid",
+        suits="models that do not fit one device, on more workers than stages are worth",
+        source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
+        aliases=("data_model",),
+        links=True,
+        whole=False,
+        takes_turns=True,
+        workers_divide_by="stages",
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
         options=(
             Option(
-                "schedule", "choice", "1f1b",
-                choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
-                help="the order of microbatches; naive passes the whole batch from stage to stage",
+                "stages", "int", None, minimum=1, maximum=4096, optional=True,
+                help="workers that form one pipeline; none: 2 where they divide evenly",
             ),
-            Option(
-                "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
-                help="parts a batch is cut into; none: two per worker (one for naive)",
-            ),
-            Option(
-                "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
-                help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
-            ),
-            Option(
-                "split_at", "str", None, optional=True,
-                help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
-                "balanced from measured times",
-            ),
+            *_PIPELINE_OPTIONS,
         ),
     ),
     Strategy(

@@ -81,6 +81,11 @@ class Timeline:
             self._delayed.add(phase)
             self.injected_s += self._faults.spend(phase)
 
+    def travel(self, size_bytes: int) -> None:
+        """Let a message take as long as the simulated link would; it has been stamped already."""
+        if self._faults.on_links:
+            self._faults.travel(size_bytes)
+
     def rest(self) -> None:
         """Work ends."""
         if self._device.type == "cuda":  # else the clock would show when it was enqueued
@@ -211,6 +216,8 @@ class TimedStage(PipelineStage):
             ops = [_moved(op, op.tensor.cpu()) for op in ops]
         if ops and self.timeline.stamped:
             ops.append(_moved(ops[0], self._stamp(way, chunk).fill_(clock())))
+        if ops:
+            self.timeline.travel(sum(op.tensor.nbytes for op in ops))
         return ops
 
     def _arrived(self, way: str, chunk: int) -> float | None:
