@@ -225,12 +225,12 @@ class _Peer:
 
     def _next_stage(self) -> Message | None:
         if self._stage == "head":
-            header_bytes, self._size_bytes = wire.unpack_head(self._head, self.name)
+            header_bytes, self._size_bytes = wire.unpack_head(bytes(self._head), self.name)
             self._header = bytearray(header_bytes)
             self._left, self._stage = memoryview(self._header), "header"
             return None
         if self._stage == "header":
-            message = wire.unpack_header(self._header, self._size_bytes, self.name)
+            message = wire.unpack_header(bytes(self._header), self._size_bytes, self.name)
             if message.kind in PUSHES and not self.shared:
                 wire.check_size(message, self._mailbox.size, self.name)
             if not message.size_bytes:

@@ -56,7 +56,7 @@ def pack(message: Message) -> bytes:
     return _HEAD.pack(_MAGIC, len(header), message.size_bytes) + header
 
 
-def unpack_head(head: bytes | memoryview, peer: str) -> tuple[int, int]:
+def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
     """Return (bytes of the header, bytes of the payload).
 
     Raises:
@@ -64,18 +64,18 @@ def unpack_head(head: bytes | memoryview, peer: str) -> tuple[int, int]:
     """
     magic, header_bytes, payload_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
-        raise LinkError(f"{peer} sent something that is no message.", seen=bytes(head)[:16].hex())
+        raise LinkError(f"{peer} sent something that is no message.", seen=head.hex())
     return header_bytes, payload_bytes
 
 
-def unpack_header(header: bytes | memoryview, size_bytes: int, peer: str) -> Message:
+def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
     """Return the message; its payload is still on the stream.
 
     Raises:
         LinkError: The header cannot be read.
     """
     try:
-        meta = json.loads(bytes(header))
+        meta = json.loads(header)
         kind = str(meta.pop("kind"))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise LinkError(f"{peer} sent a header that cannot be read.") from error
@@ -98,7 +98,7 @@ def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: st
     Raises:
         LinkError: The other end is gone.
     """
-    left = [memoryview(pack(message)), *(memoryview(part) for part in parts if part.size)]
+    left = [memoryview(pack(message)), *(part.data for part in parts if part.size)]
     try:
         while left:
             sent = sock.sendmsg(left[:_MOST_PARTS])
@@ -115,10 +115,10 @@ def receive(sock: socket.socket, peer: str) -> Message:
     """
     head = bytearray(HEAD_BYTES)
     receive_into(sock, [memoryview(head)], peer)
-    header_bytes, payload_bytes = unpack_head(head, peer)
+    header_bytes, payload_bytes = unpack_head(bytes(head), peer)
     header = bytearray(header_bytes)
     receive_into(sock, [memoryview(header)], peer)
-    return unpack_header(header, payload_bytes, peer)
+    return unpack_header(bytes(header), payload_bytes, peer)
 
 
 def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer: str) -> None:
@@ -127,7 +127,8 @@ def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer:
     Raises:
         LinkError: The other end is gone.
     """
-    left = [view for part in parts if len(view := memoryview(part))]
+    views = [part if isinstance(part, memoryview) else part.data for part in parts]
+    left = [view for view in views if len(view)]
     try:
         while left:
             received = sock.recvmsg_into(left[:_MOST_PARTS])[0]

@@ -114,7 +114,9 @@ class Rounds(Policy):
 class CentralStorage(Served):
     """Variables and optimizer on one host; all workers' gradients make one step."""
 
-    policy = Rounds
+    def make_policy(self, holder: Holder) -> Policy:
+        """A step per round."""
+        return Rounds(holder, self.options)
 
     def settle(self, result: StepResult, answer: Answer) -> None:
         """Nothing to add: waits follow from when each worker's gradient was ready."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ...engine.links import Hub, Message
+from .hyper import restored
 from .shards import Shard
 
 Meta = Mapping[str, Any]
@@ -221,7 +222,7 @@ class Holder:
         optimizer = self.optimizer
         assert optimizer is not None
         for group, values in zip(optimizer.param_groups, self.hyper[rank], strict=True):
-            group.update(_restored(values))
+            group.update(restored(values))
             if lr_factor != 1.0:
                 group["lr"] *= lr_factor
         for piece, parameter, gradient in zip(
@@ -246,21 +247,13 @@ def build_optimizer(
         cls = getattr(cls, part)
     mine = {piece.index: p for piece, p in zip(shard.pieces, parameters, strict=True)}
     groups = [
-        {**_restored(values), "params": [mine[i] for i in indices if i in mine]}
+        {**restored(values), "params": [mine[i] for i in indices if i in mine]}
         for values, indices in zip(about["hyper"], about["groups"], strict=True)
     ]
     optimizer: torch.optim.Optimizer = cls.__new__(cls)
-    torch.optim.Optimizer.__init__(optimizer, groups, _restored(about["defaults"]))
+    torch.optim.Optimizer.__init__(optimizer, groups, restored(about["defaults"]))
     optimizer.__setstate__({})
     return optimizer
-
-
-def _restored(values: Meta) -> dict[str, Any]:
-    """Return hyper-parameters as optimizers hold them; JSON turned tuples into lists."""
-    found = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    if found.get("capturable"):
-        found["capturable"] = False  # CUDA graphs are the worker's matter
-    return found
 
 
 def serve(hub: Hub, servers: int, make_policy: Callable[[Holder], Policy]) -> None:

@@ -154,14 +154,13 @@ class Asynchronous(Policy):
         self.holder.send_parameters(rank, keep=self._sequenced, **told)
 
 
-def _policy(holder: Holder, options: Any) -> Policy:
-    return Rounds(holder, options) if options["sync"] else Asynchronous(holder, options)
-
-
 class ParameterServer(Served):
     """Pushes are steps of their own; each worker goes at its own pace."""
 
-    policy = staticmethod(_policy)
+    def make_policy(self, holder: Holder) -> Policy:
+        """A step per push, or per round."""
+        kind = Rounds if self.context.sync else Asynchronous
+        return kind(holder, self.options)
 
     @property
     def eval_portion(self) -> tuple[int, int]:

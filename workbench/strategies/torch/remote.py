@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...engine.context import RunContext
 from ...engine.links import Link, Message
 from ...errors import FitError
-from .shards import Shard, as_bytes, divide
-
-Bytes = NDArray[np.uint8]
+from .hyper import hyper_of, importable, plain
+from .shards import Shard, divide
+from .staging import Bytes, Staging
 
 
 @dataclass
@@ -81,7 +78,7 @@ class Remote:
         self._slots = [i for i, p in enumerate(every) if p.requires_grad]
         self.parameters = [every[i] for i in self._slots]
         self._shards = divide(self.parameters, len(self._links))
-        self._staging = _Staging(self.parameters)
+        self._staging = Staging(self.parameters)
         self._hyper: list[dict[str, Any]] | None = None
         self._hidden: list[torch.Tensor | None] = []
         self._versions: list[int] = []
@@ -101,9 +98,9 @@ class Remote:
         optimizer = self._optimizer
         index = {id(p): i for i, p in enumerate(self.parameters)}
         about = {
-            "optimizer": _importable(type(optimizer)),
-            "defaults": _plain(optimizer.defaults),
-            "hyper": _hyper_of(optimizer),
+            "optimizer": importable(type(optimizer)),
+            "defaults": plain(optimizer.defaults),
+            "hyper": hyper_of(optimizer),
             "groups": [
                 [index[id(p)] for p in group["params"] if id(p) in index]
                 for group in optimizer.param_groups
@@ -172,7 +169,7 @@ class Remote:
         meta: dict[str, Any] = {"pull": wanted}
         if absent:
             meta["absent"] = absent
-        hyper = _hyper_of(self._optimizer)
+        hyper = hyper_of(self._optimizer)
         if hyper != self._hyper:
             meta["hyper"] = self._hyper = hyper
         size_bytes = self.size_bytes
@@ -313,104 +310,5 @@ class Remote:
             link.end_session()
 
 
-class _Staging:
-    """Where each parameter's bytes are on the CPU, on their way from and to servers."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), None)
-        self._own: list[torch.Tensor | None] = []
-        for parameter in parameters:
-            direct = parameter.device.type == "cpu" and parameter.is_contiguous()
-            self._own.append(None if direct else _host_copy(parameter))
-        self._zeros: dict[int, Bytes] = {}
-
-    def landing(self) -> list[Bytes]:
-        """Return where each parameter arrives: its own memory, or a copy on the host."""
-        self._wait()  # the last copies to the device must have left the host's memory
-        return [
-            as_bytes(parameter.detach() if own is None else own)
-            for parameter, own in zip(self._parameters, self._own, strict=True)
-        ]
-
-    def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Bring what arrived in host copies to where the parameters are."""
-        with torch.no_grad():
-            for parameter, own in zip(parameters, self._own, strict=True):
-                if own is not None:
-                    parameter.copy_(own, non_blocking=True)
-
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
-        """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
-        self._wait()
-        for tensor, own in zip(tensors, self._own, strict=True):
-            if own is not None and tensor is not None:
-                own.copy_(tensor, non_blocking=True)
-        self._wait()
-        return [self._bytes_of(i, tensor) for i, tensor in enumerate(tensors)]
-
-    def _bytes_of(self, index: int, tensor: torch.Tensor | None) -> Bytes:
-        own, parameter = self._own[index], self._parameters[index]
-        if tensor is None:
-            if index not in self._zeros:
-                size = parameter.numel() * parameter.element_size()
-                self._zeros[index] = np.zeros(size, np.uint8)
-            return self._zeros[index]
-        return as_bytes(own if own is not None else tensor.contiguous())
-
-    def _wait(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-
-def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    pinned = parameter.device.type == "cuda"
-    return torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
-
-
 def _parts(tensors: Sequence[Bytes], shard: Shard) -> list[Bytes]:
     return [tensors[piece.index] for piece in shard.pieces]
-
-
-def _importable(cls: type) -> str:
-    """Return `module:Class`, by which the server finds the class.
-
-    Raises:
-        FitError: It is defined in the cell, which servers do not run.
-    """
-    module: Any = sys.modules.get(cls.__module__)
-    found = module
-    for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    if found is not cls or cls.__module__ == "__main__":
-        raise FitError(
-            "The optimizer's class is defined in the cell, which the server does not run.",
-            seen=cls.__qualname__,
-            next_step="put the class into a module beside the notebook and import it",
-        )
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _hyper_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        _plain({k: v for k, v in group.items() if k != "params"})
-        for group in optimizer.param_groups
-    ]
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain_value(name, value) for name, value in values.items()}
-
-
-def _plain_value(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (tuple, list)):
-        return [_plain_value(name, part) for part in value]
-    raise FitError(
-        f"The optimizer's setting {name!r} cannot be sent to a server.",
-        seen=type(value).__name__,
-        allowed="numbers, text, booleans, None, and tuples of them",
-    )

@@ -14,9 +14,9 @@ the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of pa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from .trainer import Trainer, to_numpy
 class Served(Strategy):
     """A strategy whose parameters are on servers."""
 
-    policy: ClassVar[Callable[[Holder, Mapping[str, Any]], Policy]]
     trainer: Trainer | None = None
     loop: OwnLoop | None = None
     remote: Remote | None = None
@@ -48,6 +47,10 @@ class Served(Strategy):
     # -- what differs ------------------------------------------------------------------------------
 
     @abstractmethod
+    def make_policy(self, holder: Holder) -> Policy:
+        """Say, on a server, when pushes count."""
+
+    @abstractmethod
     def settle(self, result: StepResult, answer: Answer) -> None:
         """Write what the exchange measured into the step's result."""
 
@@ -57,12 +60,7 @@ class Served(Strategy):
         """Hold parameters until the workers are done."""
         hub = self.context.hub
         assert hub is not None, "the runtime opens the links first"
-        options = self.context.spec.options
-
-        def make_policy(holder: Holder) -> Policy:
-            return self.policy(holder, options)
-
-        serve(hub, self.context.spec.servers, make_policy)
+        serve(hub, self.context.spec.servers, self.make_policy)
 
     # -- on a worker -------------------------------------------------------------------------------
 
