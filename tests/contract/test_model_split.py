@@ -141,7 +141,7 @@ def test_the_bubble_is_near_the_schedules_ideal(
     assert ideal == pytest.approx(2 / (microbatches + 2))
     assert share == pytest.approx(ideal, abs=0.05)
     assert (rows["wait_s"] <= rows["bubble_s"] + 1e-6).all()
-    assert rows["wait_s"].sum() >= 0.8 * rows["bubble_s"].sum()
+    assert rows["wait_s"].sum() >= 0.5 * rows["bubble_s"].sum()
 
 
 def test_a_model_larger_than_a_workers_memory_trains() -> None:

@@ -133,23 +133,34 @@ def _twin(model: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch's tracer says of itself; an error says what the user needs.
-
-    Its progress bar, shown or not, would leave a thread behind (tqdm's monitor).
-    """
+    """Keep back what PyTorch's tracer says of itself; an error says what the user needs."""
     logger = logging.getLogger("torch")
     level = logger.level
-    bar: Any = torch.hub.tqdm  # type: ignore[attr-defined]
-    interval = getattr(bar, "monitor_interval", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         logger.setLevel(logging.CRITICAL)
-        bar.monitor_interval = 0
         try:
             yield
         finally:
             logger.setLevel(level)
-            bar.monitor_interval = interval
+
+
+def _compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a traced module as Python code, with all within it.
+
+    Exported modules interpret their graph anew each time, which is slow, and the interpreter's
+    progress bar leaves a thread behind.
+    """
+    for name, child in list(module.named_children()):
+        setattr(module, name, _compiled(child))
+    graph = getattr(module, "graph", None)
+    if isinstance(graph, torch.fx.Graph) and not isinstance(module, torch.fx.GraphModule):
+        compiled = torch.fx.GraphModule(module, graph)
+        for name, child in module.named_children():  # others may call what its graph does not
+            if name not in compiled._modules:
+                compiled.add_module(name, child)
+        return compiled
+    return module
 
 
 def _first_line(error: BaseException) -> str:
@@ -191,7 +202,7 @@ def _links(split: torch.fx.GraphModule) -> list[Piece]:
         later = {name for names in takes[at + 1 :] for name in names} | set(wanted)
         last = at == len(calls) - 1
         passes = wanted if last else [name for name in known if name in later]
-        body = split.get_submodule(call.target)
+        body = _compiled(split.get_submodule(call.target))
         pieces.append(Piece(body, alive, takes[at], gives[call.name], passes))
         alive = passes
     return pieces
