@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -97,7 +98,7 @@ def _spmd(
     framework.setup(spec)
     if request.get("group", True):
         _ensure_group(engine, spec, framework)
-    return _outcome(shell.execute(request["source"], request["number"]))
+    return _execute(shell, framework, request)
 
 
 def _train(
@@ -119,7 +120,7 @@ def _train(
         framework.setup(spec)
         _ensure_group(engine, spec, framework)
         open_links(run, framework)
-        outcome = _outcome(shell.execute(request["source"], request["number"]))
+        outcome = _execute(shell, framework, request)
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained
@@ -263,6 +264,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the cell; where its error has a well-known cause, say it below the traceback."""
+    error = shell.execute(request["source"], request["number"])
+    explain = getattr(framework, "explain", None)
+    if error is not None and explain is not None:
+        with contextlib.suppress(Exception):  # a guess must not hide the error itself
+            if text := explain(error):
+                sys.stderr.write(f"{text}\n")
+    return _outcome(error)
 
 
 def _outcome(error: BaseException | None) -> dict[str, Any]:

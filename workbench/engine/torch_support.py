@@ -227,6 +227,13 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
     return f"{stem}.npz"
 
 
+def explain(error: BaseException) -> str | None:
+    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    from .torch_explain import explain as explained
+
+    return explained(error)
+
+
 class Stages(torch.nn.Sequential):
     """Modules given as a list: a chain that the user has cut already."""
 
