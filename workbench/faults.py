@@ -122,7 +122,8 @@ def _rate(bytes_per_s: float) -> str:
     """Return a rate so that `_parse_rate` gives the same number."""
     for unit in ("G", "M", "K"):
         short = f"{bytes_per_s / _RATE_UNIT[unit]:g}{unit}B/s"
-        if _RATE.match(short) and bytes_per_s >= 1 and _parse_rate(short) == bytes_per_s:
+        whole = bytes_per_s >= _RATE_UNIT[unit]
+        if whole and _RATE.match(short) and _parse_rate(short) == bytes_per_s:
             return short
     return f"{bytes_per_s:.17f}".rstrip("0").rstrip(".") + "B/s"
 
