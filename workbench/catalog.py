@@ -431,7 +431,8 @@ CATALOG: tuple[Strategy, ...] = (
         name="tensor_parallel",
         framework="torch",
         term="tensor (intra-layer model) parallelism",
-        summary="Each layer's weight matrices are divided over the workers, who compute it together.",
+        summary="The weight matrices of a layer are divided over the workers, who compute it "
+        "together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
         suits="wide layers, on workers with fast links between them",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",

@@ -20,9 +20,7 @@ from .order import Indices, Order, share_bounds
 ATTEMPTS = 100
 
 
-def dirichlet_shards(
-    labels: NDArray[Any], workers: int, alpha: float, seed: int
-) -> list[Indices]:
+def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int) -> list[Indices]:
     """Return each worker's samples; together they are all samples, each once.
 
     Args:

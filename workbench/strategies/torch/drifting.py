@@ -121,7 +121,9 @@ class DriftingReplicas(Strategy):
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return parameters and buffers by name; equal on all workers after `finish`."""
-        return self._trainer.weights() if self.loop is None else self.loop.weights()
+        if self.loop is not None:
+            return self.loop.weights()
+        return {} if self.trainer is None else self.trainer.weights()
 
     def state(self) -> dict[str, Any]:
         """Return model, optimizer and scheduler; rank 0's optimizer stands for all."""

@@ -61,9 +61,7 @@ class Gossip(DriftingReplicas):
 
     def meet(self) -> float:
         """Exchange replicas with the neighbours and mix; return how long they were waited for."""
-        to, sources = neighbours(
-            self.options["graph"], self.rank, self.world_size, self.done - 1
-        )
+        to, sources = neighbours(self.options["graph"], self.rank, self.world_size, self.done - 1)
         self.message.fill()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -73,7 +71,9 @@ class Gossip(DriftingReplicas):
         others_s = self._exchange(to, sources, ready_s)
         if self.done % int(self.options["spread_every"]) == 0:
             self._log_spread(len(sources))
-        for flat, *received in zip(self.message.flats, *self._received[: len(sources)], strict=True):
+        for flat, *received in zip(
+            self.message.flats, *self._received[: len(sources)], strict=True
+        ):
             for other in received:
                 flat.add_(other)
             flat.div_(len(sources) + 1)

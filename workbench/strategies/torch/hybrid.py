@@ -83,7 +83,7 @@ class Hybrid(ModelSplit):
         shape = (self.pipelines, self.workers)
         self.mesh = make_mesh(device, shape, ("data", "stage"))
         self.group = self.mesh.get_group("stage")
-        self.replicas = self.mesh.get_group("data")
+        self.replicas: Any = self.mesh.get_group("data")
 
     def prepare(self, job: Job) -> None:
         """Cut the model alike in every pipeline; begin with the first pipeline's parameters."""
@@ -133,7 +133,7 @@ class Hybrid(ModelSplit):
             broadcast(tensors, self.device, self.replicas, source=self.place)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
-        """Return the parameters and buffers of the own stages; the first pipeline's stand for all."""
+        """Return the own stages' parameters and buffers; the first pipeline's stand for all."""
         return super().weights() if self.rank < self.workers else {}
 
     def close(self) -> None:

@@ -58,6 +58,7 @@ class _Module:
     def undo(self) -> None:
         module = self.module
         module.__class__ = self.cls
+        _composed().pop(module, None)
         for name in self.added:
             module.__dict__.pop(name, None)
         for name, kept in self.hooks.items():
@@ -258,6 +259,15 @@ def _like(value: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if not isinstance(new.data, DTensor):
         return value
     return distribute_tensor(value, new.data.device_mesh, new.data.placements)
+
+
+def _composed() -> Any:
+    """Return PyTorch's register of modules that `fully_shard` was applied to; it has no way out."""
+    try:
+        from torch.distributed import _composable_state as register
+    except ImportError:  # pragma: no cover - another PyTorch
+        return {}
+    return getattr(register, "_module_state_mapping", {})
 
 
 def _is_torchs(hook: Any) -> bool:

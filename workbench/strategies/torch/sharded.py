@@ -150,9 +150,10 @@ class Traffic:
         if not self.measured:
             self.timer.blind()
             return
-        for module in [m for m in root.modules() if isinstance(m, FSDPModule)]:  # type: ignore[attr-defined]
-            module.set_custom_all_gather(_AllGather(self))
-            module.set_custom_reduce_scatter(_ReduceScatter(self))
+        every: Any = root
+        for module in (m for m in every.modules() if isinstance(m, FSDPModule)):
+            module.set_custom_all_gather(_AllGather(self))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
 
     def gradients_ready(self) -> None:
         """Note the end of this worker's part of the gradients."""

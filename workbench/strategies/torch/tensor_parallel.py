@@ -168,11 +168,11 @@ class Waits:
         functional.wait_tensor = self._original
 
 
-class BytesSent(TorchDispatchMode):
+class BytesSent(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what this worker sends in collectives."""
 
     def __init__(self, workers: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sent_bytes = 0.0
         share = (workers - 1) / workers
         # Factor on the size of the collective's input.
@@ -183,9 +183,7 @@ class BytesSent(TorchDispatchMode):
             "all_to_all_single": share,
         }
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a collective; DTensors are left to their own dispatch, which comes back here."""
         if any(kind is DTensor for kind in types):
             return NotImplemented

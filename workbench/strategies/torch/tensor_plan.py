@@ -61,9 +61,7 @@ def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
     Raises:
         FitError: No layer can be divided.
     """
-    safe = {
-        name: style for name, module in _layers(model) if (style := _alone(module, workers))
-    }
+    safe = {name: style for name, module in _layers(model) if (style := _alone(module, workers))}
     if not safe:
         raise FitError(
             "No layer of the model can be divided over the workers.",
