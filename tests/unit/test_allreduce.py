@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from workbench.strategies.torch import compression  # noqa: E402
 from workbench.strategies.torch.allreduce import ALGORITHMS, BACKEND, AllReduce, auto  # noqa: E402
 from workbench.strategies.torch.allreduce import links as links_module  # noqa: E402
+from workbench.strategies.torch.allreduce.aside import Aside  # noqa: E402
 from workbench.strategies.torch.allreduce.hierarchical import form_groups  # noqa: E402
 from workbench.strategies.torch.allreduce.links import Links  # noqa: E402
 
@@ -279,3 +280,18 @@ def test_compress_reads_what_is_typed(text: str) -> None:
 def test_compress_refuses_the_rest(text: str) -> None:
     with pytest.raises(PlanError, match="topk:FRACTION"):
         catalog.lookup("mirrored").settings({"compress": text})
+
+
+def test_what_fails_aside_is_raised_here_and_the_thread_ends() -> None:
+    before = threading.active_count()
+    aside = Aside()
+    ran: list[str] = []
+    aside.run(lambda: ran.append(threading.current_thread().name))
+    assert ran == ["workbench-links"]
+    with pytest.raises(ZeroDivisionError):
+        aside.run(lambda: 1 / 0)
+    aside.run(lambda: ran.append("goes on"))
+    assert ran[-1] == "goes on"
+    aside.close()
+    aside.close()
+    assert threading.active_count() == before

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ...engine.context import RunContext
 from ...errors import FitError
 from .allreduce import BACKEND, AllReduce, auto
+from .allreduce.aside import Aside
 from .allreduce.links import Links
 from .compression import make_compression, message_like
 from .flat import FlatGradients, Mean, by_dtype
@@ -58,9 +59,16 @@ class Averaging:
                 next_step="-o allreduce=auto, or one of the algorithms",
             )
         self.links = Links(dist.group.WORLD, hosts=spec.hosts, travel=context.faults.travel)
+        self._aside = Aside()
+        self._on_cpu = torch.device(spec.device).type == "cpu"
         self._ring_bytes = ring_bytes(model, self.links.size)
         check_same_model(model, self.links)
-        self.all_reduce = AllReduce(self._decide(model, asked, simulated), self.links)
+        try:
+            name = self._decide(model, asked, simulated)
+        except BaseException:  # nobody will be there to close this
+            self.close()
+            raise
+        self.all_reduce = AllReduce(name, self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
         self._counted = self.links.sent_bytes
 
@@ -77,7 +85,7 @@ class Averaging:
         shapes = [parameter.shape for parameter in parameters]
         message = message_like(self._compress, shapes, parameters[0].dtype)
         message = message.to(parameters[0].device)
-        choice = auto.choose(message, self.links, simulated=simulated)
+        choice = auto.choose(message, self.links, self._aside, simulated=simulated)
         if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
             text = choice.explain(message.numel() * message.element_size())
             self._context.emit("note", rank=0, text=text)
@@ -85,12 +93,22 @@ class Averaging:
 
     def wrap(self, module: torch.nn.Module) -> FlatGradients:
         """Put a module whose parameters are equal on all workers behind the averaging."""
-        any_used = self.all_reduce if self._find_unused else None
+        any_used = self._beside(self.all_reduce) if self._find_unused else None
         return FlatGradients(module, self._make_mean, any_used)
 
     def _make_mean(self, shapes: list[torch.Size]) -> Mean:
         compression = make_compression(self._compress, self.all_reduce, shapes)
-        return compression or self.all_reduce.mean
+        return self._beside(compression or self.all_reduce.mean)
+
+    def _beside(self, task: Mean) -> Mean:
+        """Run a task on the thread for messages; CUDA's streams belong to the training thread."""
+        if not self._on_cpu:
+            return task
+        return lambda flat: self._aside.run(lambda: task(flat))
+
+    def close(self) -> None:
+        """End the thread for messages."""
+        self._aside.close()
 
     def sent_bytes(self) -> float:
         """Return the bytes this worker sent since the last call.

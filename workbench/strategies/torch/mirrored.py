@@ -145,6 +145,8 @@ class Mirrored(Strategy):
             self.loop.close()
         if self.in_place is not None:
             self.in_place.undo()
+        if self.averaging is not None:
+            self.averaging.close()
         if self.sync_batchnorm is not None:
             self.sync_batchnorm.undo()
         if self.ddp is not None:

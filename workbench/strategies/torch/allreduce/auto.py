@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from . import ALGORITHMS, BACKEND, AllReduce
+from .aside import Aside
 from .links import Links
 
 LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
@@ -51,13 +52,14 @@ class Choice:
 _known: dict[tuple[object, ...], Choice] = {}
 
 
-def choose(flat: torch.Tensor, links: Links, *, simulated: bool = False) -> Choice:
+def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
     """Return the fastest algorithm for tensors like `flat`; all workers call it together.
 
     Only gloo on CPUs is raced: NCCL picks its algorithm itself, and CUDA tensors would have to be
     staged for the others.
 
     Args:
+        aside: Where all algorithms but the backend's will run.
         simulated: Whether faults hold messages back: then the backend, whose messages are out of
             reach, does not take part, and the result is not remembered.
     """
@@ -67,11 +69,11 @@ def choose(flat: torch.Tensor, links: Links, *, simulated: bool = False) -> Choi
     probe = torch.zeros(size_bytes // flat.element_size(), dtype=flat.dtype)
     if simulated:
         names = [name for name in ALGORITHMS if name != BACKEND]
-        return fastest(race(probe, links, names, rounds=1))
+        return fastest(race(probe, links, aside, names, rounds=1))
     key = (links.size, tuple(links.hosts), flat.dtype, size_bytes.bit_length())
     choice = _recall(key, links)
     if choice is None:
-        choice = _known[key] = fastest(race(probe, links, list(ALGORITHMS), rounds=ROUNDS))
+        choice = _known[key] = fastest(race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS))
     return choice
 
 
@@ -88,10 +90,10 @@ def _recall(key: tuple[object, ...], links: Links) -> Choice | None:
 
 
 def race(
-    probe: torch.Tensor, links: Links, names: Sequence[str], *, rounds: int
+    probe: torch.Tensor, links: Links, aside: Aside, names: Sequence[str], *, rounds: int
 ) -> dict[str, float]:
     """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers."""
-    entrants = {name: AllReduce(name, links) for name in names}
+    entrants = {name: _entrant(AllReduce(name, links), aside) for name in names}
     for entrant in entrants.values():  # connections are opened at first use
         entrant(probe)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -103,6 +105,12 @@ def race(
     typical = torch.tensor([sorted(taken[name])[rounds // 4] for name in names])
     dist.all_reduce(typical, dist.ReduceOp.MAX, group=links.group)
     return dict(zip(names, typical.tolist(), strict=True))
+
+
+def _entrant(all_reduce: AllReduce, aside: Aside) -> Callable[[torch.Tensor], None]:
+    if all_reduce.name == BACKEND:
+        return all_reduce
+    return lambda probe: aside.run(lambda: all_reduce(probe))
 
 
 def fastest(seconds: dict[str, float]) -> Choice:

@@ -64,8 +64,11 @@ class Links:
 
     def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fill a contiguous tensor with what a member sends; return it."""
-        self.group.recv([into], self._members[source], 0).wait()
+        self._post(into, source).wait()
         return into
+
+    def _post(self, into: torch.Tensor, source: int) -> Any:
+        return self.group.recv([into], self._members[source], 0)
 
     def exchange(self, out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> torch.Tensor:
         """Send to one member while receiving from another; return what was received.
@@ -74,11 +77,12 @@ class Links:
         """
         if not self._gloo:  # NCCL orders messages: two that meet must be one operation
             return self._exchange_grouped(out, to, into, source)
+        # The receive is posted first: a message for which a buffer waits leaves without asking.
+        receiving = self._post(into, source) if into.numel() else None
         sending = self.send(out, to) if out.numel() else None
-        if into.numel():
-            self.receive(into, source)
-        if sending is not None:
-            sending.wait()
+        for work in (receiving, sending):
+            if work is not None:
+                work.wait()
         return into
 
     def _exchange_grouped(
