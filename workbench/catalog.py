@@ -136,6 +136,8 @@ class Strategy:
         one_engine: Whether one engine holds all replicas.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
+        rules: `package.module:function` of (options, workers, batch size or None), pure: raises
+            PlanError where options do not fit each other, before an engine is touched.
         takes_turns: Whether workers depend on each other's results within a step, so that a slow
             one shows as the others' bubble rather than as a wait at the step's end.
         exact_with: Options (name, value) under which several workers give what one device gives,
@@ -166,6 +168,7 @@ class Strategy:
     links: bool = False
     one_engine: bool = False
     whole: bool = True
+    rules: str = ""
     takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
@@ -399,6 +402,7 @@ CATALOG: tuple[Strategy, ...] = (
         data_parallel=False,
         whole=False,
         takes_turns=True,
+        rules="workbench.pipelines:check",
         ways=("fit",),
         supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
         options=_PIPELINE_OPTIONS,
@@ -416,6 +420,7 @@ CATALOG: tuple[Strategy, ...] = (
         links=True,
         whole=False,
         takes_turns=True,
+        rules="workbench.pipelines:check",
         workers_divide_by="stages",
         ways=("fit",),
         supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},

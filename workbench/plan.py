@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -114,6 +115,9 @@ def make_plan(
             allowed=f"batch_size of at least {count}",
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
         )
+    if entry.rules:
+        module, _, rule = entry.rules.partition(":")
+        getattr(importlib.import_module(module), rule)(settings, count, batch)
     for fault in faults:
         fault.check(count, links=entry.links)
     if not recipe.source.strip():

@@ -176,7 +176,7 @@ def fails(kind):
     from torch import nn
 
     from workbench.engine.fit import fit
-    from workbench.errors import FitError
+    from workbench.errors import WorkbenchError
 
     class Branching(nn.Module):
         def __init__(self):
@@ -215,7 +215,7 @@ def fails(kind):
             model, data, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
             batch_size=10, steps=2, **extra,
         )  # fmt: skip
-    except FitError as error:
+    except WorkbenchError as error:
         return str(error)
     return "no error"
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ... import pipelines
 from ...engine.torch_batches import map_batch
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult, Strategy
@@ -42,7 +43,6 @@ from .split import checkpoint
 from .split.build import fill, let_go, move
 from .split.cut import Cut, cut, table_text
 from .split.pipeline import Pipeline, adopt_share, share_names
-from .split.schedules import SCHEDULES, chosen_microbatches, stages_per_worker
 from .split.stage import Timeline
 from .trainer import PRECISIONS, build_optimizer, build_scheduler, to_numpy
 
@@ -70,10 +70,8 @@ class ModelSplit(Strategy):
         self.arrange()
         self.device = torch.device(self.context.spec.device)
         self.schedule = self.options["schedule"]
-        self.per_worker = stages_per_worker(self.schedule, self.options["stages_per_worker"])
-        self.microbatches = chosen_microbatches(
-            self.schedule, self.options["microbatches"], self.workers, self._share_size()
-        )
+        self.per_worker = pipelines.stages_per_worker(self.options)
+        self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
         self.around = _autocast(job.precision, self.device)
         self._warn_of_batchnorm()
         if self._sample is not None:
@@ -270,7 +268,9 @@ class ModelSplit(Strategy):
             )
         if self.rank:
             return
-        ideal = SCHEDULES[self.schedule].ideal(self.workers, self.microbatches, self.per_worker)
+        ideal = pipelines.ideal_bubble(
+            self.schedule, self.workers, self.microbatches, self.per_worker
+        )
         rows = decided.table(self.workers)
         self.context.emit(
             "split", rank=0, stages=rows, schedule=self.schedule,
