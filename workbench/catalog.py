@@ -8,6 +8,7 @@ file under `strategies/`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +30,11 @@ FIT_FEATURES = frozenset(
 
 @dataclass(frozen=True)
 class Option:
-    """One `-o name=value` of a strategy."""
+    """One `-o name=value` of a strategy.
+
+    Attributes:
+        pattern: For text: the regular expression it must match as a whole; `form` says it in words.
+    """
 
     name: str
     kind: Literal["int", "float", "bool", "choice", "str"]
@@ -39,6 +44,8 @@ class Option:
     maximum: float | None = None
     choices: tuple[str, ...] = ()
     optional: bool = False
+    pattern: str = ""
+    form: str = ""
 
     def parse(self, text: object) -> Any:
         """Turn what the user wrote into a value.
@@ -54,6 +61,10 @@ class Option:
             raise PlanError(
                 f"Option {self.name} was not understood.", seen=text, allowed=self.allowed
             ) from None
+        if self.pattern and not re.fullmatch(self.pattern, str(value)):
+            raise PlanError(
+                f"Option {self.name} was not understood.", seen=text, allowed=self.allowed
+            )
         if self.kind == "choice" and value not in self.choices:
             raise unknown(f"value for option {self.name}", str(value), self.choices)
         low, high = self.minimum, self.maximum
@@ -84,6 +95,8 @@ class Option:
         """What the option accepts, in words."""
         if self.kind == "choice":
             return ", ".join(self.choices)
+        if self.form:
+            return self.form
         words = {
             "int": "a whole number",
             "float": "a number",
@@ -115,8 +128,22 @@ class Strategy:
         ways: How it can be used.
         supports: Arguments of `wb.fit` (of FIT_FEATURES) that it honours.
         max_workers: Most workers it can use; None where there is no limit.
-        servers_option: Name of the option that says how many servers it needs.
+        servers: Servers it always needs.
+        servers_option: Name of the option that says how many servers it needs instead.
+        sync_option: Name of the option that makes an asynchronous strategy synchronous.
+        excludes: Pairs of options of which only one may differ from its default.
+        links: Whether it has links of its own, on which bandwidth and latency can be simulated.
         one_engine: Whether one engine holds all replicas.
+        whole: Whether every worker ends with the whole model; else each has its share of it, and
+            builds no more than that where the model is given as a function.
+        rules: `package.module:function` of (options, workers, batch size or None), pure: raises
+            PlanError where options do not fit each other, before an engine is touched.
+        takes_turns: Whether workers depend on each other's results within a step, so that a slow
+            one shows as the others' bubble rather than as a wait at the step's end.
+        exact_with: Options (name, value) under which several workers give what one device gives,
+            up to rounding; None where none do. Empty for what is always exact.
+        workers_divide_by: Name of the option that must divide the number of workers.
+        linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
         source: Where the algorithm is described.
     """
 
@@ -134,8 +161,26 @@ class Strategy:
     options: tuple[Option, ...] = ()
     aliases: tuple[str, ...] = ()
     max_workers: int | None = None
+    servers: int = 0
     servers_option: str | None = None
+    sync_option: str | None = None
+    excludes: tuple[tuple[str, str], ...] = ()
+    links: bool = False
     one_engine: bool = False
+    whole: bool = True
+    rules: str = ""
+    takes_turns: bool = False
+    exact_with: tuple[tuple[str, Any], ...] | None = ()
+    linear_only: bool = False
+    workers_divide_by: str | None = None
+
+    def is_sync(self, options: dict[str, Any]) -> bool:
+        """Whether workers take each step together, under these options."""
+        return self.sync or bool(self.sync_option and options.get(self.sync_option))
+
+    def server_count(self, options: dict[str, Any]) -> int:
+        """Return how many servers a run needs, under these options."""
+        return int(options[self.servers_option]) if self.servers_option else self.servers
 
     def option(self, name: str) -> Option:
         """Return the option of that name.
@@ -146,15 +191,61 @@ class Strategy:
         for option in self.options:
             if option.name == name:
                 return option
+        elsewhere = [e.name for e in CATALOG if any(o.name == name for o in e.options)]
+        if elsewhere:
+            raise PlanError(
+                f"Strategy {self.name} has no option {name}: that is one of "
+                f"{', '.join(dict.fromkeys(elsewhere))}.",
+                seen=name,
+                allowed=", ".join(option.name for option in self.options) or "no options",
+                next_step=f"%%distributed {elsewhere[0]} -o {name}=...",
+            )
         if not self.options:
             raise PlanError(f"Strategy {self.name} takes no options.", seen=name)
         raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return every option's value: the given ones parsed, the others at their defaults."""
-        parsed = {name: self.option(name).parse(value) for name, value in given.items()}
-        return {option.name: parsed.get(option.name, option.default) for option in self.options}
+        """Return every option's value: the given ones parsed, the others at their defaults.
 
+        Raises:
+            PlanError: An option is unknown, was not understood, or excludes another one.
+        """
+        parsed = {name: self.option(name).parse(value) for name, value in given.items()}
+        values = {option.name: parsed.get(option.name, option.default) for option in self.options}
+        for pair in self.excludes:
+            if all(values[name] != self.option(name).default for name in pair):
+                raise PlanError(
+                    f"Options {pair[0]} and {pair[1]} of {self.name} exclude each other.",
+                    seen=", ".join(f"{name}={values[name]}" for name in pair),
+                    next_step="leave one of them out",
+                )
+        return values
+
+
+# topk's fraction: above 0, at most 1; an exponent is always negative.
+_FRACTION = r"1(\.0*)?|0?\.0*[1-9]\d*|[1-9](\.\d+)?e-\d+"
+COMPRESSIONS = rf"none|fp16|bf16|powersgd:0*[1-9]\d*|topk:({_FRACTION})"
+
+_PIPELINE_OPTIONS = (
+    Option(
+        "schedule", "choice", "1f1b",
+        choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        help="the order of microbatches; naive passes the whole batch from stage to stage",
+    ),
+    Option(
+        "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
+        help="parts a batch is cut into; none: two per worker (one for naive)",
+    ),
+    Option(
+        "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
+        help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
+    ),
+    Option(
+        "split_at", "str", None, optional=True,
+        help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
+        "balanced from measured times",
+    ),
+)  # fmt: skip
 
 CATALOG: tuple[Strategy, ...] = (
     Strategy(
@@ -176,10 +267,23 @@ CATALOG: tuple[Strategy, ...] = (
         suits="models that fit one device, with steps long enough to hide an all-reduce",
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel"),
+        exact_with=(("compress", "none"),),
+        links=True,
         options=(
             Option(
+                "allreduce", "choice", "auto",
+                choices=("auto", "backend", "ring", "hierarchical", "reduce_to_one",
+                         "recursive_doubling"),
+                help="how gradients are added up; auto measures, backend is gloo's or NCCL's own",
+            ),
+            Option(
+                "compress", "str", "none", pattern=COMPRESSIONS,
+                form="none, fp16, bf16, powersgd:RANK (1 or more), topk:FRACTION (above 0, to 1)",
+                help="send fewer bytes, feeding back the error: fp16, bf16, powersgd:2, topk:0.01",
+            ),
+            Option(
                 "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
-                help="size of the gradient buckets that are reduced while backward still runs",
+                help="size of the buckets that the backend reduces while backward still runs",
             ),
             Option(
                 "find_unused_parameters", "bool", False,
@@ -188,6 +292,219 @@ CATALOG: tuple[Strategy, ...] = (
             Option(
                 "sync_batchnorm", "bool", False,
                 help="compute BatchNorm statistics over all workers (CUDA devices only)",
+            ),
+        ),
+    ),
+    Strategy(
+        name="central_storage",
+        framework="torch",
+        term="synchronous training with central variables",
+        summary="Weights and optimizer live on one host; workers pull them and push gradients.",
+        module="workbench.strategies.torch.central_storage:CentralStorage",
+        suits="few devices beside a host with memory to spare: optimizer state stays off them",
+        source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
+        aliases=("central",),
+        servers=1,
+        links=True,
+        options=(
+            Option(
+                "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
+                help="what parameters and gradients travel through; auto takes the fastest",
+            ),
+        ),
+    ),
+    Strategy(
+        name="parameter_server",
+        framework="torch",
+        term="asynchronous data parallelism (parameter server)",
+        summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
+        module="workbench.strategies.torch.parameter_server:ParameterServer",
+        suits="workers of unequal speed, and to see what stale gradients do",
+        source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
+        "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
+        aliases=("ps",),
+        sync=False,
+        servers_option="servers",
+        sync_option="sync",
+        links=True,
+        excludes=(
+            ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
+        ),
+        options=(
+            Option(
+                "servers", "int", 1, minimum=1, maximum=64,
+                help="how many servers share the parameters, divided by bytes",
+            ),
+            Option(
+                "max_staleness", "int", None, minimum=0, optional=True,
+                help="steps that the fastest worker may be ahead of the slowest; none: any",
+            ),
+            Option(
+                "staleness_aware_lr", "bool", False,
+                help="divide the learning rate of each push by its staleness",
+            ),
+            Option(
+                "consistency", "choice", "latest", choices=("latest", "snapshot"),
+                help="latest: each server's newest; snapshot: the same version from all servers",
+            ),
+            Option(
+                "pull_every", "int", 1, minimum=1,
+                help="steps that a worker computes on one copy of the parameters",
+            ),
+            Option(
+                "sync", "bool", False,
+                help="all workers' gradients make one step (BSP); equal to one device",
+            ),
+            Option(
+                "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
+                help="what parameters and gradients travel through; auto takes the fastest",
+            ),
+        ),
+    ),
+    Strategy(
+        name="sharded",
+        framework="torch",
+        term="fully sharded data parallelism (ZeRO)",
+        summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
+        "when they compute.",
+        module="workbench.strategies.torch.sharded:Sharded",
+        suits="models whose parameters and optimizer state do not fit one device",
+        source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
+        aliases=("fsdp", "zero"),
+        links=True,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"compile"},
+        options=(
+            Option(
+                "unit_mb", "float", 1.0, minimum=0, maximum=65536,
+                help="smallest layer, in MB of parameters, that is gathered on its own",
+            ),
+            Option(
+                "reshard", "bool", True,
+                help="free gathered layers between forward and backward (ZeRO-3); false: ZeRO-2",
+            ),
+            Option(
+                "gather", "choice", "all", choices=("all", "first"),
+                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+            ),
+        ),
+    ),
+    Strategy(
+        name="model_split",
+        framework="torch",
+        term="pipeline (model) parallelism",
+        summary="The model is cut into stages over the workers; microbatches follow each other.",
+        module="workbench.strategies.torch.model_split:ModelSplit",
+        suits="models that do not fit one device, cut into layers of similar cost",
+        source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
+        aliases=("pipeline",),
+        links=True,
+        data_parallel=False,
+        whole=False,
+        takes_turns=True,
+        rules="workbench.pipelines:check",
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        options=_PIPELINE_OPTIONS,
+    ),
+    Strategy(
+        name="hybrid",
+        framework="torch",
+        term="data x model parallelism",
+        summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
+        "gradients are added up.",
+        module="workbench.strategies.torch.hybrid:Hybrid",
+        suits="models that do not fit one device, on more workers than stages are worth",
+        source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
+        aliases=("data_model",),
+        links=True,
+        whole=False,
+        takes_turns=True,
+        rules="workbench.pipelines:check",
+        workers_divide_by="stages",
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        options=(
+            Option(
+                "stages", "int", None, minimum=1, maximum=4096, optional=True,
+                help="workers that form one pipeline; none: 2 where they divide evenly",
+            ),
+            *_PIPELINE_OPTIONS,
+        ),
+    ),
+    Strategy(
+        name="tensor_parallel",
+        framework="torch",
+        term="tensor (intra-layer model) parallelism",
+        summary="The weight matrices of a layer are divided over the workers, who compute it "
+        "together.",
+        module="workbench.strategies.torch.tensor_parallel:TensorParallel",
+        suits="wide layers, on workers with fast links between them",
+        source="Shoeybi et al., Megatron-LM, 2019, section 3",
+        aliases=("tp",),
+        links=True,
+        data_parallel=False,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"compile"},
+        options=(
+            Option(
+                "plan", "str", "auto",
+                help="how layers are divided: auto, or NAME=col|row|gathered,.. (* matches any)",
+            ),
+            Option(
+                "gather", "choice", "all", choices=("all", "first"),
+                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+            ),
+        ),
+    ),
+    Strategy(
+        name="local_sgd",
+        framework="torch",
+        term="local SGD (federated averaging)",
+        summary="Workers train on their own for some steps, then average their parameters.",
+        module="workbench.strategies.torch.local_sgd:LocalSGD",
+        suits="slow links, and data that stays where it was collected",
+        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
+        aliases=("fedavg",),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=(("every", 1),),
+        linear_only=True,
+        links=True,
+        options=(
+            Option(
+                "every", "int", 8, minimum=1,
+                help="steps between averages; 1 with SGD equals one device",
+            ),
+            Option(
+                "fraction", "float", 1.0, minimum=0.001, maximum=1,
+                help="part of the workers that is drawn for each round; the others sit it out",
+            ),
+            Option(
+                "skew", "float", None, minimum=0.001, optional=True,
+                help="deal samples out by class: Dirichlet's alpha, 0.1 is very uneven; none: even",
+            ),
+        ),
+    ),
+    Strategy(
+        name="gossip",
+        framework="torch",
+        term="decentralised SGD (gossip)",
+        summary="No centre: after each step a worker mixes its parameters with its neighbours'.",
+        module="workbench.strategies.torch.gossip:Gossip",
+        suits="many workers on links where an all-reduce is slow, and to see replicas drift",
+        source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
+        aliases=("decentralised", "decentralized"),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=None,
+        links=True,
+        options=(
+            Option(
+                "graph", "choice", "ring", choices=("ring", "exponential"),
+                help="who meets whom: both neighbours on a ring, or one peer 1, 2, 4, .. hops away",
+            ),
+            Option(
+                "spread_every", "int", 10, minimum=1,
+                help="steps between two measurements of how far the replicas are apart",
             ),
         ),
     ),

@@ -90,7 +90,9 @@ def _execute(notebook: NotebookNode, out: Path) -> Exception | None:
 
     def done(cell: NotebookNode, **rest: Any) -> None:
         if cell.cell_type == "code":
-            first = next((text for text in cell.source.splitlines() if text.strip() and text[0] != "#"), "")
+            first = next(
+                (text for text in cell.source.splitlines() if text.strip() and text[0] != "#"), ""
+            )
             bar.set_postfix_str(first[:40])
             bar.update()
 

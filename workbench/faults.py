@@ -1,4 +1,8 @@
-"""Faults a teacher can inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`."""
+"""Faults a teacher can inject, as data: `slow=1:50ms`, `slow=1:3x`, `jitter=20ms`, `kill=2@100`.
+
+`bandwidth=100MB/s` and `latency=5ms` are simulated: what a strategy sends on links of its own is
+held back for as long as a link of that kind would take, on top of what the real one takes.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ from typing import Literal
 
 from .errors import PlanError
 
-FORMS = "slow=RANK:50ms, slow=RANK:3x, jitter=20ms, kill=RANK@STEP"
-LATER = ("bandwidth", "latency")
+FORMS = "slow=RANK:50ms, slow=RANK:3x, jitter=20ms, kill=RANK@STEP, bandwidth=100MB/s, latency=5ms"
+ON_LINKS = ("bandwidth", "latency")
+_RATE = re.compile(r"^(\d+(?:\.\d+)?)([KMG]?)B/s$")
+_RATE_UNIT = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(us|ms|s)$")
 _FACTOR = re.compile(r"^0*[1-9]\d*(?:\.\d+)?x$")
 _PER_SECOND = {"us": 1e6, "ms": 1e3, "s": 1.0}
@@ -22,20 +28,24 @@ class Fault:
 
     Attributes:
         kind: `slow` delays a worker each step, `jitter` delays every worker by a random time,
-            `kill` ends a worker's process with SIGKILL, `clear` removes the faults.
+            `kill` ends a worker's process with SIGKILL, `bandwidth` and `latency` hold back what
+            every worker sends and receives, `clear` removes the faults.
         rank: The worker it is for; None for all.
-        delay_s: Seconds added to each step (`slow`), or the upper bound of the random delay.
+        delay_s: Seconds added to each step (`slow`) or message (`latency`), or the upper bound of
+            the random delay (`jitter`).
+        bytes_per_s: For `bandwidth`: what a worker's link carries.
         factor: For `slow`: how many times as long the step's own compute takes.
         step: For `kill`: the step before which the worker dies.
         where: Phase in which the delay is spent.
     """
 
-    kind: Literal["slow", "jitter", "kill", "clear"]
+    kind: Literal["slow", "jitter", "kill", "bandwidth", "latency", "clear"]
     rank: int | None = None
     delay_s: float = 0.0
     factor: float = 1.0
     step: int = 0
     where: str = "step"
+    bytes_per_s: float = 0.0
 
     @property
     def text(self) -> str:
@@ -48,12 +58,26 @@ class Fault:
                 else _duration(self.delay_s)
             )
             return f"slow={self.rank}:{amount}{where}"
-        if self.kind == "jitter":
-            return f"jitter={_duration(self.delay_s)}"
+        if self.kind in ("jitter", "latency"):
+            return f"{self.kind}={_duration(self.delay_s)}"
+        if self.kind == "bandwidth":
+            return f"bandwidth={_rate(self.bytes_per_s)}"
         return f"kill={self.rank}@{self.step}" if self.kind == "kill" else "clear"
 
-    def check(self, workers: int) -> None:
-        """Raise PlanError when the fault names a worker that the run does not have."""
+    def check(self, workers: int, *, links: bool = True) -> None:
+        """Raise PlanError when the run does not have what the fault is for.
+
+        Args:
+            links: Whether the strategy has links of its own.
+        """
+        if self.kind in ON_LINKS and not links:
+            raise PlanError(
+                "Bandwidth and latency can be simulated on a strategy's own links only; this one "
+                "has none.",
+                seen=self.text,
+                allowed="slow, jitter and kill with every strategy",
+                next_step="choose a strategy with links: wb.strategies() says which have them",
+            )
         if self.rank is not None and not 0 <= self.rank < workers:
             raise PlanError(
                 "The fault is for a worker that this run does not have.",
@@ -71,12 +95,6 @@ def parse_fault(text: str) -> Fault:
     kind, _, value = text.strip().partition("=")
     if kind == "clear" and not value:
         return Fault("clear")
-    if kind in LATER:
-        raise PlanError(
-            "Link faults are not there yet: they need the links of the server strategies.",
-            seen=text,
-            allowed=FORMS,
-        )
     try:
         if kind == "slow":
             rank, _, amount = value.partition(":")
@@ -88,12 +106,34 @@ def parse_fault(text: str) -> Fault:
             return Fault("slow", int(rank), delay_s=parse_duration(amount), where=where or "step")
         if kind == "jitter":
             return Fault("jitter", delay_s=parse_duration(value))
+        if kind == "latency":
+            return Fault("latency", delay_s=parse_duration(value))
+        if kind == "bandwidth":
+            return Fault("bandwidth", bytes_per_s=_parse_rate(value))
         if kind == "kill":
             rank, _, step = value.partition("@")
             return Fault("kill", int(rank), step=int(step))
     except ValueError:
         pass
     raise PlanError("The fault was not understood.", seen=text, allowed=FORMS)
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Return a rate so that `_parse_rate` gives the same number."""
+    for unit in ("G", "M", "K"):
+        short = f"{bytes_per_s / _RATE_UNIT[unit]:g}{unit}B/s"
+        whole = bytes_per_s >= _RATE_UNIT[unit]
+        if whole and _RATE.match(short) and _parse_rate(short) == bytes_per_s:
+            return short
+    return f"{bytes_per_s:.17f}".rstrip("0").rstrip(".") + "B/s"
+
+
+def _parse_rate(text: str) -> float:
+    """Return the bytes per second in `100MB/s`; ValueError for anything else, and for none."""
+    match = _RATE.match(text.strip())
+    if not match or not float(match[1]):
+        raise ValueError(text)
+    return float(match[1]) * _RATE_UNIT[match[2]]
 
 
 def _duration(seconds: float) -> str:

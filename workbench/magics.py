@@ -74,7 +74,7 @@ class WorkbenchMagics(Magics):
             progress.done()
             raise
         progress.done(cluster.status())
-        count = len(cluster.ids)
+        count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
 

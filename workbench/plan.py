@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -45,8 +46,12 @@ class Plan:
     @property
     def servers(self) -> int:
         """Number of server engines the run needs besides its workers."""
-        option = self.entry.servers_option
-        return int(self.options[option]) if option else 0
+        return self.entry.server_count(self.options)
+
+    @property
+    def sync(self) -> bool:
+        """Whether the workers take each step together."""
+        return self.entry.is_sync(self.options)
 
     def with_seed(self, seed: int) -> Plan:
         """Return the same plan under another seed, named apart."""
@@ -96,6 +101,7 @@ def make_plan(
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
     settings = entry.settings(options or {})
+    _check_divides(entry, settings, count)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     for key, value in given.items():
         if key not in OVERRIDES:
@@ -109,14 +115,29 @@ def make_plan(
             allowed=f"batch_size of at least {count}",
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
         )
+    if entry.rules:
+        module, _, rule = entry.rules.partition(":")
+        getattr(importlib.import_module(module), rule)(settings, count, batch)
     for fault in faults:
-        fault.check(count)
+        fault.check(count, links=entry.links)
     if not recipe.source.strip():
         raise PlanError(
             "The cell is empty: there is nothing to train.",
             next_step="write the training below the magic",
         )
     return Plan(recipe, entry.name, framework, count, settings, given, faults, name)
+
+
+def _check_divides(entry: catalog.Strategy, settings: dict[str, Any], workers: int) -> None:
+    """Raise PlanError when the workers do not form whole groups of the size asked for."""
+    size = settings.get(entry.workers_divide_by or "")
+    if size and workers % size:
+        raise PlanError(
+            f"The workers of {entry.name} form groups, and these do not come out even.",
+            seen=f"{entry.workers_divide_by}={size} on {workers} workers",
+            allowed=f"a number of workers that {size} divides",
+            next_step=f"-n {-(-workers // size) * size}, or another -o {entry.workers_divide_by}",
+        )
 
 
 def check_count(what: str, value: object) -> int:

@@ -70,6 +70,8 @@ EVENTS: dict[str, str] = {
     "log": "rank, step, values: name -> number",
     "note": "rank, text: something the user should know, shown once",
     "warning": "rank, text",
+    "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
+    "schedule, microbatches, ideal_bubble: the schedule's share of idle time with equal stages",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",
@@ -161,6 +163,10 @@ class RunSpec:
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
+        role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
+            Its rank is world_size + its index among the servers.
+        servers: How many servers the run has.
+        key: What proves to the run's servers that a worker is one of theirs, and back (hex).
     """
 
     mode: Literal["run", "spmd"]
@@ -182,6 +188,9 @@ class RunSpec:
     overrides: dict[str, Any] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    role: Literal["worker", "server"] = "worker"
+    servers: int = 0
+    key: str = field(default="", repr=False)
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data."""

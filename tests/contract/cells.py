@@ -19,6 +19,8 @@ def train(
     scheduled=False,
     pairs=True,
     unused=False,
+    network="mlp",
+    optimizer="SGD",
     extra=None,
 ):
     """Train a small network; 100 samples in 23s leave an uneven batch of 8."""
@@ -30,8 +32,12 @@ def train(
     torch.manual_seed(3)
     kind = getattr(torch, dtype)
     x, y = torch.randn(samples, 8, dtype=kind), torch.randint(0, 3, (samples,))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    model = model.to(kind)
+    layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    if network == "cnn":
+        convolutions = [torch.nn.Conv2d(1, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 8, 2)]
+        layers = [torch.nn.Unflatten(1, (1, 2, 4)), torch.nn.ZeroPad2d(1), *convolutions]
+        layers += [torch.nn.Tanh(), torch.nn.Flatten(), torch.nn.Linear(24, 3)]
+    model = torch.nn.Sequential(*layers).to(kind)
     if unused:
         model.register_parameter("idle", torch.nn.Parameter(torch.zeros(3, dtype=kind)))
     cross_entropy = torch.nn.CrossEntropyLoss()
@@ -41,7 +47,11 @@ def train(
         (x, y),
         loss=cross_entropy if pairs else None,
         step_fn=None if pairs else lambda m, b: cross_entropy(m(b[0]), b[1]),
-        optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
+        optimizer=lambda p: (
+            torch.optim.SGD(p, 0.2, momentum=0.9)
+            if optimizer == "SGD"
+            else torch.optim.AdamW(p, 1e-2)
+        ),
         batch_size=batch,
         steps=steps,
         accumulate=accumulate,
@@ -102,11 +112,12 @@ def slow_steps(own_loop=False, steps=30, millis=12):
 
     class Sleepy(torch.nn.Linear):
         def forward(self, inputs):
-            time.sleep(millis / 1e3)
+            time.sleep(millis / 3e3)
             return super().forward(inputs)
 
     x, y = torch.randn(120, 8), torch.randn(120, 1)
-    model, loss = Sleepy(8, 1), torch.nn.MSELoss()
+    model = torch.nn.Sequential(Sleepy(8, 8), Sleepy(8, 8), Sleepy(8, 1))
+    loss = torch.nn.MSELoss()
     if not own_loop:
         fit(
             model, (x, y), loss=loss, optimizer=lambda p: torch.optim.SGD(p, 0.01),
@@ -168,8 +179,8 @@ def without_all_reduce():
         def no_sync(self):
             return contextlib.nullcontext()
 
-    right = mirrored.Mirrored._ddp
-    mirrored.Mirrored._ddp = lambda self, model: Forgetful(model)
+    right = mirrored.Mirrored._wrap
+    mirrored.Mirrored._wrap = lambda self, model: Forgetful(model)
     try:
         from workbench.engine.fit import fit
 
@@ -181,7 +192,7 @@ def without_all_reduce():
             optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
         )  # fmt: skip
     finally:
-        mirrored.Mirrored._ddp = right
+        mirrored.Mirrored._wrap = right
 
 
 def stopped(own_loop, at=5):
@@ -192,7 +203,7 @@ def stopped(own_loop, at=5):
     from workbench.engine.prepare import prepare
 
     x, y = torch.randn(64, 4), torch.randn(64, 1)
-    model = torch.nn.Linear(4, 1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, n) for n in (4, 4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
     def press(step, logs=None):
@@ -299,6 +310,82 @@ def copies():
         same_output,
         list(same.state_dict()),
     ]
+
+
+def outputs(kind):
+    """Train a model whose forward returns something else than one tensor."""
+    import dataclasses
+
+    import torch
+
+    from workbench.engine.fit import fit
+
+    @dataclasses.dataclass
+    class Wrapped:
+        out: torch.Tensor
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 4, dtype=torch.float64)
+            self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x, y=None):
+            out = torch.tanh(self.inner(x)) * self.scale
+            if kind == "dict":
+                return {"out": out, "count": len(x)}
+            if kind == "dataclass":
+                return Wrapped(out)
+            if kind == "tuple":
+                return [(out, None), out.detach()]
+            if kind == "parameter":
+                return out, self.scale
+            if kind == "loss":
+                return ((out - y) ** 2).mean()
+            return out
+
+    def step(model, batch):
+        x, y = batch
+        if kind == "loss":
+            return model(x, y)
+        out = model(x)
+        if kind == "dict":
+            out = out["out"]
+        elif kind == "dataclass":
+            out = out.out
+        elif kind == "tuple":
+            out = out[0][0]
+        elif kind == "parameter":
+            out, scale = out
+            return ((out - y) ** 2).mean() + 0.1 * (scale**2).mean()
+        elif kind == "twice":
+            out = out + 0.5 * model(x + 1)
+        return ((out - y) ** 2).mean()
+
+    torch.manual_seed(3)
+    x, y = torch.randn(40, 8, dtype=torch.float64), torch.randn(40, 4, dtype=torch.float64)
+    fit(
+        Model(), (x, y), step_fn=step, batch_size=10, steps=12, compile=kind == "compiled",
+        optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
+    )  # fmt: skip
+
+
+def different_models():
+    """Every worker builds a model of another width; return the error's first line."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.errors import FitError
+
+    x, y = torch.randn(20, 4), torch.randn(20, 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3 + rank), torch.nn.Linear(3 + rank, 1))
+    try:
+        fit(
+            model, (x, y), loss=torch.nn.MSELoss(), batch_size=10, steps=2,
+            optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        )  # fmt: skip
+    except FitError as error:
+        return str(error).splitlines()[0]
 
 
 def fails(kind):

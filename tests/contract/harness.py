@@ -10,6 +10,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import secrets
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ class Report:
     train_s: float = 0.0
     eval_s: float = 0.0
     trained: int = 0
+    strategy: str = ""
 
     def emitted(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]
@@ -52,10 +54,13 @@ def run_here(
     from workbench.engine.gate import Gate
     from workbench.engine.injector import FaultInjector
     from workbench.engine.recorder import Recorder
+    from workbench.engine.runtime import open_links
     from workbench.protocol import RunSpec, records_from
 
     spec = RunSpec.from_wire(wire)
-    report = Report()
+    if spec.role == "server":
+        return serve_here(spec)
+    report = Report(strategy=spec.strategy)
     before = _footprint()
     environ = {key: os.environ.get(key) for key in support.environ(spec)}
     os.environ.update(support.environ(spec))
@@ -71,6 +76,7 @@ def run_here(
     try:
         support.setup(spec)
         support.ensure_group(spec)
+        open_links(run, support)
         namespace.update(rank=spec.rank, world_size=spec.world_size, device=spec.device)
         exec(compile(source, "<cell>", "exec"), namespace)
         report.value = namespace[call](*args, **keywords)
@@ -105,9 +111,36 @@ def run_here(
     return report
 
 
+def serve_here(spec: Any) -> Report:
+    """Be a server in this process."""
+    from workbench.engine import context as run_context
+    from workbench.engine import torch_support as support
+    from workbench.engine.gate import Gate
+    from workbench.engine.injector import FaultInjector
+    from workbench.engine.recorder import Recorder
+    from workbench.engine.runtime import serve
+
+    report, before = Report(), _footprint()
+    run = run_context.RunContext(
+        spec, Recorder(spec.run, spec.rank), Gate(), FaultInjector(spec.rank), emit=lambda *a: None
+    )
+    try:
+        support.setup(spec)
+        serve(run, support)
+    except BaseException as error:
+        report.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    del run
+    gc.collect()
+    report.left = _left(before)
+    return report
+
+
 def _plain(module: Any) -> bool:
     cls = type(module)
-    known = getattr(sys.modules[cls.__module__], cls.__qualname__, None)
+    if cls.__module__ == "cell":  # the user's own class, which nobody can have replaced
+        known: Any = cls
+    else:
+        known = getattr(sys.modules[cls.__module__], cls.__qualname__, None)
     if cls.__name__ == "DistributedDataParallel":  # the user's own: it must hold no group
         return known is cls and "reducer" not in module.__dict__
     hooks = module._forward_pre_hooks or module._forward_hooks
@@ -171,20 +204,25 @@ class Workers:
         import torch.distributed as dist
 
         os.environ["OMP_NUM_THREADS"] = "1"
-        starter = multiprocessing.get_context("forkserver")
-        starter.set_forkserver_preload(PRELOAD)
-        self.pipes, self.processes = [], []
-        for _ in range(count):
-            ours, theirs = starter.Pipe()
-            process = starter.Process(
+        self._starter = multiprocessing.get_context("forkserver")
+        self._starter.set_forkserver_preload(PRELOAD)
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        self._grow(count)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.runs = 0
+
+    def _grow(self, count: int) -> None:
+        """Start processes until there are so many."""
+        while len(self.processes) < count:
+            ours, theirs = self._starter.Pipe()
+            process = self._starter.Process(
                 target=_serve, args=(theirs,)
             )  # not daemonic: loaders have processes of their own
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.runs = 0
 
     def run(
         self,
@@ -205,25 +243,32 @@ class Workers:
         recipe = Recipe.from_function(function)
         entry = catalog.lookup(strategy)
         self.runs += 1
-        for rank in range(workers):
+        settings = entry.settings(options or {})
+        servers, key = entry.server_count(settings), secrets.token_hex(32)
+        self._grow(workers + servers)
+        for rank in range(workers + servers):
             spec = RunSpec(
                 mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
                 store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
                 run_id=f"run{self.runs}", strategy=entry.name,
-                options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
+                options=settings, overrides=overrides or {}, faults=faults, servers=servers,
+                key=key, role="worker" if rank < workers else "server",
             )  # fmt: skip
             self.pipes[rank].send(
                 (spec.to_wire(), recipe.source, function.__name__, args, keywords or {})
             )
         reports = []
-        for rank in range(workers):
+        for rank in range(workers + servers):
             if not self.pipes[rank].poll(60):
                 raise TimeoutError(f"worker {rank} does not answer")
             try:
                 reports.append(self.pipes[rank].recv())
             except EOFError:
                 reports.append(Report(error="died"))
-        return reports
+        for server in reports[workers:]:  # what goes wrong on a server is told by the first worker
+            reports[0].error = server.error or reports[0].error
+            reports[0].left += server.left
+        return reports[:workers]
 
     def close(self) -> None:
         for pipe in self.pipes:

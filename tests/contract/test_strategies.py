@@ -19,15 +19,40 @@ def _exists(entry: catalog.Strategy) -> bool:
     return importlib.util.find_spec(entry.module.partition(":")[0]) is not None
 
 
+def _exact(entry: catalog.Strategy) -> dict[str, Any] | None:
+    """Return the options under which several workers equal one device; None: under none."""
+    if entry.exact_with is None:
+        return None
+    return {**dict(entry.exact_with), **({entry.sync_option: True} if entry.sync_option else {})}
+
+
 ENTRIES = [entry for entry in catalog.strategies("torch") if _exists(entry)]
 CASES = [
     pytest.param(entry, count, id=f"{entry.name}-{count}")
     for entry in ENTRIES
     for count in (1, 2, 3)
-    if entry.sync and count <= (entry.max_workers or count)
+    if entry.is_sync(_exact(entry) or {}) and count <= (entry.max_workers or count)
 ]
+EXACT = [case for case in CASES if case.values[1] == 1 or _exact(case.values[0]) is not None]
 PREPARE = [case for case in CASES if "prepare" in case.values[0].ways]
 SEVERAL = [case for case in CASES if case.values[1] > 1]
+BOTH_WAYS = {"fit": False, "prepare": True}
+
+
+def in_every_way(cases: list[Any]) -> list[Any]:
+    """Return each case with each way the strategy can be used: (entry, count, own_loop)."""
+    return [
+        pytest.param(*case.values, own_loop, id=f"{case.id}-{way}")
+        for case in cases
+        for way, own_loop in BOTH_WAYS.items()
+        if way in case.values[0].ways
+    ]
+
+
+def run(pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any) -> list[Report]:
+    """Run a cell under the options with which the strategy is exact, if there are any."""
+    return pool.run(entry.name, cell, *args, options=_exact(entry) or {}, **how)
+
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "uneven": {},
@@ -37,7 +62,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fewer samples than workers": {"samples": 24, "batch": 22},
     "step_fn": {"pairs": False},
 }
-NEEDS = {"accumulate": "accumulate", "clip": "clip_norm", "scheduler": "scheduler"}
+NEEDS = {
+    "accumulate": "accumulate", "clip": "clip_norm", "scheduler": "scheduler",
+    "step_fn": "step_fn", "uneven": "uneven_batches",
+}  # fmt: skip
 
 
 def clean(reports: list[Report]) -> list[Report]:
@@ -50,39 +78,41 @@ def clean(reports: list[Report]) -> list[Report]:
 
 def assert_same(reports: list[Report], truth: Report, tolerance: float) -> None:
     """Check parameters of every worker, and the losses of every step, against one device."""
-    for report in reports:
-        assert report.weights.keys() == truth.weights.keys()
+    shares = [report.weights for report in reports]
+    if not catalog.lookup(reports[0].strategy).whole:
+        shares = [dict(pair for share in shares for pair in share.items())]
+        assert sum(len(report.weights) for report in reports) == len(truth.weights)
+    for weights in shares:
+        assert weights.keys() == truth.weights.keys()
         for name, value in truth.weights.items():
-            assert abs(report.weights[name] - value).max() <= tolerance, name
+            assert abs(weights[name] - value).max() <= tolerance, name
     losses = metrics.derive(joined(reports)).loss
     assert np.allclose(losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("entry", "count"), CASES)
+@pytest.mark.parametrize(("entry", "count"), EXACT)
 def test_trains_exactly_as_one_device_does(
     workers: Workers, entry: catalog.Strategy, count: int, variant: str
 ) -> None:
-    if NEEDS.get(variant, "step_fn") not in entry.supports:
+    if not {NEEDS[v] for v in [variant] if v in NEEDS} <= entry.supports:
         pytest.skip(f"{entry.name} does not support {variant}")
-    (truth,) = clean(_call(workers, "one_device", 1, variant))
-    reports = clean(_call(workers, entry.name, count, variant))
+    if variant == "AdamW" and count > 1 and entry.linear_only:
+        pytest.skip("averaged parameters equal averaged gradients for linear optimizers alone")
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=VARIANTS[variant]))
+    reports = clean(run(workers, entry, cells.train, workers=count, keywords=VARIANTS[variant]))
     assert_same(reports, truth, 1e-10)
     for mine, theirs in zip(reports[0].value["evals"], truth.value["evals"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
-def _call(workers: Workers, name: str, count: int, variant: str) -> list[Report]:
-    return workers.run(name, cells.train, workers=count, keywords=VARIANTS[variant])
-
-
-@pytest.mark.parametrize(("entry", "count"), CASES)
+@pytest.mark.parametrize(("entry", "count"), EXACT)
 def test_float32_stays_within_rounding(
     workers: Workers, entry: catalog.Strategy, count: int
 ) -> None:
     keywords = {"dtype": "float32"}
     (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
-    reports = clean(workers.run(entry.name, cells.train, workers=count, keywords=keywords))
+    reports = clean(run(workers, entry, cells.train, workers=count, keywords=keywords))
     assert_same(reports, truth, 1e-5)
 
 
@@ -94,7 +124,7 @@ def test_a_strategy_without_all_reduce_is_caught(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("loader", ["plain", "custom_sampler", "processes"])
-@pytest.mark.parametrize(("entry", "count"), PREPARE)
+@pytest.mark.parametrize(("entry", "count"), [case for case in PREPARE if case in EXACT])
 def test_an_own_loop_trains_as_fit_does(
     workers: Workers, entry: catalog.Strategy, count: int, loader: str
 ) -> None:
@@ -108,25 +138,23 @@ def test_an_own_loop_trains_as_fit_does(
     (truth,) = clean(workers.run("one_device", cells.train_from_loader, False, keywords=keywords))
     for own_loop in (True, False):
         reports = clean(
-            workers.run(
-                entry.name, cells.train_from_loader, own_loop, workers=count, keywords=keywords
-            )
+            run(workers, entry, cells.train_from_loader, own_loop, workers=count, keywords=keywords)
         )
         assert_same(reports, truth, 1e-10)
         assert reports[0].trained == len(truth.rows)
 
 
-@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
-@pytest.mark.parametrize(("entry", "count"), CASES)
+@pytest.mark.parametrize(("entry", "count", "own_loop"), in_every_way(CASES))
 def test_records_cover_the_run(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
 ) -> None:
-    reports = clean(workers.run(entry.name, cells.slow_steps, own_loop, workers=count))
+    reports = clean(run(workers, entry, cells.slow_steps, own_loop, workers=count))
     rows = joined(reports)
     assert rows.shape == (30, count)
     assert (rows["step"] == np.arange(30)[:, None]).all()
     assert (rows["rank"] == np.arange(count)).all()
-    assert (rows["samples"].sum(axis=1) == 12).all()
+    counted = rows["samples"].sum(axis=1) if entry.data_parallel else rows["samples"].max(axis=1)
+    assert (counted == 12).all()
     derived = metrics.derive(rows)
     assert derived.step_s.min() >= 0.010
     named = 1 - derived.other_s / derived.step_s
@@ -137,14 +165,16 @@ def test_records_cover_the_run(
 
 
 @pytest.mark.parametrize("place", ["data", "forward", "backward"])
-@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
-@pytest.mark.parametrize(("entry", "count"), SEVERAL)
+@pytest.mark.parametrize(
+    ("entry", "count", "own_loop"),
+    in_every_way([case for case in SEVERAL if not case.values[0].takes_turns]),
+)
 def test_an_injected_delay_is_read_back_as_the_others_wait(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool, place: str
 ) -> None:
     faults = (f"slow=1:50ms/{place}",)
     reports = clean(
-        workers.run(entry.name, cells.slow_steps, own_loop, 30, 2, workers=count, faults=faults)
+        run(workers, entry, cells.slow_steps, own_loop, 30, 2, workers=count, faults=faults)
     )
     derived = metrics.derive(joined(reports))
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
@@ -152,6 +182,34 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
     assert wait_ms[others] == pytest.approx(50, abs=5)
     assert wait_ms[1] == 0
     assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("entry", "count"), [case for case in SEVERAL if case.values[0].takes_turns]
+)
+def test_an_injected_delay_is_read_back_as_the_others_bubble(
+    workers: Workers, entry: catalog.Strategy, count: int, place: str
+) -> None:
+    """Where workers take turns, what a slow one costs the step is the others' idle time.
+
+    It may be less than the delay: others do what they have at hand meanwhile.
+    """
+    bubble_ms, busy_ms, step_ms = [], [], []
+    for faults in ((), (f"slow=1:50ms/{place}",)):
+        reports = clean(
+            run(workers, entry, cells.slow_steps, False, 30, 6, workers=count, faults=faults)
+        )
+        rows = joined(reports)
+        bubble_ms.append(np.median(rows["bubble_s"], axis=0) * 1e3)
+        busy_ms.append(np.median(rows["compute_s"], axis=0) * 1e3)
+        step_ms.append(np.median(rows["end_s"] - rows["start_s"], axis=0) * 1e3)
+    later_ms, idle_ms = step_ms[1] - step_ms[0], bubble_ms[1] - bubble_ms[0]
+    others = [rank for rank in range(count) if rank != 1]
+    assert (busy_ms[1] - busy_ms[0])[1] == pytest.approx(50, abs=5)
+    assert (later_ms > 20).all()
+    assert idle_ms[others] == pytest.approx(later_ms[others], abs=5)
+    assert idle_ms[1] == pytest.approx(later_ms[1] - 50, abs=5)
 
 
 def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
@@ -167,14 +225,14 @@ def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
 def test_stop_ends_all_workers_at_the_agreed_step(
     workers: Workers, entry: catalog.Strategy, count: int
 ) -> None:
-    reports = clean(workers.run(entry.name, cells.stopped, False, workers=count))
+    reports = clean(run(workers, entry, cells.stopped, False, workers=count))
     assert [report.value for report in reports] == [True] * count
     assert [report.trained for report in reports] == [6] * count
 
 
 @pytest.mark.parametrize(("entry", "count"), PREPARE)
 def test_stop_raises_in_an_own_loop(workers: Workers, entry: catalog.Strategy, count: int) -> None:
-    reports = workers.run(entry.name, cells.stopped, True, workers=count)
+    reports = run(workers, entry, cells.stopped, True, workers=count)
     assert all(report.error and report.error.startswith("RunStopped") for report in reports)
     assert [report.trained for report in reports] == [6] * count
     assert [report.left for report in reports] == [[]] * count
@@ -184,16 +242,18 @@ def test_stop_raises_in_an_own_loop(workers: Workers, entry: catalog.Strategy, c
 def test_a_prepared_model_is_still_the_users(
     workers: Workers, entry: catalog.Strategy, count: int
 ) -> None:
-    reports = clean(workers.run(entry.name, cells.copies, workers=count))
+    reports = clean(run(workers, entry, cells.copies, workers=count))
     assert reports[0].value == [True, True, True, ["0.weight", "0.bias"]]
 
 
-@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
-@pytest.mark.parametrize(("entry", "count"), SEVERAL)
+@pytest.mark.parametrize(
+    ("entry", "count", "own_loop"),
+    in_every_way([case for case in SEVERAL if case.values[0].whole]),
+)
 def test_buffers_end_equal(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
 ) -> None:
-    reports = clean(workers.run(entry.name, cells.batchnorm, own_loop, workers=count))
+    reports = clean(run(workers, entry, cells.batchnorm, own_loop, workers=count))
     assert all(report.value == reports[0].value for report in reports)
     assert any(reports[0].value)
 

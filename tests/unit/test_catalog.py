@@ -121,4 +121,32 @@ def test_settings_hold_every_option_and_refuse_others() -> None:
     with pytest.raises(PlanError, match="'bucket_mb'"):
         mirrored.settings({"bucket": "2"})
     with pytest.raises(PlanError, match="takes no options"):
-        catalog.lookup("one_device").settings({"bucket_mb": "2"})
+        catalog.lookup("one_device").settings({"colour": "2"})
+
+
+def test_another_strategys_option_is_answered_with_its_name() -> None:
+    with pytest.raises(PlanError, match=r"one of parameter_server") as caught:
+        catalog.lookup("mirrored").settings({"max_staleness": "4"})
+    assert "%%distributed parameter_server" in str(caught.value.next_step)
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    entry = catalog.lookup("ps")
+    with pytest.raises(PlanError, match="exclude each other"):
+        entry.settings({"sync": "true", "max_staleness": "4"})
+    assert entry.settings({"sync": "true", "servers": "2"})["servers"] == 2
+
+
+def test_servers_are_counted_by_option_or_by_nature() -> None:
+    assert catalog.lookup("central_storage").server_count({}) == 1
+    entry = catalog.lookup("parameter_server")
+    assert entry.server_count(entry.settings({"servers": "3"})) == 3
+    with pytest.raises(PlanError, match="out of range"):
+        entry.settings({"servers": "0"})
+
+
+def test_an_asynchronous_strategy_may_be_made_synchronous() -> None:
+    entry = catalog.lookup("parameter_server")
+    assert not entry.is_sync(entry.settings({}))
+    assert entry.is_sync(entry.settings({"sync": "yes"}))
+    assert catalog.lookup("mirrored").is_sync({})

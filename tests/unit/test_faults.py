@@ -17,6 +17,8 @@ FAULTS = st.one_of(
     st.builds(lambda r, f, w: Fault("slow", r, factor=f, where=w), RANKS,
               st.floats(1.0, 100.0), st.sampled_from(PLACES)),
     st.builds(lambda s: Fault("jitter", delay_s=s), SECONDS),
+    st.builds(lambda s: Fault("latency", delay_s=s), SECONDS),
+    st.builds(lambda b: Fault("bandwidth", bytes_per_s=b), st.floats(1e-3, 1e12)),
     st.builds(lambda r, s: Fault("kill", r, step=s), RANKS, st.integers(0, 10**6)),
     st.just(Fault("clear")),
 )  # fmt: skip
@@ -35,6 +37,9 @@ def test_a_fault_survives_being_typed(fault: Fault) -> None:
         ("slow=0:200us/data", Fault("slow", 0, delay_s=2e-4, where="data")),
         ("jitter=20ms", Fault("jitter", delay_s=0.02)),
         ("kill=2@100", Fault("kill", 2, step=100)),
+        ("bandwidth=100MB/s", Fault("bandwidth", bytes_per_s=1e8)),
+        ("bandwidth=2.5GB/s", Fault("bandwidth", bytes_per_s=2.5e9)),
+        ("latency=5ms", Fault("latency", delay_s=0.005)),
         (" clear ", Fault("clear")),
     ],
 )
@@ -47,7 +52,7 @@ def test_the_forms_a_teacher_types(text: str, fault: Fault) -> None:
     "text",
     ["", "slow", "slow=1", "slow=x:50ms", "slow=1:50", "slow=1:-5ms", "slow=1:5ms/nowhere",
      "slow=1:0.5x", "slow=1:-3x", "slow=1:nanx", "jitter=", "kill=2", "kill=2@x", "clear=1",
-     "fast=1:5ms"],
+     "fast=1:5ms", "bandwidth=100", "bandwidth=0MB/s", "bandwidth=-1MB/s", "latency=5"],
 )  # fmt: skip
 def test_what_is_not_understood_is_answered_with_the_forms(text: str) -> None:
     with pytest.raises(PlanError, match="not understood") as caught:
@@ -56,9 +61,10 @@ def test_what_is_not_understood_is_answered_with_the_forms(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["bandwidth=100MB/s", "latency=5ms"])
-def test_link_faults_say_that_they_are_not_there(text: str) -> None:
-    with pytest.raises(PlanError, match="not there yet"):
-        parse_fault(text)
+def test_link_faults_need_a_strategy_with_links(text: str) -> None:
+    parse_fault(text).check(workers=2, links=True)
+    with pytest.raises(PlanError, match="own links"):
+        parse_fault(text).check(workers=2, links=False)
 
 
 def test_the_examples_in_the_error_can_be_typed() -> None:

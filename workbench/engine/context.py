@@ -11,6 +11,7 @@ from ..errors import RunError
 from ..protocol import RunSpec
 from .gate import Gate
 from .injector import FaultInjector
+from .links import Hub, Link
 from .recorder import Recorder
 
 Emit = Callable[..., None]
@@ -33,6 +34,8 @@ class RunContext:
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
             reads `wb.options`.
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
+        links: To each server of the run, where the strategy has servers.
+        hub: On a server: its links to the workers.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
     """
@@ -52,6 +55,13 @@ class RunContext:
     fetch_s: float = 0.0
     train_s: float = 0.0
     eval_s: float = 0.0
+    links: list[Link] = field(default_factory=list)
+    hub: Hub | None = None
+
+    @property
+    def sync(self) -> bool:
+        """Whether the workers take each step together, under the options chosen."""
+        return self.entry.is_sync(self.spec.options)
 
     @property
     def entry(self) -> catalog.Strategy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import FitError
@@ -40,7 +41,8 @@ def fit(
     passed here.
 
     Args:
-        model: A module, or a function without arguments that returns one.
+        model: A module, a list of modules to go through one after the other, or a function
+            without arguments that returns one of them.
         data: A Dataset, `(x, y)` arrays or tensors, or a DataLoader (its dataset, batch size,
             collate function, worker processes and order are taken). An IterableDataset is read
             whole by every worker, and needs `steps` where it has no length.
@@ -91,25 +93,31 @@ def fit(
     hooks = settings.Callbacks.of(callbacks)
     counts = settings.check_counts(context, batch_size, epochs, steps, seed)
     sources = _sources(context, data, eval_data, counts, shuffle=shuffle, paired=loss is not None)
-    module = _model(context, model, optimizer, scheduler)
+    module, build = _model(context, model, optimizer, scheduler)
     steps_per_epoch = sources[0].steps_per_epoch
     total_steps = counts.steps or counts.epochs * steps_per_epoch
     job = Job(
         module, loss, step_fn, optimizer, sources[0].batch_size, total_steps,
         steps_per_epoch or total_steps, scheduler, clip_norm, accumulate, precision, compile,
-        counts.seed, chosen,
+        counts.seed, chosen, build,
     )  # fmt: skip
     training = Training(context, job, sources, hooks, eval_every)
     return training.run(counts.epochs if counts.steps is None else None)
 
 
-def _model(context: RunContext, model: Any, optimizer: Any, scheduler: Any) -> Any:
+def _model(
+    context: RunContext, model: Any, optimizer: Any, scheduler: Any
+) -> tuple[Any, Callable[[], Any] | None]:
+    """Return the checked model, and what builds it where it has no memory yet."""
     support = settings.support(context.spec.framework)
-    module = support.build_module(model)
+    if context.entry.whole:
+        module, build = support.build_module(model), None
+    else:
+        module, build = support.sketch_module(model)
     support.check_optimizer(optimizer, module)
     support.check_scheduler(scheduler, optimizer)
     settings.warn_if_trained(context, module)
-    return module
+    return module, build
 
 
 def _sources(

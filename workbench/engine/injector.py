@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterable
 
-from ..faults import Fault, parse_fault
+from ..faults import ON_LINKS, Fault, parse_fault
 
 
 class FaultInjector:
@@ -37,6 +37,11 @@ class FaultInjector:
         """Whether any fault concerns this worker."""
         return bool(self._active)
 
+    @property
+    def on_links(self) -> bool:
+        """Whether a link is simulated: `bandwidth`, `latency`."""
+        return any(fault.kind in ON_LINKS for fault in self._active)
+
     def before_step(self, step: int) -> None:
         """End this process when a `kill` is due."""
         for fault in self._active:
@@ -48,6 +53,18 @@ class FaultInjector:
         if not self._active:
             return 0.0
         delay = sum(self._delay(fault) for fault in self._active if _phase(fault) == phase)
+        if delay > 0:
+            time.sleep(delay)
+        return delay
+
+    def travel(self, size_bytes: int) -> float:
+        """Sleep for as long as a message would take on the simulated link; return the seconds."""
+        delay = 0.0
+        for fault in self._active:
+            if fault.kind == "latency":
+                delay += fault.delay_s
+            elif fault.kind == "bandwidth":
+                delay += size_bytes / fault.bytes_per_s
         if delay > 0:
             time.sleep(delay)
         return delay

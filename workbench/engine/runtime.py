@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,13 @@ from ..errors import RunStopped
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
+from . import settings
 from .context import RunContext
 from .gate import Gate
 from .injector import FaultInjector
 from .interrupt import InterruptWatch
 from .link import ControlLink
+from .links import Hub, connect
 from .recorder import Recorder
 
 MAX_WEIGHTS_BYTES = 2 << 30
@@ -69,6 +72,8 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
     spec = RunSpec.from_wire(request["spec"])
     engine.framework = spec.framework
     framework = support(spec.framework)
+    if spec.role == "server":
+        return _serve(engine, spec, framework)
     injected = _inject(shell.namespace, spec, framework)
     outcome: dict[str, Any]
     with engine.watch.armed(), _environment(framework.environ(spec)):
@@ -94,7 +99,7 @@ def _spmd(
     framework.setup(spec)
     if request.get("group", True):
         _ensure_group(engine, spec, framework)
-    return _outcome(shell.execute(request["source"], request["number"]))
+    return _execute(shell, framework, request)
 
 
 def _train(
@@ -118,7 +123,8 @@ def _train(
     try:
         framework.setup(spec)
         _ensure_group(engine, spec, framework)
-        outcome = _outcome(shell.execute(request["source"], request["number"]))
+        open_links(run, framework)
+        outcome = _execute(shell, framework, request)
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained
@@ -139,6 +145,56 @@ def _train(
         return outcome
     finally:
         _tear_down(engine, run, framework)
+
+
+def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
+    """Take part in a run as a server: no cell is run, no process group joined."""
+    run = RunContext(
+        spec, Recorder(spec.run, spec.rank, capacity=1), Gate(), FaultInjector(spec.rank),
+        engine.link.emit,
+    )  # fmt: skip
+    engine.link.attach(run, None)
+    try:
+        with engine.watch.armed():
+            framework.setup(spec)
+            serve(run, framework)
+        return {"status": "ok"}
+    except KeyboardInterrupt as error:
+        return _outcome(error)
+    except Exception as error:
+        return _outcome(error) | {"traceback": traceback.format_exc()}
+    finally:
+        engine.link.detach()
+
+
+def open_links(run: RunContext, framework: Any) -> None:
+    """Connect a worker to the servers of its run, for as long as the cell runs."""
+    spec = run.spec
+    if not spec.servers:
+        return
+    way = str(spec.options.get("link", "auto"))
+    store = framework.open_store(spec)
+    run.links = connect(store, spec.servers, spec.rank, bytes.fromhex(spec.key), way)
+    run.closers += [link.close for link in run.links]
+
+
+def serve(run: RunContext, framework: Any) -> None:
+    """Be a server: let the workers in, then answer them until they are done or gone.
+
+    Raises:
+        LinkError: A worker's link says why a session could not be.
+    """
+    spec = run.spec
+    assert spec.store is not None, "a run with servers has a store"
+    strategy = settings.load_strategy(run)
+    run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
+    try:
+        hub.admit(framework.open_store(spec), spec.rank - spec.world_size, spec.store[0])
+        strategy.serve()
+    finally:
+        strategy.close()
+        hub.close()
+        run.hub = None
 
 
 def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
@@ -214,6 +270,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the cell; where its error has a well-known cause, say it below the traceback."""
+    error = shell.execute(request["source"], request["number"])
+    explain = getattr(framework, "explain", None)
+    if error is not None and explain is not None:
+        with contextlib.suppress(Exception):  # a guess must not hide the error itself
+            if text := explain(error):
+                sys.stderr.write(f"{text}\n")
+    return _outcome(error)
 
 
 def _outcome(error: BaseException | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,10 @@ def ensure_group(spec: RunSpec) -> None:
     global _store_port
     if dist.is_initialized():
         return
-    if spec.store is None:
-        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
-    host, port = spec.store
     stores: Any = dist  # the stores are there, but not declared as exported
-    try:
-        store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-    except (RuntimeError, ValueError) as error:
-        raise ClusterError(
-            "The store in which workers meet does not answer.",
-            seen=f"{host}:{port}",
-            next_step="%cluster restart",
-        ) from error
-    _store_port = port
+    store = _connect_store(spec)
+    assert spec.store is not None
+    _store_port = spec.store[1]
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
@@ -117,6 +109,31 @@ def ensure_group(spec: RunSpec) -> None:
 def has_group() -> bool:
     """Return whether this worker is in a process group."""
     return dist.is_initialized()
+
+
+def _connect_store(spec: RunSpec) -> Any:
+    if spec.store is None:
+        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
+    host, port = spec.store
+    stores: Any = dist  # the stores are there, but not declared as exported
+    try:
+        return stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "The store in which workers meet does not answer.",
+            seen=f"{host}:{port}",
+            next_step="%cluster restart",
+        ) from error
+
+
+def open_store(spec: RunSpec) -> Any:
+    """Return the run's part of the keeper's store, where its processes find each other.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    stores: Any = dist
+    return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
 
 
 def destroy_group() -> None:
@@ -237,15 +254,61 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
     return f"{stem}.npz"
 
 
+def explain(error: BaseException) -> str | None:
+    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    from .torch_explain import explain as explained
+
+    return explained(error)
+
+
+class Stages(torch.nn.Sequential):
+    """Modules given as a list: a chain that the user has cut already."""
+
+
+def _joined(model: Any) -> Any:
+    """Return a list of modules as one module; anything else as it is."""
+    if isinstance(model, (list, tuple)) and all(isinstance(m, torch.nn.Module) for m in model):
+        return Stages(*model)
+    return model
+
+
+def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
+    """Return a model and, where a function makes it, the model's form alone and its builder.
+
+    The form lies on the `meta` device: layers, names and shapes without memory. No random number
+    is used up. A function that cannot run there (it computes with weights) builds the whole.
+
+    Raises:
+        FitError: As `build_module`.
+    """
+    if isinstance(model, (torch.nn.Module, type, list, tuple)) or not callable(model):
+        return build_module(model), None
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = build_module(model)
+    except FitError:
+        raise
+    except Exception:
+        return build_module(model), None
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(not tensor.is_meta for tensor in tensors):  # it hands out a model that exists
+        return module, None
+    return module, lambda: build_module(model)
+
+
 def build_module(model: Any) -> torch.nn.Module:
     """Return the module that `wb.fit` or `wb.prepare` was given, calling a function that makes one.
 
     Raises:
         FitError: It is neither, or has nothing to train.
     """
-    built = model
+    built = _joined(model)
     if not isinstance(model, (torch.nn.Module, type)) and callable(model):
-        built = model()
+        built = _joined(model())
     if isinstance(model, type) or not isinstance(built, torch.nn.Module):
         raise FitError(
             "The model is no torch.nn.Module.",

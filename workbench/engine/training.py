@@ -68,12 +68,14 @@ class Training:
         context, spec = self.context, self.context.spec
         strategy: Strategy = settings.load_strategy(context)
         context.strategy = strategy
+        strategy.seed = self.job.seed
+        source = strategy.deal(self.source)
         strategy.prepare(self.job)
-        if spec.rank == 0 or not context.entry.data_parallel:
+        if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
         self._announce(epochs)
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
-        last = self._steps(strategy, self.source.shares(spec.rank, spec.world_size))
+        last = self._steps(strategy, source.shares(*strategy.portion))
         idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
         context.train_s += clock() - began - idle_s
         result = self.result
@@ -145,10 +147,12 @@ class Training:
     def _evaluate(self, strategy: Strategy, epoch: int) -> None:
         context, spec = self.context, self.context.spec
         began = clock()
-        values = strategy.evaluate(self.eval_source.epoch(0, spec.rank, spec.world_size))
+        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_portion))
         seconds = clock() - began
         context.eval_s += seconds
         self.evaluated = context.step
+        if not values:
+            return
         self.result.evals.append({"step": context.step, "epoch": epoch, **values})
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
         if spec.rank == 0:  # equal on all ranks

@@ -72,7 +72,7 @@ def calibrate(cluster: Cluster | None = None) -> Calibration:
     run = cluster.run(
         Recipe(RECIPE, origin="calibrate"),
         strategy="mirrored",
-        workers=max(2, len(cluster.ids)),
+        workers=max(2, len(cluster.worker_ids)),
         inject=[f"slow=1:{DELAY_S * 1e3:g}ms"],
         steps=STEPS + SETTLE,
         name="calibrate",

@@ -74,6 +74,7 @@ class Cluster:
         self._number = itertools.count(1)
         self._generation = itertools.count(1)
         self._group: tuple[str, tuple[int, ...]] = ("", ())
+        self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
         self.lease(count)
@@ -106,6 +107,11 @@ class Cluster:
     def engines(self) -> list[EngineInfo]:
         """Every engine, dead ones too, by id."""
         return [self._engines.engines[i] for i in sorted(self._engines.engines)]
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Ids of the living engines that run cells; the others were started as servers."""
+        return [engine for engine in self.ids if engine not in self._servers]
 
     def lease(self, workers: int) -> device_pool.Leases:
         """Return which device each of so many workers gets; the same answer every time.
@@ -234,7 +240,7 @@ class Cluster:
             to_recipe(source, args),
             strategy,
             framework=framework or self.framework,
-            workers=workers or max(1, len(self.ids)),
+            workers=workers or max(1, len(self.worker_ids)),
             options=options,
             overrides=overrides,
             faults=tuple(parse_fault(text) for text in inject),
@@ -246,7 +252,8 @@ class Cluster:
         """Start a validated plan; returns at once (see `run`)."""
         self._claim()
         check_framework(plan.framework)
-        ids = self._ids_for(plan.workers + plan.servers)
+        ids = self._ids_for(plan.workers)
+        servers = self._servers_for(plan.servers)
         leases = self.lease(plan.workers)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
@@ -258,19 +265,26 @@ class Cluster:
         run.advance("submit")
         self._busy = run
         try:
-            self._submit(run, leases, number=number, autoreload=autoreload)
+            self._submit(run, servers, leases, number=number, autoreload=autoreload)
         except BaseException as error:
             run.finish(error if isinstance(error, RunError) else RunError(str(error)))
             raise
         return run
 
     def _submit(
-        self, run: Run, leases: device_pool.Leases, *, number: int, autoreload: str
+        self,
+        run: Run,
+        servers: Sequence[int],
+        leases: device_pool.Leases,
+        *,
+        number: int,
+        autoreload: str,
     ) -> None:
+        ids = [*run.engines, *servers]
         if run.plan.recipe.function:
             self._engines.call(run.engines, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = f"run-{run.number}-{next(self._generation)}"
-        specs = self._specs(run.engines, run.plan.workers, leases, prefix)
+        specs = self._specs(ids, run.plan.workers, leases, prefix)
         asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
         run.task = Task(self._engines, asked, labels(specs), lambda task: self._run_over(run, task))
@@ -319,7 +333,7 @@ class Cluster:
             workers: Changes the world size to the first so many engines.
         """
         self._claim()
-        members = self._ids_for(workers or len(self.ids))
+        members = self._ids_for(workers or len(self.worker_ids))
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
         fresh = self._group[1] != tuple(members) or not self._group[0]
@@ -360,10 +374,17 @@ class Cluster:
         dead = [e.id for e in self.engines if e.state == "dead"]
         if not self.ids and dead:
             raise ClusterError("All engines are dead.", next_step="%cluster restart")
-        missing = count - len(self.ids)
+        missing = count - len(self.worker_ids)
         if missing > 0:
             self.add(missing)
-        return self.ids[:count]
+        return self.worker_ids[:count]
+
+    def _servers_for(self, count: int) -> list[int]:
+        """Return engines to be servers; the first run that needs them starts them."""
+        missing = count - len(self._servers & set(self.ids))
+        if missing > 0:
+            self._servers |= set(self.add(missing))
+        return sorted(self._servers & set(self.ids))[:count]
 
     def _specs(
         self, ids: Sequence[int], workers: int, leases: device_pool.Leases, prefix: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,19 @@ def make_specs(
     """Return what each engine is told about its part.
 
     Args:
-        hosts: Host of each engine that takes part, by engine id, in the order of the ranks.
+        hosts: Host of each engine that takes part, by engine id, in the order of the ranks; those
+            beyond `workers` are servers.
         prefix: Keeps this process group apart from others in the store.
     """
-    threads = device_pool.threads_per_worker(workers)
+    threads = device_pool.threads_per_worker(len(hosts))
     return {
         engine: RunSpec(
             mode="spmd",
             rank=rank,
             world_size=workers,
             ranks=tuple(hosts),
-            device=leases.leases[rank].device,
+            device=leases.leases[rank].device if rank < workers else "cpu",
+            role="worker" if rank < workers else "server",
             threads=threads,
             framework=framework,
             store=store,
@@ -74,6 +77,8 @@ def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[i
         "options": plan.options,
         "overrides": plan.overrides,
         "faults": [fault.text for fault in plan.faults],
+        "servers": plan.servers,
+        "key": secrets.token_hex(32) if plan.servers else "",
     }
     return {
         engine: _request(source, number, autoreload, {**spec.to_wire(), **about})
@@ -92,9 +97,15 @@ def cell_requests(
 
 
 def labels(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, str]:
-    """Return how each engine is called in outputs: `rank 1 · cuda:0`."""
+    """Return how each engine is called in outputs: `rank 1 · cuda:0`, `server s0`."""
     chosen = specs if targets is None else targets
-    return {e: f"rank {specs[e].rank} · {specs[e].device}" for e in chosen}
+    return {e: _label(specs[e]) for e in chosen}
+
+
+def _label(spec: RunSpec) -> str:
+    if spec.role == "server":
+        return f"server s{spec.rank - spec.world_size}"
+    return f"rank {spec.rank} · {spec.device}"
 
 
 def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:

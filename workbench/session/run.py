@@ -56,9 +56,7 @@ class Run:
         self.engines, self.devices = tuple(engines), tuple(devices)
         self.folder = folder
         entry = plan.entry
-        self.history = RunHistory(
-            self.engines, joined=entry.sync, data_parallel=entry.data_parallel
-        )
+        self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
@@ -207,7 +205,7 @@ class Run:
         """
         parsed = [parse_fault(text) for text in faults]
         for fault in parsed:
-            fault.check(len(self.engines))
+            fault.check(len(self.engines), links=self.plan.entry.links)
         self._send("inject", faults=[fault.text for fault in parsed])
 
     def _send(self, kind: str, **body: Any) -> None:
@@ -216,7 +214,7 @@ class Run:
                 self.task.engines.router.send(engine, Message(kind, {"run": self.number, **body}))
 
     def _halt(self, purpose: Purpose) -> None:
-        if not self.plan.entry.sync:
+        if not self.plan.sync:
             self._send("halt_at", purpose=purpose, step=-1)
             self._expect_end(purpose)
             return
@@ -278,7 +276,7 @@ class Run:
             "recipe": plan.recipe.digest,
             "plan": plan.to_wire(),
             "ranks": list(self.engines),
-            "joined": plan.entry.sync,
+            "joined": plan.sync,
             "data_parallel": plan.entry.data_parallel,
             "devices": list(self.devices),
             "state": self.state,

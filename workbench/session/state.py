@@ -77,7 +77,7 @@ class Session:
                     allowed=now,
                     next_step="%cluster stop, then start again",
                 )
-        missing = count - len(cluster.ids)
+        missing = count - len(cluster.worker_ids)
         if missing > 0:
             cluster.add(missing)
 
@@ -158,7 +158,7 @@ class Session:
                 recipe,
                 strategy,
                 framework=line.framework or cluster.framework,
-                workers=line.workers or max(1, len(cluster.ids)),
+                workers=line.workers or max(1, len(cluster.worker_ids)),
                 options=line.options,
                 overrides=line.overrides,
                 faults=line.faults,

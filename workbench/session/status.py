@@ -12,19 +12,20 @@ if TYPE_CHECKING:
 
 def rows(cluster: Cluster) -> list[dict[str, Any]]:
     """Return one mapping per engine: rank, pid, host, device, memory_bytes, state."""
-    living = cluster.ids
-    leases = cluster.lease(max(1, len(living))).leases
+    living, workers = cluster.ids, cluster.worker_ids
+    leases = cluster.lease(max(1, len(workers))).leases
     found = []
     for engine in cluster.engines:
-        rank = living.index(engine.id) if engine.id in living else None
+        rank = workers.index(engine.id) if engine.id in workers else None
+        server = engine.id in living and rank is None
         found.append(
             {
                 "engine": engine.id,
                 "rank": rank,
                 "pid": engine.pid,
                 "host": engine.host,
-                "device": "" if rank is None else leases[rank].label,
-                "memory_bytes": memory_bytes(engine.pid) if rank is not None else None,
+                "device": ("server" if server else "") if rank is None else leases[rank].label,
+                "memory_bytes": memory_bytes(engine.pid) if engine.id in living else None,
                 "state": engine.state + (f" ({engine.exit})" if engine.exit else ""),
             }
         )

@@ -47,6 +47,7 @@ class Task:
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
+        self._labels = dict(labels)
         self.board = OutputBoard(labels)
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.first_failed: int | None = None
@@ -166,12 +167,12 @@ class Task:
         outcome = self.outcomes[engine]
         bad = [i for i, o in self.outcomes.items() if o["status"] not in ("ok", "stopped")]
         same = [i for i in bad if _words(self.outcomes[i]) == _words(outcome)]
-        who = f"Rank {self.ids.index(engine)} (engine {engine})"
+        who = f"{self._name(engine)} (engine {engine})"
         if len(same) > 1:
             who = f"Ranks {ranges(self.ids.index(i) for i in same)}"
         what = f"{who} failed: {_words(outcome)}"
         if outcome["status"] == "died":
-            what = f"Rank {self.ids.index(engine)} is gone: {outcome['evalue']}"
+            what = f"{self._name(engine)} is gone: {outcome['evalue']}"
         others = len(bad) - len(same)
         if others > 0:
             what += f"\n  with it: {others} other rank{'s were' if others > 1 else ' was'} ended"
@@ -179,6 +180,11 @@ class Task:
         error = RunError(what, next_step=step)
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
+
+    def _name(self, engine: int) -> str:
+        """`Rank 1`, or `Server s0`."""
+        label = self._labels.get(engine) or f"rank {self.ids.index(engine)}"
+        return label.partition(" · ")[0].capitalize()
 
     def _root_cause(self) -> int:
         """The engine whose error is not just a consequence of another's."""

@@ -33,6 +33,8 @@ class Job:
         batch_size: Global batch: what one optimizer step consumes over all workers.
         accumulate: Micro-batches per worker and step; the global batch includes them.
         precision: None, `bf16` or `fp16`.
+        build: Builds the model for real where `model` has its form but no memory (device `meta`):
+            for strategies whose workers hold a share of it.
     """
 
     model: Any
@@ -49,6 +51,7 @@ class Job:
     compile: bool = False
     seed: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
+    build: Any = None
 
 
 @dataclass
@@ -100,6 +103,26 @@ class Strategy(ABC):
         self.options = context.spec.options
         self.rank = context.spec.rank
         self.world_size = context.spec.world_size
+        self.seed = int(context.spec.overrides.get("seed", 0))  # wb.fit puts its own here
+
+    @property
+    def portion(self) -> tuple[int, int]:
+        """Which share of each batch this worker takes: (index, number of shares)."""
+        if self.context.entry.data_parallel:
+            return self.rank, self.world_size
+        return 0, 1
+
+    @property
+    def eval_portion(self) -> tuple[int, int]:
+        """As `portion`, for evaluation sets."""
+        return self.portion
+
+    def deal(self, source: Any) -> Any:
+        """Return the data as this strategy deals it out; most leave it as it is.
+
+        Called before `prepare` on all ranks.
+        """
+        return source
 
     @abstractmethod
     def prepare(self, job: Job) -> None:
@@ -111,7 +134,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def evaluate(self, shares: Any) -> dict[str, float]:
-        """Return loss and metrics over an evaluation set, by samples, equal on all ranks."""
+        """Return loss and metrics over an evaluation set, by samples, equal on all ranks.
+
+        Asynchronous workers meet nowhere: rank 0 scores the whole set, the others return nothing.
+        """
 
     @abstractmethod
     def weights(self) -> dict[str, NDArray[np.generic]]:

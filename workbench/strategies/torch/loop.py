@@ -23,7 +23,7 @@ from ...engine.context import RunContext
 from ...engine.torch_batches import batch_length, map_batch
 from ...engine.torch_data import Source
 from ...errors import RunStopped
-from ..base import NAN, Share
+from ..base import NAN, Share, StepResult
 from .inplace import subclass
 from .timing import make_timer
 from .trainer import to_numpy
@@ -37,11 +37,15 @@ class OwnLoop:
     Args:
         source: The loader's data in shares; None where the loop brings its own batches.
         watched: A loader to time as it is, in place.
-        sent_bytes: What a worker sends per step; NaN where unknown.
+        sent_bytes: What a worker sends per step, or a function that says it after each step; NaN
+            where unknown.
         communicates: Whether backward ends in communication.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
+        adds_up: Whether gradients are added up rather than averaged.
         epoch_end: Called on all workers when the loader is exhausted.
+        backward_ended: Called after each backward.
+        complete: Given what a step measured before it is recorded, to add to it.
     """
 
     def __init__(
@@ -52,19 +56,24 @@ class OwnLoop:
         source: Source | None,
         *,
         watched: Any = None,
-        sent_bytes: float = NAN,
+        sent_bytes: float | Callable[[], float] = NAN,
         communicates: bool = False,
         weighted: bool = False,
-        epoch_end: Callable[[], None] = lambda: None,
+        adds_up: bool = False,
+        epoch_end: Callable[[], object] = lambda: None,
+        backward_ended: Callable[[], object] = lambda: None,
+        complete: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
         self.context, self.model = context, model
         self.device = torch.device(context.spec.device)
         self.timer = make_timer(context, self.device)
         self.loader = None if source is None else SharedLoader(self, source)
         self.epoch_end = epoch_end
+        self._backward_ended, self._complete = backward_ended, complete
         self._sent_bytes, self._communicates, self._weighted = sent_bytes, communicates, weighted
         self._counts = source is not None or watched is not None
-        self._weight = 1.0
+        self._workers = 1 if adds_up else context.spec.world_size
+        self._weight = 1 / context.spec.world_size if adds_up else 1.0
         self._start = self._paused_s = NAN
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
         self._clear()
@@ -112,7 +121,7 @@ class OwnLoop:
         if isinstance(batch, Share):
             self._samples += batch.samples
             if self._weighted:
-                self._weight = batch.samples * self.context.spec.world_size / batch.global_samples
+                self._weight = batch.samples * self._workers / batch.global_samples
         else:
             self._samples += batch_length(batch)
         return batch
@@ -162,7 +171,10 @@ class OwnLoop:
         if not self._fed or self._loss is None:
             return
         context = self.context
-        result = self.timer.finish(self._samples, self._loss, self._sent_bytes, self._late_wait_s)
+        sent = self._sent_bytes
+        sent_bytes = sent() if callable(sent) else sent
+        result = self.timer.finish(self._samples, self._loss, sent_bytes, self._late_wait_s)
+        self._complete(result)
         end = clock()
         context.recorder.add(
             context.trained,
@@ -174,6 +186,8 @@ class OwnLoop:
             loss=result.loss,
             ready_s=result.ready_s,
             exposed_s=result.exposed_s,
+            wait_s=result.wait_s,
+            staleness=result.staleness,
             sent_bytes=result.sent_bytes,
             deferred=result.deferred,
         )
@@ -198,6 +212,7 @@ class OwnLoop:
                 if loop._weight != 1.0 and gradient is None and tensor.numel() == 1:
                     gradient = torch.full_like(tensor, loop._weight)
             original(tensor, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+            loop._backward_ended()
 
         torch.Tensor.backward = backward  # type: ignore[method-assign]
         self._undo.append(lambda: setattr(torch.Tensor, "backward", original))

@@ -17,6 +17,9 @@ worker r is therefore weighted by n x samples_r / samples: sum_r 1/n (n samples_
 Buffers (BatchNorm's running statistics) are not learnt from gradients. Training does not read
 them, so rank 0's are broadcast before each evaluation and at the end, not in each forward pass as
 DDP does by default: a broadcast there would hide who waits for whom.
+
+Option `allreduce` exchanges the all-reduce (`allreduce/`), `compress` shortens what is sent
+(`compression.py`); both average all gradients in one message after backward (`flat.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
+from .averaging import Averaging, broadcast_buffers, broadcast_model
+from .flat import FlatGradients
 from .inplace import InPlace
 from .loop import OwnLoop
 from .trainer import Trainer
@@ -49,7 +54,8 @@ class Mirrored(Strategy):
     """Data parallelism with all-reduced gradients."""
 
     trainer: Trainer | None = None
-    ddp: DistributedDataParallel | None = None
+    ddp: DistributedDataParallel | FlatGradients | None = None
+    averaging: Averaging | None = None
     loop: OwnLoop | None = None
     in_place: InPlace | None = None
     sync_batchnorm: SyncedBatchNorm | None = None
@@ -58,25 +64,31 @@ class Mirrored(Strategy):
         """Copy rank 0's model to all workers and hook the all-reduce into backward."""
         self.trainer = trainer = Trainer(self.context, job)
         self.sync_batchnorm = SyncedBatchNorm(trainer.model, self.options, trainer.device)
-        self.sent_bytes = ring_bytes(trainer.model, self.world_size)
+        self.averaging = Averaging(self.context, trainer.model)
         if job.step_fn is None:
-            self.ddp = self._ddp(trainer.model)
+            self.ddp = self._wrap(trainer.model)
             trainer.wrap(self.ddp)
         else:  # step_fn may use the model's own attributes, so it is given the model itself
-            self.in_place = InPlace(trainer.model, self._ddp)
+            self.in_place = InPlace(trainer.model, self._wrap)
             self.ddp = self.in_place.ddp
             trainer.wrap(trainer.model)
 
     def step(self, share: Share) -> StepResult:
-        """Backward on the own share; DDP averages; every worker takes the same step."""
-        trainer, ddp = self._trainer, self.ddp
+        """Backward on the own share ends in the average; every worker takes the same step."""
+        trainer, ddp, averaging = self._trainer, self.ddp, self.averaging
         assert ddp is not None
+        assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
         trainer.gradients(share, weight=weight, alone=ddp.no_sync, communicates=True)
         trainer.update()
-        return trainer.measured(share, self.sent_bytes)
+        return trainer.measured(share, averaging.sent_bytes())
 
-    def _ddp(self, model: torch.nn.Module) -> DistributedDataParallel:
+    def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel | FlatGradients:
+        """Put a module behind what averages its gradients."""
+        averaging = self.averaging
+        if averaging is not None and not averaging.overlapped:
+            broadcast_model(model)
+            return averaging.wrap(model)
         return DistributedDataParallel(
             model,
             bucket_cap_mb=self.options.get("bucket_mb", 25.0),
@@ -108,18 +120,19 @@ class Mirrored(Strategy):
         self._trainer.load_state(state)
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
-        """Let a user's own loop train in parallel: its model's forward now goes through DDP."""
+        """Let a user's own loop train in parallel: its model's forward now ends in the average."""
         model.to(self.context.spec.device)
         device = torch.device(self.context.spec.device)
         self.sync_batchnorm = SyncedBatchNorm(model, self.options, device)
-        self.in_place = InPlace(model, self._ddp)
+        self.averaging = Averaging(self.context, model)
+        self.in_place = InPlace(model, self._wrap)
         self.ddp = self.in_place.ddp
         self.loop = OwnLoop(
             self.context,
             model,
             optimizer,
             loader,
-            sent_bytes=ring_bytes(model, self.world_size),
+            sent_bytes=self.averaging.sent_bytes,
             communicates=True,
             weighted=True,
             epoch_end=lambda: broadcast_buffers(model),
@@ -127,42 +140,25 @@ class Mirrored(Strategy):
         return model, optimizer, self.loop.loader
 
     def close(self) -> None:
-        """Give the user's module back as it was; DDP must be gone before the process group."""
+        """Give the user's module back as it was; wrappers must go before the process group."""
         if self.loop is not None:
             self.loop.close()
         if self.in_place is not None:
             self.in_place.undo()
+        if self.averaging is not None:
+            self.averaging.close()
         if self.sync_batchnorm is not None:
             self.sync_batchnorm.undo()
         if self.ddp is not None:
             # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
             self.ddp.__dict__.clear()
-        self.trainer = self.loop = self.in_place = self.ddp = None
+        self.trainer = self.loop = self.in_place = self.ddp = self.averaging = None
         gc.collect()
 
     @property
     def _trainer(self) -> Trainer:
         assert self.trainer is not None, "prepare comes first"
         return self.trainer
-
-
-def ring_bytes(model: torch.nn.Module, workers: int) -> float:
-    """Return the bytes a worker sends per step: a ring all-reduce of all gradients."""
-    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return 2 * (workers - 1) / workers * size
-
-
-def broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give all workers rank 0's buffers."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in model.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in kinds.values():  # one message per dtype: small collectives are slow
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        dist.broadcast(flat, 0)
-        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-        for buffer, values in zip(buffers, parts, strict=True):
-            buffer.copy_(values.view_as(buffer))
 
 
 class SyncedBatchNorm:

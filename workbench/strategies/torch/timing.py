@@ -10,14 +10,23 @@ queues to wait for its all-reduce, so it runs when this worker's own work is don
     compute = forward + backward + optimizer        exposed = B - A
     sync wait (metrics.derive) = latest A of all workers - own A
 
+Where communication also happens earlier (layers gathered in forward, activations reduced between
+layers, parameters averaged after the update), each stretch in which this worker stood blocked is
+timed (`blocked`) and taken off: a worker's ready time is then read from the clock of its own work,
+which stands still while it waits. A straggler is thus named wherever its delay fell.
+
+    own work ready = A - what was blocked before A
+
 On a CPU the callbacks read the clock. On CUDA they record events on the stream, which are read
 once the device has passed them; nothing on the way waits for the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,8 +44,9 @@ class CpuTimer:
 
     def __init__(self, context: RunContext) -> None:
         self._faults = context.faults
-        self._began = self._ready = NAN
+        self._began = self._ready = self._blocked_at = NAN
         self._exposed = self._injected = 0.0
+        self._exposed_known = True
 
     def begin(self) -> None:
         """Note that the step has its data."""
@@ -58,11 +68,29 @@ class CpuTimer:
         self.spend("backward")
 
     def _own_work_done(self) -> None:
-        self._ready = clock()
+        self._blocked_at = clock()
+        self._ready = self._blocked_at - self._exposed
         _engine.queue_callback(self._reduced)
 
     def _reduced(self) -> None:
-        self._exposed += clock() - self._ready
+        self._exposed += clock() - self._blocked_at
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Time a stretch in which this worker does nothing but communicate."""
+        began = clock()
+        try:
+            yield
+        finally:
+            self._exposed += clock() - began
+
+    def ready(self) -> None:
+        """Note that this worker's own part of the step, or of its gradients, is done."""
+        self._ready = clock() - self._exposed
+
+    def blind(self) -> None:
+        """Say that communication cannot be seen: what it takes stays in the computation."""
+        self._exposed_known = False
 
     def finish(
         self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
@@ -76,9 +104,8 @@ class CpuTimer:
         value = loss.item()
         compute_s = clock() - self._began - self._exposed - data_wait_s
         self._faults.compute_s = compute_s - self._injected
-        return StepResult(
-            samples, value, compute_s, self._ready, self._exposed, sent_bytes=sent_bytes
-        )
+        exposed_s = self._exposed if self._exposed_known else NAN
+        return StepResult(samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes)
 
 
 class CudaTimer:
@@ -86,6 +113,7 @@ class CudaTimer:
 
     def __init__(self, context: RunContext, device: torch.device) -> None:
         self._context, self._faults, self._device = context, context.faults, device
+        self._exposed_known = True
         self._marks = _Marks()
         anchor = _event()
         torch.cuda.synchronize(device)
@@ -119,6 +147,23 @@ class CudaTimer:
         # DDP's callback has made this stream wait for the all-reduce: the event comes after it.
         self._marks.reduced.append(_event())
 
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Time a stretch in which this worker's stream does nothing but communicate."""
+        marks, began = self._marks, _event()
+        try:
+            yield
+        finally:
+            marks.blocked.append((began, _event()))
+
+    def ready(self) -> None:
+        """Note that this worker's own part of the step, or of its gradients, is done."""
+        self._marks.done = _event(), len(self._marks.blocked)
+
+    def blind(self) -> None:
+        """Say that communication cannot be seen: what it takes stays in the computation."""
+        self._exposed_known = False
+
     def finish(
         self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
     ) -> StepResult:
@@ -127,6 +172,7 @@ class CudaTimer:
         marks.loss = loss.to("cpu", non_blocking=True)  # into pinned memory: does not wait
         marks.ended = _event()
         marks.fetch_s, marks.late_fetch_s = self._context.fetch_s, data_wait_s
+        marks.exposed_known = self._exposed_known
         step = CudaStep(marks, self._last, self._faults)
         self._last = step
         return StepResult(samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step)
@@ -137,9 +183,12 @@ class _Marks:
 
     def __init__(self) -> None:
         self.cpu_s = self.fetch_s = self.late_fetch_s = self.injected_s = 0.0
+        self.exposed_known = True
         self.began: Any = None
         self.ready: list[Any] = []
         self.reduced: list[Any] = []
+        self.blocked: list[tuple[Any, Any]] = []
+        self.done: tuple[Any, int] | None = None  # own part done, stretches blocked before it
         self.ended: Any = None
         self.loss: Any = None
 
@@ -198,7 +247,13 @@ class CudaStep:
         began_s, end_s = at(marks.began), at(marks.ended)
         # The host may run ahead of the device: a step begins there when the previous one ends.
         start_s = min(max(base_s, marks.cpu_s - marks.fetch_s), began_s)
-        exposed_s = sum(at(b) - at(a) for a, b in zip(marks.ready, marks.reduced, strict=True))
+        reduced_s = [at(b) - at(a) for a, b in zip(marks.ready, marks.reduced, strict=True)]
+        blocked_s = [at(b) - at(a) for a, b in marks.blocked]
+        exposed_s = sum(reduced_s) + sum(blocked_s)
+        ready_s = at(marks.ready[-1]) - sum(reduced_s[:-1]) if marks.ready else NAN
+        if marks.done is not None:
+            event, before = marks.done
+            ready_s = at(event) - sum(blocked_s[:before])
         # Fetching counts as far as the device had nothing to do meanwhile.
         data_wait_s = min(marks.fetch_s, began_s - start_s) + marks.late_fetch_s
         compute_s = end_s - began_s - exposed_s - marks.late_fetch_s
@@ -206,10 +261,10 @@ class CudaStep:
         return {
             "start_s": start_s,
             "end_s": end_s,
-            "ready_s": at(marks.ready[-1]) if marks.ready else NAN,
+            "ready_s": ready_s,
             "data_wait_s": data_wait_s,
             "compute_s": compute_s,
-            "exposed_s": exposed_s,
+            "exposed_s": exposed_s if marks.exposed_known else NAN,
             "local_loss": float(marks.loss),
         }
 

@@ -7,6 +7,7 @@ scheduler, evaluation, weights. What differs (who averages the gradients) is in 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
@@ -27,16 +28,32 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """A replica on this worker's device.
 
+    Args:
+        lay_out: Re-partitions the model's parameters in place before the optimizer is made.
+        even: Whether all workers must do equally many forward passes (communication happens in
+            them): a worker with fewer samples then does some that do not count.
+
     Attributes:
         model: The user's module, moved in place.
         forward: What a batch goes through; a strategy puts its wrapper here.
         optimizer: Built from the job.
     """
 
-    def __init__(self, context: RunContext, job: Job) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        job: Job,
+        *,
+        lay_out: Callable[[torch.nn.Module], None] | None = None,
+        even: bool = False,
+    ) -> None:
         self.job = job
         self.device = torch.device(context.spec.device)
+        if lay_out is not None:
+            lay_out(job.model)  # moves what this worker keeps: the whole may not fit the device
         self.model = job.model.to(self.device)
+        self.clip: Callable[..., object] = torch.nn.utils.clip_grad_norm_
+        self._workers, self._even = context.spec.world_size, even
         self.forward: Any = self.model
         self.timer = make_timer(context, self.device)
         self.optimizer = build_optimizer(job.optimizer, self.model)
@@ -98,16 +115,25 @@ class Trainer:
         clip_norm = self.job.clip_norm
         if self.scaler is None:
             if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self._clipped, clip_norm)
+                self.clip(self._clipped, clip_norm)
             self.optimizer.step()
         else:
             if clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
-                torch.nn.utils.clip_grad_norm_(self._clipped, clip_norm)
+                self.clip(self._clipped, clip_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def sit_out(self) -> None:
+        """Let a step pass without training; the learning rate's schedule goes on."""
+        self.timer.begin()
+        self._loss = torch.tensor(NAN)
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # it expects the optimizer to have stepped
+                warnings.simplefilter("ignore", UserWarning)
+                self.scheduler.step()
 
     def measured(self, share: Share, sent_bytes: float = 0.0) -> StepResult:
         """Return what the step measured; call it last."""
@@ -134,13 +160,14 @@ class Trainer:
     def _micro_batches(self, share: Share) -> list[tuple[Any, float]]:
         """Return (data on the device, fraction of the share) of each micro-batch."""
         data = share.data if self._on_cpu else self.to_device(share.data)
-        count = min(self.job.accumulate, share.samples)
+        most = -(-share.global_samples // self._workers) if self._even else share.samples
+        count = min(self.job.accumulate, most)
         if count <= 1:
             return [(data, 1.0)]
-        cuts = [i * share.samples // count for i in range(count + 1)]
+        held = max(share.samples, 1)  # a share without samples holds one that does not count
+        cuts = [i * held // count for i in range(count + 1)]
         return [
-            (slice_batch(data, a, b, share.samples), (b - a) / share.samples)
-            for a, b in pairwise(cuts)
+            (slice_batch(data, a, max(b, a + 1), held), (b - a) / held) for a, b in pairwise(cuts)
         ]
 
     def to_device(self, data: Any) -> Any:
@@ -164,7 +191,7 @@ class Trainer:
         try:
             with torch.no_grad():
                 for share in shares:
-                    if share.samples:
+                    if share.samples or self._even:
                         sums[:-1] += self._scores(self.to_device(share.data)) * share.samples
                         sums[-1] += share.samples
         finally:
@@ -192,10 +219,14 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return model, optimizer, scheduler and scaler, on the CPU."""
+        return map_batch(lambda t: t.detach().cpu().clone(), self.parts_state())  # type: ignore[no-any-return]
+
+    def parts_state(self) -> dict[str, Any]:
+        """Return the same as it lies here: on the device, partitioned if the model is."""
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
         state = {name: part.state_dict() for name, part in parts.items() if part is not None}
         state["model"] = self.model.state_dict()
-        return map_batch(lambda t: t.detach().cpu().clone(), state)  # type: ignore[no-any-return]
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""

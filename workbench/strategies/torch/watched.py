@@ -9,8 +9,8 @@ import torch
 from ...engine.context import RunContext
 from ...errors import FitError
 from ..base import NAN
+from .averaging import ring_bytes
 from .loop import OwnLoop
-from .mirrored import ring_bytes
 
 
 def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLoop:

@@ -1,0 +1,182 @@
+"""How mirrored averages gradients: every all-reduce and compression, on real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cells
+import numpy as np
+import pytest
+from harness import Report, Workers, failures, joined
+from test_strategies import assert_same, clean
+
+from workbench import catalog, metrics
+
+pytestmark = pytest.mark.torch
+
+MIRRORED = catalog.lookup("mirrored")
+ALGORITHMS = MIRRORED.option("allreduce").choices
+OWN = [name for name in ALGORITHMS if name not in ("auto", "backend")]
+# Compressions that lose nothing: all numbers are chosen, matrices are sent whole.
+LOSSLESS = ("topk:1", "powersgd:64")
+EXACT = [{"allreduce": name} for name in ALGORITHMS] + [{"compress": c} for c in LOSSLESS]
+LOSSY = ["fp16", "bf16", "topk:0.2", "powersgd:2"]
+
+
+def label(options: dict[str, str]) -> str:
+    return ",".join(options.values())
+
+
+def equal_to_the_last_bit(reports: list[Report]) -> bool:
+    first = reports[0].weights
+    return all(
+        np.array_equal(report.weights[name], first[name]) for report in reports for name in first
+    )
+
+
+@pytest.mark.parametrize("keywords", [{}, {"accumulate": 3, "clip": 0.05}], ids=["", "accumulate"])
+@pytest.mark.parametrize("options", EXACT, ids=label)
+def test_every_way_of_averaging_is_exact(
+    workers: Workers, options: dict[str, str], keywords: dict[str, Any]
+) -> None:
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    reports = clean(
+        workers.run("mirrored", cells.train, workers=3, options=options, keywords=keywords)
+    )
+    assert_same(reports, truth, 1e-10)
+    assert equal_to_the_last_bit(reports)
+
+
+@pytest.mark.parametrize("options", [{"allreduce": "ring"}, {"compress": "topk:1"}], ids=label)
+def test_an_own_loop_is_averaged_too(workers: Workers, options: dict[str, str]) -> None:
+    (truth,) = clean(workers.run("one_device", cells.train_from_loader, True))
+    reports = clean(
+        workers.run("mirrored", cells.train_from_loader, True, workers=3, options=options)
+    )
+    assert_same(reports, truth, 1e-10)
+    assert (joined(reports)["sent_bytes"] > 0).all()
+
+
+@pytest.mark.parametrize("compress", LOSSY)
+def test_compressed_training_comes_close(workers: Workers, compress: str) -> None:
+    keywords = {"steps": 80, "dtype": "float32"}
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    options = {"compress": compress}
+    reports = clean(
+        workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
+    )
+    assert equal_to_the_last_bit(reports)
+    begin = metrics.derive(joined([truth])).loss[0]
+    best, ours = truth.value["evals"][-1]["loss"], reports[0].value["evals"][-1]["loss"]
+    assert begin - ours >= 0.7 * (begin - best)
+    different = max(
+        abs(reports[0].weights[name] - value).max() for name, value in truth.weights.items()
+    )
+    assert different > 1e-6  # it did compress
+    whole = 2 * 195 / 2 * 4  # a ring of two sends the 195 numbers once
+    assert (joined(reports)["sent_bytes"] < 0.7 * whole).all()
+
+
+WAITS = [*OWN, "fp16", "topk:0.5", "powersgd:1"]
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize("way", WAITS)
+def test_waits_stay_true(workers: Workers, way: str, own_loop: bool) -> None:
+    options = {"allreduce" if way in OWN else "compress": way}
+    faults = ("slow=1:50ms/backward",)
+    reports = clean(
+        workers.run(
+            "mirrored", cells.slow_steps, own_loop, 30, 2,
+            workers=3, options=options, faults=faults,
+        )
+    )  # fmt: skip
+    derived = metrics.derive(joined(reports))
+    wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
+    assert wait_ms[[0, 2]] == pytest.approx(50, abs=5)
+    assert wait_ms[1] == 0
+    assert (derived.blamed_rank[:, [0, 2]] == 1).mean() >= 0.95
+
+
+OUTPUTS = ["dict", "dataclass", "tuple", "parameter", "twice", "loss"]
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_whatever_the_model_returns_is_averaged(workers: Workers, kind: str) -> None:
+    (truth,) = clean(workers.run("one_device", cells.outputs, kind))
+    reports = clean(
+        workers.run("mirrored", cells.outputs, kind, workers=2, options={"allreduce": "ring"})
+    )
+    assert_same(reports, truth, 1e-10)
+    assert equal_to_the_last_bit(reports)
+    rows = joined(reports)
+    assert not np.isnan(rows["ready_s"]).any()
+    # What is ready is stamped before the all-reduce, whose time must be seen as exposed.
+    assert (rows["exposed_s"] > 0).all()
+    assert (rows["ready_s"] < rows["end_s"] - rows["exposed_s"] + 1e-4).all()
+
+
+def test_a_compiled_model_is_averaged(workers: Workers) -> None:
+    (truth,) = clean(workers.run("one_device", cells.outputs, "plain"))
+    options = {"allreduce": "ring"}
+    reports = workers.run("mirrored", cells.outputs, "compiled", workers=2, options=options)
+    assert failures(reports) == []  # the compiler's own threads stay behind
+    assert_same(reports, truth, 1e-10)
+
+
+def test_unused_parameters_are_named_or_allowed(workers: Workers) -> None:
+    keywords = {"unused": True}
+    options = {"allreduce": "ring"}
+    reports = workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
+    for report in reports:
+        assert "took no part in the loss" in str(report.error)
+        assert "idle" in str(report.error)
+    options["find_unused_parameters"] = "true"
+    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    reports = clean(
+        workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
+    )
+    assert_same(reports, truth, 1e-10)
+
+
+@pytest.mark.parametrize("options", [{"allreduce": "backend"}, {"allreduce": "ring"}], ids=label)
+def test_different_models_are_refused_everywhere(workers: Workers, options: dict[str, str]) -> None:
+    reports = clean(workers.run("mirrored", cells.different_models, workers=3, options=options))
+    assert [report.value for report in reports] == [
+        "The workers hold different models, so their gradients cannot be averaged."
+    ] * 3
+
+
+def test_topk_has_no_use_for_an_all_reduce(workers: Workers) -> None:
+    options = {"allreduce": "ring", "compress": "topk:0.1"}
+    reports = workers.run("mirrored", cells.train, workers=2, options=options)
+    assert all("topk gathers" in str(report.error) for report in reports)
+
+
+def test_latency_is_simulated_and_counts_as_transfer(workers: Workers) -> None:
+    options, faults = {"allreduce": "ring"}, ("latency=10ms",)
+    reports = clean(workers.run("mirrored", cells.train, workers=3, options=options, faults=faults))
+    transfer_ms = 1e3 * np.median(metrics.derive(joined(reports)).transfer_s)
+    assert transfer_ms == pytest.approx(40, abs=8)  # 2 (n-1) rounds
+
+
+def test_auto_avoids_what_the_simulated_link_makes_slow(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", cells.train, workers=3, faults=("latency=20ms",)))
+    (note,) = [fields["text"] for fields in reports[0].emitted("note")]
+    assert "averaged by ring" not in note
+    assert "backend" not in note
+
+
+def test_the_backend_is_out_of_the_simulations_reach(workers: Workers) -> None:
+    options, faults = {"allreduce": "backend"}, ("bandwidth=10MB/s",)
+    reports = workers.run("mirrored", cells.train, workers=2, options=options, faults=faults)
+    assert all("simulated on our own links" in str(report.error) for report in reports)
+
+
+def test_auto_measures_once(workers: Workers) -> None:
+    notes = [
+        [fields["text"] for fields in report.emitted("note")]
+        for _ in range(2)
+        for report in clean(workers.run("mirrored", cells.train, workers=3))[:1]
+    ]
+    assert notes[0] == notes[1]  # the same figures to the digit

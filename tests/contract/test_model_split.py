@@ -1,0 +1,198 @@
+"""Pipelines: every schedule exact, the split, the bubble, memory, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import split_cells as cells
+from harness import Report, Workers, failures, joined
+from test_strategies import assert_same, clean
+
+pytestmark = pytest.mark.torch
+
+SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@pytest.fixture(scope="module")
+def truths(workers: Workers) -> Any:
+    """One device's result for a cell's arguments, trained once."""
+    known: dict[str, Report] = {}
+
+    def truth(**keywords: Any) -> Report:
+        name = repr(sorted(keywords.items(), key=str))
+        if name not in known:
+            (known[name],) = clean(workers.run("one_device", cells.deep, keywords=keywords))
+        return known[name]
+
+    return truth
+
+
+def split(workers: Workers, count: int, options: dict[str, Any], **keywords: Any) -> list[Report]:
+    return clean(
+        workers.run("model_split", cells.deep, workers=count, options=options, keywords=keywords)
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_schedule_trains_as_one_device_does(
+    workers: Workers, truths: Any, schedule: str, count: int
+) -> None:
+    reports = split(workers, count, {"schedule": schedule})
+    assert_same(reports, truths(), 1e-10)
+    losses = joined(reports)["local_loss"]
+    assert (~np.isnan(losses)).sum(axis=1).tolist() == [1] * 20
+    assert [report.value["evals"] for report in reports] == [reports[0].value["evals"]] * count
+    assert reports[0].value["evals"][0] == pytest.approx(truths().value["evals"][0], abs=1e-10)
+
+
+@pytest.mark.parametrize("form", ["convolutional", "residual", "function", "lambda", "list"])
+def test_every_form_of_model_is_cut_and_exact(workers: Workers, truths: Any, form: str) -> None:
+    reports = split(workers, 2, {}, form=form)
+    assert_same(reports, truths(form=form), 1e-10)
+    held = [set(report.value["held"]) for report in reports]
+    assert not held[0] & held[1]
+    assert all(held)
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords"),
+    [
+        ({"microbatches": 5}, {}),
+        ({"microbatches": 7, "schedule": "gpipe"}, {"batch": 23}),
+        ({"microbatches": 16, "schedule": "zero_bubble"}, {"batch": 50}),
+        ({"schedule": "interleaved", "stages_per_worker": 3, "microbatches": 4}, {}),
+        ({"schedule": "gpipe"}, {"adamw": True}),
+        ({}, {"built": True}),
+        ({}, {"built": True, "adamw": True, "extra": {"clip_norm": 0.05}}),
+        ({"split_at": "4"}, {}),
+        ({"split_at": "blocks.1"}, {"form": "residual"}),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) or "plain",
+)
+def test_microbatches_that_do_not_divide_and_other_options_are_exact(
+    workers: Workers, truths: Any, options: dict[str, Any], keywords: dict[str, Any]
+) -> None:
+    assert_same(split(workers, 2, options, **keywords), truths(**keywords), 1e-10)
+
+
+def test_the_split_is_shown_and_can_be_given(workers: Workers) -> None:
+    reports = split(workers, 2, {"split_at": "4", "microbatches": 4}, steps=1)
+    (event,) = reports[0].emitted("split")
+    assert [row["layers"] for row in event["stages"]] == ["0 to 3.0", "3.1 to 5"] or [
+        row["rank"] for row in event["stages"]
+    ] == [0, 1]
+    assert sum(row["parameters"] for row in event["stages"]) == 8 * 16 + 16 + 3 * 272 + 51
+    assert event["ideal_bubble"] == pytest.approx(1 / 5)
+    (note,) = reports[0].emitted("note")
+    assert "ideal bubble 20%" in note["text"]
+    assert note["text"].count("\n") == 3
+    assert not reports[1].emitted("note")
+
+
+def test_state_is_that_of_one_device_whatever_the_number_of_workers(workers: Workers) -> None:
+    (truth,) = clean(workers.run("one_device", cells.continued, 9))
+    reports = clean(workers.run("model_split", cells.continued, 4, workers=2))
+    assert [report.value for report in reports] == [[0, 1, 2, 3]] * 2
+    merged = {**reports[0].weights, **reports[1].weights}
+    for name, value in truth.weights.items():
+        assert abs(merged[name] - value).max() <= 1e-10
+
+
+def test_naive_hands_an_injected_delay_on_in_full(workers: Workers) -> None:
+    bubbles = []
+    for faults in ((), ("slow=1:50ms",)):
+        rows = joined(
+            clean(
+                workers.run(
+                    "model_split",
+                    cells.sleeping,
+                    2,
+                    3,
+                    1,
+                    15,
+                    workers=3,
+                    options={"schedule": "naive"},
+                    faults=faults,
+                )
+            )
+        )
+        bubbles.append(np.median(rows["bubble_s"][2:], axis=0) * 1e3)
+    assert (bubbles[1] - bubbles[0])[[0, 2]] == pytest.approx(50, abs=5)
+    assert abs(bubbles[1] - bubbles[0])[1] < 5
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b", 8), ("naive", 1)])
+def test_the_bubble_is_near_the_schedules_ideal(
+    workers: Workers, schedule: str, microbatches: int
+) -> None:
+    options = {"schedule": schedule, "microbatches": microbatches}
+    reports = clean(
+        workers.run(
+            "model_split", cells.sleeping, 15, 3, microbatches, 6, workers=3, options=options
+        )
+    )
+    rows = joined(reports)[1:]
+    shares = rows["bubble_s"].sum(axis=1) / (rows["end_s"] - rows["start_s"]).sum(axis=1)
+    share = shares.min()  # what else runs on this machine only adds to it
+    ideal = reports[0].emitted("split")[0]["ideal_bubble"]
+    assert ideal == pytest.approx(2 / (microbatches + 2))
+    assert share == pytest.approx(ideal, abs=0.05)
+    assert (rows["wait_s"] <= rows["bubble_s"] + 1e-6).all()
+    assert rows["wait_s"].sum() >= 0.5 * rows["bubble_s"].sum()
+
+
+def test_a_model_larger_than_a_workers_memory_trains() -> None:
+    """800 MB of weights; a worker may take 600 MB more than it has, weights and gradients."""
+    pool = Workers(4)  # limits do not suit processes that others use
+    try:
+        whole = pool.run("one_device", cells.memory, 800, 16, 600)
+        assert any("memory" in error.lower() for error in failures(whole))
+        clean(pool.run("model_split", cells.memory, 800, 16, 600, workers=4))
+    finally:
+        pool.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tied": ({}, ("share a parameter", "0.weight in stage 0, 2.weight in stage 1")),
+    "branching": (
+        {},
+        ("could not be traced", "in forward, line", "data-dependent", "wb.fit([first, second]"),
+    ),
+    "view": ({}, ("number of samples", "Layer 1")),
+    "shapes": ({}, ("Layer 1", "cannot be computed")),
+    "few layers": ({}, ("fewer layers", "1 layers for 2 stages")),
+    "list": ({}, ("as many stages", "-n 3")),
+    "odd input": ({}, ("one tensor", "dict")),
+    "fp16": ({}, ("fp16", "bf16")),
+    "accumulate": ({}, ("does not support accumulate",)),
+    "too few": ({"microbatches": 1}, ("at least one microbatch per worker", "gpipe")),
+    "too many": ({"microbatches": 11}, ("more microbatches than samples",)),
+    "naive": ({"schedule": "naive", "microbatches": 4}, ("one microbatch",)),
+    "rounds": ({"schedule": "interleaved", "microbatches": 5}, ("rounds", "microbatches=4")),
+    "virtual": ({"schedule": "gpipe", "stages_per_worker": 2}, ("one stage per worker",)),
+    "split_at": ({"split_at": "9"}, ("does not have", "0, 1, 2")),
+    "split_at order": ({"split_at": "0"}, ("not the first",)),
+    "split_at count": ({"split_at": "1,2"}, ("as many stages", "3 stages")),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_a_pipeline_cannot_train_is_refused_on_every_rank(workers: Workers, kind: str) -> None:
+    options, words = REFUSED[kind]
+    reports = clean(workers.run("model_split", cells.fails, kind, workers=2, options=options))
+    for report in reports:
+        for word in words:
+            assert word in report.value
+        assert len(report.rows) == 0
+
+
+def test_batchnorm_is_warned_of_and_a_stream_is_cut_at_its_first_batch(workers: Workers) -> None:
+    reports = clean(workers.run("model_split", cells.batchnorm, workers=2))
+    assert [report.value for report in reports] == [3, 3]
+    (warning,) = reports[0].emitted("warning")
+    assert "BatchNorm (1)" in warning["text"]
+    assert "microbatch of 4 samples" in warning["text"]
+    assert not reports[1].emitted("warning")

@@ -1,0 +1,341 @@
+"""What strategies with servers must honour beyond the common suite: parametrised by the catalog."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cells
+import numpy as np
+import pytest
+import server_cells
+from harness import Report, Workers, joined
+from test_strategies import ENTRIES, clean
+
+from workbench import catalog, metrics
+
+pytestmark = pytest.mark.torch
+
+SERVED = [entry for entry in ENTRIES if entry.servers or entry.servers_option]
+FREE = [entry for entry in SERVED if not entry.sync]  # each worker at its own pace
+LINKED = [entry for entry in SERVED if any(option.name == "link" for option in entry.options)]
+NAME = {"ids": lambda value: getattr(value, "name", None)}
+
+
+def together(entry: catalog.Strategy) -> dict[str, Any]:
+    """Return the options under which the workers take each step together."""
+    return {entry.sync_option: True} if entry.sync_option else {}
+
+
+# -- each worker at its own pace -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_unbounded_staleness_is_n_minus_1_on_average(
+    workers: Workers, entry: catalog.Strategy, count: int
+) -> None:
+    reports = clean(workers.run(entry.name, cells.slow_steps, False, 100, 3, workers=count))
+    staleness = np.concatenate([report.rows["staleness"] for report in reports])
+    assert len(staleness) == 100 * count
+    assert staleness.mean() == pytest.approx(count - 1, abs=0.1)
+    for report in reports:
+        assert (report.rows["wait_s"] == 0).all()
+
+
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_a_slow_worker_is_nobodys_wait_and_has_stale_gradients(
+    workers: Workers, entry: catalog.Strategy
+) -> None:
+    reports = clean(
+        workers.run(entry.name, cells.slow_steps, False, 30, 2, workers=3, faults=("slow=1:50ms",))
+    )
+    busy = [report.rows for report in reports]
+    assert all((rows["wait_s"] == 0).all() for rows in busy)
+    assert busy[1]["staleness"][0] >= 8  # later on, the others have ended
+    assert np.median(busy[0]["staleness"]) <= 2
+    fast_s = [np.median(busy[r]["end_s"] - busy[r]["start_s"]) for r in (0, 2)]
+    assert max(fast_s) < 0.03  # not held up by the 50 ms
+    assert np.median(busy[1]["compute_s"]) > 0.05
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_bounded_staleness_blocks_the_fast_ones(
+    workers: Workers, entry: catalog.Strategy, bound: int
+) -> None:
+    options = {"max_staleness": bound}
+    reports = clean(
+        workers.run(
+            entry.name, cells.slow_steps, False, 30, 2, workers=3, options=options,
+            faults=("slow=1:50ms",),
+        )
+    )  # fmt: skip
+    rows = joined(reports)
+    steady = slice(5, 30 - bound - 1)
+    wait_ms = np.median(rows["wait_s"][steady], axis=0) * 1e3
+    # The fast ones wait for the slow one's 52 ms and take about 2 ms of steps in the meantime.
+    assert wait_ms[[0, 2]] == pytest.approx(50, abs=6)
+    assert wait_ms[1] < 2
+    # Nobody begins step c before all have ended step c - bound - 1.
+    begun, ended = rows["start_s"], rows["end_s"]
+    for step in range(bound + 1, 30):
+        assert begun[step].min() >= ended[step - bound - 1].max() - 0.02
+    derived = metrics.derive(rows)
+    named = 1 - derived.other_s / derived.step_s
+    assert np.quantile(named, 0.05) >= 0.95
+
+
+@pytest.mark.parametrize("options", [{}, {"servers": 2, "max_staleness": 4}], ids=["free", "bound"])
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_the_loss_of_one_device_is_reached_within_half_again_its_samples(
+    workers: Workers, entry: catalog.Strategy, options: dict[str, Any]
+) -> None:
+    (truth,) = clean(workers.run("one_device", server_cells.digits, 10))
+    reports = clean(workers.run(entry.name, server_cells.digits, 15, workers=3, options=options))
+    staleness = np.concatenate([report.rows["staleness"] for report in reports])
+    assert staleness.mean() <= 4
+    samples = sum(int(report.rows["samples"].sum()) for report in reports)
+    assert samples <= 1.5 * truth.rows["samples"].sum()
+    assert reports[0].value <= truth.value
+
+
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_rows_of_free_workers_cover_their_run(workers: Workers, entry: catalog.Strategy) -> None:
+    reports = clean(workers.run(entry.name, cells.slow_steps, False, 30, 12, workers=2))
+    for report in reports:
+        rows = report.rows
+        step_s = rows["end_s"] - rows["start_s"]
+        named = rows["data_wait_s"] + rows["compute_s"] + rows["exposed_s"]
+        assert np.quantile(named / step_s, 0.05) >= 0.95
+        assert step_s.sum() == pytest.approx(report.train_s, rel=0.01)
+        assert (rows["samples"] == 6).all()
+        assert (rows["sent_bytes"] == (72 + 72 + 9) * 4).all()
+
+
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_free_workers_end_with_equal_weights(
+    workers: Workers, entry: catalog.Strategy, own_loop: bool
+) -> None:
+    cell, extra = (
+        (cells.train_from_loader, {"epochs": 2}) if own_loop else (cells.train, {"steps": 30})
+    )
+    reports = clean(
+        workers.run(
+            entry.name, cell, *([True] if own_loop else []), workers=3, keywords=extra,
+            options={"servers": 2},
+        )
+    )  # fmt: skip
+    for name, value in reports[0].weights.items():
+        assert all((report.weights[name] == value).all() for report in reports)
+
+
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_free_workers_stop_at_their_own_steps(workers: Workers, entry: catalog.Strategy) -> None:
+    for options in ({}, {"max_staleness": 3}):
+        reports = clean(
+            workers.run(
+                entry.name, server_cells.stopped_alone, [4, 9, 6], workers=3, options=options
+            )
+        )
+        assert [report.value for report in reports] == [True] * 3
+        assert [report.trained for report in reports] == [5, 10, 7]
+
+
+def follow(told: dict[str, Any], pull_every: int, aware: bool) -> dict[str, np.ndarray]:
+    """Gradient descent on a linear model by hand: several steps on each copy of the weights."""
+    w, b = told["start"]["weight"].copy(), told["start"]["bias"].copy()
+    for step in range(8):
+        staleness = step % pull_every
+        if staleness == 0:
+            copy_w, copy_b = w.copy(), b.copy()
+        rows = slice((step % 4) * 10, (step % 4) * 10 + 10)
+        x, y = told["x"][rows], told["y"][rows]
+        error = x @ copy_w.T + copy_b - y
+        rate = 0.1 / max(1, staleness) if aware else 0.1
+        w = w - rate * 2 / 10 * error.T @ x
+        b = b - rate * 2 / 10 * error.sum(axis=0)
+    return {"weight": w, "bias": b}
+
+
+@pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_steps_on_one_copy_and_the_learning_rates_of_stale_pushes(
+    workers: Workers, entry: catalog.Strategy, aware: bool
+) -> None:
+    options = {"pull_every": 3, "staleness_aware_lr": aware}
+    (report,) = clean(workers.run(entry.name, server_cells.steps_on_one_copy, options=options))
+    assert report.rows["staleness"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    for name, value in follow(report.value, 3, aware).items():
+        assert abs(report.weights[name] - value).max() < 1e-12
+    other = follow(report.value, 3, not aware)
+    assert abs(report.weights["weight"] - other["weight"]).max() > 1e-3
+
+
+# -- whole and untorn ------------------------------------------------------------------------------
+
+LAYOUTS = [
+    pytest.param({"servers": 1}, id="one"),
+    pytest.param({"servers": 2, "consistency": "snapshot"}, id="two, snapshot"),
+    pytest.param({"servers": 2}, id="two, latest"),
+]
+
+
+@pytest.mark.parametrize("link", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.parametrize("entry", FREE, **NAME)
+def test_no_worker_ever_sees_half_an_update(
+    workers: Workers, entry: catalog.Strategy, options: dict[str, Any], link: str
+) -> None:
+    options = {**options, "link": link}
+    reports = clean(
+        workers.run(entry.name, server_cells.count_up, 60, 100_000, workers=3, options=options)
+    )
+    for report in reports:
+        assert report.value["torn"] == 0
+        if options["servers"] == 1 or options.get("consistency") == "snapshot":
+            assert report.value["mixed"] == 0
+        assert report.value["seen"] == sorted(report.value["seen"])
+    # No push is lost either: the final value counts them all.
+    assert reports[0].weights["parts.0"].tolist() == [180.0] * 100_000
+
+
+# -- every way of linking, every failure -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["shared_memory", "unix", "tcp"])
+@pytest.mark.parametrize("entry", LINKED, **NAME)
+def test_every_link_gives_the_same_numbers(
+    workers: Workers, entry: catalog.Strategy, link: str
+) -> None:
+    (truth,) = clean(workers.run("one_device", cells.train))
+    options = {**together(entry), "link": link}
+    reports = clean(workers.run(entry.name, cells.train, workers=2, options=options))
+    for report in reports:
+        for name, value in truth.weights.items():
+            assert abs(report.weights[name] - value).max() <= 1e-10
+
+
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_parameters_without_a_gradient_are_left_alone(
+    workers: Workers, entry: catalog.Strategy
+) -> None:
+    (truth,) = clean(workers.run("one_device", server_cells.unused_now_and_then, 12))
+    reports = clean(
+        workers.run(
+            entry.name, server_cells.unused_now_and_then, 12, workers=2, options=together(entry)
+        )
+    )
+    for name, value in truth.weights.items():
+        assert abs(reports[0].weights[name] - value).max() <= 1e-10
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_a_saved_state_goes_on_where_it_was(
+    workers: Workers, entry: catalog.Strategy, count: int
+) -> None:
+    reports = clean(
+        workers.run(
+            entry.name, server_cells.save_and_go_on, 4, 5, workers=count, options=together(entry)
+        )
+    )
+    for report in reports:
+        differences, parts = report.value
+        assert max(differences) <= 1e-12
+        assert parts == ["model", "optimizer", "scheduler"]
+
+
+REFUSED = {
+    "own class": "defined in the cell", "closure": "closure", "sparse": "Sparse gradients",
+    "setting": "'note' cannot be sent",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_what_servers_cannot_do_is_named(
+    workers: Workers, entry: catalog.Strategy, kind: str
+) -> None:
+    reports = clean(workers.run(entry.name, server_cells.refused, kind, workers=2))
+    assert all(REFUSED[kind] in report.value for report in reports)
+
+
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_clipping_a_share_of_a_sum_is_refused(workers: Workers, entry: catalog.Strategy) -> None:
+    options = together(entry)
+    reports = clean(
+        workers.run(entry.name, server_cells.refused, "clip", workers=2, options=options)
+    )
+    assert all("were changed between backward" in report.value for report in reports)
+    # Alone, or at its own pace, a worker's gradient is the whole of its push.
+    alone = clean(workers.run(entry.name, server_cells.refused, "clip", options=options))
+    assert alone[0].value == "no error"
+    if not entry.sync:
+        free = clean(workers.run(entry.name, server_cells.refused, "clip", workers=2))
+        assert [report.value for report in free] == ["no error"] * 2
+
+
+@pytest.mark.parametrize("entry", [e for e in SERVED if e.servers_option], **NAME)
+def test_more_servers_than_tensors_are_refused(workers: Workers, entry: catalog.Strategy) -> None:
+    options = {entry.servers_option: 3}
+    reports = clean(workers.run(entry.name, server_cells.refused, "servers", options=options))
+    assert "more servers than parameter tensors" in reports[0].value
+
+
+@pytest.mark.parametrize("fails_first", [False, True], ids=["both", "the first fails"])
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_a_cell_may_train_twice(
+    workers: Workers, entry: catalog.Strategy, fails_first: bool
+) -> None:
+    reports = clean(
+        workers.run(
+            entry.name, server_cells.two_trainings, fails_first, workers=2, options=together(entry)
+        )
+    )
+    assert [report.value for report in reports] == [[0 if fails_first else 10, 10]] * 2
+
+
+@pytest.mark.parametrize("who", ["worker", "server"])
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_a_killed_process_ends_in_a_named_error(entry: catalog.Strategy, who: str) -> None:
+    pool = Workers(3)
+    try:
+        victim = pool.processes[1 if who == "worker" else 2].pid
+        reports = pool.run(
+            entry.name, server_cells.kill_in_mid_run, victim, 5, workers=2,
+            options=together(entry),
+        )  # fmt: skip
+        survivors: list[Report] = [r for r in reports if r.error and r.error != "died"]
+        if who == "worker":
+            assert reports[1].error == "died"
+            assert "worker 1 has left" in str(reports[0].error)
+        else:
+            assert len(survivors) == 1  # the first report tells of the server's death
+            assert reports[0].error == "died"
+            assert "server s0 is gone" in str(reports[1].error)
+        assert all(report.left == [] for report in survivors)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("fault", "ms"), [("latency=10ms", 20), ("bandwidth=1MB/s", 20)])
+@pytest.mark.parametrize("entry", [e for e in SERVED if e.links], **NAME)
+def test_a_simulated_link_shows_as_transfer_and_is_labelled(
+    workers: Workers, entry: catalog.Strategy, fault: str, ms: float
+) -> None:
+    """10,000 bytes each way: 10 ms each at 1 MB/s."""
+    options = together(entry)
+    read = []
+    for faults in ((), (fault,)):
+        reports = clean(
+            workers.run(
+                entry.name, server_cells.wide_steps, 2499, workers=2, options=options,
+                faults=faults,
+            )
+        )  # fmt: skip
+        derived = metrics.derive(joined(reports))
+        read.append(np.median(derived.transfer_s, axis=0) * 1e3)
+        notes = [note["text"] for note in reports[0].emitted("note")]
+        assert any("Simulated" in note and fault in note for note in notes) == bool(faults)
+    assert read[1] - read[0] == pytest.approx([ms, ms], abs=4)

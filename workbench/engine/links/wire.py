@@ -1,0 +1,172 @@
+"""Frames on a stream: a fixed head, a JSON header, then raw bytes of an agreed size."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import RunError
+
+Bytes = NDArray[np.uint8]
+
+_HEAD = struct.Struct("!4sIQ")  # magic, bytes of the header, bytes of the payload
+HEAD_BYTES = _HEAD.size
+_MAGIC = b"wbL1"
+MAX_HEADER_BYTES = 64 << 20
+_MOST_PARTS = 512  # the system limits how many buffers one call may name
+
+
+class LinkError(RunError):
+    """A link broke, or its other end said something that makes no sense."""
+
+
+@dataclass
+class Message:
+    """One message.
+
+    Attributes:
+        kind: What it is about.
+        meta: JSON-ready fields.
+        size_bytes: Payload that follows on the stream; 0 where it is in shared memory.
+    """
+
+    kind: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+def closed(peer: str) -> LinkError:
+    """Return the error for a link whose other end is gone."""
+    return LinkError(
+        f"Connection closed by peer: {peer} is gone.",
+        next_step="its own error says why; %cluster logs shows what it wrote",
+    )
+
+
+def pack(message: Message) -> bytes:
+    """Return head and header."""
+    header = json.dumps({"kind": message.kind, **message.meta}).encode()
+    return _HEAD.pack(_MAGIC, len(header), message.size_bytes) + header
+
+
+def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
+    """Return (bytes of the header, bytes of the payload).
+
+    Raises:
+        LinkError: The stream does not speak this protocol, or announces an absurd header.
+    """
+    magic, header_bytes, payload_bytes = _HEAD.unpack(head)
+    if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
+        raise LinkError(f"{peer} sent something that is no message.", seen=head.hex())
+    return header_bytes, payload_bytes
+
+
+def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
+    """Return the message; its payload is still on the stream.
+
+    Raises:
+        LinkError: The header cannot be read.
+    """
+    try:
+        meta = json.loads(header)
+        kind = str(meta.pop("kind"))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise LinkError(f"{peer} sent a header that cannot be read.") from error
+    return Message(kind, meta, size_bytes)
+
+
+def check_size(message: Message, expected_bytes: int, peer: str) -> None:
+    """Raise LinkError when a payload is not as large as was agreed; nothing of it is read."""
+    if message.size_bytes != expected_bytes:
+        raise LinkError(
+            f"{peer} announced a payload of the wrong size for {message.kind!r}.",
+            seen=f"{message.size_bytes} bytes",
+            allowed=f"{expected_bytes} bytes",
+        )
+
+
+def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: str) -> None:
+    """Send a message and its payload, gathered from where it lies.
+
+    Raises:
+        LinkError: The other end is gone.
+    """
+    left = [memoryview(pack(message)), *(part.data for part in parts if part.size)]
+    try:
+        while left:
+            sent = sock.sendmsg(left[:_MOST_PARTS])
+            left = _rest(left, sent)
+    except OSError as error:
+        raise closed(peer) from error
+
+
+def receive(sock: socket.socket, peer: str) -> Message:
+    """Wait for a message; its payload stays on the stream.
+
+    Raises:
+        LinkError: The other end is gone or does not speak this protocol.
+    """
+    head = bytearray(HEAD_BYTES)
+    receive_into(sock, [memoryview(head)], peer)
+    header_bytes, payload_bytes = unpack_head(bytes(head), peer)
+    header = bytearray(header_bytes)
+    receive_into(sock, [memoryview(header)], peer)
+    return unpack_header(bytes(header), payload_bytes, peer)
+
+
+def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer: str) -> None:
+    """Fill the buffers from the stream, straight to where they lie.
+
+    Raises:
+        LinkError: The other end is gone.
+    """
+    views = [part if isinstance(part, memoryview) else part.data for part in parts]
+    left = [view for view in views if len(view)]
+    try:
+        while left:
+            received = sock.recvmsg_into(left[:_MOST_PARTS])[0]
+            if not received:
+                raise closed(peer)
+            left = _rest(left, received)
+    except OSError as error:
+        raise closed(peer) from error
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of the buffers after so many bytes."""
+    at = 0
+    while at < len(views) and done >= len(views[at]):
+        done -= len(views[at])
+        at += 1
+    rest = views[at:]
+    if done:
+        rest[0] = rest[0][done:]
+    return rest
+
+
+def size_of(parts: Sequence[Bytes]) -> int:
+    """Return the bytes in all parts."""
+    return sum(part.size for part in parts)
+
+
+def copy_in(parts: Sequence[Bytes], area: Bytes) -> None:
+    """Copy the parts into an area, one behind the other."""
+    at = 0
+    for part in parts:
+        area[at : at + part.size] = part
+        at += part.size
+
+
+def copy_out(area: Bytes, parts: Sequence[Bytes]) -> None:
+    """Copy an area into the parts, one behind the other."""
+    at = 0
+    for part in parts:
+        part[:] = area[at : at + part.size]
+        at += part.size

@@ -1,0 +1,68 @@
+"""All-reduce: every worker ends with the sum of all workers' tensors.
+
+Each algorithm is one file that reads like its page in a textbook, written in sends and receives
+(`links.py`); `backend` is what the process group brings (gloo, NCCL). `auto.py` measures which is
+the fastest here. All give the same sum, bit for bit the same on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from . import hierarchical, recursive_doubling, reduce_to_one, ring
+from .links import Links
+
+BACKEND = "backend"
+
+
+def _backend(flat: torch.Tensor, links: Links) -> None:
+    """Use the process group's own all-reduce; gloo and NCCL send as much as a ring does."""
+    dist.all_reduce(flat, group=links.group)
+    links.count(round(2 * (links.size - 1) * flat.numel() * flat.element_size() / links.size))
+
+
+ALGORITHMS: dict[str, Callable[[torch.Tensor, Links], None]] = {
+    BACKEND: _backend,
+    "ring": ring.all_reduce,
+    "hierarchical": hierarchical.all_reduce,
+    "reduce_to_one": reduce_to_one.all_reduce,
+    "recursive_doubling": recursive_doubling.all_reduce,
+}
+
+
+class AllReduce:
+    """One algorithm over one group of workers.
+
+    Args:
+        name: A key of ALGORITHMS.
+    """
+
+    def __init__(self, name: str, links: Links) -> None:
+        self.name, self.links = name, links
+        self._algorithm = ALGORITHMS[name]
+
+    def __call__(self, flat: torch.Tensor) -> None:
+        """Replace a contiguous `flat`, shape (numbers,), by its sum over the workers.
+
+        Raises:
+            FitError: The workers' tensors differ in size; nothing was sent.
+        """
+        links = self.links
+        if links.size == 1 or flat.numel() == 0:
+            return
+        links.agree(flat)
+        if self.name == BACKEND:
+            self._algorithm(flat, links)
+            return
+        staged = links.staged(flat)
+        self._algorithm(staged, links)
+        if staged is not flat:
+            flat.copy_(staged)
+
+    def mean(self, flat: torch.Tensor) -> None:
+        """Replace `flat` by its mean over the workers."""
+        flat /= self.links.size
+        self(flat)

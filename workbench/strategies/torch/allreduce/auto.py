@@ -1,0 +1,121 @@
+"""Finds the fastest all-reduce for a size, on this machine, with these workers.
+
+Which algorithm wins depends on the size (rounds cost time, bytes cost time), on the number of
+workers and on the machine. So it is measured: once per cluster for each number of workers and
+power of two of bytes, by all workers together; rank 0 remembers. Each candidate is run in turn,
+several rounds; what counts is the slowest worker's lower quartile, since what else the machine
+does only ever adds time.
+
+The backend's own all-reduce runs while backward is still computing, and needs no copy of the
+gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from . import ALGORITHMS, BACKEND, AllReduce
+from .aside import Aside
+from .links import Links
+
+LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
+LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a size.
+
+    Attributes:
+        seconds: Time of one all-reduce by algorithm; empty where nothing was measured.
+    """
+
+    name: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def explain(self, size_bytes: int) -> str:
+        """Return one sentence for the user."""
+        times = ", ".join(f"{name} {1e3 * took_s:.2f}" for name, took_s in self.seconds.items())
+        return (
+            f"Gradients ({size_bytes / 1e6:.3g} MB) are averaged by {self.name}, the fastest here "
+            f"(ms measured: {times})."
+        )
+
+
+_known: dict[tuple[object, ...], Choice] = {}
+
+
+def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
+    """Return the fastest algorithm for tensors like `flat`; all workers call it together.
+
+    Only gloo on CPUs is raced: NCCL picks its algorithm itself, and CUDA tensors would have to be
+    staged for the others.
+
+    Args:
+        aside: Where all algorithms but the backend's will run.
+        simulated: Whether faults hold messages back: then the backend, whose messages are out of
+            reach, does not take part, and the result is not remembered.
+    """
+    if links.size == 1 or (flat.device.type != "cpu" and not simulated):
+        return Choice(BACKEND)
+    size_bytes = min(flat.numel() * flat.element_size(), LARGEST_BYTES)
+    probe = torch.zeros(size_bytes // flat.element_size(), dtype=flat.dtype)
+    if simulated:
+        names = [name for name in ALGORITHMS if name != BACKEND]
+        return fastest(race(probe, links, aside, names, rounds=1))
+    key = (links.size, tuple(links.hosts), flat.dtype, size_bytes.bit_length())
+    choice = _recall(key, links)
+    if choice is None:
+        choice = _known[key] = fastest(race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS))
+    return choice
+
+
+def _recall(key: tuple[object, ...], links: Links) -> Choice | None:
+    """Return what rank 0 remembers; an engine that was replaced has forgotten."""
+    names = list(ALGORITHMS)
+    own = _known.get(key)
+    index = torch.tensor([-1 if own is None else names.index(own.name)])
+    dist.broadcast(index, 0, group=links.group)
+    if int(index) < 0:
+        return None
+    name = names[int(index)]
+    return own if own is not None and own.name == name else Choice(name)
+
+
+def race(
+    probe: torch.Tensor, links: Links, aside: Aside, names: Sequence[str], *, rounds: int
+) -> dict[str, float]:
+    """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers."""
+    entrants = {name: _entrant(AllReduce(name, links), aside) for name in names}
+    for entrant in entrants.values():  # connections are opened at first use
+        entrant(probe)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, entrant in entrants.items():
+            began = time.perf_counter()
+            entrant(probe)
+            taken[name].append(time.perf_counter() - began)
+    typical = torch.tensor([sorted(taken[name])[rounds // 4] for name in names])
+    dist.all_reduce(typical, dist.ReduceOp.MAX, group=links.group)
+    return dict(zip(names, typical.tolist(), strict=True))
+
+
+def _entrant(all_reduce: AllReduce, aside: Aside) -> Callable[[torch.Tensor], None]:
+    if all_reduce.name == BACKEND:
+        return all_reduce
+    return lambda probe: aside.run(lambda: all_reduce(probe))
+
+
+def fastest(seconds: dict[str, float]) -> Choice:
+    """Return the fastest, or the backend's own where nothing beats it clearly."""
+    name = min(seconds, key=seconds.__getitem__)
+    if seconds[name] > LEAST_GAIN * seconds.get(BACKEND, math.inf):
+        name = BACKEND
+    return Choice(name, seconds)

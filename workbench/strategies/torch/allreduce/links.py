@@ -1,0 +1,170 @@
+"""Messages between workers, point to point: what the all-reduce algorithms are written in.
+
+    links.send(tensor, to)              links.exchange(out, to, into, source)
+    links.receive(into, source)         links.gather(own) -> one tensor per worker
+
+Every byte that leaves this worker is counted. Gloo ends the process when a message is longer than
+the buffer that waits for it, and says nothing when it is shorter; so before tensors of a new size
+travel for the first time, the workers compare sizes in a message whose own size is fixed.
+
+The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
+long as the link would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....errors import FitError
+
+
+class Links:
+    """The connections of one worker to the other members of a group.
+
+    Args:
+        group: A process group; its ranks are the workers.
+        hosts: Host of each worker, by rank; empty when all are on one host.
+        members: Group ranks taking part, in order; all of them by default.
+        travel: Called with the bytes of each message before it is sent; may hold it back.
+
+    Attributes:
+        rank: This worker's place among the members.
+        size: Number of members.
+        sent_bytes: Bytes this worker has sent so far, also through parts made with `among`.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        hosts: Sequence[str] = (),
+        members: Sequence[int] = (),
+        travel: Callable[[int], object] = lambda size_bytes: None,
+    ) -> None:
+        self.group, self._travel = group, travel
+        self._members = list(members) or list(range(group.size()))
+        self.rank = self._members.index(group.rank())
+        self.size = len(self._members)
+        self.hosts = [hosts[member] if hosts else "" for member in self._members]
+        self.sent_bytes = 0.0
+        self._parent: Links | None = None
+        self._parts: dict[tuple[int, ...], Links] = {}
+        self._agreed: set[tuple[int, torch.dtype]] = set()
+        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._gloo = dist.get_backend(group) == "gloo"
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        """Begin to send a contiguous tensor to a member; `wait()` on what is returned."""
+        self._leave(tensor)
+        return self.group.send([tensor], self._members[to], 0)
+
+    def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
+        """Fill a contiguous tensor with what a member sends; return it."""
+        self._post(into, source).wait()
+        return into
+
+    def _post(self, into: torch.Tensor, source: int) -> Any:
+        return self.group.recv([into], self._members[source], 0)
+
+    def exchange(self, out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> torch.Tensor:
+        """Send to one member while receiving from another; return what was received.
+
+        Either may be empty (both ends know that), then nothing travels.
+        """
+        if not self._gloo:  # NCCL orders messages: two that meet must be one operation
+            return self._exchange_grouped(out, to, into, source)
+        # The receive is posted first: a message for which a buffer waits leaves without asking.
+        receiving = self._post(into, source) if into.numel() else None
+        sending = self.send(out, to) if out.numel() else None
+        for work in (receiving, sending):
+            if work is not None:
+                work.wait()
+        return into
+
+    def _exchange_grouped(
+        self, out: torch.Tensor, to: int, into: torch.Tensor, source: int
+    ) -> torch.Tensor:
+        self._leave(out)
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=self._members[member])
+            for operation, tensor, member in ((dist.isend, out, to), (dist.irecv, into, source))
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return into
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return every member's tensor, by rank; each is passed on around the ring.
+
+        Args:
+            own: Contiguous; of the same shape on every member.
+        """
+        self.agree(own)
+        parts = [own if r == self.rank else torch.empty_like(own) for r in range(self.size)]
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for k in range(self.size - 1):
+            mine, theirs = (self.rank - k) % self.size, (self.rank - k - 1) % self.size
+            self.exchange(parts[mine], following, parts[theirs], previous)
+        return parts
+
+    def agree(self, tensor: torch.Tensor) -> None:
+        """Check, the first time a size is met, that all workers are about to send the same.
+
+        Raises:
+            FitError: They are not; raised on every worker.
+        """
+        key = (tensor.numel(), tensor.dtype)
+        if key in self._agreed or self.size == 1:
+            return
+        device = None if self._gloo else tensor.device
+        own = torch.tensor([tensor.numel(), _code(tensor.dtype)], device=device)
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(every, own, group=self.group)
+        if any(not torch.equal(other, own) for other in every):
+            raise FitError(
+                "The workers' gradients are not of the same size, so they cannot be averaged.",
+                seen=", ".join(f"rank {r}: {int(e[0])} numbers" for r, e in enumerate(every)),
+                next_step="build the same model on every worker",
+            )
+        self._agreed.add(key)
+
+    def among(self, ranks: Sequence[int]) -> Links:
+        """Return the links between some of the members, of which this worker is one."""
+        key = tuple(self._members[rank] for rank in ranks)
+        if key not in self._parts:
+            part = self._parts[key] = Links(self.group, members=key, travel=self._travel)
+            part._parent = self
+        return self._parts[key]
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.count(size_bytes)
+        self._travel(size_bytes)
+
+    def count(self, sent_bytes: float) -> None:
+        """Add to the bytes this worker has sent."""
+        self.sent_bytes += sent_bytes
+        if self._parent is not None:
+            self._parent.count(sent_bytes)
+
+    def buffer(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return memory to receive into, shape (numel,); kept from call to call."""
+        key = (like.dtype, like.device)
+        held = self._buffers.get(key)
+        if held is None or held.numel() < numel:
+            held = self._buffers[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return held[:numel]
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor where messages can be sent from: gloo's leave from the CPU."""
+        return tensor.cpu() if self._gloo else tensor
+
+
+def _code(dtype: torch.dtype) -> int:
+    """Return a number that stands for a dtype, the same in every process."""
+    return int.from_bytes(str(dtype).removeprefix("torch.").encode()[:7], "big")

@@ -1,0 +1,192 @@
+"""How the gradients of a data-parallel run are averaged: which all-reduce, compressed or not.
+
+Decided from the options, by all workers alike, before the first step. The backend's own all-reduce
+of whole gradients is left to DistributedDataParallel, which overlaps it with backward; everything
+else goes through `FlatGradients`, in one message after backward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...engine.context import RunContext
+from ...errors import FitError
+from .allreduce import BACKEND, AllReduce, auto
+from .allreduce.aside import Aside
+from .allreduce.links import Links
+from .compression import make_compression, message_like
+from .flat import FlatGradients, Mean, by_dtype
+
+AUTO = "auto"
+
+
+class Averaging:
+    """What was decided for one run.
+
+    Args:
+        model: The module, on its device.
+
+    Attributes:
+        overlapped: Whether DistributedDataParallel does it.
+
+    Raises:
+        FitError: The options exclude each other, or the workers' models differ.
+    """
+
+    def __init__(self, context: RunContext, model: torch.nn.Module) -> None:
+        options, spec = context.spec.options, context.spec
+        self._compress = str(options.get("compress", "none"))
+        self._find_unused = bool(options.get("find_unused_parameters", False))
+        asked = str(options.get("allreduce", BACKEND))
+        if self._compress.startswith("topk") and asked != AUTO:
+            raise FitError(
+                "topk gathers what each worker chose; it has no use for an all-reduce.",
+                seen=f"compress={self._compress}, allreduce={asked}",
+                next_step="leave out -o allreduce",
+            )
+        self._context, self._warned = context, False
+        simulated = context.faults.on_links
+        if asked == BACKEND and simulated:
+            raise FitError(
+                "Bandwidth and latency are simulated on our own links, which the backend's "
+                "all-reduce does not use.",
+                seen=", ".join(spec.faults),
+                next_step="-o allreduce=auto, or one of the algorithms",
+            )
+        self.links = Links(dist.group.WORLD, hosts=spec.hosts, travel=context.faults.travel)
+        self._aside = Aside()
+        self._on_cpu = torch.device(spec.device).type == "cpu"
+        self._ring_bytes = ring_bytes(model, self.links.size)
+        check_same_model(model, self.links)
+        try:
+            name = self._decide(model, asked, simulated)
+        except BaseException:  # nobody will be there to close this
+            self.close()
+            raise
+        self.all_reduce = AllReduce(name, self.links)
+        self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
+        self._counted = self.links.sent_bytes
+
+    def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
+        """Return the algorithm's name; `auto` measures with a message as large as most."""
+        sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+        if asked != AUTO:
+            return asked
+        if sparse or self._compress.startswith("topk"):
+            return BACKEND
+        # A model with gradients of several dtypes has a message for each: the largest counts.
+        kinds = [list(group.values()) for group in by_dtype(model).values()]
+        parameters = max(kinds, key=size_bytes)
+        shapes = [parameter.shape for parameter in parameters]
+        message = message_like(self._compress, shapes, parameters[0].dtype)
+        message = message.to(parameters[0].device)
+        choice = auto.choose(message, self.links, self._aside, simulated=simulated)
+        if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
+            text = choice.explain(message.numel() * message.element_size())
+            self._context.emit("note", rank=0, text=text)
+        return choice.name
+
+    def wrap(self, module: torch.nn.Module) -> FlatGradients:
+        """Put a module whose parameters are equal on all workers behind the averaging."""
+        any_used = self._beside(self.all_reduce) if self._find_unused else None
+        return FlatGradients(module, self._make_mean, any_used)
+
+    def _make_mean(self, shapes: list[torch.Size]) -> Mean:
+        compression = make_compression(self._compress, self.all_reduce, shapes)
+        return self._beside(compression or self.all_reduce.mean)
+
+    def _beside(self, task: Mean) -> Mean:
+        """Run a task on the thread for messages; CUDA's streams belong to the training thread."""
+        if not self._on_cpu:
+            return task
+        return lambda flat: self._aside.run(lambda: task(flat))
+
+    def close(self) -> None:
+        """End the thread for messages."""
+        self._aside.close()
+
+    def sent_bytes(self) -> float:
+        """Return the bytes this worker sent since the last call.
+
+        DDP's traffic is not seen: a ring all-reduce of all gradients sends 2 (n-1)/n of them.
+        """
+        if self.overlapped:
+            self._warn_of_links()
+            return self._ring_bytes
+        before, self._counted = self._counted, self.links.sent_bytes
+        return self._counted - before
+
+    def _warn_of_links(self) -> None:
+        """Say that a fault which was set while the run is under way has no effect."""
+        if self.links.rank == 0 and not self._warned and self._context.faults.on_links:
+            self._warned = True
+            self._context.emit(
+                "warning",
+                rank=0,
+                text="Bandwidth and latency have no effect: this run's gradients are averaged by "
+                "the backend. Choose an algorithm with -o allreduce=ring.",
+            )
+
+
+def size_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def ring_bytes(model: torch.nn.Module, workers: int) -> float:
+    """Return the bytes a worker sends per step: a ring all-reduce of all gradients."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return 2 * (workers - 1) / workers * size_bytes(trained)
+
+
+def check_same_model(model: torch.nn.Module, links: Links) -> None:
+    """Check that all workers hold a model of the same names, shapes and dtypes.
+
+    Raises:
+        FitError: They do not; raised on every worker.
+    """
+    if links.size == 1:
+        return
+    tensors = model.state_dict(keep_vars=True)
+    words = repr([(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in tensors.items()])
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    device: Any = next(model.parameters()).device
+    own = torch.tensor([numbers, zlib.crc32(words.encode())], device=device)
+    every = [torch.empty_like(own) for _ in range(links.size)]
+    dist.all_gather(every, own, group=links.group)
+    if any(not torch.equal(other, own) for other in every):
+        raise FitError(
+            "The workers hold different models, so their gradients cannot be averaged.",
+            seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
+            next_step="build the same model on every worker, whatever its rank",
+        )
+
+
+def broadcast_model(model: torch.nn.Module) -> None:
+    """Give all workers rank 0's parameters and buffers."""
+    with torch.no_grad():
+        broadcast([*model.parameters(), *model.buffers()])
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give all workers rank 0's buffers."""
+    with torch.no_grad():
+        broadcast(list(model.buffers()))
+
+
+def broadcast(tensors: list[torch.Tensor]) -> None:
+    """Give all workers rank 0's tensors; one message per dtype: small collectives are slow."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for group in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        dist.broadcast(flat, 0)
+        parts = torch.split(flat, [tensor.numel() for tensor in group])
+        for tensor, values in zip(group, parts, strict=True):
+            tensor.copy_(values.view_as(tensor))

@@ -1,0 +1,122 @@
+"""Central storage: the variables and the optimizer live on one host, workers only compute.
+
+Source: Abadi et al., TensorFlow: A System for Large-Scale Machine Learning, OSDI 2016, section 4.4
+(synchronous replication); TensorFlow's CentralStorageStrategy does the same within one process.
+
+    worker 0:  w -> share 0 -> forward -> backward -> g0 --+                         +-> w'
+    worker 1:  w -> share 1 -> forward -> backward -> g1 --+                         +-> w'
+    worker 2:  w -> share 2 -> forward -> backward -> g2 --+                         +-> w'
+                                                           |                         |
+    server:                             g = g0 + g1 + g2 <-+  clip, optimizer: w' ---+
+
+The loss of worker r is weighted by samples_r / samples, so the sum of the gradients is that of the
+whole batch, also where shares are unequal. The server adds them up in the order of the ranks, each
+as soon as it can: two runs with the same seed agree to the last bit. Clipping looks at the sum, so
+it happens there, and so does the optimizer's step; its state exists once. Learning rate, momentum
+and the rest follow the user's optimizer and scheduler on worker 0.
+
+Each worker sends the gradient's size and receives the parameters' size per step; all of it passes
+through the one host, which is what limits this strategy.
+
+Sync wait of worker r: the last worker's gradient was ready so much later than its own. What the
+server then does (sum, clip, step) and the way there and back count as transfer.
+
+MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all workers, then
+`pull(key)`, with the optimizer set on the store.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..base import StepResult
+from .holder import Holder, Meta, Policy
+from .remote import Answer
+from .served import Served
+
+
+class Rounds(Policy):
+    """One step per round, a round being a gradient of every worker."""
+
+    def __init__(self, holder: Holder, options: Any) -> None:
+        super().__init__(holder, options)
+        flats = {r: holder.shard.flats(mailbox) for r, mailbox in holder.mailboxes.items()}
+        self._ranks = sorted(flats)
+        self._sum = flats[self._ranks[0]]  # the first worker's mailbox becomes the sum
+        self._flats = flats
+        self._arrived: dict[int, Meta] = {}
+        self._added = 0
+
+    def pushed(self, rank: int, meta: Meta) -> None:
+        """Add up in the order of ranks; step when all are in."""
+        self._arrived[rank] = meta
+        while self._added < len(self._ranks) and self._ranks[self._added] in self._arrived:
+            self._add(self._ranks[self._added])
+            self._added += 1
+        if self._added == len(self._ranks):
+            self._all_in()
+        else:
+            self._check_complete()
+
+    def _add(self, rank: int) -> None:
+        if rank != self._ranks[0]:
+            for total, part in zip(self._sum, self._flats[rank], strict=True):
+                total.add_(part)
+
+    def _all_in(self) -> None:
+        holder = self.holder
+        gradients = holder.gradients[self._ranks[0]]
+        if holder.clip_norm is None:
+            self._step()
+        elif holder.servers == 1:
+            norm = holder.norm(self._present(gradients))
+            self.scaled(min(1.0, holder.clip_norm / (norm + 1e-6)))
+        else:  # every server knows its part of the norm; rank 0 adds them up
+            norm = holder.norm(self._present(gradients))
+            holder.send(self._ranks[0], "norm", norm=norm, clip_norm=holder.clip_norm)
+
+    def scaled(self, factor: float) -> None:
+        """Shorten the sum, then step."""
+        for total in self._sum:
+            total.mul_(factor)
+        self._step()
+
+    def _step(self) -> None:
+        holder, first = self.holder, self._ranks[0]
+        holder.update(holder.gradients[first], first, absent=self._absent)
+        self._arrived.clear()
+        self._added = 0
+        for rank in self._ranks:
+            holder.send_parameters(rank)
+
+    @property
+    def _absent(self) -> frozenset[int]:
+        """Parameters that took no part in any worker's loss."""
+        absent = [frozenset(meta.get("absent", ())) for meta in self._arrived.values()]
+        return frozenset.intersection(*absent)
+
+    def _present(self, gradients: Any) -> list[Any]:
+        absent, pieces = self._absent, self.holder.shard.pieces
+        return [g for piece, g in zip(pieces, gradients, strict=True) if piece.index not in absent]
+
+    def left(self, rank: int) -> None:
+        """A round that cannot become complete must not be waited for."""
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        missing = set(self._ranks) - self.holder.training - set(self._arrived)
+        if self._arrived and missing:
+            self.holder.fail(
+                f"worker {min(missing)} has left, the others' step cannot become complete"
+            )
+
+
+class CentralStorage(Served):
+    """Variables and optimizer on one host; all workers' gradients make one step."""
+
+    def make_policy(self, holder: Holder) -> Policy:
+        """A step per round."""
+        return Rounds(holder, self.options)
+
+    def settle(self, result: StepResult, answer: Answer) -> None:
+        """Nothing to add: waits follow from when each worker's gradient was ready."""

@@ -1,0 +1,172 @@
+"""What strategies have in common whose replicas take steps of their own and meet afterwards.
+
+    own share -> gradient -> own optimizer's step -> meet: parameters are mixed with others'
+
+How often they meet, whom, and how parameters are mixed is in the strategies (`local_sgd.py`,
+`gossip.py`). What is evaluated, and what a run ends with, is the mean of all replicas.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..base import Job, Share, StepResult, Strategy
+from .loop import OwnLoop
+from .replicas import Message, begin_equal, broadcast
+from .trainer import Trainer
+
+
+class DriftingReplicas(Strategy):
+    """Replicas that are not equal between meetings.
+
+    Attributes:
+        message: This worker's parameters and floating-point buffers, flat.
+        done: Steps done.
+        equal: Whether the replicas are equal now.
+        sent_bytes: Bytes this worker sent in the latest step.
+    """
+
+    trainer: Trainer | None = None
+    loop: OwnLoop | None = None
+    model: torch.nn.Module | None = None
+    done = 0
+    equal = True
+    sent_bytes = wait_s = 0.0
+    _hook: Any = None
+
+    @abstractmethod
+    def meets(self) -> bool:
+        """Whether the step just done ends in a meeting."""
+
+    @abstractmethod
+    def meet(self) -> float:
+        """Mix parameters; return the seconds waited, NaN to have them derived from all ranks."""
+
+    def weight(self, share: Share) -> float:
+        """Return the factor on a share's mean loss: a mean over workers is one over samples."""
+        return share.samples * self.world_size / share.global_samples
+
+    def prepare(self, job: Job) -> None:
+        """Begin with rank 0's model everywhere."""
+        self.trainer = trainer = Trainer(self.context, job)
+        trainer.wrap(trainer.model)
+        self.begin(trainer.model)
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Make all replicas equal."""
+        self.model, self.device = model, torch.device(self.context.spec.device)
+        begin_equal(model, self.device)
+        self.message = Message(model, self.device)
+
+    def step(self, share: Share) -> StepResult:
+        """Take a step alone, then meet the others if it is time."""
+        trainer = self._trainer
+        trainer.gradients(share, weight=self.weight(share))
+        trainer.update()
+        self.step_done(trainer.timer)
+        return self.complete(trainer.measured(share, self.sent_bytes))
+
+    def step_done(self, timer: Any) -> None:
+        """Count a step and meet, timed."""
+        self.done += 1
+        self.wait_s = self.sent_bytes = 0.0
+        if self.world_size == 1:
+            return
+        self.equal = False
+        if self.meets():
+            timer.ready()
+            with timer.blocked():
+                self.wait_s = self.meet()
+
+    def complete(self, result: StepResult) -> StepResult:
+        """Add the wait: nobody waits between meetings."""
+        result.wait_s = min(self.wait_s, result.exposed_s) if self.wait_s else self.wait_s
+        return result
+
+    def mean(self) -> None:
+        """Replace every replica by the mean of all."""
+        self.message.fill()
+        for flat in self.message.flats:
+            flat.div_(self.world_size)
+            dist.all_reduce(flat)
+        self.message.spread()
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics of the mean of the replicas, which go on as they were."""
+        if self.equal:
+            return self._trainer.evaluate(shares, add_up=dist.all_reduce)
+        self.message.fill()
+        own = self.message.copy()
+        self.mean()
+        try:
+            return self._trainer.evaluate(shares, add_up=dist.all_reduce)
+        finally:
+            self.message.restore(own)
+
+    def finish(self) -> None:
+        """End with the mean of the replicas; all workers have done the same number of steps."""
+        if self.model is None:
+            return
+        if not self.equal:
+            self.mean()
+            self.equal = True
+        counters = [b for b in self.model.buffers() if not b.is_floating_point()]
+        broadcast(counters, self.device)
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name; equal on all workers after `finish`."""
+        if self.loop is not None:
+            return self.loop.weights()
+        return {} if self.trainer is None else self.trainer.weights()
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler; rank 0's optimizer stands for all."""
+        return self._trainer.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._trainer.load_state(state)
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Let a user's own loop meet after its optimizer's steps.
+
+        The replicas also become their mean when the loader is exhausted: that may be the end.
+        """
+        model.to(self.context.spec.device)
+        self.begin(model)
+        # Before the loop's own hook, which records the step.
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        self.loop = OwnLoop(
+            self.context,
+            model,
+            optimizer,
+            None if loader is None else self.deal(loader),
+            sent_bytes=lambda: self.sent_bytes,
+            weighted=True,
+            complete=self.complete,
+            epoch_end=self.finish,
+        )
+        return model, optimizer, self.loop.loader
+
+    def _after_step(self, *args: Any) -> None:
+        assert self.loop is not None
+        self.step_done(self.loop.timer)
+
+    def close(self) -> None:
+        """Leave the user's loop alone again."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self.loop is not None:
+            self.loop.close()
+        self.trainer = self.loop = self.model = self._hook = None
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer

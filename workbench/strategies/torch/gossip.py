@@ -1,0 +1,120 @@
+"""Gossip SGD: no centre and no all-reduce; each worker mixes its parameters with its neighbours'.
+
+Sources: Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms? (D-PSGD),
+NIPS 2017, algorithm 1; Assran et al., Stochastic Gradient Push, ICML 2019, and Ying et al.,
+Exponential Graph is Provably Efficient for Decentralized Deep Training, NeurIPS 2021 (one-peer).
+
+    ring: both neighbours, every step         one-peer exponential: hop 1, 2, 4, .. in turn
+
+        0 --- 1                                step t     0 -> 1 -> 2 -> 3 -> 0      hop 1
+        |     |   w_r = (w_r-1 + w_r           step t+1   0 -> 2 -> 0,  1 -> 3 -> 1  hop 2
+        3 --- 2          + w_r+1) / 3                     w_r = (w_r + w_(r-hop)) / 2
+
+Each worker takes a step on its own share and then mixes. The mixing weights add up to 1 over rows
+and over columns, so the mean of all replicas moves as under averaging, while the replicas stay
+only near each other. On a ring news travels one hop per step, so the spread grows with the number
+of workers; on the exponential graph of 2^k workers every replica has met all others after k steps.
+
+A worker waits for its neighbours alone; a delay reaches the far side of a ring steps later. The
+messages carry the time at which their sender was ready, which gives the wait. Bytes sent: the
+parameters and floating-point buffers, twice per step on a ring (once with two workers), once per
+step on the exponential graph.
+
+Replica spread (logged as `spread`): root mean square, over all numbers, of the difference between
+a worker's replica and the neighbours' that it meets, before mixing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base import NAN, Job
+from .drifting import DriftingReplicas
+
+clock = time.perf_counter
+
+
+class Gossip(DriftingReplicas):
+    """Averages with neighbours on a graph."""
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Make all replicas equal, and room for two neighbours' replicas."""
+        super().begin(model)
+        self._received = [[torch.empty_like(flat) for flat in self.message.flats] for _ in range(2)]
+        self._same_clock = len(set(self.context.spec.hosts)) <= 1
+
+    def prepare(self, job: Job) -> None:
+        """Begin with rank 0's model everywhere."""
+        super().prepare(job)
+        if not self._same_clock:
+            why = "the workers' hosts have clocks of their own"
+            self.context.emit("unmeasured", columns=dict.fromkeys(("sync_wait_s",), why))
+
+    def meets(self) -> bool:
+        """Neighbours meet after every step."""
+        return True
+
+    def meet(self) -> float:
+        """Exchange replicas with the neighbours and mix; return how long they were waited for."""
+        to, sources = neighbours(self.options["graph"], self.rank, self.world_size, self.done - 1)
+        self.message.fill()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        ready_s = clock()
+        self.sent_bytes = float(len(to) * self.message.size_bytes)
+        self.context.faults.travel(int(self.sent_bytes))
+        others_s = self._exchange(to, sources, ready_s)
+        if self.done % int(self.options["spread_every"]) == 0:
+            self._log_spread(len(sources))
+        for flat, *received in zip(
+            self.message.flats, *self._received[: len(sources)], strict=True
+        ):
+            for other in received:
+                flat.add_(other)
+            flat.div_(len(sources) + 1)
+        self.message.spread()
+        return max(0.0, max(others_s) - ready_s) if self._same_clock else NAN
+
+    def _exchange(self, to: list[int], sources: list[int], ready_s: float) -> list[float]:
+        """Send the replica, receive the neighbours'; return when each of them was ready."""
+        own = torch.tensor([ready_s], dtype=torch.float64, device=self.device)
+        theirs = [torch.empty_like(own) for _ in sources]
+        work: list[Any] = []
+        for place, rank in enumerate(sources):
+            parts = [theirs[place], *self._received[place]]
+            work += [dist.irecv(part, rank, tag=tag) for tag, part in enumerate(parts)]
+        for rank in to:
+            parts = [own, *self.message.flats]
+            work += [dist.isend(part, rank, tag=tag) for tag, part in enumerate(parts)]
+        for each in work:
+            each.wait()
+        return [float(stamp) for stamp in theirs]
+
+    def _log_spread(self, count: int) -> None:
+        """Log how far this replica is from those it met."""
+        squares = numbers = 0.0
+        for place in range(count):
+            for flat, other in zip(self.message.flats, self._received[place], strict=True):
+                squares += float((flat - other).square().sum())
+                numbers += flat.numel()
+        context = self.context
+        spread = math.sqrt(squares / max(numbers, 1.0))
+        context.emit("log", rank=self.rank, step=context.step, values={"spread": spread})
+
+
+def neighbours(graph: str, rank: int, workers: int, step: int) -> tuple[list[int], list[int]]:
+    """Return to whom a worker sends in a step, and from whom it receives.
+
+    In every step each worker sends as often as it receives, and all receive equally often, so
+    that equal weights keep the mean of the replicas.
+    """
+    if graph == "ring":
+        both = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})
+        return both, both
+    hop = 1 << step % max(1, math.ceil(math.log2(workers)))
+    return [(rank + hop) % workers], [(rank - hop) % workers]

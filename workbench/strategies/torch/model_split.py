@@ -1,0 +1,308 @@
+"""Model parallelism as a pipeline: the model is cut into stages, one or more per worker.
+
+Sources: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline
+Parallelism, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019; the schedules are those of
+torch.distributed.pipelining.
+
+    worker 0:  x -> stage 0 --activations--> . . . <--gradients-- stage 0   -> optimizer
+    worker 1:       . . . -> stage 1 --activations--> <--gradients-- stage 1 -> optimizer
+    worker 2:              . . . . . -> stage 2 -> loss(y) -> backward       -> optimizer
+
+Each worker holds the parameters of its own stages only, and their optimizer state, so the model
+may be larger than one worker's memory. While one works, the others of a chain stand idle; so the
+batch is cut into m microbatches that follow each other. What remains is the bubble: with p balanced
+stages (p - 1) / (m + p - 1) of the time, less with interleaved or zero-bubble schedules.
+
+All workers are given the same batch: the first needs x, the last y. Gradients of the microbatches
+add up before the one optimizer step, each weighted by its samples, so the result is that of one
+device. BatchNorm is the exception: it normalises over a microbatch.
+
+Where the model is a function that returns one, no worker ever holds the whole (`split/build.py`).
+Where to cut is decided from measured times (`split/balance.py`), or by the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ... import pipelines
+from ...engine.torch_batches import map_batch
+from ...errors import FitError
+from ..base import NAN, Job, Share, StepResult, Strategy
+from .split import checkpoint
+from .split.build import fill, let_go, move
+from .split.cut import Cut, cut, table_text
+from .split.pipeline import Pipeline, adopt_share, share_names
+from .split.stage import Timeline
+from .trainer import PRECISIONS, build_optimizer, build_scheduler, to_numpy
+
+clock = time.perf_counter
+
+
+class ModelSplit(Strategy):
+    """Pipelined model parallelism."""
+
+    job: Job
+    pipeline: Pipeline | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    _sample: Any = None
+    _held: list[str] | None = None
+
+    def deal(self, source: Any) -> Any:
+        """Keep one sample: the model is measured with a microbatch of it."""
+        self._sample = source.peek()
+        return source
+
+    def prepare(self, job: Job) -> None:
+        """Check what was asked for; cut the model, unless that has to wait for the first batch."""
+        self.job = job
+        self.arrange()
+        self.device = torch.device(self.context.spec.device)
+        self.schedule = self.options["schedule"]
+        self.per_worker = pipelines.stages_per_worker(self.options)
+        self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
+        self.around = _autocast(job.precision, self.device)
+        self._warn_of_batchnorm()
+        if self._sample is not None:
+            self._lay_out(self._sample)
+            self._sample = None
+
+    def arrange(self) -> None:
+        """Say which workers form this worker's pipeline, and its place there: here, all of them."""
+        self.place, self.workers, self.pipelines = self.rank, self.world_size, 1
+        self.group: Any = None
+
+    def _share_size(self) -> int:
+        """Return the most samples of a batch that go through one pipeline."""
+        return math.ceil(self.job.batch_size / self.pipelines)
+
+    def gradients_done(self, share: Share) -> None:
+        """Do what comes before the update; one pipeline has its gradients together."""
+
+    def step(self, share: Share) -> StepResult:
+        """Send the batch through the pipeline; each worker updates its own stages."""
+        if self.pipeline is None:  # a stream shows its samples only now
+            self._lay_out(share.data)
+        began = clock()
+        pipeline = self._pipeline
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        x, y = share.data
+        loss = pipeline.train(x, y, share.samples)
+        self.gradients_done(share)
+        self._update()
+        return self._measured(share, began, loss)
+
+    def _lay_out(self, batch: Any) -> None:
+        """Cut the model, keep the own stages and let go of the rest. Collective."""
+        job, model = self.job, self.job.model
+        stages = self.workers * self.per_worker
+        decided = cut(
+            model, self._microbatch_of(batch), stages=stages, workers=self.workers,
+            rank=self.rank, device=self.device, split_at=self.options["split_at"] or "",
+            around=self.around,
+        )  # fmt: skip
+        held = share_names(decided, self.place, self.workers)
+        if job.build is not None:
+            unit_of = {n: i for i, layer in enumerate(decided.layers) for n in layer.names}
+            fill(model, job.build, held, unit_of)
+        let_go(model, held)
+        move(model, held, self.device)
+        adopt_share(model, decided, self.place, self.workers)
+        clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
+        self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
+        self.pipeline = Pipeline(
+            decided, job, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
+            rank=self.place, workers=self.workers, device=self.device, around=self.around,
+            group=self.group,
+        )  # fmt: skip
+        self._held = held
+        self._build_optimizer(model)
+        self._describe(decided, clocks)
+
+    def _build_optimizer(self, model: torch.nn.Module) -> None:
+        """Make the optimizer of the own parameters; a built one is narrowed to them."""
+        self._own = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        given = self.job.optimizer
+        if isinstance(given, torch.optim.Optimizer):
+            own = {id(p) for p in self._own}
+            for group in given.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in own]
+            self.optimizer = given
+        elif self._own:  # a stage without parameters has nothing to update
+            self.optimizer = build_optimizer(lambda p: given(self._own), model)
+        if self.optimizer is not None:
+            self.scheduler = build_scheduler(self.job.scheduler, self.optimizer)
+
+    def _microbatch_of(self, batch: Any) -> torch.Tensor:
+        """Return a microbatch made of the samples at hand.
+
+        Raises:
+            FitError: The model's input is no tensor.
+        """
+        x = batch[0]
+        if not isinstance(x, torch.Tensor):
+            raise FitError(
+                "The input of a pipeline must be one tensor, to be cut into microbatches.",
+                seen=type(x).__name__,
+                next_step="let the data set give (x, y) with x a tensor, or use another strategy",
+            )
+        size = math.ceil(self._share_size() / self.microbatches)
+        return x.repeat(math.ceil(size / len(x)), *[1] * (x.dim() - 1))[:size].contiguous()
+
+    def _update(self) -> None:
+        if self.job.clip_norm is not None:
+            self._clip(self.job.clip_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _clip(self, clip_norm: float) -> None:
+        """Scale gradients by the norm over all stages, as `clip_grad_norm_` does on one device."""
+        grads = [p.grad for p in self._own if p.grad is not None]
+        square = sum(float(g.double().square().sum()) for g in grads)
+        began = clock()
+        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        mine = torch.tensor([square, began], dtype=torch.float64, device=wire)
+        every = [torch.empty_like(mine) for _ in range(self.workers)]
+        dist.all_gather(every, mine, group=self.group)
+        self.timeline.met(began, max(float(their[1]) for their in every))
+        norm = math.sqrt(sum(float(their[0]) for their in every))
+        factor = min(1.0, clip_norm / (norm + 1e-6))
+        for grad in grads:
+            grad.mul_(factor)
+
+    def _measured(self, share: Share, began: float, loss: torch.Tensor | None) -> StepResult:
+        value = NAN if loss is None else float(loss)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        spent, makespan_s = self.timeline.spent, clock() - began
+        compute_s = makespan_s - spent.blocked_s
+        self.context.faults.compute_s = compute_s - self.timeline.injected_s
+        return StepResult(
+            share.samples,
+            value,
+            compute_s,
+            exposed_s=spent.blocked_s,
+            wait_s=spent.idle_s,
+            sent_bytes=float(self._pipeline.sent_bytes()),
+            bubble_s=spent.blocked_s,
+        )
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics; the last stage scores, and tells the others."""
+        if self.pipeline is None:
+            raise FitError("The model is not laid out yet.", next_step="train at least one step")
+        pipeline, job = self._pipeline, self.job
+        names = ["loss", *job.metrics]
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64)
+        for module in pipeline.evaluating.values():
+            module.train(False)
+        with torch.no_grad():
+            for share in shares:
+                x, y = share.data
+                output = pipeline.forward(x, share.samples)
+                if output is None:
+                    continue
+                target = map_batch(lambda t: t.to(self.device), y)
+                with self.around():
+                    scores = [f(output, target) for f in (job.loss, *job.metrics.values())]
+                values = torch.tensor([float(score) for score in scores], dtype=torch.float64)
+                sums[:-1] += values * share.samples
+                sums[-1] += share.samples
+        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        sums = sums.to(wire)
+        dist.all_reduce(sums)  # only last stages have any
+        means: list[float] = (sums[:-1] / sums[-1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the parameters and buffers of the own stages, by their names in the model."""
+        held = set(self._held or ())
+        return to_numpy({n: t for n, t in self.job.model.state_dict().items() if n in held})
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole model and optimizer, gathered from all stages. Collective."""
+        return checkpoint.gather(self.job.model, self.optimizer, self.scheduler)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take the own stages' part of what `state` gave."""
+        checkpoint.take(state, self.job.model, self.optimizer, self.scheduler)
+
+    def close(self) -> None:
+        """Drop the stages; the user's model keeps this worker's share."""
+        self.pipeline = self.optimizer = self.scheduler = None
+        gc.collect()
+
+    def _warn_of_batchnorm(self) -> None:
+        norms = torch.nn.modules.batchnorm._BatchNorm
+        found = [n for n, m in self.job.model.named_modules() if isinstance(m, norms)]
+        if found and self.microbatches > 1 and self.rank == 0:
+            size = math.ceil(self._share_size() / self.microbatches)
+            self.context.emit(
+                "warning",
+                rank=self.rank,
+                text=f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {size} "
+                f"samples instead of the batch of {self.job.batch_size}, and updates its running "
+                f"statistics {self.microbatches} times a step: the result differs from one "
+                "device's. GroupNorm or LayerNorm do not depend on it.",
+            )
+
+    def _describe(self, decided: Cut, clocks: bool) -> None:
+        if not clocks:
+            self.context.emit(
+                "unmeasured",
+                columns={"sync_wait_s": "the stages' clocks cannot be compared; see bubble_s"},
+            )
+        if self.rank:
+            return
+        ideal = pipelines.ideal_bubble(
+            self.schedule, self.workers, self.microbatches, self.per_worker
+        )
+        rows = decided.table(self.workers)
+        self.context.emit(
+            "split", rank=0, stages=rows, schedule=self.schedule,
+            microbatches=self.microbatches, ideal_bubble=ideal,
+        )  # fmt: skip
+        self.context.emit(
+            "note",
+            rank=0,
+            text=f"{decided.stages} stages, schedule {self.schedule}, {self.microbatches} "
+            f"microbatches of {decided.input.shape[0]}; ideal bubble {ideal:.0%}\n"
+            + table_text(rows),
+        )
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        assert self.pipeline is not None, "the model is laid out first"
+        return self.pipeline
+
+
+def _autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
+    """Return what the forward pass runs in.
+
+    Raises:
+        FitError: Precision fp16, whose loss scaling would have to be agreed between stages.
+    """
+    if precision is None:
+        return contextlib.nullcontext
+    if precision == "fp16":
+        raise FitError(
+            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
+            seen=precision,
+            allowed="None or 'bf16'",
+            next_step="precision='bf16'",
+        )
+    return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])

@@ -1,0 +1,184 @@
+"""Asynchronous data parallelism: servers hold the parameters, each worker goes at its own pace.
+
+Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014; Dean
+et al., Large Scale Distributed Deep Networks, NIPS 2012 (Downpour SGD). Bounded staleness: Ho et
+al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013.
+Staleness-aware learning rate: Zhang et al., Staleness-aware Async-SGD, IJCAI 2016.
+
+    worker 0:  pull w3 -> forward -> backward -> push g(w3) -> pull w5 -> ...
+    worker 1:       pull w4 -> forward -> backward -> push g(w4) -> pull w6 -> ...
+                       |                                 |
+    server 0:  w3 --> w4 = w3 - lr g -> w5 = w4 - lr g(w3) -> w6 = w5 - lr g(w4)
+    server 1:  the same for the other half of the tensors (divided by bytes)
+
+Every push is a step of its own, taken when it arrives, with the optimizer's state where the
+parameters are. Nobody waits for anybody: the price is that a gradient is of parameters that have
+changed meanwhile. Its staleness, the updates between its pull and its turn, is recorded for every
+push; over n equally busy workers its mean is n - 1. A push consumes batch/n samples, so n workers
+take n steps where one device takes one; clipping looks at the single push.
+
+    max_staleness=s       a worker more than s steps ahead of the slowest is held back (SSP); s=0
+                          lets nobody begin a step before all have ended the last one, but still
+                          takes n separate steps
+    staleness_aware_lr    the learning rate of a push is divided by its staleness
+    pull_every=k          k steps are computed on one copy of the parameters
+    consistency=snapshot  the tensors of all servers are of one version. Server 0 gives each push
+                          its place in line; the other servers keep to it, and while a worker reads
+                          from server 0 no further place is given, so that the others arrive at
+                          exactly that version. With `latest` each server sends the newest it has.
+    sync=true             a step takes the gradients of all workers (bulk synchronous): central
+                          storage with several servers, equal to one device
+
+Sync wait: none where staleness is unbounded; under a bound, the time for which the answer was held
+back; with sync=true, that of central storage. There is no blame: an answer is held back for whoever
+is slowest then, which no row records.
+
+MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
+optimizer on the servers; `dist_sync` is sync=true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ..base import Share, StepResult
+from .central_storage import Rounds
+from .holder import Holder, Meta, Policy
+from .remote import Answer
+from .served import Served
+
+clock = time.perf_counter
+
+
+class Asynchronous(Policy):
+    """Each push is a step; who is too far ahead waits for its answer."""
+
+    holds = True
+
+    def __init__(self, holder: Holder, options: Any) -> None:
+        super().__init__(holder, options)
+        self._bound: int | None = options["max_staleness"]
+        self._aware: bool = options["staleness_aware_lr"]
+        self._sequenced = options["consistency"] == "snapshot" and holder.servers > 1
+        self._steps = dict.fromkeys(holder.training, 0)  # of each worker that still trains
+        self._pulled = dict.fromkeys(holder.training, 0)  # version that it computes on
+        self._queue: deque[tuple[int, Meta]] = deque()
+        self._held_back: dict[int, tuple[float, int, Meta]] = {}
+        self._asked: dict[int, int] = {}
+
+    def pushed(self, rank: int, meta: Meta) -> None:
+        """Queue the push; it is taken when nobody reads the parameters."""
+        self._queue.append((rank, meta))
+        self._go_on()
+
+    def released(self) -> None:
+        """The parameters may change again."""
+        self._go_on()
+
+    def left(self, rank: int) -> None:
+        """Nobody waits for a worker that has left."""
+        del self._steps[rank]
+        self._held_back.pop(rank, None)
+        self._asked.pop(rank, None)
+        self._go_on()
+
+    def asked(self, rank: int, meta: Meta) -> None:
+        """Send the parameters: as they are, or once they are of the version asked for."""
+        if "at" in meta:
+            self._asked[rank] = int(meta["at"])
+            self._answer_asked()
+        else:
+            self._send(rank)
+
+    def _go_on(self) -> None:
+        while not self.holder.reading and (push := self._next()) is not None:
+            self._take(*push)
+            self._answer_held_back()
+            self._answer_asked()
+        self._answer_held_back()
+
+    def _next(self) -> tuple[int, Meta] | None:
+        """Take the push whose turn it is out of the queue."""
+        for at, (rank, meta) in enumerate(self._queue):
+            if meta.get("ticket", self.holder.version) == self.holder.version:
+                del self._queue[at]
+                return rank, meta
+        return None
+
+    def _take(self, rank: int, meta: Meta) -> None:
+        holder = self.holder
+        staleness = holder.version - self._pulled[rank]
+        holder.update(
+            holder.gradients[rank],
+            rank,
+            absent=frozenset(meta.get("absent", ())),
+            lr_factor=1 / max(1, staleness) if self._aware else 1.0,
+        )
+        if rank in self._steps:
+            self._steps[rank] += 1
+        if "ticket" in meta:  # server 0 has gated this push already
+            holder.send(rank, "ack")
+            return
+        if self._sequenced:
+            holder.send(rank, "ticket", ticket=holder.version - 1)
+        self._held_back[rank] = (clock(), staleness, meta)
+
+    def _answer_held_back(self) -> None:
+        """Answer every worker that is not too far ahead."""
+        slowest = min(self._steps.values(), default=0)
+        for rank in list(self._held_back):
+            ahead = self._steps[rank] - slowest
+            if self._bound is not None and ahead > self._bound:
+                continue
+            since_s, staleness, meta = self._held_back.pop(rank)
+            told = {"staleness": staleness, "blocked_s": self._blocked_s(since_s)}
+            if meta["pull"]:
+                self._send(rank, **told)
+            else:
+                self.holder.send(rank, "ack", **told)
+
+    def _blocked_s(self, since_s: float) -> float:
+        return 0.0 if self._bound is None else clock() - since_s
+
+    def _answer_asked(self) -> None:
+        for rank, version in list(self._asked.items()):
+            if version == self.holder.version:
+                del self._asked[rank]
+                self._send(rank)
+
+    def _send(self, rank: int, **told: Any) -> None:
+        self._pulled[rank] = self.holder.version
+        self.holder.send_parameters(rank, keep=self._sequenced, **told)
+
+
+class ParameterServer(Served):
+    """Pushes are steps of their own; each worker goes at its own pace."""
+
+    def make_policy(self, holder: Holder) -> Policy:
+        """A step per push, or per round."""
+        kind = Rounds if self.context.sync else Asynchronous
+        return kind(holder, self.options)
+
+    @property
+    def eval_portion(self) -> tuple[int, int]:
+        """Workers that meet nowhere cannot share an evaluation: rank 0 scores it all."""
+        return self.portion if self.context.sync else (0, 1)
+
+    def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
+        """Return loss and metrics with the newest parameters; nothing on ranks that go on."""
+        if self.context.sync:
+            return super().evaluate(shares)
+        if self.rank != 0:
+            return {}
+        assert self.remote is not None, "prepare comes first"
+        self.remote.pull()
+        return self._trainer.evaluate(shares)
+
+    def settle(self, result: StepResult, answer: Answer) -> None:
+        """A push's staleness, and how long its answer was held back."""
+        if not self.context.sync:
+            result.staleness = answer.staleness
+            result.wait_s = answer.blocked_s

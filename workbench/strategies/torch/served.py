@@ -1,0 +1,200 @@
+"""What central storage and the parameter server do alike on a worker.
+
+    pull -> forward -> backward -> push -> (the server steps) -> pull -> ...
+
+A strategy of this family says when pushes count (its policy, on the server), how a share's loss is
+weighted, and what is a wait. Gradients and parameters travel on links (`engine/links`), the user's
+optimizer steps on the servers (`remote.py`, `holder.py`).
+
+What a step measures: compute is forward and backward; the exchange with the servers (pushing,
+their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
+the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of parameters come back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ...errors import FitError
+from ...faults import ON_LINKS, parse_fault
+from ..base import Job, Share, StepResult, Strategy
+from .averaging import broadcast_buffers
+from .holder import Holder, Policy, serve
+from .loop import OwnLoop
+from .remote import Answer, Remote
+from .trainer import Trainer, to_numpy
+
+
+class Served(Strategy):
+    """A strategy whose parameters are on servers."""
+
+    trainer: Trainer | None = None
+    loop: OwnLoop | None = None
+    remote: Remote | None = None
+    answer = Answer()
+    _model: torch.nn.Module | None = None
+    _timer: Any = None
+    _ended = False
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_policy(self, holder: Holder) -> Policy:
+        """Say, on a server, when pushes count."""
+
+    @abstractmethod
+    def settle(self, result: StepResult, answer: Answer) -> None:
+        """Write what the exchange measured into the step's result."""
+
+    # -- on a server -------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Hold parameters until the workers are done."""
+        hub = self.context.hub
+        assert hub is not None, "the runtime opens the links first"
+        serve(hub, self.context.spec.servers, self.make_policy)
+
+    # -- on a worker -------------------------------------------------------------------------------
+
+    def prepare(self, job: Job) -> None:
+        """Put model and optimizer on the servers; all workers begin with rank 0's values."""
+        sync = self.context.sync
+        # What one worker has is its share of a sum, which only the server can clip. Pushes that
+        # stand alone are clipped where they are made.
+        own = replace(job, clip_norm=None) if sync else job
+        self.trainer = trainer = Trainer(self.context, own)
+        if trainer.scaler is not None:
+            raise FitError(
+                "Loss scaling and servers do not go together: each worker would skip other steps.",
+                seen="precision='fp16'",
+                next_step="use precision='bf16'",
+            )
+        trainer.wrap(trainer.model)
+        self._model, self._timer = trainer.model, trainer.timer
+        self._join(trainer.optimizer, job.clip_norm if sync else None)
+
+    def step(self, share: Share) -> StepResult:
+        """Compute the gradient of the own share; the optimizer's step is an exchange."""
+        trainer = self._trainer
+        if self.context.sync:
+            weight = share.samples / share.global_samples
+        else:  # a worker without a sample pushes nothing but its turn
+            weight = 1.0 if share.samples else 0.0
+        trainer.gradients(share, weight=weight)
+        trainer.update()
+        result = trainer.measured(share)
+        self._complete(result)
+        return result
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Let a user's own loop train on servers: its `optimizer.step()` is an exchange."""
+        model.to(self.context.spec.device)
+        self._model = model
+        sync = self.context.sync
+        self.loop = OwnLoop(
+            self.context,
+            model,
+            optimizer,
+            loader,
+            weighted=sync,
+            adds_up=sync,
+            epoch_end=lambda: broadcast_buffers(model) if sync else None,
+            backward_ended=lambda: self.remote.backward_ended() if self.remote else None,
+            complete=self._complete,
+        )
+        self._timer = self.loop.timer
+        self._join(optimizer, None, whole=sync)
+        return model, optimizer, self.loop.loader
+
+    def _join(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, *, whole: bool = False
+    ) -> None:
+        options, model = self.options, self._model
+        assert model is not None
+        broadcast_buffers(model)
+        self._note_simulation()
+        self.remote = Remote(
+            self.context,
+            optimizer,
+            clip_norm=clip_norm,
+            whole=whole,
+            snapshot=options.get("consistency") == "snapshot",
+            pull_every=options.get("pull_every", 1),
+            exchanged=self._exchange,
+        )
+
+    def _exchange(self, exchange: Callable[[], Answer]) -> None:
+        if self.context.sync:
+            self._timer.ready()
+        with self._timer.blocked():
+            self.answer = exchange()
+
+    def _complete(self, result: StepResult) -> None:
+        answer = self.answer
+        result.sent_bytes = answer.sent_bytes
+        self.settle(result, answer)
+
+    def _note_simulation(self) -> None:
+        if self.rank == 0 and self.context.faults.on_links:
+            faults = [parse_fault(text) for text in self.context.spec.faults]
+            simulated = ", ".join(fault.text for fault in faults if fault.kind in ON_LINKS)
+            text = f"Simulated on the links to the servers: {simulated}."
+            self.context.emit("note", rank=0, text=text)
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics; each worker scores its share, the sums are all-reduced."""
+        broadcast_buffers(self._trainer.model)
+        return self._trainer.evaluate(shares, add_up=dist.all_reduce)
+
+    def finish(self) -> None:
+        """Take the final parameters, once nobody pushes any more."""
+        self._end()
+        if self.context.sync and self._model is not None:
+            broadcast_buffers(self._model)
+
+    def _end(self) -> None:
+        if self.remote is not None and not self._ended:
+            self._ended = True
+            self.remote.end()
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name: the servers', after the last push."""
+        self._end()
+        assert self._model is not None, "prepare comes first"
+        return to_numpy(self._model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler, what is on servers included."""
+        assert self.remote is not None, "prepare comes first"
+        self.remote.pull()
+        return {**self._trainer.state(), "optimizer": self.remote.optimizer_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        assert self.remote is not None, "prepare comes first"
+        trainer = self._trainer
+        trainer.model.load_state_dict(state["model"])
+        if trainer.scheduler is not None and "scheduler" in state:
+            trainer.scheduler.load_state_dict(state["scheduler"])
+        self.remote.load_optimizer_state(state["optimizer"])
+
+    def close(self) -> None:
+        """Take every hook out; the links stay for the cell's next training."""
+        if self.remote is not None:
+            self.remote.close()
+        if self.loop is not None:
+            self.loop.close()
+        self.trainer = self.loop = self.remote = self._model = self._timer = None
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer

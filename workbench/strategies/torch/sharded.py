@@ -1,0 +1,196 @@
+"""Fully sharded data parallelism: each worker keeps 1/n of parameters, gradients and optimizer.
+
+Sources: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB 2023. PyTorch's `fully_shard` (FSDP2) is the
+implementation.
+
+    worker r keeps shard w_r of every layer's parameters w = [w_0 | w_1 | .. | w_n-1]
+
+    forward   layer by layer:    w_r -- all-gather --> w -> activations -> w is freed
+    backward  layer by layer:    w_r -- all-gather --> w -> g = full gradient of the own share
+                                 g -- reduce-scatter --> g_r = mean over workers of shard r
+    update                       optimizer: w_r, g_r -> w_r     (its state is sharded as well)
+
+Every worker takes a share of the batch, as under `mirrored`, and the maths is the same: the mean
+over workers is made a mean over samples by weighting worker r's loss with n x samples_r / samples.
+Memory for parameters, gradients and Adam's two moments falls from 16 to 16/n bytes per float32
+parameter, plus one gathered layer; bytes sent rise by half. `reshard=false` keeps gathered layers
+from forward to backward: fewer bytes, more memory.
+
+A unit is what is gathered at once: an element of a Sequential or ModuleList, or a plain layer, of
+at least `unit_mb`; what is smaller travels with the whole.
+
+Bytes sent are counted call by call: a ring all-gather or reduce-scatter of a unit of S bytes has
+every worker send (n-1)/n S. Workers wait for each other in forward too, so the wait is read from
+the clock of a worker's own work (`timing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ...engine.injector import FaultInjector
+from ..base import NAN, Job, Share, StepResult
+from .layout import Layout, clip_grad_norm, make_mesh
+from .partitioned import Partitioned
+from .replicas import begin_equal
+from .trainer import Trainer
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
+
+
+class Sharded(Partitioned):
+    """Data parallelism with sharded parameters, gradients and optimizer state."""
+
+    traffic: Traffic | None = None
+
+    def prepare(self, job: Job) -> None:
+        """Keep this worker's shard of every unit; the optimizer holds shards only."""
+        self.trainer = Trainer(
+            self.context, job, lay_out=lambda model: self._lay_out(model, job.optimizer), even=True
+        )
+        self.trainer.clip = clip_grad_norm
+        self.traffic = Traffic(self.trainer, self.root, self.context.faults)
+        if not self.traffic.measured:
+            self.context.emit("unmeasured", columns=self.traffic.unmeasured)
+
+    def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
+        begin_equal(model, self.device)
+        self.mesh = mesh = make_mesh(self.device, (self.world_size,), ("shard",))
+
+        def shard(model: torch.nn.Module) -> None:
+            for unit in units(model, self.options["unit_mb"] * 1e6):
+                fully_shard(unit, mesh=mesh, reshard_after_forward=self.options["reshard"])
+            fully_shard(model, mesh=mesh)
+
+        self.layout = Layout(model, optimizer, shard)
+
+    def step(self, share: Share) -> StepResult:
+        """Gather, compute, scatter layer by layer; update the own shard."""
+        trainer, traffic = self._trainer, self.traffic
+        assert traffic is not None
+        traffic.sent_bytes = 0.0
+        weight = share.samples * self.world_size / share.global_samples
+        trainer.gradients(share, weight=weight, alone=self._alone)
+        traffic.gradients_ready()
+        trainer.update()
+        return trainer.measured(share, traffic.sent_bytes if traffic.measured else NAN)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep a micro-batch's gradients until the last one's are there."""
+        self.root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.root.set_requires_gradient_sync(True)
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics; each worker scores its share with the gathered model."""
+        self.equal_buffers()
+        return self._trainer.evaluate(shares, add_up=dist.all_reduce)
+
+    @property
+    def root(self) -> FSDPModule:
+        """The whole model as `fully_shard` made it."""
+        model = self._trainer.model
+        assert isinstance(model, FSDPModule)
+        return model
+
+
+def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:
+    """Return the parts that are gathered on their own, inner ones first.
+
+    A parameter that two modules share must be gathered with both, so it stays with the whole.
+    """
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    found = []
+    for module in model.modules():
+        inside = isinstance(module, _CONTAINERS)
+        for child in module.children():
+            plain = module is model and not list(child.children())
+            if not (inside or plain) or isinstance(child, _CONTAINERS) or child is model:
+                continue
+            parameters = list(child.parameters())
+            size = sum(p.numel() * p.element_size() for p in parameters)
+            shared = any(holders[id(p)] > 1 for p in parameters)
+            if parameters and size >= least_bytes and not shared:
+                found.append(child)
+    return list(dict.fromkeys(reversed(found)))
+
+
+class Traffic:
+    """Counts the bytes of FSDP's collectives and times how long this worker stood in them.
+
+    Takes the place of FSDP's own all-gather and reduce-scatter through the hooks that PyTorch
+    offers for that. On CUDA they run on streams of their own beside the computation, where the
+    time spent in them says nothing about waiting: there, and in a PyTorch without the hooks, the
+    waits are not measured.
+    """
+
+    def __init__(self, trainer: Trainer, root: FSDPModule, faults: FaultInjector) -> None:
+        self.sent_bytes = 0.0
+        self._faults = faults
+        self.timer = trainer.timer
+        hooks = hasattr(root, "set_custom_all_gather")
+        self.measured = hooks and trainer.device.type == "cpu"
+        why = "FSDP's collectives run beside the computation on CUDA"
+        if not hooks:
+            why = "this PyTorch does not let FSDP's collectives be timed"
+        self.unmeasured = dict.fromkeys(("sync_wait_s", "transfer_s", "sent_bytes"), why)
+        if not self.measured:
+            self.timer.blind()
+            return
+        every: Any = root
+        for module in (m for m in every.modules() if isinstance(m, FSDPModule)):
+            module.set_custom_all_gather(_AllGather(self))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(self))  # type: ignore[arg-type]
+
+    def gradients_ready(self) -> None:
+        """Note the end of this worker's part of the gradients."""
+        if self.measured:
+            self.timer.ready()
+
+    @contextlib.contextmanager
+    def count(self, whole: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
+        """Count and time a collective over the tensor `whole`."""
+        workers = group.size()
+        size_bytes = whole.numel() * whole.element_size() * (workers - 1) / workers
+        self.sent_bytes += size_bytes
+        with self.timer.blocked():
+            if self._faults.on_links:
+                self._faults.travel(round(size_bytes))
+            yield
+
+
+class _Collective:
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Collective):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+    ) -> None:
+        with self._traffic.count(output_tensor, group):
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        with self._traffic.count(input_tensor, group):
+            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)

@@ -1,0 +1,150 @@
+"""Which server holds which parameters, and where in its memory each of them lies.
+
+Whole tensors are dealt out, the largest first, each to the server that holds the fewest bytes yet
+(longest processing time first: at most 4/3 of the best division). Tensors are not cut, so that
+optimizers whose step looks at a whole tensor do on a server what they do on one device.
+
+    server 0   | float64 ... | float32 ........ | bfloat16 .. |      one flat buffer each way
+    server 1   | float64 . | float32 ............ |
+
+Within a server the types with the widest elements come first, so every tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...errors import FitError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor in a server's memory.
+
+    Attributes:
+        index: Which of the trained parameters it is.
+        shape, dtype: As in the model; dtype as `float32`.
+        offset: Byte at which it begins.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the tensor."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.elements * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one server holds."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    def to_wire(self) -> list[list[Any]]:
+        """Return JSON-ready data."""
+        return [[p.index, list(p.shape), p.dtype, p.offset] for p in self.pieces]
+
+    @staticmethod
+    def from_wire(data: Sequence[Sequence[Any]]) -> Shard:
+        """Rebuild what `to_wire` gave."""
+        return Shard(tuple(Piece(i, tuple(s), str(d), at) for i, s, d, at in data))
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs when the layout does."""
+        return hashlib.sha256(json.dumps(self.to_wire()).encode()).hexdigest()[:16]
+
+    def views(self, memory: NDArray[np.uint8]) -> list[torch.Tensor]:
+        """Return each tensor as a view on a flat buffer of `size_bytes`."""
+        flat = torch.from_numpy(memory)
+        return [
+            flat[p.offset : p.offset + p.size_bytes].view(p.torch_dtype).view(p.shape)
+            for p in self.pieces
+        ]
+
+    def flats(self, memory: NDArray[np.uint8]) -> list[torch.Tensor]:
+        """Return the buffer as one flat tensor per dtype; they cover all pieces."""
+        flat = torch.from_numpy(memory)
+        return [flat[start:stop].view(dtype) for dtype, start, stop in self._runs()]
+
+    def _runs(self) -> Iterator[tuple[torch.dtype, int, int]]:
+        start = 0
+        for at, piece in enumerate(self.pieces):
+            end = piece.offset + piece.size_bytes
+            last = at + 1 == len(self.pieces)
+            if last or self.pieces[at + 1].dtype != piece.dtype:
+                yield piece.torch_dtype, start, end
+                start = end
+
+
+def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
+    """Deal the parameters out to servers by bytes.
+
+    Raises:
+        FitError: There are fewer parameters than servers.
+    """
+    if servers > len(parameters):
+        raise FitError(
+            "There are more servers than parameter tensors to hold.",
+            seen=f"{servers} servers, {len(parameters)} tensors",
+            allowed=f"1 to {len(parameters)} servers for this model",
+            next_step=f"use -o servers={len(parameters)} or fewer",
+        )
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    held: list[list[int]] = [[] for _ in range(servers)]
+    loads = [0] * servers
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        # Among equally loaded ones the emptiest: tensors of no bytes count too.
+        server = min(range(servers), key=lambda s: (loads[s], len(held[s])))
+        held[server].append(index)
+        loads[server] += sizes[index]
+    return [_lay_out(parameters, sorted(indices)) for indices in held]
+
+
+def _lay_out(parameters: Sequence[torch.Tensor], indices: list[int]) -> Shard:
+    pieces, offset = [], 0
+    kinds = [(-parameters[i].element_size(), str(parameters[i].dtype), i) for i in indices]
+    for _, dtype, index in sorted(kinds):
+        tensor = parameters[index]
+        piece = Piece(index, tuple(tensor.shape), dtype.removeprefix("torch."), offset)
+        pieces.append(piece)
+        offset += piece.size_bytes
+    return Shard(tuple(pieces))
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a contiguous CPU tensor's own memory as (bytes,) uint8."""
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

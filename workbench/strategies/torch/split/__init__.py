@@ -1,0 +1,1 @@
+"""Helpers of `model_split`: cutting a model into stages, running and timing them."""

@@ -1,0 +1,187 @@
+"""How a model is cut over the workers, decided once and equal on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....engine.torch_support import Stages
+from ....errors import FitError
+from .balance import balance, stage_times
+from .layers import Layer, chain_of, check_enough, check_unshared, given_bounds
+from .measure import Cost, Form, measure
+from .trace import traced_layers
+
+PROBE_BYTES = 1 << 20
+clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a pipeline; stage s belongs to worker s modulo the number of workers.
+
+    Attributes:
+        layers: The chain.
+        bounds: First layer of each stage, then the number of layers: (stages + 1,).
+        costs: What each layer was measured to cost for one microbatch.
+        cut_s: Seconds to move what crosses a cut behind layer i, and its gradient.
+        input: Form of a microbatch.
+    """
+
+    layers: list[Layer]
+    bounds: list[int]
+    costs: list[Cost]
+    cut_s: list[float]
+    input: Form
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.bounds) - 1
+
+    def of(self, stage: int) -> list[Layer]:
+        """Return the layers of a stage."""
+        return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def forms(self, stage: int) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+        """Return the forms of what a stage is given, and of what it hands on."""
+        first, end = self.bounds[stage], self.bounds[stage + 1]
+        given = self.costs[first - 1].outputs if first else (self.input,)
+        return given, self.costs[end - 1].outputs
+
+    def table(self, workers: int) -> list[dict[str, Any]]:
+        """Return one row per stage: worker, layers, parameters, seconds, bytes handed on."""
+        times = stage_times(
+            [c.forward_s + c.backward_s for c in self.costs], self.cut_s, self.bounds
+        )
+        rows = []
+        for stage, (first, end) in enumerate(pairwise(self.bounds)):
+            names = [layer.name for layer in self.layers[first:end]]
+            rows.append(
+                {
+                    "stage": stage,
+                    "rank": stage % workers,
+                    "layers": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+                    "parameters": sum(cost.parameters for cost in self.costs[first:end]),
+                    "microbatch_s": times[stage],
+                    "handed_bytes": sum(form.size_bytes for form in self.costs[end - 1].outputs)
+                    if stage < self.stages - 1
+                    else 0,
+                }
+            )
+        return rows
+
+
+def table_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of `Cut.table` as aligned text."""
+    head = ("stage", "worker", "layers", "parameters", "ms/microbatch", "hands on")
+    lines = [head] + [
+        (
+            str(row["stage"]), str(row["rank"]), row["layers"], f"{row['parameters']:,}",
+            f"{row['microbatch_s'] * 1e3:.3g}",
+            f"{row['handed_bytes'] / 1e3:.3g} kB" if row["handed_bytes"] else "",
+        )
+        for row in rows
+    ]  # fmt: skip
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def cut(
+    model: torch.nn.Module,
+    x: torch.Tensor,
+    *,
+    stages: int,
+    workers: int,
+    rank: int,
+    device: torch.device,
+    split_at: str,
+    around: Any,
+) -> Cut:
+    """Decide the stages of a model: those that were asked for, or the best balanced ones.
+
+    Rank 0 measures; all decide from the same figures. Collective.
+
+    Args:
+        x: A microbatch, on the CPU.
+        split_at: Layers that begin a stage; empty: decide from the measured times.
+
+    Raises:
+        FitError: On every rank alike: the model cannot be cut.
+    """
+    layers = chain_of(model)
+    if layers is None:
+        held = next(model.parameters()).device
+        layers = traced_layers(model, x.to(held))
+    check_enough(layers, stages, workers)
+    bounds = given_bounds(layers, split_at, stages) if split_at else None
+    if bounds is None and isinstance(model, Stages):
+        if len(layers) != stages:
+            raise FitError(
+                "The list does not hold as many stages as there are places for them.",
+                seen=f"{len(layers)} stages",
+                allowed=f"{stages} stages on {workers} workers",
+                next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
+            )
+        bounds = list(range(stages + 1))
+    costs = _agreed_costs(layers, x, rank, device, around)
+    cut_s = _crossing(costs, workers, rank)
+    if bounds is None:
+        bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
+    check_unshared(model, layers, bounds)
+    return Cut(layers, bounds, costs, cut_s, Form(tuple(x.shape), x.dtype))
+
+
+def _agreed_costs(
+    layers: list[Layer], x: torch.Tensor, rank: int, device: torch.device, around: Any
+) -> list[Cost]:
+    """Return what rank 0 measured; an error there is raised on all ranks."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [measure(layers, x, device, around)]
+        except FitError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, 0)
+    if isinstance(answer[0], str):
+        raise FitError(answer[0])
+    return list(answer[0])
+
+
+def _crossing(costs: Sequence[Cost], workers: int, rank: int) -> list[float]:
+    """Return what each cut costs in seconds, from the measured speed of the link of ranks 0, 1."""
+    measured: list[Any] = [0.0]
+    if workers > 1 and rank < 2 and dist.get_backend() == "gloo":
+        measured = [_probe(rank)]
+    dist.broadcast_object_list(measured, 0)
+    per_byte = measured[0] / PROBE_BYTES
+    moved = [
+        sum(form.size_bytes * (2 if form.dtype.is_floating_point else 1) for form in cost.outputs)
+        for cost in costs
+    ]
+    return [size * per_byte for size in moved[:-1]]
+
+
+def _probe(rank: int) -> float:
+    """Return the seconds that 1 MiB takes one way, the best of three."""
+    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    times = []
+    for _ in range(3):
+        began = clock()
+        if rank == 0:
+            dist.send(data, 1)
+            dist.recv(data, 1)
+        else:
+            dist.recv(data, 0)
+            dist.send(data, 0)
+        times.append((clock() - began) / 2)
+    return min(times)

@@ -1,0 +1,160 @@
+"""What each layer costs: seconds of forward and backward, and the size of what it hands on.
+
+Measured on one worker, with a microbatch of real shape, one layer at a time: only one layer needs
+to be in memory, so that models larger than a worker can be measured too.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....errors import FitError
+from .layers import Layer
+
+REPEATS = 3
+clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Form:
+    """Shape and type of a value that is handed on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one such value."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def example(self) -> torch.Tensor:
+        """Return an example without memory; floating values carry gradients."""
+        grad = self.dtype.is_floating_point
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=grad)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer was seen to cost for one microbatch."""
+
+    forward_s: float
+    backward_s: float
+    parameters: int
+    outputs: tuple[Form, ...]
+
+
+def form_of(value: Any, layer: str) -> Form:
+    """Return the form of a value.
+
+    Raises:
+        FitError: It is no tensor, so it cannot be sent.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise FitError(
+            "Only tensors can be handed from stage to stage.",
+            seen=f"layer {layer} returns a {type(value).__name__}",
+            next_step="let it return a tensor or a tuple of tensors",
+        )
+    return Form(tuple(value.shape), value.dtype)
+
+
+def measure(
+    layers: Sequence[Layer], x: torch.Tensor, device: torch.device, around: Any
+) -> list[Cost]:
+    """Return the cost of each layer for microbatch `x`; no random state or weight is changed.
+
+    Args:
+        around: Context of the forward pass (autocast).
+
+    Raises:
+        FitError: A layer cannot be computed; names it and what it was given.
+    """
+    costs = []
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        values: tuple[torch.Tensor, ...] = (x.to(device),)
+        for layer in layers:
+            module = _working_copy(layer.training, device)
+            values, forward_s, backward_s = _time(layer.name, module, values, around)
+            parameters = sum(p.numel() for p in module.parameters())
+            forms = tuple(form_of(value, layer.name) for value in values)
+            _check_samples(layer.name, forms, len(x))
+            costs.append(Cost(forward_s, backward_s, parameters, forms))
+            del module
+    return costs
+
+
+def _check_samples(layer: str, forms: Sequence[Form], samples: int) -> None:
+    """Raise FitError when a layer's output no longer has one row per sample."""
+    for form in forms:
+        if form.shape and form.shape[0] != samples:
+            rows = form.shape[0]
+            raise FitError(
+                "A layer changes the number of samples, so outputs and targets would not match.",
+                seen=f"Layer {layer}: {samples} samples became {rows} rows of "
+                f"{tuple(form.shape[1:])}",
+                next_step="a view(-1, n) folds values into the batch where n is not what one "
+                "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+            )
+
+
+def _working_copy(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return a copy to compute with; one without memory is filled with small numbers."""
+    copied = copy.deepcopy(module)
+    if not any(t.is_meta for t in (*copied.parameters(), *copied.buffers())):
+        return copied.to(device)
+    copied = copied.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                parameter.uniform_(-0.05, 0.05)
+        for buffer in copied.buffers():
+            buffer.fill_(1 if buffer.is_floating_point() else 0)
+    return copied
+
+
+def _time(
+    name: str, module: torch.nn.Module, values: tuple[torch.Tensor, ...], around: Any
+) -> tuple[tuple[torch.Tensor, ...], float, float]:
+    """Return the layer's values, detached, and the best of a few forward and backward times."""
+    seconds: list[tuple[float, float]] = []
+    outputs: tuple[torch.Tensor, ...] = ()
+    for _ in range(REPEATS):
+        given = tuple(v.detach().requires_grad_(v.is_floating_point()) for v in values)
+        began = _now(given[0].device)
+        try:
+            with around():
+                result = module(*given)
+        except Exception as error:
+            shapes = " and ".join(str(tuple(v.shape)) for v in values)
+            raise FitError(
+                f"Layer {name} of the model cannot be computed.",
+                seen=f"input {shapes}: {type(error).__name__}: {str(error).splitlines()[0]}",
+                next_step="check that the shapes of neighbouring layers fit",
+            ) from error
+        outputs = result if isinstance(result, tuple) else (result,)
+        forward = _now(given[0].device)
+        ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        seconds.append((forward - began, _now(given[0].device) - forward))
+        for parameter in module.parameters():
+            parameter.grad = None
+    forward_s, backward_s = min(seconds, key=sum)
+    return (
+        tuple(o.detach() if isinstance(o, torch.Tensor) else o for o in outputs),
+        (forward_s),
+        backward_s,
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock()

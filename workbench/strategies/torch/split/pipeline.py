@@ -1,0 +1,191 @@
+"""This worker's stages at work: a batch in microbatches through the schedule, or forward only.
+
+Microbatches are all equally large, so that messages are. A batch that does not divide is dealt
+evenly and filled up with repeated samples; what the filling gives is cut off before the loss, so it
+has no part in it. Each microbatch's mean loss counts by its samples:
+
+    loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....engine.order import share_bounds
+from ....engine.torch_batches import map_batch, slice_batch
+from ...base import Job
+from .build import place, tensors_of
+from .cut import Cut
+from .layers import tensor_names
+from .measure import Form
+from .schedules import build_schedule
+from .stage import Stage, TimedStage, Timeline
+from .trace import Piece
+
+
+class Pipeline:
+    """The stages that one worker holds.
+
+    Args:
+        microbatches: Microbatches of a batch, `size` samples each.
+        rank, workers: Stage s is held by rank s modulo `workers` of the group.
+        group: The workers of this pipeline; None: all.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        job: Job,
+        timeline: Timeline,
+        *,
+        schedule: str,
+        microbatches: int,
+        rank: int,
+        workers: int,
+        device: torch.device,
+        around: Any,
+        group: Any = None,
+    ) -> None:
+        self.group = group
+        self.cut, self.job, self.timeline = cut, job, timeline
+        self.microbatches, self.size = microbatches, cut.input.shape[0]
+        self.workers, self.device, self._around = workers, device, around
+        self.indices = list(range(rank, cut.stages, workers))
+        self.holds_last = cut.stages - 1 in self.indices
+        self.modules = {index: self._module(index, training=True) for index in self.indices}
+        self.evaluating = {index: self._module(index, training=False) for index in self.indices}
+        self.stages = [
+            TimedStage(self.modules[i], i, cut.stages, device, cut.forms(i), timeline, group)
+            for i in self.indices
+        ]
+        self._run = build_schedule(schedule, self.stages, microbatches, self._weighted_loss)
+        self._numbers = torch.arange(microbatches)
+        self._target: Any = None
+        self._samples = 0
+
+    def _module(self, index: int, *, training: bool) -> Stage:
+        layers = [layer.training if training else layer.evaluating for layer in self.cut.of(index)]
+        return Stage(layers, self._around, last=index == self.cut.stages - 1)
+
+    def train(self, x: torch.Tensor, target: Any, samples: int) -> torch.Tensor | None:
+        """Compute the gradients of a batch; return its mean loss where the last stage is."""
+        self._samples = samples
+        losses: list[torch.Tensor] = []
+        inputs: tuple[torch.Tensor, ...] = ()
+        if 0 in self.indices:
+            inputs = (self._dealt(x, samples).to(self.device),)
+        if self.holds_last:
+            self._target = map_batch(lambda t: t.to(self.device), target)
+        for module in self.modules.values():
+            module.train()
+        self.timeline.begin()
+        self._run(*inputs, target=self._numbers, losses=losses)
+        self.timeline.end()
+        self._target = None
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    def sent_bytes(self) -> int:
+        """Return the bytes of activations and gradients sent since the last call."""
+        total = sum(stage.sent_bytes for stage in self.stages)
+        for stage in self.stages:
+            stage.sent_bytes = 0
+        return total
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        return share_bounds(self._samples, number, self.microbatches)
+
+    def _dealt(self, x: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the batch in rows of equal microbatches, filled up where it does not divide."""
+        if samples == self.microbatches * self.size:
+            return x
+        rows = []
+        for number in range(self.microbatches):
+            start, stop = self._bounds(number)
+            filling = [max(stop - 1, 0)] * (self.size - (stop - start))
+            rows += [*range(start, stop), *filling]
+        return x.index_select(0, torch.tensor(rows, device=x.device))
+
+    def _weighted_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        self.timeline.work("forward", None)
+        start, stop = self._bounds(int(number))
+        if start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
+            parts = output if isinstance(output, tuple) else (output,)
+            loss = torch.stack([(part * 0.0).sum() for part in parts]).sum()
+        else:
+            kept = slice_batch(output, 0, stop - start, self.size)
+            target = slice_batch(self._target, start, stop, self._samples)
+            with self._around():
+                loss = self.job.loss(kept, target) * ((stop - start) / self._samples)
+        self.timeline.rest()
+        return loss
+
+    def forward(self, x: torch.Tensor, samples: int) -> Any:
+        """Return the model's output for a batch where the last stage is, else None.
+
+        Each worker sends as soon as it is done, so microbatches follow each other here too.
+        """
+        outputs = []
+        for start in range(0, samples, self.size):
+            stop = min(start + self.size, samples)
+            rows = torch.arange(start, start + self.size).clamp_(max=stop - 1)
+            values: Any = None
+            for index, module in self.evaluating.items():
+                if index == 0:
+                    values = (x.index_select(0, rows.to(x.device)).to(self.device),)
+                elif self.workers > 1:
+                    values = self._receive(self.cut.forms(index)[0], (index - 1) % self.workers)
+                result = module(*values)
+                values = result if isinstance(result, tuple) else (result,)
+                if index == self.cut.stages - 1:
+                    outputs.append(slice_batch(result, 0, stop - start, self.size))
+                elif self.workers > 1:
+                    self._send(values, (index + 1) % self.workers)
+        if not outputs:
+            return None
+        if isinstance(outputs[0], tuple):
+            return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return torch.cat(outputs)
+
+    def _send(self, values: tuple[torch.Tensor, ...], rank: int) -> None:
+        for value in values:
+            dist.send(value.contiguous().to(self._wire), self._peer(rank), group=self.group)
+
+    def _receive(self, forms: tuple[Form, ...], rank: int) -> tuple[torch.Tensor, ...]:
+        values = []
+        for form in forms:
+            value = torch.empty(form.shape, dtype=form.dtype, device=self._wire)
+            dist.recv(value, self._peer(rank), group=self.group)
+            values.append(value.to(self.device))
+        return tuple(values)
+
+    def _peer(self, rank: int) -> int:
+        """Return the rank in the run of a rank of this pipeline."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where messages lie when they are sent."""
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def share_names(cut: Cut, rank: int, workers: int) -> list[str]:
+    """Return the full names of all parameters and buffers of a worker's stages."""
+    return [
+        name
+        for stage in range(rank, cut.stages, workers)
+        for layer in cut.of(stage)
+        for name in layer.names
+    ]
+
+
+def adopt_share(model: torch.nn.Module, cut: Cut, rank: int, workers: int) -> None:
+    """Let traced pieces compute with the model's own parameters and buffers."""
+    for stage in range(rank, cut.stages, workers):
+        for piece in (p for layer in cut.of(stage) for p in (layer.training, layer.evaluating)):
+            if isinstance(piece, Piece):
+                known = tensor_names(piece.body)
+                for name, tensor in tensors_of(model, known).items():
+                    place(piece.body, name, tensor)
