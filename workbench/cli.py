@@ -122,7 +122,7 @@ def _write_html(notebook: NotebookNode, page: Path) -> None:
 
 def _summary(notebook: NotebookNode) -> str:
     """Return the text of the notebook's comparison, or of its last table where it has none."""
-    texts = [
+    texts: list[str] = [
         output["data"]["text/plain"]
         for cell in notebook.cells
         if cell.cell_type == "code"
