@@ -16,12 +16,12 @@ from pathlib import Path
 from ..errors import ClusterError
 from . import keeper
 
-# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
 _DEFAULTS = {
     # Threads that spin while they wait for each other starve one another as soon as the machine has
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
 _PARENT_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
