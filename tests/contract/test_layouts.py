@@ -220,3 +220,19 @@ def test_a_simulated_link_takes_its_time(workers: Workers, name: str) -> None:
     rows = joined(reports)
     exposed = np.nanmedian(rows["exposed_s"], axis=0)
     assert exposed.max() >= 0.020
+
+
+@pytest.mark.parametrize("name", ["sharded", "tensor_parallel", "hybrid", "local_sgd"])
+def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers, name: str) -> None:
+    options = {"every": "1"} if name == "local_sgd" else {}
+    (truth,) = clean(workers.run("one_device", layout_cells.checkpointed))
+    reports = clean(workers.run(name, layout_cells.checkpointed, workers=2, options=options))
+    state = reports[0].value
+    kinds = ["model"] if name == "local_sgd" else ["model", "moments"]  # it keeps own moments
+    for kind in kinds:
+        assert state[kind].keys() == truth.value[kind].keys()
+        for key, value in truth.value[kind].items():
+            assert abs(state[kind][key] - value).max() <= 1e-10, key
+    final = {key: value for report in reports for key, value in report.weights.items()}
+    for key, value in truth.value["model"].items():
+        assert abs(final[key] - value).max() <= 1e-10, key
