@@ -4,7 +4,7 @@ The rival is a plain loop with DDP of its own, without a strategy and without te
 engines; ours is the same loop with one line, `wb.prepare`. They train in turn, so that both meet
 the same noise; what counts is the median ratio of the pairs.
 
-    python benchmarks/bench_allreduce.py [--workers 4] [--pairs 7] [--every] [--json FILE]
+    python benchmarks/bench_allreduce.py [--pairs 7] [--every] [--models "0.1 MB"] [--json FILE]
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--every", action="store_true", help="each algorithm, not only auto")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ways = ["auto", "backend"]
     if given.every:
         ways = list(wb_choices())
     results = []
+    print(f"load before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     with wb.Cluster(given.workers, devices="cpu") as cluster:
-        for size, (widths, steps, goal) in MODELS.items():
+        for size in given.models:
+            widths, steps, goal = MODELS[size]
             rows = race(cluster, widths, steps, ways, given.pairs)
             for way, row in rows.items():
                 row |= {"model": size, "allreduce": way, "workers": given.workers}

@@ -142,7 +142,6 @@ class Strategy:
             one shows as the others' bubble rather than as a wait at the step's end.
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
-        workers_divide_by: Name of the option that must divide the number of workers.
         linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
         source: Where the algorithm is described.
     """
@@ -172,7 +171,6 @@ class Strategy:
     takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
-    workers_divide_by: str | None = None
 
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
@@ -421,7 +419,6 @@ CATALOG: tuple[Strategy, ...] = (
         whole=False,
         takes_turns=True,
         rules="workbench.pipelines:check",
-        workers_divide_by="stages",
         ways=("fit",),
         supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
         options=(

@@ -137,5 +137,12 @@ def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> N
     stages_per_worker(options)
     if "stages" in options:  # pipelines side by side, each with a share of the batch
         every, workers = workers, options["stages"] or (1 if workers % 2 else 2)
+        if every % workers:
+            raise PlanError(
+                "The workers do not fill whole pipelines.",
+                seen=f"stages={workers} on {every} workers",
+                allowed="a number of workers that stages divides",
+                next_step=f"use -n {-(-every // workers) * workers}",
+            )
         batch_size = None if batch_size is None else -(-batch_size * workers // every)
     microbatches(options, workers, batch_size)

@@ -101,7 +101,6 @@ def make_plan(
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
     settings = entry.settings(options or {})
-    _check_divides(entry, settings, count)
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     for key, value in given.items():
         if key not in OVERRIDES:
@@ -126,18 +125,6 @@ def make_plan(
             next_step="write the training below the magic",
         )
     return Plan(recipe, entry.name, framework, count, settings, given, faults, name)
-
-
-def _check_divides(entry: catalog.Strategy, settings: dict[str, Any], workers: int) -> None:
-    """Raise PlanError when the workers do not form whole groups of the size asked for."""
-    size = settings.get(entry.workers_divide_by or "")
-    if size and workers % size:
-        raise PlanError(
-            f"The workers of {entry.name} form groups, and these do not come out even.",
-            seen=f"{entry.workers_divide_by}={size} on {workers} workers",
-            allowed=f"a number of workers that {size} divides",
-            next_step=f"-n {-(-workers // size) * size}, or another -o {entry.workers_divide_by}",
-        )
 
 
 def check_count(what: str, value: object) -> int:

@@ -280,3 +280,46 @@ def test_engines_see_the_notebooks_folder_path_and_environment_as_they_were_at_s
         assert task.over.wait(WAIT_S)
         found = cluster.pull(["found"])[0]["found"]
     assert found == [str(Path(tmp_path).resolve()), "yes", True]
+
+
+TWO_DEVICES = """%%distributed
+import torch, torch.nn as nn, torch.nn.functional as F
+first, second = (f"cuda:{i}" for i in range(2)) if torch.cuda.device_count() > 1 else ("cpu",) * 2
+
+class ModelParallelCNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1).to(first)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1).to(second)
+        self.fc1 = nn.Linear(64 * 14 * 14, 128).to(first)
+        self.fc2 = nn.Linear(128, 10).to(second)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x.to(first)))
+        x = F.relu(self.conv2(x.to(second)))POOL
+        x = x.view(-1, 64 * 14 * 14)
+        x = F.relu(self.fc1(x.to(first)))
+        return self.fc2(x.to(second))
+
+model = ModelParallelCNN()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+x, y = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,), device=second)
+loss = nn.CrossEntropyLoss()(model(x), y)
+loss.backward()
+optimizer.step()
+print("trained")
+"""
+
+
+def test_the_textbooks_two_device_cnn_runs_on_devices_or_stand_ins(book):
+    cell = book.ok(TWO_DEVICES.replace("POOL", "; x = F.max_pool2d(x, 2)"))
+    assert cell.lines() == ["[ranks 0-1] trained"]
+
+
+def test_its_shape_mistake_is_explained(book):
+    cell = book.run(TWO_DEVICES.replace("POOL", ""))
+    assert cell.error is not None
+    text = "\n".join(cell.lines())
+    assert "the loss was given 128 outputs for 32 targets" in text.lower()
+    assert "(32, 64, 28, 28) became (128, 12544) in: x = x.view(-1, 64 * 14 * 14)" in text
+    assert "2x2 max-pool" in text

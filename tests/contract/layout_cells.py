@@ -171,3 +171,33 @@ def refused(kind):
     except FitError as error:
         return str(error)
     return "no error"
+
+
+def checkpointed(at=5, steps=9):
+    """Take the state at a step and go back to it at the end; return the state's model."""
+    import torch
+
+    from workbench.engine.fit import fit
+
+    torch.manual_seed(3)
+    x, y = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 3, (64,))
+    layers = [torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    kept = {}
+
+    def keep(step, logs):
+        if step == at:
+            kept["state"] = context.strategy.state()
+        if step == steps - 1:
+            context.strategy.load_state(kept["state"])
+
+    fit(
+        torch.nn.Sequential(*layers).double(), (x, y), loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), batch_size=16, steps=steps,
+        callbacks=[keep],
+    )  # fmt: skip
+    state = kept["state"]
+    moments = state["optimizer"]["state"]
+    return {
+        "model": {name: value.numpy() for name, value in state["model"].items()},
+        "moments": {key: moments[key]["momentum_buffer"].numpy() for key in sorted(moments)},
+    }

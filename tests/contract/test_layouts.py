@@ -84,6 +84,9 @@ def test_shards_take_their_part_of_the_memory(workers: Workers) -> None:
         assert max(parts) <= 0.45 * sum(parts)
     assert [set(each["after"]) for each in held] == [{"cpu"}, {"meta"}, {"meta"}]
     assert [len(report.weights) for report in reports] == [4, 0, 0]
+    logged = [report.emitted("log")[0]["values"]["memory_bytes"] for report in reports]
+    # Parameters, gradients and two moments, and a step counter for each of the four parameters.
+    assert [(each["parameters"] * 2 + each["moments"]) * 4 + 4 * 4 for each in held] == logged
 
 
 def test_the_given_plan_is_followed(workers: Workers) -> None:
@@ -189,7 +192,8 @@ def test_gossip_keeps_the_mean_and_brings_replicas_together(four: Workers, graph
     for report in reports:
         for value in report.weights.values():
             assert np.allclose(value, 1.5)  # the mean of 0, 1, 2, 3
-    spread = np.array([[log["values"]["spread"] for log in r.emitted("log")] for r in reports])
+    logged = [[log["values"] for log in report.emitted("log")] for report in reports]
+    spread = np.array([[each["spread"] for each in own if "spread" in each] for own in logged])
     assert spread.shape == (4, 6)
     assert spread[:, 0].min() >= 1
     if graph == "exponential":  # 2^k workers have met all others after k steps
@@ -220,3 +224,32 @@ def test_a_simulated_link_takes_its_time(workers: Workers, name: str) -> None:
     rows = joined(reports)
     exposed = np.nanmedian(rows["exposed_s"], axis=0)
     assert exposed.max() >= 0.020
+
+
+@pytest.mark.parametrize("name", ["sharded", "tensor_parallel", "hybrid", "local_sgd"])
+def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers, name: str) -> None:
+    options = {"every": "1"} if name == "local_sgd" else {}
+    (truth,) = clean(workers.run("one_device", layout_cells.checkpointed))
+    reports = clean(workers.run(name, layout_cells.checkpointed, workers=2, options=options))
+    state = reports[0].value
+    kinds = ["model"] if name == "local_sgd" else ["model", "moments"]  # it keeps own moments
+    for kind in kinds:
+        assert state[kind].keys() == truth.value[kind].keys()
+        for key, value in truth.value[kind].items():
+            assert abs(state[kind][key] - value).max() <= 1e-10, key
+    final = {key: value for report in reports for key, value in report.weights.items()}
+    for key, value in truth.value["model"].items():
+        assert abs(final[key] - value).max() <= 1e-10, key
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "sharded", "tensor_parallel", "hybrid"])
+def test_what_each_worker_holds_is_logged(workers: Workers, name: str) -> None:
+    count = 1 if name == "one_device" else 2
+    reports = clean(workers.run(name, cells.train, workers=count))
+    held = [report.emitted("log")[0]["values"]["memory_bytes"] for report in reports]
+    whole = 3 * 195 * 8  # parameters, gradients, momentum of 195 float64
+    if name in ("one_device", "mirrored"):
+        assert held == [whole] * count
+    else:
+        assert max(held) < whole
+        assert sum(held) == pytest.approx(whole, rel=0.1)

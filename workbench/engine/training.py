@@ -93,6 +93,7 @@ class Training:
         gate, faults, record = context.gate, context.faults, context.recorder.add
         per_epoch = self.job.steps_per_epoch
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
+        remembered = min(2, self.job.total_steps)  # when optimizers have their state
         result: StepResult | None = None
         start, paused_s = clock(), gate.paused_s
         for step in range(self.base, self.base + self.job.total_steps):
@@ -122,6 +123,8 @@ class Training:
             done = step - self.base + 1
             if after:
                 start = self._after_step(strategy, done, end, result)
+            if done == remembered:
+                self._log_memory(strategy)
             if done % per_epoch == 0:
                 self._end_epoch(done // per_epoch - 1)
         return result
@@ -137,6 +140,14 @@ class Training:
             return end_s
         self._evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
         return clock()
+
+    def _log_memory(self, strategy: Strategy) -> None:
+        """Log once what this worker holds between steps."""
+        held = strategy.memory_bytes()
+        if held == held:
+            values = {"memory_bytes": float(held)}
+            context = self.context
+            context.emit("log", rank=context.spec.rank, step=context.step, values=values)
 
     def _end_epoch(self, epoch: int) -> None:
         context = self.context

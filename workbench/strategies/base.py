@@ -165,6 +165,10 @@ class Strategy(ABC):
         """Hold parameters until the workers are done; only for strategies with servers."""
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
 
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer; NaN where unknown."""
+        return NAN
+
     @abstractmethod
     def close(self) -> None:
         """Leave the engine as it was: unwrap the user's model, drop hooks, then nothing is left."""

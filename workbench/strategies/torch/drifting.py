@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..base import Job, Share, StepResult, Strategy
 from .loop import OwnLoop
+from .memory import held_bytes
 from .replicas import Message, begin_equal, broadcast
 from .trainer import Trainer
 
@@ -157,6 +158,11 @@ class DriftingReplicas(Strategy):
     def _after_step(self, *args: Any) -> None:
         assert self.loop is not None
         self.step_done(self.loop.timer)
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        trainer = self._trainer
+        return held_bytes(trainer.model, trainer.optimizer)
 
     def close(self) -> None:
         """Leave the user's loop alone again."""

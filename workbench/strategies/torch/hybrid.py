@@ -21,7 +21,8 @@ of the mean loss over its share, so it counts by its samples:
 Gradients are added up by hand, outside the pipeline: DistributedDataParallel around a stage does
 not know when the last microbatch has passed.
 
-The message carries each worker's clock, so waiting and transfer are told apart. Bytes sent: the
+The message carries each worker's clock, so waiting and transfer are told apart; blame goes to the
+worker with the most work of its own in the step, wherever in the grid it stands. Bytes sent: the
 pipeline's messages, and 2 (d-1)/d of the stage's gradients (a ring all-reduce over d pipelines).
 Samples are counted by the worker that holds the last stage, so that they add up.
 """
@@ -101,6 +102,7 @@ class Hybrid(ModelSplit):
         result = super().step(share)
         assert self.sum is not None
         result.sent_bytes += self.sum.sent_bytes
+        result.ready_s = clock() - self.timeline.spent.blocked_s
         return result if self._pipeline.holds_last else replace(result, samples=0)
 
     def gradients_done(self, share: Share) -> None:

@@ -40,6 +40,7 @@ from .averaging import Averaging, broadcast_buffers, broadcast_model
 from .flat import FlatGradients
 from .inplace import InPlace
 from .loop import OwnLoop
+from .memory import held_bytes
 from .trainer import Trainer
 
 _parameters = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -138,6 +139,11 @@ class Mirrored(Strategy):
             epoch_end=lambda: broadcast_buffers(model),
         )
         return model, optimizer, self.loop.loader
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        trainer = self._trainer
+        return held_bytes(trainer.model, trainer.optimizer)
 
     def close(self) -> None:
         """Give the user's module back as it was; wrappers must go before the process group."""

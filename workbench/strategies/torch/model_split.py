@@ -39,6 +39,7 @@ from ... import pipelines
 from ...engine.torch_batches import map_batch
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult, Strategy
+from .memory import held_bytes
 from .split import checkpoint
 from .split.build import fill, let_go, move
 from .split.cut import Cut, cut, table_text
@@ -240,6 +241,10 @@ class ModelSplit(Strategy):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take the own stages' part of what `state` gave."""
         checkpoint.take(state, self.job.model, self.optimizer, self.scheduler)
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        return held_bytes(self.job.model, self.optimizer)
 
     def close(self) -> None:
         """Drop the stages; the user's model keeps this worker's share."""

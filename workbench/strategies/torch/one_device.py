@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..base import Job, Share, StepResult, Strategy
 from .loop import OwnLoop
+from .memory import held_bytes
 from .trainer import Trainer
 
 
@@ -58,6 +59,11 @@ class OneDevice(Strategy):
         model.to(self.context.spec.device)
         self.loop = OwnLoop(self.context, model, optimizer, loader, sent_bytes=0.0)
         return model, optimizer, self.loop.loader
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        trainer = self._trainer
+        return held_bytes(trainer.model, trainer.optimizer)
 
     def close(self) -> None:
         """Drop what the run built."""

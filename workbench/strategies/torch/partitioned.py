@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base import Strategy
 from .layout import Layout, load_whole_state, release_mesh, whole_state
+from .memory import held_bytes
 from .replicas import broadcast
 from .trainer import Trainer
 
@@ -48,6 +49,11 @@ class Partitioned(Strategy):
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: each worker takes its part."""
         load_whole_state(self._trainer, state)
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        trainer = self._trainer
+        return held_bytes(trainer.model, trainer.optimizer)
 
     def close(self) -> None:
         """Give the user's module back as it was."""

@@ -27,7 +27,8 @@ STYLES = {
     "split_row": "divided by rows; takes a whole input",
     "heads": "as col, for code that reshapes the output into heads",
 }
-GIVEN = ("col", "row", "gathered", "split_row", "heads")
+ALONE = ("gathered", "split_row")
+
 
 # What may lie between the two layers of a pair: it treats each number on its own.
 ELEMENTWISE = (
@@ -81,7 +82,6 @@ def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
             if all(isinstance(own.get(name), nn.Linear) for name in (*columns, row)):
                 names = [_join(prefix, name) for name in columns], _join(prefix, row)
                 _pair(model, found, *names, "heads" if attention else "col", workers)
-                break
     return found, safe
 
 
@@ -95,7 +95,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
     plan: Plan = {}
     for part in text.split(","):
         pattern, _, style = part.strip().partition("=")
-        if style not in GIVEN:
+        if style not in STYLES:
             raise FitError(
                 "A part of the plan was not understood.",
                 seen=part,
@@ -191,8 +191,8 @@ def _neighbours(sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
 def _pair(
     model: nn.Module, plan: Plan, columns: list[str], row: str, style: str, workers: int
 ) -> None:
-    """Make a pair, where the plan divides its layers and they divide evenly."""
-    if not all(name in plan for name in (*columns, row)):
+    """Make a pair, where the plan has its layers, unpaired yet, and they divide evenly."""
+    if not all(plan.get(name) in ALONE for name in (*columns, row)):
         return
     widths: list[Any] = [model.get_submodule(name).out_features for name in columns]
     if any(width % workers for width in widths):

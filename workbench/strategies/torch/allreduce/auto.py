@@ -2,9 +2,10 @@
 
 Which algorithm wins depends on the size (rounds cost time, bytes cost time), on the number of
 workers and on the machine. So it is measured: once per cluster for each number of workers and
-power of two of bytes, by all workers together; rank 0 remembers. Each candidate is run in turn,
-several rounds; what counts is the slowest worker's lower quartile, since what else the machine
-does only ever adds time.
+power of two of bytes, by all workers together; rank 0 remembers. Candidates are run in turn, for
+some rounds, with a little computation in between. In each round the worker that came last counts:
+it waited for nobody. Of the rounds the lower quartile counts: what else the machine does only ever
+adds time.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
@@ -26,7 +27,8 @@ from .links import Links
 
 LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
 LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
-ROUNDS = 7
+ROUNDS = 9
+COMPUTE_S = 0.5e-3
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,23 @@ def race(
     entrants = {name: _entrant(AllReduce(name, links), aside) for name in names}
     for entrant in entrants.values():  # connections are opened at first use
         entrant(probe)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, entrant in entrants.items():
+    taken = torch.zeros(rounds, len(names))
+    for row in taken:
+        for column, entrant in enumerate(entrants.values()):
+            _compute()
             began = time.perf_counter()
             entrant(probe)
-            taken[name].append(time.perf_counter() - began)
-    typical = torch.tensor([sorted(taken[name])[rounds // 4] for name in names])
-    dist.all_reduce(typical, dist.ReduceOp.MAX, group=links.group)
+            row[column] = time.perf_counter() - began
+    dist.all_reduce(taken, dist.ReduceOp.MIN, group=links.group)
+    typical = taken.sort(dim=0).values[rounds // 4]
     return dict(zip(names, typical.tolist(), strict=True))
+
+
+def _compute() -> None:
+    """Keep the training thread busy for a moment, as a step does: it matters who has slept."""
+    matrix, until = torch.ones(32, 32), time.perf_counter() + COMPUTE_S
+    while time.perf_counter() < until:
+        matrix @ matrix
 
 
 def _entrant(all_reduce: AllReduce, aside: Aside) -> Callable[[torch.Tensor], None]:
