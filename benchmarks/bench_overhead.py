@@ -1,4 +1,4 @@
-"""Cost of telemetry: `mirrored` on 2 workers with the dashboard on, against the same loop under torchrun.
+"""Cost of telemetry: `mirrored` on 2 workers with the dashboard on, against a bare torchrun loop.
 
 One torchrun job and one Jupyter kernel live side by side; they train in turn, so that both meet the
 same noise. The loop, the model and the data are the same text; the rival's batches are as cheap as
@@ -31,11 +31,13 @@ import time, torch
 from torch import nn
 def build(width):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10))
+    layers = [nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(width, 10))
     return model, torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
 def data():
     g = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(torch.randn(16384, 64, generator=g), torch.randint(0, 10, (16384,), generator=g))
+    x = torch.randn(16384, 64, generator=g)
+    return torch.utils.data.TensorDataset(x, torch.randint(0, 10, (16384,), generator=g))
 def cycle(loader):
     while True:
         yield from loader
@@ -60,8 +62,8 @@ dist.init_process_group("gloo")
 folder, width, batch, steps = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
 rank, dataset = dist.get_rank(), data()
 class Batches:
-    # A DataLoader collates sample by sample, which `wb.prepare` does not for plain tensors; indexing
-    # them directly keeps that difference out of the comparison.
+    # A DataLoader collates sample by sample, which `wb.prepare` does not for plain tensors;
+    # indexing them directly keeps that difference out of the comparison.
     def __init__(self, tensors, batch, rank):
         self.tensors, self.batch, self.rank = tensors, batch, rank
     def __iter__(self):
@@ -191,10 +193,11 @@ def report(step_ms: int, ours: list[float], theirs: list[float]) -> None:
     median = statistics.median(ratios)
     real_ms = 1e3 / statistics.median(theirs)
     print(
-        f"steps of {real_ms:.2f} ms: ours / torchrun = {median:.3f} (90 % of pairs {low:.3f} .. {high:.3f})"
+        f"steps of {real_ms:.2f} ms: ours / torchrun = {median:.3f} "
+        f"(90 % of pairs {low:.3f} .. {high:.3f})"
     )
-    print(json.dumps({"what": f"overhead at {step_ms} ms steps", "ratio": median, "p5": low, "p95": high,
-                      "rival_step_ms": real_ms, "pairs": len(ratios)}))  # fmt: skip
+    result = {"ratio": median, "p5": low, "p95": high, "rival_step_ms": real_ms}
+    print(json.dumps({"what": f"overhead at {step_ms} ms steps", "pairs": len(ratios), **result}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Truth of the sync waits: 50 ms injected into worker 1's data, forward or backward, read back.
 
-    python benchmarks/bench_waits.py [--workers 3] [--steps 60]
+python benchmarks/bench_waits.py [--workers 3] [--steps 60]
 """
 
 from __future__ import annotations

@@ -90,9 +90,8 @@ def _execute(notebook: NotebookNode, out: Path) -> Exception | None:
 
     def done(cell: NotebookNode, **rest: Any) -> None:
         if cell.cell_type == "code":
-            first = next(
-                (text for text in cell.source.splitlines() if text.strip() and text[0] != "#"), ""
-            )
+            lines = [text for text in cell.source.splitlines() if text.strip(" #")]
+            first = next((text for text in lines if not text.startswith("#")), "")
             bar.set_postfix_str(first[:40])
             bar.update()
 

@@ -21,7 +21,8 @@ def precise(precision=None, compile=False, steps=12):
                 met.append(str(x.dtype))
             return x
 
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), Probe(), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    layers = [torch.nn.Linear(8, 16), Probe(), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    model = torch.nn.Sequential(*layers)
     losses = []
     fit(
         model,

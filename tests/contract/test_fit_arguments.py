@@ -1,4 +1,4 @@
-"""Arguments of `wb.fit` that change how it trains rather than what: precision, compile, callbacks."""
+"""Arguments of `wb.fit` that change how it trains, not what: precision, compile, callbacks."""
 
 from __future__ import annotations
 
