@@ -164,7 +164,7 @@ def memory(megabytes, layers, limited):
         resource.setrlimit(resource.RLIMIT_DATA, (now + int(limited * 1e6), before[1]))
         fit(
             model, (x, y), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 1e-3),
-            batch_size=8, steps=2,
+            batch_size=4, steps=2,
         )  # fmt: skip
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -114,13 +114,12 @@ class ModelSplit(Strategy):
             rank=self.rank, device=self.device, split_at=self.options["split_at"] or "",
             around=self.around,
         )  # fmt: skip
-        held = share_names(decided, self.place, self.workers)
-        if job.build is not None:
-            unit_of = {n: i for i, layer in enumerate(decided.layers) for n in layer.names}
-            fill(model, job.build, held, unit_of)
-        let_go(model, held)
-        move(model, held, self.device)
-        adopt_share(model, decided, self.place, self.workers)
+        failed: Exception | None = None
+        try:
+            self._take_share(decided)
+        except Exception as error:  # out of memory: nobody may wait for this worker
+            failed = error
+        self._agree(failed)
         clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
         self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
         self.pipeline = Pipeline(
@@ -128,9 +127,34 @@ class ModelSplit(Strategy):
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
             group=self.group,
         )  # fmt: skip
-        self._held = held
         self._build_optimizer(model)
         self._describe(decided, clocks)
+
+    def _take_share(self, decided: Cut) -> None:
+        """Make the own stages real, on the device; free the rest."""
+        job, model = self.job, self.job.model
+        self._held = held = share_names(decided, self.place, self.workers)
+        if job.build is not None:
+            unit_of = {n: i for i, layer in enumerate(decided.layers) for n in layer.names}
+            fill(model, job.build, held, unit_of)
+        let_go(model, held)
+        move(model, held, self.device)
+        adopt_share(model, decided, self.place, self.workers)
+
+    def _agree(self, failed: Exception | None) -> None:
+        """Raise on every rank when one could not take its share. Collective."""
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, failed and f"{type(failed).__name__}: {failed}")
+        if failed is not None:
+            raise failed
+        lost = {rank: text for rank, text in enumerate(every) if text is not None}
+        if lost:
+            rank, text = next(iter(lost.items()))
+            raise FitError(
+                f"Worker {rank} could not build its stages.",
+                seen=text.splitlines()[0],
+                next_step="use more workers, or give it fewer layers with -o split_at=...",
+            )
 
     def _build_optimizer(self, model: torch.nn.Module) -> None:
         """Make the optimizer of the own parameters; a built one is narrowed to them."""
