@@ -35,7 +35,8 @@ def engines():
 
 def start(engines, *ids):
     over = []
-    task = Task(engines, {i: {} for i in ids}, {i: f"rank {i}" for i in ids}, over.append)
+    labels = {engine: f"rank {rank} · cpu" for rank, engine in enumerate(ids)}
+    task = Task(engines, {i: {} for i in ids}, labels, over.append)
     return task, over
 
 
