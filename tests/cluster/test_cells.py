@@ -282,7 +282,7 @@ def test_engines_see_the_notebooks_folder_path_and_environment_as_they_were_at_s
     assert found == [str(Path(tmp_path).resolve()), "yes", True]
 
 
-TWO_DEVICES = """%%distributed
+TWO_DEVICES = """%%distributed -n 2
 import torch, torch.nn as nn, torch.nn.functional as F
 first, second = (f"cuda:{i}" for i in range(2)) if torch.cuda.device_count() > 1 else ("cpu",) * 2
 
