@@ -51,7 +51,7 @@ def untouched(book):
         ("%%distributed mirrored --on-failure replace", ["--on-failure is not there yet"]),
         ("%%distributed mirrored --on-failure pray", ["'pray'", "stop, continue, replace"]),
         ("%%distributed mirrored --inject bandwidth=fast", ["bandwidth=fast", "slow=RANK:50ms"]),
-        ("%%distributed one_device --inject latency=5ms", ["latency=5ms", "one_device"]),
+        ("%%distributed one_device --inject latency=5ms", ["latency=5ms", "own links"]),
         ("%%distributed mirrored --inject slow=9:50ms", ["slow=9:50ms", "ranks 0 to 1"]),
         ("%%distributed mirrored --inject slow", ["slow", "slow=RANK:50ms"]),
         ("%%distributed mirrored --plot widget", ["needs a notebook", "--plot text"]),
