@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from .wire import LinkError
 
 BACKLOG = 1024
-BUFFER_BYTES = 1 << 20
+LOOPBACK_BUFFER_BYTES = 1 << 18
 
 
 class Store(Protocol):
@@ -55,8 +55,9 @@ class Listeners:
             self.about["unix"] = path
             self.sockets.append(unix)
         tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        _bound_buffers(tcp)  # accepted connections take after it
-        tcp.bind((_own_address(store_host), 0))
+        own = _own_address(store_host)
+        _bound_buffers(tcp, own)  # accepted connections take after it
+        tcp.bind((own, 0))
         self.about["tcp"] = list(tcp.getsockname()[:2])
         self.sockets.append(tcp)
         for sock in self.sockets:
@@ -71,10 +72,14 @@ class Listeners:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _bound_buffers(sock: socket.socket) -> None:
-    """Keep what is under way small enough for the processor's cache; the system would grow it."""
-    for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-        sock.setsockopt(socket.SOL_SOCKET, which, BUFFER_BYTES)
+def _bound_buffers(sock: socket.socket, host: str) -> None:
+    """On loopback keep what is under way small enough for the processor's cache.
+
+    Between hosts the system sizes the buffers, by the delay it sees.
+    """
+    if host.startswith("127."):
+        for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, which, LOOPBACK_BUFFER_BYTES)
 
 
 def _own_address(store_host: str) -> str:
@@ -128,7 +133,7 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
         )
     host, port = about["tcp"]
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    _bound_buffers(sock)
+    _bound_buffers(sock, host)
     sock.settimeout(10)
     sock.connect((host, port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -90,14 +90,14 @@ class Shard:
         """Return each tensor as a view on a flat buffer of `size_bytes`."""
         flat = torch.from_numpy(memory)
         return [
-            flat[p.offset : p.offset + p.size_bytes].view(p.torch_dtype).view(p.shape)
+            _typed(flat[p.offset : p.offset + p.size_bytes], p.torch_dtype).view(p.shape)
             for p in self.pieces
         ]
 
     def flats(self, memory: NDArray[np.uint8]) -> list[torch.Tensor]:
         """Return the buffer as one flat tensor per dtype; they cover all pieces."""
         flat = torch.from_numpy(memory)
-        return [flat[start:stop].view(dtype) for dtype, start, stop in self._runs()]
+        return [_typed(flat[start:stop], dtype) for dtype, start, stop in self._runs()]
 
     def _runs(self) -> Iterator[tuple[torch.dtype, int, int]]:
         start = 0
@@ -107,6 +107,10 @@ class Shard:
             if last or self.pieces[at + 1].dtype != piece.dtype:
                 yield piece.torch_dtype, start, end
                 start = end
+
+
+def _typed(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return flat.view(dtype) if flat.numel() else torch.empty(0, dtype=dtype)
 
 
 def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
