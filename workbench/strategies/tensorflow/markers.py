@@ -18,7 +18,8 @@ of its own work, which stands still while it is blocked.
 Each mark is a *stateless* `tf.numpy_function`, and values that the graph needs flow through it:
 stateful ones, like `tf.py_function` and `tf.timestamp`, are run in one chain over all replicas, so
 everybody would read the straggler's time; a mark that nothing needs is pruned away. Only the
-smallest of the tensors flows through, the others are waited for.
+smallest of the tensors flows through, the others are waited for. `reduced` is written to a variable
+of our own: central storage uses the sum of one replica only.
 
 Delays injected into a replica are spent in its marks: `data` before `began`, `forward` behind it,
 `backward` before `ready`.
@@ -53,7 +54,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import distribute_lib, mirrored_run, one_device_strategy
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from ...engine.injector import FaultInjector
 from ..base import NAN, StepResult
@@ -73,12 +74,15 @@ class Measured:
         data_wait_s: By replica, from `start_s` until its inputs were there; NaN in a step that was
             also traced, which takes longer than any data.
         results: By replica; `samples` is 0 and `loss` NaN where they could not be seen.
+        eager: Whether no tf.function was used: TensorFlow then runs the replicas one after the
+            other, and the first waits for the computation of all others.
     """
 
     start_s: float
     end_s: float
     data_wait_s: tuple[float, ...]
     results: tuple[StepResult, ...]
+    eager: bool = False
 
 
 class Markers:
@@ -93,6 +97,7 @@ class Markers:
         self.faults = tuple(faults)
         self.open = False
         self.total = int(strategy.num_replicas_in_sync)
+        self.anchors = [_anchor(device) for device in strategy.extended.worker_devices]
         self._traces: list[_Trace] = []
         self._traced = False
         self._undo: list[tuple[Any, str, Any]] = []
@@ -126,16 +131,17 @@ class Markers:
         """
         steps = [step for trace in self._traces for step in trace.take()]
         steps.sort(key=lambda step: step[0].began_s)
+        eager = any(trace.eager for trace in self._traces)
         self._traces = [trace for trace in self._traces if not trace.eager]
         traced, self._traced = self._traced, False
         bounds = [start_s, *(min(one.began_s for one in step) for step in steps[1:]), end_s]
         return [
-            self._measured(step, bounds[i], bounds[i + 1], traced and i == 0)
+            self._measured(step, bounds[i], bounds[i + 1], traced and i == 0, eager)
             for i, step in enumerate(steps)
         ]
 
     def _measured(
-        self, step: list[_Stamps], start_s: float, end_s: float, traced: bool
+        self, step: list[_Stamps], start_s: float, end_s: float, traced: bool, eager: bool
     ) -> Measured:
         results = []
         for one, faults in zip(step, self.faults, strict=True):
@@ -146,8 +152,10 @@ class Markers:
                     one.samples, one.loss, compute_s, ready_s=one.ready_s, exposed_s=one.exposed_s
                 )
             )
-        waits = tuple(NAN if traced else one.began_s - start_s for one in step)
-        return Measured(start_s, end_s, waits, tuple(results))
+        waits = [NAN if traced else one.began_s - start_s for one in step]
+        if eager:  # the later replicas were kept waiting by the earlier ones, not by data
+            waits = [min(waits)] * len(waits)
+        return Measured(start_s, end_s, tuple(waits), tuple(results), eager)
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         before = getattr(owner, name)
@@ -214,7 +222,10 @@ class _Trace:
 
     def __init__(self, markers: Markers, eager: bool) -> None:
         self.markers, self.eager = markers, eager
-        self._replicas = [_Replica(self, faults) for faults in markers.faults]
+        self._replicas = [
+            _Replica(self, faults, anchor)
+            for faults, anchor in zip(markers.faults, markers.anchors, strict=True)
+        ]
 
     def wrap(self, fn: Any) -> Any:
         """Return what each replica calls instead of `fn`."""
@@ -235,8 +246,8 @@ class _Trace:
 class _Replica:
     """One replica in one trace: puts the marks in, and keeps what they read."""
 
-    def __init__(self, trace: _Trace, faults: FaultInjector) -> None:
-        self._trace, self._faults = trace, faults
+    def __init__(self, trace: _Trace, faults: FaultInjector, anchor: Any) -> None:
+        self._trace, self._faults, self._anchor = trace, faults, anchor
         self._sites: list[tuple[deque[float], deque[float]]] = []  # ready, reduced by all-reduce
         self._began: deque[tuple[float, int]] = deque()
         self._losses: deque[float] = deque()
@@ -302,14 +313,16 @@ class _Replica:
                 ready.append(clock())
             return passing
 
-        def on_reduced(passing: Any) -> Any:
+        def on_reduced(*seen: Any) -> Any:
             if self._trace.markers.open:
                 reduced.append(clock())
-            return passing
+            return np.float32(0)
 
         extras = [extra for extra in (loss, self._token) if extra is not None]
         value = _pass_through(on_ready, value, extras)
-        return _pass_through(on_reduced, original(context, op, value, options), [])
+        result = original(context, op, value, options)
+        _run_behind(on_reduced, result, self._anchor)
+        return result
 
     def _begin(self, fn: Any, args: Any, kwargs: Any) -> Any:
         tensors = [leaf for leaf in tf.nest.flatten((args, kwargs)) if isinstance(leaf, tf.Tensor)]
@@ -344,6 +357,14 @@ class _Replica:
             self._injected_s += self._faults.spend(phase)
 
 
+def _anchor(device: str) -> Any:
+    """Return a variable, on the host, that keeps a replica's marks from being pruned."""
+    host = device if "CPU" in device else "CPU:0"
+    with tf.init_scope(), tf.device(host):
+        # Made directly: strategies would put a copy on each device.
+        return resource_variable_ops.ResourceVariable(0.0, trainable=False)
+
+
 def note_loss(loss: Any) -> None:
     """Say what the replica being traced calls its mean loss; no effect elsewhere."""
     replica: _Replica | None = getattr(_here, "replica", None)
@@ -374,13 +395,11 @@ def _watched_gradient(original: Any) -> Any:
 def _pass_through(mark: Callable[..., Any], value: Any, extras: list[Any]) -> Any:
     """Return `value` behind a mark that runs when all of it, and `extras`, are there."""
     leaves = tf.nest.flatten(value)
-    chosen = min(range(len(leaves)), key=lambda i: _size(leaves[i]), default=None)
-    if chosen is None:
+    if not leaves or tf.executing_eagerly():
+        mark(None, *extras)
         return value
+    chosen = min(range(len(leaves)), key=lambda i: _size(leaves[i]))
     leaf = leaves[chosen]
-    if tf.executing_eagerly():
-        mark(leaf, *extras)
-        return value
     others = [one for i, one in enumerate(leaves) if i != chosen]
 
     @tf.custom_gradient
@@ -395,6 +414,18 @@ def _pass_through(mark: Callable[..., Any], value: Any, extras: list[Any]) -> An
     else:
         leaves[chosen] = identity(leaf)
     return tf.nest.pack_sequence_as(value, leaves)
+
+
+def _run_behind(mark: Callable[..., Any], value: Any, anchor: Any) -> None:
+    """Run a mark when all of `value` is there; `anchor`, a variable, needs its result."""
+    leaves = tf.nest.flatten(value)
+    if not leaves or tf.executing_eagerly():
+        mark()
+        return
+    leaf = min(leaves, key=_size)
+    source = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
+    with tf.control_dependencies(leaves):
+        anchor.assign(tf.numpy_function(mark, [source], tf.float32, stateful=False))
 
 
 def _size(leaf: Any) -> float:
