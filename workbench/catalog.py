@@ -18,6 +18,8 @@ Framework = Literal["torch", "tensorflow"]
 Way = Literal["fit", "prepare", "keras", "loop"]
 
 FRAMEWORKS: tuple[Framework, ...] = ("torch", "tensorflow")
+IMPORTED_WITH = {"tensorflow": {"KERAS_BACKEND": "tensorflow"}}
+"""Environment that a framework is imported with, whatever the user's says."""
 
 # Arguments of `wb.fit` that a strategy may be unable to honour; the others work everywhere.
 FIT_FEATURES = frozenset(

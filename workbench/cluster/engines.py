@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class EngineInfo:
     Attributes:
         id: Permanent; never given to another engine of this cluster but its replacement.
         state: idle, busy, dead.
+        frameworks: What it has imported.
     """
 
     id: int
@@ -47,6 +48,7 @@ class EngineInfo:
     device: str = "cpu"
     state: str = "idle"
     exit: str = ""
+    frameworks: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Engines:
     """The engines of one cluster.
 
     Args:
-        framework: What the warm parent has imported: `torch` or `tensorflow`.
+        framework: What engines have imported when they start, unless another one is asked for.
         launcher: `local`, or the name of one of ipyparallel's engine launchers.
         hosts: Interface the controller listens on when engines run elsewhere.
     """
@@ -75,7 +77,7 @@ class Engines:
         hosts: str = "",
     ) -> None:
         self._listeners = listeners
-        self.launcher, self.framework = launcher, framework
+        self.launcher = launcher
         self._ground = Ground(framework, launcher, hosts, self._engine_left)
         self._calls: dict[int, list[Call]] = {}
         self.router = ControlRouter(self._heard, host="*" if hosts else "127.0.0.1")
@@ -93,11 +95,29 @@ class Engines:
         self._ground.prepare_in_background()
 
     @property
+    def framework(self) -> str:
+        """What engines have imported when they start, unless another one is asked for."""
+        return self._ground.framework
+
+    @framework.setter
+    def framework(self, framework: str) -> None:
+        self._ground.framework = framework
+
+    def can_fork(self, framework: str) -> bool:
+        """Whether engines that have this framework are forked from a warm parent here."""
+        return self._ground.can_fork(framework)
+
+    @property
     def ids(self) -> list[int]:
         """Ids of the living engines, ascending."""
         return sorted(i for i, e in self.engines.items() if e.state != "dead")
 
-    def start(self, count: int, progress: Callable[[str], None] = lambda text: None) -> list[int]:
+    def start(
+        self,
+        count: int,
+        progress: Callable[[str], None] = lambda text: None,
+        framework: str = "",
+    ) -> list[int]:
         """Start `count` more engines and attach them; return their ids.
 
         Raises:
@@ -105,14 +125,16 @@ class Engines:
         """
         ids = list(range(self._next_id, self._next_id + count))
         self._next_id += count
-        return self._start_ids(ids, progress)
+        return self._start_ids(ids, progress, framework)
 
-    def _start_ids(self, ids: list[int], progress: Callable[[str], None]) -> list[int]:
+    def _start_ids(
+        self, ids: list[int], progress: Callable[[str], None], framework: str = ""
+    ) -> list[int]:
         progress("starting the controller")
         ground = self._ground
         ground.ensure()
         progress(f"starting {len(ids)} engines")
-        uuids = ground.launch(ids, START_TIMEOUT_S)
+        uuids = ground.launch(ids, START_TIMEOUT_S, framework)
         found = {i: EngineInfo(id=i, uuid=u) for i, u in uuids.items()}
         with self._lock:
             self.engines.update(found)
@@ -133,6 +155,7 @@ class Engines:
             self.engines[engine].pid = about["pid"]
             self.engines[engine].host = about["host"]
             self.engines[engine].python = about["python"]
+            self.engines[engine].frameworks = set(about["frameworks"])
 
     def submit(
         self,
@@ -206,7 +229,7 @@ class Engines:
         for engine in ids:
             self.signal(engine, signals.SIGINT)
 
-    def restart(self, ids: Iterable[int]) -> list[int]:
+    def restart(self, ids: Iterable[int], framework: str = "") -> list[int]:
         """End engines and start fresh ones in their places, under the same ids."""
         gone = list(ids)
         for engine in gone:
@@ -216,7 +239,7 @@ class Engines:
             if info.state != "dead":
                 self._lost(info, "restarted")
                 self._ground.end(engine, info.pid)
-        return self._start_ids(gone, lambda text: None)
+        return self._start_ids(gone, lambda text: None, framework)
 
     def known(self, engine: int) -> EngineInfo:
         """Return what is known of an engine, dead or alive.

@@ -23,7 +23,8 @@ from traitlets.config import Config
 from ..errors import ClusterError
 from . import profile
 from .launcher import CLUSTER_SETTINGS, ENGINE_ARGS, WarmEngineSetLauncher
-from .warm_client import Exit, WarmParent, can_fork, start_keeper
+from .parents import Parents
+from .warm_client import Exit, WarmParent, start_keeper
 
 log = logging.getLogger("workbench.cluster")
 REGISTER_POLL_S = 0.01
@@ -40,11 +41,10 @@ class Ground:
         self, framework: str, launcher: str, hosts: str, on_exit: Callable[[int, str], None]
     ) -> None:
         self.framework, self.launcher, self.hosts = framework, launcher, hosts
-        self.forks, self.why_not = can_fork(framework)
-        if launcher != "local":
-            self.forks, self.why_not = False, f"launcher {launcher} was named"
+        self.parents = Parents(launcher, self._child_left)
+        self.why_not = self.parents.why_not(framework)
+        self.forks = not self.why_not
         self.folder: Path = profile.create()
-        self.warm: WarmParent | None = None
         self.client: Any = None
         self.socket: Any = None
         self.cluster: Any = None
@@ -59,6 +59,15 @@ class Ground:
         self._changed = threading.Event()
         self._lock = threading.Lock()
 
+    @property
+    def warm(self) -> WarmParent | None:
+        """The warm parent of the default framework; None where engines are not forked."""
+        return self.parents.find(self.framework)
+
+    def can_fork(self, framework: str) -> bool:
+        """Whether engines that have this framework can be forked here."""
+        return self.forks and not self.parents.why_not(framework)
+
     # -- before the engines ------------------------------------------------------------------------
 
     def prepare_in_background(self) -> None:
@@ -67,9 +76,7 @@ class Ground:
             if self._prepared is not None:
                 return
             if self.forks:
-                self.warm = WarmParent(framework=self.framework)
-                self.warm.on_exit(self._child_left)
-                self.warm.start()
+                self.parents.start(self.framework)
             self._prepared = threading.Thread(
                 target=self._prepare, name="workbench-prewarm", daemon=True
             )
@@ -112,9 +119,8 @@ class Ground:
                 **settings,
             )
             self.cluster.start_controller_sync()
-            if self.warm is not None:
-                self.warm.guard(self.cluster.controller.pid)
-                self.warm.guard_dir(self.folder)
+            if self.forks:
+                self.parents.guard(self.cluster.controller.pid, self.folder)
             self.client = self.cluster.connect_client_sync()
             self.client._registration_callbacks.append(self._registration)
             # The stream that direct views send on; sending on the bare socket below it would eat
@@ -125,16 +131,21 @@ class Ground:
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def launch(self, ids: Sequence[int], timeout_s: float) -> dict[int, str]:
+    def launch(self, ids: Sequence[int], timeout_s: float, framework: str = "") -> dict[int, str]:
         """Start engines and wait until they have registered; return their ipyparallel uuids.
 
         An id that a dead engine had is waited for until the hub has let go of it.
+
+        Args:
+            framework: What they have imported when they start, where they are forked; by default
+                the cluster's.
 
         Raises:
             ClusterError: They did not come up; shows the end of their logs.
         """
         self._wait_unregistered(ids)
-        sets = [self._start_set(settings) for settings in self._launcher_settings(ids)]
+        settings = self._launcher_settings(ids, framework or self.framework)
+        sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
         for one in warm_sets:
             self._logs.update(one.log_paths)
@@ -161,22 +172,21 @@ class Ground:
     def _start_set(self, settings: dict[str, Any]) -> Any:
         return self.cluster.engines[self.cluster.start_engines_sync(**settings)]
 
-    def _launcher_settings(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+    def _launcher_settings(self, ids: Sequence[int], framework: str) -> list[dict[str, Any]]:
         """Return the arguments of each engine set that is to be started."""
         if self.forks:
+            # Where the framework cannot be forked, engines import it when they need it.
+            warm = self.parents.ready(framework if self.can_fork(framework) else self.framework)
             engine_args = list(ENGINE_ARGS)
-            return [
-                {"n": len(ids), "warm": self.warm, "ids": list(ids), "engine_args": engine_args}
-            ]
+            return [{"n": len(ids), "warm": warm, "ids": list(ids), "engine_args": engine_args}]
         if min(ids) > self._highest:
             return [{"n": len(ids)}]  # the hub counts on by itself
         return [{"n": 1, "engine_args": [f"--IPEngine.id={i}"]} for i in ids]
 
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
-        if engine in self._pids and self.warm is not None:
-            with contextlib.suppress(ClusterError):
-                self.warm.signal(self._pids[engine], sig)
+        if engine in self._pids:
+            self.parents.signal(self._pids[engine], sig)
         elif self.launcher == "local" and pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
@@ -224,8 +234,10 @@ class Ground:
         """Return host and port of the TCPStore's keeper, started on first use."""
         with self._lock:
             if self._store is None:
-                if self.warm is not None:
-                    _, host, port = self.warm.fork_keeper(str(self.folder / "log" / "keeper.log"))
+                # The store is torch's: a parent that has imported it hosts one at once.
+                warm = self.parents.find("torch")
+                if warm is not None:
+                    _, host, port = warm.fork_keeper(str(self.folder / "log" / "keeper.log"))
                 else:
                     self._keeper, host, port = start_keeper()
                 self._store = (host, port)
@@ -248,11 +260,10 @@ class Ground:
             self._keeper.wait(timeout=5)
         if self.cluster is not None:
             with contextlib.suppress(Exception):
-                if self.warm is None:
+                if not self.forks:
                     self.cluster.stop_engines_sync()
                 self._end_controller()
-        if self.warm is not None:
-            self.warm.stop()
+        self.parents.stop()
         profile.remove(self.folder)
 
     def _end_controller(self) -> None:

@@ -52,7 +52,11 @@ FRAMEWORK_MODULES: dict[str, tuple[str, ...]] = {
         "workbench.engine.torch_support",
         "workbench.data.torch_sets",
     ),
-    "tensorflow": ("tensorflow", "keras"),
+    "tensorflow": (
+        "tensorflow",
+        "keras",
+        "workbench.engine.tensorflow_support",
+    ),
 }
 SECOND_STAGE: dict[str, tuple[str, ...]] = {
     # The first optimizer step imports torch._dynamo; without this every engine would.
@@ -64,7 +68,11 @@ SECOND_STAGE: dict[str, tuple[str, ...]] = {
         "workbench.strategies.torch.one_device",
         "workbench.strategies.torch.mirrored",
     ),
-    "tensorflow": (),
+    "tensorflow": (
+        "workbench.engine.tensorflow_data",
+        "workbench.strategies.tensorflow.one_device",
+        "workbench.strategies.tensorflow.mirrored",
+    ),
 }
 
 
@@ -156,7 +164,13 @@ def fork_hazard() -> str | None:
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("/dev/nvidia"):
                 return f"CUDA was initialised ({target} is open)"
-    return None
+    return "TensorFlow has run an operation" if _tensorflow_began() else None
+
+
+def _tensorflow_began() -> bool:
+    """Whether TensorFlow's runtime is up: the children of such a process hang at their first op."""
+    module = sys.modules.get("tensorflow.python.eager.context")
+    return bool(getattr(getattr(module, "_context", None), "_initialized", False))
 
 
 @contextlib.contextmanager

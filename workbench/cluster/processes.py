@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import catalog
 from ..errors import ClusterError
 from . import keeper
 
@@ -20,6 +21,8 @@ _DEFAULTS = {
     # Threads that spin while they wait for each other starve one another as soon as the machine has
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Only errors of TensorFlow's C++ side; they go to the engines' logs.
+    "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 # One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
 _PARENT_ENV = {
@@ -58,9 +61,17 @@ def can_fork(framework: str = "torch") -> tuple[bool, str]:
     """Say whether a warm parent can work here, and if not, why."""
     if not sys.platform.startswith("linux"):
         return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
-    if importlib.util.find_spec(framework) is None:
+    if not installed(framework):
         return False, f"{framework} is not installed"
     return True, ""
+
+
+def installed(framework: str) -> bool:
+    """Whether the framework can be imported here; it is not imported for that."""
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except ValueError:  # a module that something put there by hand
+        return False
 
 
 def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
@@ -88,9 +99,10 @@ def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
     return process, str(answer["host"]), int(answer["port"])
 
 
-def environment() -> dict[str, str]:
+def environment(framework: str = "torch") -> dict[str, str]:
     """The parent's own environment; our package must be importable where it is not installed."""
-    env = {**_DEFAULTS, **os.environ, **_PARENT_ENV}
+    wanted = catalog.IMPORTED_WITH.get(framework, {})
+    env = {**_DEFAULTS, **os.environ, **_PARENT_ENV, **wanted}
     root = str(Path(__file__).resolve().parents[2])
     if root not in site.getsitepackages():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))

@@ -86,6 +86,8 @@ class WarmServer:
         gc.freeze()
         self._touch()
         self._send({"event": "failed" if report.get("error") else "ready", **report})
+        if not self._later:
+            self._send({"event": "warmed"})
 
     def serve(self) -> Job | None:
         """Serve until the kernel is gone (None) or, in a fresh child, what the child must do."""

@@ -86,7 +86,7 @@ class WarmParent:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(),
+                    env=environment(self.framework),
                     cwd="/",
                     start_new_session=True,
                 )
@@ -219,6 +219,10 @@ class WarmParent:
     def exit_of(self, pid: int) -> Exit | None:
         """How a child ended, or None while it lives."""
         return self._exits.get(pid)
+
+    def has(self, pid: int) -> bool:
+        """Whether a process was forked here and lives, as far as is known."""
+        return pid in self._forked and pid not in self._exits
 
     def ask(self, cmd: str, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
         """Send one command and return the answer.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Coroutine, Mapping
 from typing import Any, ClassVar
 
+from . import frameworks
 from .interrupt import InterruptWatch
 from .link import ControlLink
 from .runtime import Engine, run_cell, support
@@ -83,7 +84,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
         info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`.
 
     Returns:
-        `pid`, `host`, `python`.
+        `pid`, `host`, `python`, `frameworks` (what is imported already).
     """
     global _engine
     if info.get("cwd") and os.path.isdir(info["cwd"]):
@@ -95,13 +96,14 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     # prompt (Lightning) should see what torchrun's workers are.
     sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
+    answer = {**about, "frameworks": frameworks.imported()}
     if _engine is not None:
         _engine.link.close()
     link = ControlLink(
         info["engine"], info["url"], bytes.fromhex(info["key"]), about, fallback=_over_ipyparallel()
     )
     _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
-    return about
+    return answer
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +130,18 @@ def take(names: list[str]) -> dict[str, Any]:
     """Return names of the cells' namespace and forget them there."""
     namespace = IPythonShell().namespace
     return {name: namespace.pop(name) for name in names if name in namespace}
+
+
+def variables() -> list[str]:
+    """Return the names that the user's cells have set here, imports included."""
+    shell = IPythonShell().shell
+    ours = {*shell.user_ns_hidden, *(_engine.injected if _engine is not None else ())}
+    return sorted(n for n in shell.user_ns if n not in ours and not n.startswith("_"))
+
+
+def load(framework: str) -> list[str]:
+    """Import a framework beside the other one (see `frameworks.load`)."""
+    return frameworks.load(framework)
 
 
 def free() -> int:

@@ -52,6 +52,7 @@ class Engine:
     group: str = ""  # prefix of the process group that exists now; empty: none
     framework: str = "torch"
     environ: dict[str, str | None] = field(default_factory=dict)
+    injected: set[str] = field(default_factory=set)  # names of ours in the cells' namespace
 
 
 def support(framework: str) -> Any:
@@ -75,6 +76,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
     if spec.role == "server":
         return _serve(engine, spec, framework)
     injected = _inject(shell.namespace, spec, framework)
+    engine.injected.update(injected)
     outcome: dict[str, Any]
     with engine.watch.armed(), _environment(framework.environ(spec)):
         try:

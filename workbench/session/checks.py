@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import catalog
+from ..cluster.processes import installed
 from ..errors import ClusterError, PlanError, unknown
 from ..plan import check_count
 from ..recipe import Recipe
@@ -51,11 +51,7 @@ def check_framework(framework: str) -> None:
     """
     if framework not in catalog.FRAMEWORKS:
         raise unknown("framework", framework, catalog.FRAMEWORKS)
-    try:
-        found = importlib.util.find_spec(framework)
-    except ValueError:
-        found = None
-    if found is None:
+    if not installed(framework):
         raise ClusterError(
             f"{framework} is not installed here.",
             seen=framework,
