@@ -57,7 +57,7 @@ def overview(entries: Iterable) -> str:
     return table(("strategy", "term", "steps", "used with", "suits"), rows)
 
 
-WAYS = {"fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit", "loop": "wb.watch"}
+WAYS = {"fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit", "loop": "own loop with `strategy`"}
 
 
 def anchor(entry) -> str:

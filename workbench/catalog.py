@@ -18,6 +18,8 @@ Framework = Literal["torch", "tensorflow"]
 Way = Literal["fit", "prepare", "keras", "loop"]
 
 FRAMEWORKS: tuple[Framework, ...] = ("torch", "tensorflow")
+MEET_IN_STORE = frozenset({"torch"})
+"""Frameworks whose workers find each other in the keeper's store."""
 IMPORTED_WITH = {"tensorflow": {"KERAS_BACKEND": "tensorflow"}}
 """Environment that a framework is imported with, whatever the user's says."""
 
@@ -246,6 +248,9 @@ _PIPELINE_OPTIONS = (
         "balanced from measured times",
     ),
 )  # fmt: skip
+
+_TENSORFLOW_WAYS: tuple[Way, ...] = ("keras", "loop", "fit")
+_TENSORFLOW_FEATURES = FIT_FEATURES - {"compile"}
 
 CATALOG: tuple[Strategy, ...] = (
     Strategy(
@@ -507,6 +512,42 @@ CATALOG: tuple[Strategy, ...] = (
             ),
         ),
     ),
+    Strategy(
+        name="one_device",
+        framework="tensorflow",
+        term="single-device training",
+        summary="One replica does all the work; the yardstick every other strategy is held "
+        "against.",
+        module="workbench.strategies.tensorflow.one_device:OneDevice",
+        suits="models that fit one device, and as the baseline of every comparison",
+        source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        max_workers=1,
+        one_engine=True,
+    ),
+    Strategy(
+        name="mirrored",
+        framework="tensorflow",
+        term="synchronous data parallelism (all-reduce)",
+        summary="One engine holds a replica on each of its devices; each takes a share of the "
+        "batch, gradients are added up.",
+        module="workbench.strategies.tensorflow.mirrored:Mirrored",
+        suits="several GPUs of one host, and models that fit each of them",
+        source="tf.distribute.MirroredStrategy; Abadi et al., TensorFlow, OSDI 2016, section 4.4",
+        aliases=("data_parallel",),
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        one_engine=True,
+        options=(
+            Option(
+                "cross_device_ops", "choice", "auto",
+                choices=("auto", "nccl", "hierarchical", "reduce_to_one", "ring"),
+                help="how gradients are added up over the devices; auto: nccl on GPUs, else "
+                "reduce_to_one",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 
@@ -518,6 +559,18 @@ def strategies(framework: str | None = None) -> list[Strategy]:
 def names(framework: str | None = None) -> list[str]:
     """Return the names that `%%distributed` accepts, without aliases."""
     return list(dict.fromkeys(entry.name for entry in strategies(framework)))
+
+
+def canonical(name: str, framework: str | None = None) -> str:
+    """Return the name that an alias stands for; in any framework where none is given.
+
+    Raises:
+        PlanError: No strategy has that name, or the framework has none of that name.
+    """
+    for entry in strategies() if framework is None else ():
+        if name == entry.name or name in entry.aliases:
+            return entry.name
+    return lookup(name, framework or FRAMEWORKS[0]).name
 
 
 def lookup(name: str, framework: str = "torch") -> Strategy:

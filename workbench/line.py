@@ -66,23 +66,28 @@ class ClusterLine:
     devices: str = "auto"
     launcher: str = "local"
     hosts: str = ""
-    framework: str = "torch"
+    framework: str | None = None
 
 
 def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
     """Return the parser of `%%distributed`, whose help is made from the catalog."""
-    described = "\n".join(f"  {e.name:<14} {e.summary}" for e in catalog.strategies())
-    options = "\n".join(
-        f"  {e.name}: {o.name}={o.default}  {o.help} ({o.allowed})"
-        for e in catalog.strategies()
-        for o in e.options
+    described = "\n\n".join(
+        f"strategies ({framework}):\n"
+        + "\n".join(f"  {e.name:<14} {e.summary}" for e in catalog.strategies(framework))
+        + "\n\noptions (-o):\n"
+        + "\n".join(
+            f"  {e.name}: {o.name}={o.default}  {o.help} ({o.allowed})"
+            for e in catalog.strategies(framework)
+            for o in e.options
+        )
+        for framework in catalog.FRAMEWORKS
     )
     parser = _Parser(
         prog=prog,
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run the cell on the engines; with a strategy, train under it.",
-        epilog=f"strategies:\n{described}\n\noptions (-o):\n{options}",
+        epilog=described,
     )
     add = parser.add_argument
     add("strategy", nargs="?", default="", help="one of the strategies, or several with commas")
@@ -132,7 +137,7 @@ def cluster_parser() -> argparse.ArgumentParser:
     add("--devices", default="auto", help="auto, cpu, cuda, or GPU numbers 0,1")
     add("--launcher", default="local", help="local, or one of ipyparallel's: slurm, ssh, mpi, ...")
     add("--hosts", default="", help="interface to listen on when engines run on other hosts")
-    add("--framework", default="torch", help="framework to have ready: torch or tensorflow")
+    add("--framework", metavar="NAME", help="framework to have ready: torch or tensorflow")
     add("--keep", action="store_true", help="(not there yet)")
     return parser
 
@@ -245,9 +250,8 @@ def _whole(what: str, text: str, least: int = 1) -> int:
 
 
 def _strategies(text: str, framework: str | None) -> tuple[str, ...]:
-    chosen = framework or "torch"
     return tuple(
-        catalog.lookup(name.strip(), chosen).name for name in text.split(",") if name.strip()
+        catalog.canonical(name.strip(), framework) for name in text.split(",") if name.strip()
     )
 
 

@@ -191,7 +191,8 @@ def _complete(shell: Any, event: Any) -> list[str]:
     previous = words[-2] if len(words) > 1 and last else (words[-1] if words else "")
     if previous in ("-o", "--option"):
         chosen = [e for e in catalog.strategies() if any(e.name in w.split(",") for w in words)]
-        return [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
+        options = [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
+        return list(dict.fromkeys(options))
     if previous == "--plot":
         return list(PLOTS)
     if previous == "--framework":

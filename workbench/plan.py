@@ -49,6 +49,11 @@ class Plan:
         return self.entry.server_count(self.options)
 
     @property
+    def engines(self) -> int:
+        """Number of engines that run the cell; one engine may hold several replicas."""
+        return 1 if self.entry.one_engine else self.workers
+
+    @property
     def sync(self) -> bool:
         """Whether the workers take each step together."""
         return self.entry.is_sync(self.options)

@@ -159,7 +159,9 @@ class RunSpec:
     Attributes:
         run: Sequence number; the `run` field of records. 0 for SPMD cells.
         run_id: Unique, sortable name of the run's folder.
-        ranks: Engine ids by rank.
+        ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
+        replicas: How many replicas this engine holds: those of `rank` and the following ranks.
+        devices: Device of each replica held here, in the order of their ranks.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
@@ -191,6 +193,13 @@ class RunSpec:
     role: Literal["worker", "server"] = "worker"
     servers: int = 0
     key: str = field(default="", repr=False)
+    replicas: int = 1
+    devices: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> range:
+        """Ranks of the replicas that this engine holds."""
+        return range(self.rank, self.rank + self.replicas)
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data."""
@@ -200,7 +209,7 @@ class RunSpec:
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
         known = dict(data)
-        for key in ("ranks", "faults", "hosts"):
+        for key in ("ranks", "faults", "hosts", "devices"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

@@ -16,10 +16,19 @@ class FaultInjector:
 
     A delay without a phase is spent in forward, so it counts as the worker's own compute and shows
     as the others' sync wait.
+
+    Args:
+        rank: This worker; the first of them where the engine holds several replicas.
+        held: How many replicas the engine holds.
+
+    Attributes:
+        replicas: One injector per replica held here, where there are several; a delay of the
+            `forward` or `backward` of one of them is spent by it.
     """
 
-    def __init__(self, rank: int, texts: Iterable[str] = ()) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, texts: Iterable[str] = (), held: int = 1) -> None:
+        self._ranks = range(rank, rank + held)
+        self.replicas = [FaultInjector(one) for one in self._ranks] if held > 1 else [self]
         self._random = random.Random(rank)
         self._active: tuple[Fault, ...] = ()
         self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
@@ -27,10 +36,13 @@ class FaultInjector:
 
     def set(self, texts: Iterable[str]) -> None:
         """Replace the faults by those in `texts`."""
-        faults = (parse_fault(text) for text in texts)
+        faults = [parse_fault(text) for text in texts]
         self._active = tuple(
-            f for f in faults if f.kind != "clear" and f.rank in (None, self._rank)
+            f for f in faults if f.kind != "clear" and (f.rank is None or f.rank in self._ranks)
         )
+        for replica in self.replicas:
+            if replica is not self:
+                replica.set(fault.text for fault in faults)
 
     @property
     def active(self) -> bool:

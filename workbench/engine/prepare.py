@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from ..errors import FitError
 from . import settings
+from .announce import announce as announce_run
 from .context import RunContext, require
 
 
@@ -77,21 +77,9 @@ def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:
 def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
     """Say that training begins, and how the batch is divided."""
     spec = context.spec
-    support = settings.support(spec.framework)
     workers = spec.world_size if context.entry.data_parallel else 1
-    local = None if batch_size is None else -(-batch_size // workers)
-    context.emit(
-        "run_started",
-        rank=spec.rank,
-        t_s=time.perf_counter(),
-        total_steps=None,
-        epochs=None,
-        batch_size=batch_size,
-        local_batch=local,
-        parameters=support.parameter_count(model),
-        device=support.device_label(spec.device),
-        threads=spec.threads,
-    )
+    parameters = settings.support(spec.framework).parameter_count(model)
+    announce_run(context, parameters, batch_size=batch_size)
     if batch_size is not None and spec.rank == 0 and workers > 1:
         shares = [
             (r + 1) * batch_size // workers - r * batch_size // workers for r in range(workers)

@@ -67,8 +67,13 @@ class Recorder:
         staleness: float = NAN,
         bubble_s: float = NAN,
         deferred: Deferred | None = None,
+        rank: int | None = None,
     ) -> None:
-        """Write one row; never waits."""
+        """Write one row; never waits.
+
+        Args:
+            rank: Whose row it is, where this engine holds several replicas.
+        """
         head = self._head
         if head - self._tail > self._mask:
             self.dropped += 1
@@ -77,7 +82,7 @@ class Recorder:
             self._deferred[head] = deferred
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, self._rank, self._flags, samples, start_s, end_s, ready_s,
+            self._run, step, self._rank if rank is None else rank, self._flags, samples, start_s, end_s, ready_s,
             data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained

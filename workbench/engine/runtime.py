@@ -71,6 +71,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
         `status` (ok, error, stopped, interrupted), `ename`, `evalue`, `trained`, `weights`.
     """
     spec = RunSpec.from_wire(request["spec"])
+    if engine.group and engine.framework != spec.framework:
+        support(engine.framework).destroy_group()
+        engine.group = ""
     engine.framework = spec.framework
     framework = support(spec.framework)
     if spec.role == "server":
@@ -114,7 +117,7 @@ def _train(
             spec.run, spec.rank, flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0
         ),
         gate=Gate(),
-        faults=FaultInjector(spec.rank, spec.faults),
+        faults=FaultInjector(spec.rank, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
     )
@@ -126,7 +129,10 @@ def _train(
         framework.setup(spec)
         _ensure_group(engine, spec, framework)
         open_links(run, framework)
-        outcome = _execute(shell, framework, request)
+        with framework.around(run) as names:
+            shell.namespace.update(names)
+            engine.injected.update(names)
+            outcome = _execute(shell, framework, request)
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained

@@ -28,8 +28,10 @@ def data_module(framework: str) -> Any:
 
 
 def load_strategy(context: RunContext) -> Any:
-    """Return a new strategy object for the run, in place of an earlier one of the same cell."""
+    """Return the cell's strategy object, or a new one in place of an earlier one."""
     if context.strategy is not None:
+        if context.strategy.spans_cell:
+            return context.strategy
         context.strategy.close()
         context.strategy = None
     module, _, name = context.entry.module.partition(":")
@@ -153,7 +155,12 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         used: Names of `catalog.FIT_FEATURES` that were asked for.
     """
     if way not in entry.ways:
-        words = {"fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit", "loop": "wb.watch"}
+        words = {
+            "fit": "wb.fit",
+            "prepare": "wb.prepare",
+            "keras": "model.fit",
+            "loop": "an own loop",
+        }
         raise FitError(
             f"Strategy {entry.name} cannot be used with {words[way]}.",
             allowed=", ".join(words[other] for other in entry.ways),

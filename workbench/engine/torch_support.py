@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..errors import ClusterError, FitError
 from ..protocol import RunSpec
+from .context import RunContext
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
@@ -230,6 +231,12 @@ def _sockets() -> list[tuple[int, int]]:
 def names(spec: RunSpec) -> dict[str, Any]:
     """Return the names that cells find besides rank, world_size and device."""
     return {"dist": dist}
+
+
+@contextlib.contextmanager
+def around(run: RunContext) -> Iterator[dict[str, Any]]:
+    """Surround the cell of a training run; yields names that the cell finds besides."""
+    yield {}
 
 
 def device_label(device: str) -> str:

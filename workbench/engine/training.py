@@ -9,6 +9,7 @@ from typing import Any
 
 from ..strategies.base import Job, Share, StepResult, Strategy
 from . import settings
+from .announce import announce
 from .context import RunContext, current
 
 clock = time.perf_counter
@@ -73,7 +74,13 @@ class Training:
         strategy.prepare(self.job)
         if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
-        self._announce(epochs)
+        announce(
+            context,
+            settings.support(spec.framework).parameter_count(self.job.model),
+            batch_size=self.job.batch_size,
+            total_steps=self.base + self.job.total_steps,
+            epochs=epochs,
+        )
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
         last = self._steps(strategy, source.shares(*strategy.portion))
         idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
@@ -95,6 +102,7 @@ class Training:
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
         remembered = min(2, self.job.total_steps)  # when optimizers have their state
         result: StepResult | None = None
+        first_rank = context.spec.rank
         start, paused_s = clock(), gate.paused_s
         for step in range(self.base, self.base + self.job.total_steps):
             if not gate.enter(step):
@@ -106,18 +114,20 @@ class Training:
             context.step = step
             asked = clock()
             share = next(shares)
-            if faults.active:
+            if faults.active and not strategy.spends_delays:
                 faults.spend("data")
             fed = clock()
             context.fetch_s = fed - asked
             result = strategy.step(share)
             end = clock()
-            record(
-                step, result.samples, start, end, data_wait_s=fed - asked,
-                compute_s=result.compute_s, loss=result.loss, ready_s=result.ready_s,
-                exposed_s=result.exposed_s, wait_s=result.wait_s, sent_bytes=result.sent_bytes,
-                staleness=result.staleness, bubble_s=result.bubble_s, deferred=result.deferred,
-            )  # fmt: skip
+            for rank, one in enumerate(result.replicas or (result,), first_rank):
+                record(
+                    step, one.samples, start, end, data_wait_s=fed - asked,
+                    compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
+                    exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
+                    staleness=one.staleness, bubble_s=one.bubble_s, deferred=one.deferred,
+                    rank=rank,
+                )  # fmt: skip
             context.trained += 1
             start = end
             done = step - self.base + 1
@@ -168,23 +178,6 @@ class Training:
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
         if spec.rank == 0:  # equal on all ranks
             context.emit("eval", step=context.step, epoch=epoch, values=values, seconds=seconds)
-
-    def _announce(self, epochs: int | None) -> None:
-        context, spec, job = self.context, self.context.spec, self.job
-        support = settings.support(spec.framework)
-        workers = spec.world_size if context.entry.data_parallel else 1
-        context.emit(
-            "run_started",
-            rank=spec.rank,
-            t_s=clock(),
-            total_steps=self.base + job.total_steps,
-            epochs=epochs,
-            batch_size=job.batch_size,
-            local_batch=-(-job.batch_size // workers),
-            parameters=support.parameter_count(job.model),
-            device=support.device_label(spec.device),
-            threads=spec.threads,
-        )
 
 
 def _loss(result: StepResult | None) -> float:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..errors import ClusterError, RunError
@@ -30,6 +31,7 @@ from .requests import (
     make_specs,
     run_requests,
 )
+from .frameworks import bring, default_framework
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
@@ -43,7 +45,7 @@ class Cluster:
         devices: `auto` (the least used GPUs, CPU where there are none), `cpu`, `cuda`, or GPU
             numbers as `0,1`.
         launcher: `local`, or one of ipyparallel's launchers by name.
-        framework: What engines have imported when they start.
+        framework: What engines have imported when they start; by default torch, where installed.
 
     Raises:
         PlanError: The number of engines or the devices make no sense.
@@ -61,7 +63,7 @@ class Cluster:
         devices: str = "auto",
         launcher: str = "local",
         hosts: str = "",
-        framework: str = "torch",
+        framework: str | None = None,
         engines: Engines | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -69,7 +71,6 @@ class Cluster:
         self.devices_asked, self.launcher = devices, launcher
         self.devices = device_pool.parse_devices(devices)
         self._leases: dict[int, device_pool.Leases] = {}
-        self.framework = framework
         self._runs: dict[int, Run] = {}
         self._number = itertools.count(1)
         self._generation = itertools.count(1)
@@ -78,6 +79,7 @@ class Cluster:
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
         self.lease(count)
+        framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
         self._engines = engines or Engines(
@@ -85,6 +87,7 @@ class Cluster:
         )
         if engines is not None:
             engines.listen(self.listeners())
+            engines.framework = framework
         try:
             self._engines.start(count, progress)
         except BaseException:
@@ -123,9 +126,23 @@ class Cluster:
             self._leases[workers] = device_pool.lease(self.devices, workers)
         return self._leases[workers]
 
-    def add(self, count: int) -> list[int]:
+    @property
+    def framework(self) -> str:
+        """The framework of engines, cells and runs that name none."""
+        return self._engines.framework
+
+    def use(self, framework: str) -> None:
+        """Let engines, cells and runs that name no framework have this one from now on.
+
+        Raises:
+            ClusterError: It is not installed.
+        """
+        check_framework(framework)
+        self._engines.framework = framework
+
+    def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids."""
-        return self._engines.start(check_count("The number of engines", count))
+        return self._engines.start(check_count("The number of engines", count), framework=framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
         """Replace engines (all, or those named) by fresh ones under the same ids.
@@ -252,7 +269,8 @@ class Cluster:
         """Start a validated plan; returns at once (see `run`)."""
         self._claim()
         check_framework(plan.framework)
-        ids = self._ids_for(plan.workers)
+        check_size("The number of workers", plan.workers)
+        ids = self._ids_for(plan.engines) * (plan.workers // plan.engines)
         servers = self._servers_for(plan.servers)
         leases = self.lease(plan.workers)
         names = [lease.label for lease in leases.leases]
@@ -280,11 +298,11 @@ class Cluster:
         number: int,
         autoreload: str,
     ) -> None:
-        ids = [*run.engines, *servers]
+        ids = [*run.members, *servers]
         if run.plan.recipe.function:
-            self._engines.call(run.engines, PUSH, ({ARGS: run.plan.recipe.args},))
+            self._engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = f"run-{run.number}-{next(self._generation)}"
-        specs = self._specs(ids, run.plan.workers, leases, prefix)
+        specs = self._specs(ids, run.plan, leases, prefix)
         asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
         run.task = Task(self._engines, asked, labels(specs), lambda task: self._run_over(run, task))
@@ -308,9 +326,9 @@ class Cluster:
     def _fetch_results(self, run: Run, error: RunError | None) -> None:
         """Bring a function's return values into `run.results`, and its names off the engines."""
         try:
-            living = [i for i in run.engines if i in self.ids]
+            living = [i for i in run.members if i in self.ids]
             taken = self._engines.call(living, TAKE, ([RESULT, ARGS],))
-            run.results = [taken.get(i, {}).get(RESULT) for i in run.engines]
+            run.results = [taken.get(i, {}).get(RESULT) for i in run.members]
         except ClusterError as failure:
             run.note(f"What the function returned could not be fetched: {failure.what}")
         finally:
@@ -339,7 +357,7 @@ class Cluster:
         fresh = self._group[1] != tuple(members) or not self._group[0]
         if fresh:
             self._group = (f"spmd-{next(self._generation)}", tuple(members))
-        specs = self._specs(members, len(members), self.lease(len(members)), self._group[0])
+        specs = self._specs(members, None, self.lease(len(members)), self._group[0])
         if fresh and set(targets) != set(members):
             # A collective on some ranks needs a group that all ranks have joined.
             self._settle_group(specs)
@@ -387,12 +405,23 @@ class Cluster:
         return sorted(self._servers & set(self.ids))[:count]
 
     def _specs(
-        self, ids: Sequence[int], workers: int, leases: device_pool.Leases, prefix: str
+        self,
+        ids: Sequence[int],
+        plan: Plan | None,
+        leases: device_pool.Leases,
+        prefix: str,
     ) -> Specs:
+        """Return what each engine is told; of a cell without a strategy where `plan` is None."""
         hosts = {i: self._engines.engines[i].host for i in ids}
-        store = self._engines.store()
+        framework = self.framework if plan is None else plan.framework
         return make_specs(
-            hosts, workers, leases, store=store, framework=self.framework, prefix=prefix
+            hosts,
+            len(ids) if plan is None else plan.workers,
+            leases,
+            store=self._engines.store() if framework in catalog.MEET_IN_STORE else None,
+            framework=framework,
+            prefix=prefix,
+            one_engine=plan is not None and plan.entry.one_engine,
         )
 
     # -- events ------------------------------------------------------------------------------------

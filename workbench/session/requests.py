@@ -29,35 +29,46 @@ def make_specs(
     workers: int,
     leases: device_pool.Leases,
     *,
-    store: tuple[str, int],
+    store: tuple[str, int] | None,
     framework: str,
     prefix: str,
+    one_engine: bool = False,
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
     Args:
         hosts: Host of each engine that takes part, by engine id, in the order of the ranks; those
-            beyond `workers` are servers.
+            beyond the workers' engines are servers.
         prefix: Keeps this process group apart from others in the store.
+        one_engine: Whether the first engine holds all replicas.
     """
     threads = device_pool.threads_per_worker(len(hosts))
-    return {
-        engine: RunSpec(
+    each = workers if one_engine else 1  # replicas per engine
+    holders = workers // each
+    engines = list(hosts)
+    places = [*(engine for engine in engines[:holders] for _ in range(each)), *engines[holders:]]
+    specs = {}
+    for position, engine in enumerate(hosts):
+        worker = position < holders
+        rank = position * each if worker else workers + position - holders
+        devices = [lease.device for lease in leases.leases[rank : rank + each]] if worker else []
+        specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
             world_size=workers,
-            ranks=tuple(hosts),
-            device=leases.leases[rank].device if rank < workers else "cpu",
-            role="worker" if rank < workers else "server",
+            ranks=tuple(places),
+            device=devices[0] if worker else "cpu",
+            role="worker" if worker else "server",
             threads=threads,
             framework=framework,
             store=store,
             prefix=prefix,
             backend=leases.backend,
-            hosts=tuple(hosts.values()),
+            hosts=tuple(hosts[one] for one in places),
+            replicas=each if worker else 1,
+            devices=tuple(devices),
         )
-        for rank, engine in enumerate(hosts)
-    }
+    return specs
 
 
 def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[int, dict[str, Any]]:
@@ -105,6 +116,8 @@ def labels(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, str]
 def _label(spec: RunSpec) -> str:
     if spec.role == "server":
         return f"server s{spec.rank - spec.world_size}"
+    if spec.replicas > 1:
+        return f"replicas {spec.held[0]}-{spec.held[-1]} · {spec.device}"
     return f"rank {spec.rank} · {spec.device}"
 
 

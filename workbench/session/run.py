@@ -37,6 +37,8 @@ class Run:
     Attributes:
         name: Its name in `wb.runs`.
         plan: What was asked for.
+        engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
+        members: The engines that run the cell, each once: who is asked, agreed with and stopped.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
         folder: Where records, events and final weights are on disk.
@@ -54,6 +56,7 @@ class Run:
     ) -> None:
         self.plan, self.number, self.name = plan, number, name
         self.engines, self.devices = tuple(engines), tuple(devices)
+        self.members = tuple(dict.fromkeys(engines))
         self.folder = folder
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
@@ -61,7 +64,7 @@ class Run:
         self.error: RunError | None = None
         self.task: Task | None = None
         self.plot_cpu = float("nan")
-        self.results: list[Any] = [None] * len(self.engines)
+        self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()
         self._agreement: Agreement | None = None
@@ -154,7 +157,7 @@ class Run:
                 self.advance("start")
         elif name == "paused":
             self._paused_ranks.add(int(fields["rank"]))
-            if len(self._paused_ranks) == len(self.engines) and self._state == "running":
+            if len(self._paused_ranks) == len(self.members) and self._state == "running":
                 self.advance("pause")
         elif name == "resumed":
             self._paused_ranks.discard(int(fields["rank"]))
@@ -210,7 +213,7 @@ class Run:
 
     def _send(self, kind: str, **body: Any) -> None:
         if self.task is not None and not self.is_over:
-            for engine in self.engines:
+            for engine in self.members:
                 self.task.engines.router.send(engine, Message(kind, {"run": self.number, **body}))
 
     def _halt(self, purpose: Purpose) -> None:
@@ -218,7 +221,7 @@ class Run:
             self._send("halt_at", purpose=purpose, step=-1)
             self._expect_end(purpose)
             return
-        self._agreement = Agreement(purpose, len(self.engines))
+        self._agreement = Agreement(purpose, len(self.members))
         self._send("halt", purpose=purpose)
         if purpose == "stop":
             self._later(ANSWER_S, self._interrupt_unless_agreed)

@@ -81,6 +81,8 @@ class StepResult:
         loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
         deferred: Completes the record later, off the training thread (CUDA events, losses that
             live on the device).
+        replicas: One result per replica where this engine holds several; `samples` and `loss` are
+            then those of the engine, and each replica has a row of its own.
     """
 
     samples: int
@@ -93,10 +95,20 @@ class StepResult:
     staleness: float = NAN
     bubble_s: float = NAN
     deferred: Deferred | None = None
+    replicas: tuple[StepResult, ...] = ()
 
 
 class Strategy(ABC):
-    """Base of all strategies; one instance lives for one run on one engine."""
+    """Base of all strategies; one instance lives for one run on one engine.
+
+    Attributes:
+        spans_cell: Whether one object serves the whole cell, made before the cell runs; else each
+            `wb.fit` and `wb.prepare` of a cell gets one of its own.
+        spends_delays: Whether it spends the delays that are injected into `data` by itself.
+    """
+
+    spans_cell = False
+    spends_delays = False
 
     def __init__(self, context: RunContext) -> None:
         self.context = context

@@ -1,0 +1,150 @@
+"""Records the steps of a user's own loop, without a change to it.
+
+    @tf.function
+    def train_step(batch):                         traced with marks in it (`markers.py`)
+        return strategy.run(step, args=(batch,))
+
+    for batch in distributed:
+        train_step(batch)                          the call is seen; its steps are recorded
+
+A call that trained is known by the marks it passed. It is known from then on: before the next call
+of the same function Pause waits and Stop raises. What other functions take (an evaluation between
+epochs) belongs to no step. Without a `tf.function`, `strategy.run` is the call that is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...engine.context import RunContext
+from .steps import Steps
+
+
+class OwnLoop:
+    """Watches calls into TensorFlow while it is entered.
+
+    The wrappers carry their originals' module, so that autograph leaves them alone as it does
+    those; what they call is converted as ever.
+
+    Args:
+        elsewhere: Whether somebody else records the steps just now (`model.fit`, `wb.fit`).
+        synchronise: Waits for the devices.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        steps: Steps,
+        distribution: Any,
+        elsewhere: Callable[[], bool],
+        synchronise: Callable[[], object],
+    ) -> None:
+        self.context, self.steps, self.distribution = context, steps, distribution
+        self._elsewhere, self._synchronise = elsewhere, synchronise
+        self._inside = False
+        self._steps_done = 0  # by the latest call
+        self._trains: Any = weakref.WeakSet()
+        self._eager = False  # whether a strategy.run outside of any tf.function has trained
+        self._undo: list[Callable[[], None]] = []
+        self.optimizer: Any = None
+
+    def __enter__(self) -> OwnLoop:
+        """Patch `tf.function`'s calls, `strategy.run` and the optimizers' `apply`."""
+        function = importlib.import_module(
+            "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+        ).Function
+        self._patch(function, "__call__", self._called)
+        self._patch(type(self.distribution), "run", self._ran)
+        self._patch(keras.optimizers.Optimizer, "apply", self._applied)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Undo the patches."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        before, own = getattr(owner, name), name in vars(owner)
+        setattr(owner, name, make(before))
+        self._undo.append(
+            (lambda: setattr(owner, name, before)) if own else lambda: delattr(owner, name)
+        )
+
+    def _called(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def call(function: Any, *args: Any, **keywords: Any) -> Any:
+            if loop._passive():
+                return original(function, *args, **keywords)
+            trains = function in loop._trains
+            done = loop._watched(lambda: original(function, *args, **keywords), trains)
+            if loop._steps_done and not trains:
+                loop._trains.add(function)
+            return done
+
+        return call
+
+    def _ran(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def run(strategy: Any, *args: Any, **keywords: Any) -> Any:
+            if loop._passive() or strategy is not loop.distribution:
+                return original(strategy, *args, **keywords)
+            done = loop._watched(lambda: original(strategy, *args, **keywords), loop._eager)
+            loop._eager = loop._eager or bool(loop._steps_done)
+            return done
+
+        return run
+
+    def _applied(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def apply(optimizer: Any, *args: Any, **keywords: Any) -> Any:
+            loop.optimizer = optimizer
+            return original(optimizer, *args, **keywords)
+
+        return apply
+
+    def _passive(self) -> bool:
+        return self._inside or self._elsewhere() or not tf.executing_eagerly()
+
+    def _watched(self, call: Callable[[], Any], trains: bool) -> Any:
+        """Make a call from outside TensorFlow; record the steps it was made of."""
+        steps = self.steps
+        if trains:
+            steps.begin()
+        elif steps.start_s != steps.start_s:
+            steps.skip()  # the loop's first call
+        self._inside, self._steps_done = True, 0
+        try:
+            result = call()
+            self._synchronise()
+        finally:
+            self._inside = False
+        self._steps_done = steps.end()
+        if self._steps_done:
+            self._announce()
+        else:
+            steps.skip()
+        return result
+
+    def _announce(self) -> None:
+        steps = self.steps
+        if steps.announced:
+            return
+        trained = getattr(self.optimizer, "_trainable_variables", ())
+        steps.announce(
+            sum(int(np.prod(variable.shape)) for variable in trained), batch_size=steps.batch
+        )

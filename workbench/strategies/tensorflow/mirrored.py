@@ -1,0 +1,45 @@
+"""Mirrored: one engine holds a replica on each of its devices.
+
+Every replica holds all parameters and takes a share of each batch. Its gradients are added up with
+the others' before each keeps its own copy up to date, so the copies stay equal:
+
+    device 0:  forward, backward --+                     +-> update
+    device 1:  forward, backward --+-- all-reduce (sum) -+-> update
+    device 2:  forward, backward --+                     +-> update
+
+The step waits for the slowest device. The sum is a mean over the batch because each replica's loss
+is divided by the number of replicas (Keras does so by itself).
+
+Sources: tf.distribute.MirroredStrategy, https://www.tensorflow.org/guide/distributed_training;
+Abadi et al., TensorFlow: A system for large-scale machine learning, OSDI 2016, section 4.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from .replicated import Replicated
+
+CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical": tf.distribute.HierarchicalCopyAllReduce,
+    "reduce_to_one": tf.distribute.ReductionToOneDevice,
+    "ring": lambda: None,  # TensorFlow's own choice: collective ops in a ring
+}
+
+
+class Mirrored(Replicated):
+    """Synchronous training on all devices of one engine."""
+
+    def build(self) -> tf.distribute.Strategy:
+        """Return the strategy over this engine's devices."""
+        chosen = self.options.get("cross_device_ops", "auto")
+        if chosen == "auto":
+            # In a ring a second strategy of one process fails: its collectives' keys are taken.
+            chosen = "nccl" if self.on_gpus else "reduce_to_one"
+        return tf.distribute.MirroredStrategy(
+            self.devices, cross_device_ops=CROSS_DEVICE_OPS[chosen]()
+        )

@@ -1,0 +1,142 @@
+"""What all strategies of tf.distribute do alike: the cell's scope, and the steps of `wb.fit`.
+
+A strategy builds its `tf.distribute.Strategy`; everything here works with any of them. The cell
+runs in its scope, so a model that is built there belongs to it:
+
+    with strategy.scope():  the cell    model.fit           recorded by `keras_fit.py`
+                                        strategy.run        recorded by `loop.py`
+                                        wb.fit(model, ...)  `step` below, once per global batch
+
+Source: https://www.tensorflow.org/guide/distributed_training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ...engine.context import RunContext
+from ...engine.tensorflow_support import built
+from ..base import Job, Share, StepResult, Strategy
+from .keras_fit import KerasFit
+from .loop import OwnLoop
+from .markers import Markers
+from .models import by_name, owner
+from .steps import Steps
+
+
+class Replicated(Strategy):
+    """Base of TensorFlow's strategies; one object serves the whole cell.
+
+    Attributes:
+        devices: Names of this engine's devices, one per replica that it holds.
+        distribution: The tf.distribute strategy.
+    """
+
+    spans_cell = spends_delays = True
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        leased = context.spec.devices or (context.spec.device,)
+        self.on_gpus = all(device.startswith("cuda") for device in leased)
+        numbers = [int(device.partition(":")[2] or 0) for device in leased]
+        if not self.on_gpus:
+            numbers = list(range(len(leased)))  # logical CPU devices
+        self.devices = [f"{'GPU' if self.on_gpus else 'CPU'}:{number}" for number in numbers]
+        self.distribution: Any = None
+        self.markers: Markers | None = None
+        self.trainer: Any = None
+        self._fit: KerasFit | None = None
+        self._sample: Any = None
+        self._model: Any = None  # trained last by model.fit or wb.fit
+        self._loop: OwnLoop | None = None
+
+    @abstractmethod
+    def build(self) -> tf.distribute.Strategy:
+        """Return the tf.distribute strategy over this engine's devices."""
+
+    @property
+    def portion(self) -> tuple[int, int]:
+        """Which share of each batch this engine takes: (index, number of engines)."""
+        held = len(self.devices)
+        return self.rank // held, max(1, self.world_size // held)
+
+    @contextlib.contextmanager
+    def around_cell(self) -> Iterator[dict[str, Any]]:
+        """Set up what the cell runs in; yields the names it finds."""
+        context = self.context
+        key = (type(self), *self.devices, *sorted(self.options.items()))
+        self.distribution = distribution = built(key, self.build)
+        with contextlib.ExitStack() as stack:
+            markers = Markers(distribution, context.faults.replicas)
+            self.markers = stack.enter_context(markers)
+            steps = Steps(context, markers)
+            self._fit = KerasFit(context, steps, distribution, self._trains)
+            stack.enter_context(self._fit)
+            self._loop = OwnLoop(context, steps, distribution, self._elsewhere, self.synchronise)
+            stack.enter_context(self._loop)
+            context.weights = self.weights
+            stack.enter_context(distribution.scope())
+            yield {"strategy": distribution}
+
+    def _trains(self, model: Any) -> None:
+        self._model = model
+
+    def _elsewhere(self) -> bool:
+        return self.trainer is not None or (self._fit is not None and self._fit.under_way)
+
+    def synchronise(self) -> None:
+        """Wait for the devices; on a CPU every call has ended when it returns."""
+        if self.on_gpus:
+            tf.test.experimental.sync_devices()
+
+    # -- wb.fit ------------------------------------------------------------------------------------
+
+    def deal(self, source: Any) -> Any:
+        """Keep a sample of the data: a model may get its weights' shapes from it."""
+        self._sample = source.peek()
+        return source
+
+    def prepare(self, job: Job) -> None:
+        """Build what is not built yet, in the scope."""
+        self._trains(job.model)
+        raise NotImplementedError
+
+    def step(self, share: Share) -> StepResult:
+        """Give each replica its part of the share; every replica takes the same step."""
+        raise NotImplementedError
+
+    def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
+        """Return loss and metrics over the evaluation set."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Let `model.fit` and own loops be recorded again."""
+        self.trainer = None
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the trained model's weights by name; empty where no model was trained."""
+        model = self._model
+        if model is None and self._loop is not None:
+            model = owner(self._loop.optimizer)
+        return {} if model is None else by_name(model)
+
+    def state(self) -> dict[str, Any]:
+        """Return model and optimizer."""
+        raise NotImplementedError
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the user's model."""
+        self.trainer = self._fit = self._loop = self.markers = self._model = None

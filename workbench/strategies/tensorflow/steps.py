@@ -1,0 +1,145 @@
+"""Turns what the marks measured into rows, whoever wrote the loop.
+
+One `Steps` serves a whole cell. Between two calls into TensorFlow the loop's owner (`model.fit`,
+the user) is asked for nothing: `begin` before a call that trains, `end` after it. In between, any
+number of steps may have happened (`steps_per_execution`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ...engine.announce import announce
+from ...engine.context import RunContext
+from ...errors import RunStopped
+from ..base import NAN, StepResult
+from .markers import Markers, Measured
+
+clock = time.perf_counter
+
+UNSEEN = (
+    "data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "local_loss",
+)  # fmt: skip
+
+
+class Steps:
+    """The steps of one cell.
+
+    Attributes:
+        start_s: When the step under way began: at the end of the one before, unless something
+            else (an evaluation, a pause) lay between.
+        batch: Samples of the latest step, over the replicas held here.
+        announced: Whether the kernel was told that training has begun.
+    """
+
+    def __init__(self, context: RunContext, markers: Markers) -> None:
+        self.context, self.markers = context, markers
+        self.start_s = NAN
+        self.announced = False
+        self.batch: int | None = None
+        self._unseen = False
+
+    def announce(self, parameters: int, **counts: Any) -> None:
+        """Tell the kernel that training begins, once per cell."""
+        if not self.announced:
+            self.announced = True
+            announce(self.context, parameters, **counts)
+
+    def begin(self) -> None:
+        """Ask whether the next step may start; a pause is waited for here.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        if not self.enter():
+            raise RunStopped
+
+    def enter(self) -> bool:
+        """As `begin`, but return False where the run is to stop."""
+        context, step = self.context, self.context.trained
+        paused_s = context.gate.paused_s
+        if not context.gate.enter(step):
+            return False
+        if context.gate.paused_s != paused_s or self.start_s != self.start_s:
+            self.start_s = clock()
+        context.faults.before_step(step)
+        context.step = step
+        return True
+
+    def skip(self) -> None:
+        """Count the time since the last step as evaluation, or whatever else it was."""
+        now = clock()
+        if self.start_s == self.start_s:
+            self.context.eval_s += now - self.start_s
+        self.start_s = now
+
+    def forget(self) -> None:
+        """Drop what the marks read so far: it belongs to no step."""
+        self.markers.take(self.start_s, clock())
+
+    def end(self, unmarked: Measured | None = None) -> int:
+        """Record what was done since `begin`.
+
+        Args:
+            unmarked: What to record where no mark was passed; by default nothing.
+
+        Returns:
+            How many steps there were.
+        """
+        end_s = clock()
+        start_s = self.start_s if self.start_s == self.start_s else end_s
+        steps = self.markers.take(start_s, end_s)
+        if not steps and unmarked is not None:
+            steps = [unmarked]
+            self._say_unseen()
+        for step in steps:
+            self._record(step)
+        if steps:
+            self.context.train_s += end_s - start_s
+            self.start_s = end_s
+        return len(steps)
+
+    def unmarked(self, samples: int, loss: float) -> Measured:
+        """Return a step of which nothing is known but its samples and loss, shared evenly."""
+        held = self.context.spec.held
+        shares = [
+            (r + 1) * samples // len(held) - r * samples // len(held) for r in range(len(held))
+        ]
+        return Measured(
+            self.start_s,
+            clock(),
+            (NAN,) * len(held),
+            tuple(StepResult(share, loss, NAN) for share in shares),
+        )
+
+    def _record(self, step: Measured) -> None:
+        context = self.context
+        for rank, data_wait_s, one in zip(
+            context.spec.held, step.data_wait_s, step.results, strict=True
+        ):
+            context.recorder.add(
+                context.trained, one.samples, step.start_s, step.end_s, data_wait_s=data_wait_s,
+                compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
+                exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
+                staleness=one.staleness, bubble_s=one.bubble_s, rank=rank,
+            )  # fmt: skip
+        self.batch = sum(one.samples for one in step.results) or None
+        context.step = context.trained
+        context.trained += 1
+
+    def _say_unseen(self) -> None:
+        if not self._unseen:
+            self._unseen = True
+            reason = "the step reduced no gradient where it could be seen"
+            self.context.emit("unmeasured", columns=dict.fromkeys(UNSEEN, reason))
+
+
+def global_loss(results: tuple[StepResult, ...]) -> float:
+    """Return the mean loss over all samples of a step."""
+    samples = np.array([one.samples for one in results], np.float64)
+    losses = np.array([one.loss for one in results], np.float64)
+    total = samples.sum()
+    return float((losses[samples > 0] * samples[samples > 0]).sum() / total) if total else NAN
