@@ -20,8 +20,6 @@ Way = Literal["fit", "prepare", "keras", "loop"]
 FRAMEWORKS: tuple[Framework, ...] = ("torch", "tensorflow")
 MEET_IN_STORE = frozenset({"torch"})
 """Frameworks whose workers find each other in the keeper's store."""
-IMPORTED_WITH = {"tensorflow": {"KERAS_BACKEND": "tensorflow"}}
-"""Environment that a framework is imported with, whatever the user's says."""
 
 # Arguments of `wb.fit` that a strategy may be unable to honour; the others work everywhere.
 FIT_FEATURES = frozenset(

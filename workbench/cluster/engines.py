@@ -101,7 +101,7 @@ class Engines:
 
     @framework.setter
     def framework(self, framework: str) -> None:
-        self._ground.framework = framework
+        self._ground.prefer(framework)
 
     def can_fork(self, framework: str) -> bool:
         """Whether engines that have this framework are forked from a warm parent here."""

@@ -68,6 +68,12 @@ class Ground:
         """Whether engines that have this framework can be forked here."""
         return self.forks and not self.parents.why_not(framework)
 
+    def prefer(self, framework: str) -> None:
+        """Make another framework the default; its parent is started at once."""
+        self.framework = framework
+        if self._prepared is not None and self.can_fork(framework):
+            self.parents.start(framework)
+
     # -- before the engines ------------------------------------------------------------------------
 
     def prepare_in_background(self) -> None:

@@ -13,16 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import catalog
 from ..errors import ClusterError
+from ..frameworks import import_environment
 from . import keeper
 
 _DEFAULTS = {
     # Threads that spin while they wait for each other starve one another as soon as the machine has
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Only errors of TensorFlow's C++ side; they go to the engines' logs.
-    "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 # One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
 _PARENT_ENV = {
@@ -101,7 +99,7 @@ def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
 
 def environment(framework: str = "torch") -> dict[str, str]:
     """The parent's own environment; our package must be importable where it is not installed."""
-    wanted = catalog.IMPORTED_WITH.get(framework, {})
+    wanted = import_environment(framework, os.environ)
     env = {**_DEFAULTS, **os.environ, **_PARENT_ENV, **wanted}
     root = str(Path(__file__).resolve().parents[2])
     if root not in site.getsitepackages():

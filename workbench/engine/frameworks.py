@@ -8,6 +8,7 @@ import sys
 
 from .. import catalog
 from ..errors import ClusterError
+from ..frameworks import import_environment
 
 
 def imported() -> list[str]:
@@ -21,8 +22,7 @@ def load(framework: str) -> list[str]:
     Raises:
         ClusterError: It cannot be imported here, or what it needs is here in another form.
     """
-    for name, value in catalog.IMPORTED_WITH.get(framework, {}).items():
-        os.environ[name] = value
+    os.environ.update(import_environment(framework, os.environ))
     try:
         importlib.import_module(framework)
         importlib.import_module(f"workbench.engine.{framework}_support")

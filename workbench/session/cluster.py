@@ -18,6 +18,7 @@ from ..protocol import Message
 from ..recipe import Recipe
 from . import registry
 from .checks import check_framework, check_members, check_size, to_recipe
+from .frameworks import bring, default_framework
 from .requests import (
     ARGS,
     FREE,
@@ -31,7 +32,6 @@ from .requests import (
     make_specs,
     run_requests,
 )
-from .frameworks import bring, default_framework
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
@@ -74,7 +74,7 @@ class Cluster:
         self._runs: dict[int, Run] = {}
         self._number = itertools.count(1)
         self._generation = itertools.count(1)
-        self._group: tuple[str, tuple[int, ...]] = ("", ())
+        self._group: tuple[str, tuple[str | int, ...]] = ("", ())  # prefix; framework, engines
         self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
@@ -270,8 +270,9 @@ class Cluster:
         self._claim()
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
-        ids = self._ids_for(plan.engines) * (plan.workers // plan.engines)
-        servers = self._servers_for(plan.servers)
+        ids = self._ids_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
+        servers = self._servers_for(plan.servers, plan.framework)
+        self._bring([*dict.fromkeys(ids), *servers], plan.framework)
         leases = self.lease(plan.workers)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
@@ -302,7 +303,7 @@ class Cluster:
         if run.plan.recipe.function:
             self._engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = f"run-{run.number}-{next(self._generation)}"
-        specs = self._specs(ids, run.plan, leases, prefix)
+        specs = self._specs(ids, run.plan, leases, prefix, run.plan.framework)
         asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
         run.task = Task(self._engines, asked, labels(specs), lambda task: self._run_over(run, task))
@@ -338,6 +339,7 @@ class Cluster:
         self,
         source: str,
         *,
+        framework: str | None = None,
         ids: Sequence[int] | None = None,
         workers: int | None = None,
         number: int = 1,
@@ -347,17 +349,21 @@ class Cluster:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
 
         Args:
+            framework: What its engines have imported; by default the cluster's.
             ids: Engines that run it; world size and process group stay those of all workers.
             workers: Changes the world size to the first so many engines.
         """
         self._claim()
-        members = self._ids_for(workers or len(self.worker_ids))
+        framework = framework or self.framework
+        check_framework(framework)
+        members = self._ids_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
-        fresh = self._group[1] != tuple(members) or not self._group[0]
+        self._bring(members, framework)
+        fresh = self._group[1] != (framework, *members) or not self._group[0]
         if fresh:
-            self._group = (f"spmd-{next(self._generation)}", tuple(members))
-        specs = self._specs(members, None, self.lease(len(members)), self._group[0])
+            self._group = (f"spmd-{next(self._generation)}", (framework, *members))
+        specs = self._specs(members, None, self.lease(len(members)), self._group[0], framework)
         if fresh and set(targets) != set(members):
             # A collective on some ranks needs a group that all ranks have joined.
             self._settle_group(specs)
@@ -387,21 +393,26 @@ class Cluster:
             else "wait for it, or interrupt it",
         )
 
-    def _ids_for(self, count: int) -> list[int]:
+    def _bring(self, ids: Sequence[int], framework: str) -> None:
+        """Have the framework on engines; those replaced for that leave no process group."""
+        if bring(self._engines, ids, framework):
+            self._group = ("", ())
+
+    def _ids_for(self, count: int, framework: str) -> list[int]:
         check_size("The number of workers", count)
         dead = [e.id for e in self.engines if e.state == "dead"]
         if not self.ids and dead:
             raise ClusterError("All engines are dead.", next_step="%cluster restart")
         missing = count - len(self.worker_ids)
         if missing > 0:
-            self.add(missing)
+            self.add(missing, framework)
         return self.worker_ids[:count]
 
-    def _servers_for(self, count: int) -> list[int]:
+    def _servers_for(self, count: int, framework: str) -> list[int]:
         """Return engines to be servers; the first run that needs them starts them."""
         missing = count - len(self._servers & set(self.ids))
         if missing > 0:
-            self._servers |= set(self.add(missing))
+            self._servers |= set(self.add(missing, framework))
         return sorted(self._servers & set(self.ids))[:count]
 
     def _specs(
@@ -410,10 +421,10 @@ class Cluster:
         plan: Plan | None,
         leases: device_pool.Leases,
         prefix: str,
+        framework: str,
     ) -> Specs:
         """Return what each engine is told; of a cell without a strategy where `plan` is None."""
         hosts = {i: self._engines.engines[i].host for i in ids}
-        framework = self.framework if plan is None else plan.framework
         return make_specs(
             hosts,
             len(ids) if plan is None else plan.workers,

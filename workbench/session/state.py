@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,10 @@ from ..plan import Plan, make_plan
 from ..recipe import Recipe
 from . import registry
 from .cluster import Cluster
+from .frameworks import default_framework, prewarmed
 from .run import Run
 from .show import CellView, RunView, check_view
 from .task import Task
-
-PREWARM = "WORKBENCH_PREWARM"
 
 
 @dataclass
@@ -34,13 +32,9 @@ class Session:
 
     def prewarm(self) -> None:
         """Begin to import the framework and to start the controller in the background."""
-        framework = os.environ.get(PREWARM, "torch")
-        if framework == "off" or self.prepared is not None or self.cluster is not None:
+        framework = prewarmed()
+        if framework is None or self.prepared is not None or self.cluster is not None:
             return
-        if framework not in ("torch", "tensorflow"):
-            raise PlanError(
-                f"{PREWARM} is not understood.", seen=framework, allowed="torch, tensorflow, off"
-            )
         nobody = Listeners(message=lambda engine, message: None, death=lambda engine: None)
         self.prepared = Engines(nobody, framework=framework)
         self.prepared.prewarm()
@@ -77,6 +71,8 @@ class Session:
                     allowed=now,
                     next_step="%cluster stop, then start again",
                 )
+        if framework := settings.get("framework"):
+            cluster.use(framework)
         missing = count - len(cluster.worker_ids)
         if missing > 0:
             cluster.add(missing)
@@ -114,6 +110,7 @@ class Session:
         cluster = self.need_cluster()
         task = cluster.execute(
             recipe.source,
+            framework=line.framework,
             ids=line.ranks,
             workers=line.workers,
             number=number,
@@ -212,10 +209,12 @@ class Session:
 
 
 def _fits(prepared: Engines, settings: dict[str, Any]) -> bool:
+    """Whether a cluster with these settings can be made of what was prepared."""
+    framework = settings.get("framework") or default_framework()
     return (
         settings.get("launcher", "local") == "local"
         and not settings.get("hosts")
-        and settings.get("framework", "torch") == prepared.framework
+        and (framework == prepared.framework or prepared.can_fork(framework))
     )
 
 
