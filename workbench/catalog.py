@@ -248,7 +248,7 @@ _PIPELINE_OPTIONS = (
 )  # fmt: skip
 
 _TENSORFLOW_WAYS: tuple[Way, ...] = ("keras", "loop", "fit")
-_TENSORFLOW_FEATURES = FIT_FEATURES - {"compile"}
+_TENSORFLOW_FEATURES = FIT_FEATURES - {"compile", "precision", "scheduler"}
 
 CATALOG: tuple[Strategy, ...] = (
     Strategy(

@@ -76,7 +76,7 @@ def run(
     )
     import workbench
 
-    report.names = {"__name__": "cell", "wb": workbench, "context": context, **(names or {})}
+    report.names = {"__name__": "__main__", "wb": workbench, "context": context, **(names or {})}
     report.names.update(rank=0, world_size=workers, device="cpu")
     before = footprint()
     run_context.set_current(context)

@@ -82,8 +82,9 @@ class Recorder:
             self._deferred[head] = deferred
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, self._rank if rank is None else rank, self._flags, samples, start_s, end_s, ready_s,
-            data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
+            self._run, step, self._rank if rank is None else rank, self._flags, samples, start_s,
+            end_s, ready_s, data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness,
+            bubble_s,
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained
 

@@ -79,18 +79,18 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
     if spec.role == "server":
         return _serve(engine, spec, framework)
     injected = _inject(shell.namespace, spec, framework)
-    engine.injected.update(injected)
     outcome: dict[str, Any]
     with engine.watch.armed(), _environment(framework.environ(spec)):
         try:
             if spec.mode == "run":
-                outcome = _train(engine, shell, spec, framework, request)
+                outcome = _train(engine, shell, spec, framework, request, injected)
             else:
                 outcome = _spmd(engine, shell, spec, framework, request)
         except KeyboardInterrupt as error:
             outcome = _outcome(error)
         except Exception as error:
             outcome = _outcome(error) | {"traceback": traceback.format_exc()}
+    engine.injected.update(injected)
     outcome["reassigned"] = [k for k, v in injected.items() if shell.namespace.get(k, v) is not v]
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
     if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out or lost:
@@ -108,7 +108,12 @@ def _spmd(
 
 
 def _train(
-    engine: Engine, shell: Shell, spec: RunSpec, framework: Any, request: Mapping[str, Any]
+    engine: Engine,
+    shell: Shell,
+    spec: RunSpec,
+    framework: Any,
+    request: Mapping[str, Any],
+    injected: dict[str, Any],
 ) -> dict[str, Any]:
     run = RunContext(
         spec=spec,
@@ -131,7 +136,7 @@ def _train(
         open_links(run, framework)
         with framework.around(run) as names:
             shell.namespace.update(names)
-            engine.injected.update(names)
+            injected.update(names)
             outcome = _execute(shell, framework, request)
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"

@@ -13,8 +13,10 @@ Source: https://www.tensorflow.org/guide/distributed_training.
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,15 @@ from numpy.typing import NDArray
 
 from ...engine.context import RunContext
 from ...engine.tensorflow_support import built
-from ..base import Job, Share, StepResult, Strategy
-from .keras_fit import KerasFit
+from ..base import NAN, Job, Share, StepResult, Strategy
+from .keras_fit import KerasFit, check_model
 from .loop import OwnLoop
 from .markers import Markers
 from .models import by_name, owner
-from .steps import Steps
+from .steps import Steps, global_loss
+from .trainer import Trainer
+
+clock = time.perf_counter
 
 
 class Replicated(Strategy):
@@ -50,8 +55,8 @@ class Replicated(Strategy):
             numbers = list(range(len(leased)))  # logical CPU devices
         self.devices = [f"{'GPU' if self.on_gpus else 'CPU'}:{number}" for number in numbers]
         self.distribution: Any = None
-        self.markers: Markers | None = None
-        self.trainer: Any = None
+        self.trainer: Trainer | None = None
+        self._steps: Steps | None = None
         self._fit: KerasFit | None = None
         self._sample: Any = None
         self._model: Any = None  # trained last by model.fit or wb.fit
@@ -74,9 +79,8 @@ class Replicated(Strategy):
         key = (type(self), *self.devices, *sorted(self.options.items()))
         self.distribution = distribution = built(key, self.build)
         with contextlib.ExitStack() as stack:
-            markers = Markers(distribution, context.faults.replicas)
-            self.markers = stack.enter_context(markers)
-            steps = Steps(context, markers)
+            markers = stack.enter_context(Markers(distribution, context.faults.replicas))
+            self._steps = steps = Steps(context, markers)
             self._fit = KerasFit(context, steps, distribution, self._trains)
             stack.enter_context(self._fit)
             self._loop = OwnLoop(context, steps, distribution, self._elsewhere, self.synchronise)
@@ -105,20 +109,49 @@ class Replicated(Strategy):
 
     def prepare(self, job: Job) -> None:
         """Build what is not built yet, in the scope."""
+        check_model(job.model, self.distribution)
         self._trains(job.model)
-        raise NotImplementedError
+        self.trainer = Trainer(self.distribution, job, len(self.devices), self._sample)
+        self._watched.forget()
 
     def step(self, share: Share) -> StepResult:
         """Give each replica its part of the share; every replica takes the same step."""
-        raise NotImplementedError
+        began = clock()
+        samples, losses = self._working.step(share)
+        self.synchronise()
+        end = clock()
+        seen = self._watched.markers.take(began, end)
+        measured = seen[-1].results if seen else (StepResult(0, NAN, NAN),) * len(samples)
+        replicas = tuple(
+            # Handing the batch over is part of what the step computes.
+            replace(one, samples=count, loss=loss, compute_s=end - began - one.exposed_s)
+            for one, count, loss in zip(measured, samples, losses, strict=True)
+        )
+        return StepResult(
+            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas
+        )
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
-        """Return loss and metrics over the evaluation set."""
-        raise NotImplementedError
+        """Return loss and metrics; each replica scores its part, the sums are added up."""
+        values = self._working.evaluate(shares)
+        self._watched.forget()
+        return values
 
     def finish(self) -> None:
         """Let `model.fit` and own loops be recorded again."""
+        self._working.close()
         self.trainer = None
+        self._watched.start_s = NAN
+
+    @property
+    def _working(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer
+
+    @property
+    def _watched(self) -> Steps:
+        assert self._steps is not None, "the cell is over"
+        return self._steps
 
     # -- what stays --------------------------------------------------------------------------------
 
@@ -139,4 +172,6 @@ class Replicated(Strategy):
 
     def close(self) -> None:
         """Let go of the user's model."""
-        self.trainer = self._fit = self._loop = self.markers = self._model = None
+        if self.trainer is not None:
+            self.trainer.close()
+        self.trainer = self._fit = self._loop = self._steps = self._model = None
