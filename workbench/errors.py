@@ -51,6 +51,10 @@ class ClusterError(WorkbenchError, RuntimeError):
     """Engines are missing, could not start, or died."""
 
 
+class EngineSpentError(ClusterError):
+    """A framework's state in this engine cannot become what is needed: a fresh engine must."""
+
+
 class RunError(WorkbenchError, RuntimeError):
     """A run failed or was interrupted; the cell that started it is marked as an error."""
 

@@ -230,7 +230,7 @@ def test_a_start_that_fails_leaves_a_notebook_that_can_try_again(monkeypatch):
     with notebook() as book:
         monkeypatch.setattr(
             "workbench.cluster.ground.Ground.launch",
-            lambda self, ids, timeout_s: (_ for _ in ()).throw(ClusterError("They did not start.")),
+            lambda *args: (_ for _ in ()).throw(ClusterError("They did not start.")),
         )
         book.refused("%cluster start 1", "did not start")
         monkeypatch.undo()

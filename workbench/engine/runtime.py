@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import RunStopped
+from ..errors import EngineSpentError, RunStopped
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
@@ -304,4 +304,11 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
         status = "stopped"
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
-    return {"status": status, "ename": type(error).__name__, "evalue": str(error)}
+    outcome: dict[str, Any] = {
+        "status": status,
+        "ename": type(error).__name__,
+        "evalue": str(error),
+    }
+    if isinstance(error, EngineSpentError):
+        outcome["replace"] = True
+    return outcome

@@ -24,17 +24,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..errors import ClusterError, FitError
+from ..errors import ClusterError, EngineSpentError, FitError
 from ..protocol import RunSpec
 from . import settings
 from .context import RunContext
 
 LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
-
-
-class EngineSpentError(ClusterError):
-    """TensorFlow's state in this engine cannot become what a run needs."""
 
 
 @dataclass

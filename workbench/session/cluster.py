@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines, Listeners
-from ..errors import ClusterError, RunError
+from ..errors import ClusterError, RunError, WorkbenchError
 from ..faults import parse_fault
 from ..history import disk
 from ..plan import Plan, check_count, make_plan
@@ -19,6 +20,7 @@ from ..recipe import Recipe
 from . import registry
 from .checks import check_framework, check_members, check_size, to_recipe
 from .frameworks import bring, default_framework
+from .replace import Replacer, spent, words
 from .requests import (
     ARGS,
     FREE,
@@ -76,6 +78,8 @@ class Cluster:
         self._generation = itertools.count(1)
         self._group: tuple[str, tuple[str | int, ...]] = ("", ())  # prefix; framework, engines
         self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
+        self._replacer = Replacer()
+        self._begun_again: set[int] = set()  # runs whose engines were replaced, once each
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
         self.lease(count)
@@ -306,11 +310,16 @@ class Cluster:
         specs = self._specs(ids, run.plan, leases, prefix, run.plan.framework)
         asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
-        run.task = Task(self._engines, asked, labels(specs), lambda task: self._run_over(run, task))
+        again = partial(self._submit, run, servers, leases, number=number, autoreload=autoreload)
+        run.task = Task(
+            self._engines, asked, labels(specs), lambda task: self._run_over(run, task, again)
+        )
 
-    def _run_over(self, run: Run, task: Task) -> None:
+    def _run_over(self, run: Run, task: Task, again: Callable[[], None]) -> None:
         """Settle a run; on the thread that hears the engines, so it may not wait for them."""
         run.task = task
+        if self._replace(run, task, again):
+            return
         error = task.failure()
         if run.state == "stopping" and error is not None and task.first_failed is None:
             error = None  # an agreed stop that needed an interrupt is still a stop
@@ -323,6 +332,31 @@ class Cluster:
             ).start()
         else:
             run.finish(error)
+
+    def _replace(self, run: Run, task: Task, again: Callable[[], None]) -> bool:
+        """Replace engines that say they must be; return whether the run begins again on them."""
+        found = spent(task.outcomes)
+        if not found:
+            return False
+        ids = list(found)
+        run.note(words(ids, found[ids[0]]))
+        begins_again = run.state == "starting" and run.number not in self._begun_again
+        self._begun_again.add(run.number)
+
+        def then(error: ClusterError | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                again()
+            except WorkbenchError as failure:
+                run.finish(RunError(str(failure)))
+
+        framework = run.plan.framework
+        if begins_again:
+            self._replacer.begin(self._engines, ids, framework, then)
+        else:
+            self._replacer.begin(self._engines, ids, framework)
+        return begins_again
 
     def _fetch_results(self, run: Run, error: RunError | None) -> None:
         """Bring a function's return values into `run.results`, and its names off the engines."""
@@ -368,7 +402,12 @@ class Cluster:
             # A collective on some ranks needs a group that all ranks have joined.
             self._settle_group(specs)
         asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
-        self._busy = task = Task(self._engines, asked, labels(specs, targets), self._cell_over)
+        self._busy = task = Task(
+            self._engines,
+            asked,
+            labels(specs, targets),
+            partial(self._cell_over, framework=framework),
+        )
         return task
 
     def _settle_group(self, specs: Specs) -> None:
@@ -377,13 +416,16 @@ class Cluster:
         if (error := task.failure()) is not None:
             raise error
 
-    def _cell_over(self, task: Task) -> None:
+    def _cell_over(self, task: Task, framework: str) -> None:
+        if found := spent(task.outcomes):
+            self._replacer.begin(self._engines, list(found), framework)
         if task.group_broken:
             self._group = ("", ())
 
     def _claim(self) -> None:
         busy = self._busy
         if busy is None or busy.is_over:
+            self._replacer.wait()
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise RunError(
