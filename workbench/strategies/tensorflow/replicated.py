@@ -79,7 +79,7 @@ class Replicated(Strategy):
         key = (type(self), *self.devices, *sorted(self.options.items()))
         self.distribution = distribution = built(key, self.build)
         with contextlib.ExitStack() as stack:
-            markers = stack.enter_context(Markers(distribution, context.faults.replicas))
+            markers = stack.enter_context(self.marks())
             self._steps = steps = Steps(context, markers)
             self._fit = KerasFit(context, steps, distribution, self._trains)
             stack.enter_context(self._fit)
@@ -88,6 +88,10 @@ class Replicated(Strategy):
             context.weights = self.weights
             stack.enter_context(distribution.scope())
             yield {"strategy": distribution}
+
+    def marks(self) -> Markers:
+        """Return what measures the steps."""
+        return Markers(self.distribution, self.context.faults.replicas)
 
     def _trains(self, model: Any) -> None:
         self._model = model
@@ -111,7 +115,8 @@ class Replicated(Strategy):
         """Build what is not built yet, in the scope."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        self.trainer = Trainer(self.distribution, job, len(self.devices), self._sample)
+        held = int(self.distribution.num_replicas_in_sync) // self.portion[1]
+        self.trainer = Trainer(self.distribution, job, held, self._sample)
         self._watched.forget()
 
     def step(self, share: Share) -> StepResult:
