@@ -162,6 +162,7 @@ class RunSpec:
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks.
+        threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
@@ -195,6 +196,7 @@ class RunSpec:
     key: str = field(default="", repr=False)
     replicas: int = 1
     devices: tuple[str, ...] = ()
+    cores: int = 0
 
     @property
     def held(self) -> range:

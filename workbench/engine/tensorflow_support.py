@@ -28,6 +28,7 @@ from ..errors import ClusterError, EngineSpentError, FitError
 from ..protocol import RunSpec
 from . import settings
 from .context import RunContext
+from .cores import limited
 
 LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
@@ -58,7 +59,8 @@ def setup(spec: RunSpec) -> None:
             allowed="tensorflow",
             next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
         )
-    configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads))
+    # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
+    configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads, spec.cores))
     if spec.mode == "run":
         seed_all(int(spec.overrides.get("seed", 0)))
         _naming().reset_uids()  # a layer is called `dense` in every run, not `dense_7`
@@ -152,9 +154,12 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
     Yields:
         The names that the cell finds besides.
     """
-    run.strategy = strategy = settings.load_strategy(run)
-    with strategy.around_cell() as names:
-        yield names
+    spec = run.spec
+    engines = spec.world_size // spec.replicas + spec.servers
+    with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
+        run.strategy = strategy = settings.load_strategy(run)
+        with strategy.around_cell() as names:
+            yield names
 
 
 def environ(spec: RunSpec) -> dict[str, str]:

@@ -60,6 +60,7 @@ def make_specs(
             device=devices[0] if worker else "cpu",
             role="worker" if worker else "server",
             threads=threads,
+            cores=device_pool.cpu_count(),
             framework=framework,
             store=store,
             prefix=prefix,
