@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
+from ..errors import FitError
 from . import settings
 from .context import require
 from .prepare import announce
@@ -28,6 +30,11 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     """
     context = require("wb.watch")
     framework = context.spec.framework
+    if importlib.util.find_spec(f"workbench.strategies.{framework}.watched") is None:
+        raise FitError(
+            f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
+            next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
+        )
     module = importlib.import_module(f"workbench.strategies.{framework}.watched")
     watched = module.watch(context, model, optimizer, loader)
     context.closers.append(watched.close)

@@ -40,8 +40,8 @@ class Trainer:
         self.distribution, self.job, self.model = distribution, job, job.model
         self._held = held
         self._takes_training = getattr(job.model, "_call_has_training_arg", True)
-        self._objective = objective(job.loss) if job.loss is not None else None
-        self._step_fn = None if job.step_fn is None else converted(job.step_fn)
+        self._objective: Any = objective(job.loss) if job.loss is not None else None
+        self._step_fn: Any = None if job.step_fn is None else converted(job.step_fn)
         self._metrics = {name: metric_function(name, m) for name, m in job.metrics.items()}
         self._build(sample)
         self.optimizer = build_optimizer(job.optimizer, job.model, distribution)
