@@ -135,7 +135,8 @@ class Strategy:
         sync_option: Name of the option that makes an asynchronous strategy synchronous.
         excludes: Pairs of options of which only one may differ from its default.
         links: Whether it has links of its own, on which bandwidth and latency can be simulated.
-        one_engine: Whether one engine holds all replicas.
+        one_engine: Whether one engine runs the cell, whatever the number of replicas.
+        remote_workers: Whether that engine only hands out work: each worker is a further engine.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
@@ -168,6 +169,7 @@ class Strategy:
     excludes: tuple[tuple[str, str], ...] = ()
     links: bool = False
     one_engine: bool = False
+    remote_workers: bool = False
     whole: bool = True
     rules: str = ""
     takes_turns: bool = False
@@ -181,6 +183,11 @@ class Strategy:
     def server_count(self, options: dict[str, Any]) -> int:
         """Return how many servers a run needs, under these options."""
         return int(options[self.servers_option]) if self.servers_option else self.servers
+
+    def helpers(self, options: dict[str, Any], workers: int) -> tuple[str, ...]:
+        """Return what the engines are called that a run needs besides those that run the cell."""
+        remote = [f"worker {rank}" for rank in range(workers)] if self.remote_workers else []
+        return (*remote, *(f"server s{index}" for index in range(self.server_count(options))))
 
     def option(self, name: str) -> Option:
         """Return the option of that name.

@@ -49,6 +49,11 @@ class Plan:
         return self.entry.server_count(self.options)
 
     @property
+    def helpers(self) -> tuple[str, ...]:
+        """What the engines are called that the run needs besides those that run the cell."""
+        return self.entry.helpers(self.options, self.workers)
+
+    @property
     def engines(self) -> int:
         """Number of engines that run the cell; one engine may hold several replicas."""
         return 1 if self.entry.one_engine else self.workers

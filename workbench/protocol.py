@@ -59,6 +59,7 @@ DownKind = Literal[
     "resume",  # run
     "advance",  # run, steps: go on for so many steps, then pause again
     "inject",  # run, faults: list of texts
+    "told",  # run, rank, topic, value: what another engine of the run had to say (event `post`)
     "ping",
 ]
 
@@ -77,6 +78,7 @@ EVENTS: dict[str, str] = {
     "resumed": "rank, step",
     "run_finished": "rank, t_s, steps, stopped, eval_s, train_s, weights: file name or None",
     "error": "rank, ename, evalue",
+    "post": "rank, topic, value: passed on to all engines of the run (`engine/board.py`)",
 }
 """Fields of every event, by name."""
 
@@ -167,7 +169,8 @@ class RunSpec:
         faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
-            Its rank is world_size + its index among the servers.
+            Its rank is world_size + its index among the engines that run no cell.
+        part: What an engine that runs no cell is called: `server s0`, `worker 1`.
         servers: How many servers the run has.
         key: What proves to the run's servers that a worker is one of theirs, and back (hex).
     """
@@ -196,6 +199,7 @@ class RunSpec:
     key: str = field(default="", repr=False)
     replicas: int = 1
     devices: tuple[str, ...] = ()
+    part: str = ""
     cores: int = 0
 
     @property

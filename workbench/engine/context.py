@@ -9,6 +9,7 @@ from typing import Any
 from .. import catalog
 from ..errors import RunError
 from ..protocol import RunSpec
+from .board import Board
 from .gate import Gate
 from .injector import FaultInjector
 from .links import Hub, Link
@@ -36,6 +37,7 @@ class RunContext:
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
+        board: What the engines of the run had to say to each other, by way of the kernel.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
     """
@@ -57,6 +59,11 @@ class RunContext:
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
+    board: Board = field(default_factory=Board)
+
+    def post(self, topic: str, value: Any = True) -> None:
+        """Say something to all engines of the run (this one hears it too)."""
+        self.emit("post", rank=self.spec.rank, topic=topic, value=value)
 
     @property
     def sync(self) -> bool:

@@ -225,5 +225,7 @@ class ControlLink:
             run.gate.resume()
         elif message.kind == "advance":
             run.gate.advance(int(body["steps"]))
+        elif message.kind == "told":
+            run.board.hear(str(body["topic"]), int(body["rank"]), body["value"])
         elif message.kind == "inject":
             run.faults.set(body["faults"])

@@ -183,7 +183,7 @@ def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
 def open_links(run: RunContext, framework: Any) -> None:
     """Connect a worker to the servers of its run, for as long as the cell runs."""
     spec = run.spec
-    if not spec.servers:
+    if not (spec.servers and run.entry.links):
         return
     way = str(spec.options.get("link", "auto"))
     store = framework.open_store(spec)
@@ -192,14 +192,17 @@ def open_links(run: RunContext, framework: Any) -> None:
 
 
 def serve(run: RunContext, framework: Any) -> None:
-    """Be a server: let the workers in, then answer them until they are done or gone.
+    """Be an engine that runs no cell: answer the workers until they are done or gone.
 
     Raises:
         LinkError: A worker's link says why a session could not be.
     """
     spec = run.spec
-    assert spec.store is not None, "a run with servers has a store"
     strategy = settings.load_strategy(run)
+    if not run.entry.links:  # the framework's own servers know how to meet
+        strategy.serve()
+        return
+    assert spec.store is not None, "a run with links has a store"
     run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
     try:
         hub.admit(framework.open_store(spec), spec.rank - spec.world_size, spec.store[0])

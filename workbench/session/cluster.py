@@ -275,7 +275,7 @@ class Cluster:
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         ids = self._ids_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
-        servers = self._servers_for(plan.servers, plan.framework)
+        servers = self._servers_for(len(plan.helpers), plan.framework)
         self._bring([*dict.fromkeys(ids), *servers], plan.framework)
         leases = self.lease(plan.workers)
         names = [lease.label for lease in leases.leases]
@@ -311,8 +311,14 @@ class Cluster:
         asked = run_requests(run, specs, number, autoreload)
         self._group = ("", ())
         again = partial(self._submit, run, servers, leases, number=number, autoreload=autoreload)
+        run.open_board(self._engines.router.send, ids)
         run.task = Task(
-            self._engines, asked, labels(specs), lambda task: self._run_over(run, task, again)
+            self._engines,
+            asked,
+            labels(specs),
+            lambda task: self._run_over(run, task, again),
+            spare=servers[: run.plan.workers] if run.plan.entry.remote_workers else (),
+            on_loss=run.note,
         )
 
     def _run_over(self, run: Run, task: Task, again: Callable[[], None]) -> None:
@@ -475,6 +481,7 @@ class Cluster:
             framework=framework,
             prefix=prefix,
             one_engine=plan is not None and plan.entry.one_engine,
+            helpers=() if plan is None else plan.helpers,
         )
 
     # -- events ------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ def make_specs(
     framework: str,
     prefix: str,
     one_engine: bool = False,
+    helpers: Sequence[str] = (),
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -41,6 +42,7 @@ def make_specs(
             beyond the workers' engines are servers.
         prefix: Keeps this process group apart from others in the store.
         one_engine: Whether the first engine holds all replicas.
+        helpers: What the engines beyond the workers' are called.
     """
     threads = device_pool.threads_per_worker(len(hosts))
     each = workers if one_engine else 1  # replicas per engine
@@ -68,6 +70,7 @@ def make_specs(
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
             devices=tuple(devices),
+            part="" if worker else helpers[position - holders],
         )
     return specs
 
@@ -116,7 +119,7 @@ def labels(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, str]
 
 def _label(spec: RunSpec) -> str:
     if spec.role == "server":
-        return f"server s{spec.rank - spec.world_size}"
+        return spec.part
     if spec.replicas > 1:
         return f"replicas {spec.held[0]}-{spec.held[-1]} · {spec.device}"
     return f"rank {spec.rank} · {spec.device}"

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,8 @@ class Run:
         self._over = threading.Event()
         self._paused_ranks: set[int] = set()
         self._timers: list[threading.Timer] = []
+        self._everyone: tuple[int, ...] = ()
+        self._deliver: Callable[[int, Message], None] = lambda engine, message: None
         self.began = time.time()
 
     # -- life ---------------------------------------------------------------------------------
@@ -151,6 +153,9 @@ class Run:
             self._event(str(message.body["name"]), fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "post":
+            self._tell("told", fields)
+            return
         self.history.event(name, fields)
         if name == "run_started":
             if self._state == "starting":
@@ -163,6 +168,15 @@ class Run:
             self._paused_ranks.discard(int(fields["rank"]))
             if self._state == "paused":
                 self.advance("resume")
+
+    def open_board(self, deliver: Callable[[int, Message], None], engines: Sequence[int]) -> None:
+        """Let the run's engines, servers too, hear of each other; before any of them begins."""
+        self._deliver, self._everyone = deliver, tuple(engines)
+
+    def _tell(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Send to all engines of the run, also to those that do not run the cell."""
+        for engine in self._everyone:
+            self._deliver(engine, Message(kind, {**body, "run": self.number}))
 
     def note(self, text: str) -> None:
         """Add something the user should know about this run."""
@@ -209,7 +223,8 @@ class Run:
         parsed = [parse_fault(text) for text in faults]
         for fault in parsed:
             fault.check(len(self.engines), links=self.plan.entry.links)
-        self._send("inject", faults=[fault.text for fault in parsed])
+        if not self.is_over:
+            self._tell("inject", {"faults": [fault.text for fault in parsed]})
 
     def _send(self, kind: str, **body: Any) -> None:
         if self.task is not None and not self.is_over:

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..cluster.calls import Call
@@ -36,6 +36,7 @@ class Task:
         requests: What each engine is asked to run, by engine id, in the order of the ranks.
         labels: How each engine is called in outputs.
         on_done: Called once, on a background thread, when every engine is done.
+        spare: Engines that may die while another one of them lives; `on_loss` hears of it.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Task:
         requests: Mapping[int, Mapping[str, Any]],
         labels: Mapping[int, str],
         on_done: Callable[[Task], None] = lambda task: None,
+        spare: Iterable[int] = (),
+        on_loss: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -58,6 +61,8 @@ class Task:
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._on_done = on_done
+        self._spare, self._on_loss = set(spare), on_loss
+        self._lost: set[int] = set()  # of those
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._timers: list[threading.Timer] = []
         for call in [self._submit(i, requests[i]) for i in self.ids]:
@@ -86,16 +91,28 @@ class Task:
             outcome = {"status": "died", "ename": type(outcome).__name__, "evalue": str(outcome)}
         with self._lock:
             self.outcomes[call.engine] = outcome
-            bad = outcome["status"] in ("error", "died")
+            spared = outcome["status"] == "died" and self._can_spare(call.engine)
+            bad = outcome["status"] in ("error", "died") and not spared
             first = bad and self.first_failed is None
             if first:
                 self.first_failed = call.engine
             complete = len(self.outcomes) == len(self.ids)
         self.changed.set()
+        if spared:
+            name = self._name(call.engine)
+            self._on_loss(f"{name} is gone, the others go on: {outcome['evalue']}")
         if complete:
             self._end()
         elif first or outcome["status"] == "interrupted":
             self.end_soon(GRACE_S)
+
+    def _can_spare(self, engine: int) -> bool:
+        """Take note of an engine's death; return whether the others can do without it."""
+        living = self._spare - self._lost - {engine}
+        if engine not in self._spare or not living or len(self.outcomes) == len(self.ids):
+            return False
+        self._lost.add(engine)
+        return True
 
     def _end(self) -> None:
         self.seconds = time.perf_counter() - self.began
@@ -165,14 +182,20 @@ class Task:
             return None
         engine = self._root_cause()
         outcome = self.outcomes[engine]
-        bad = [i for i, o in self.outcomes.items() if o["status"] not in ("ok", "stopped")]
+        bad = [
+            i
+            for i, o in self.outcomes.items()
+            if o["status"] not in ("ok", "stopped") and i not in self._lost
+        ]
         same = [i for i in bad if _words(self.outcomes[i]) == _words(outcome)]
         who = f"{self._name(engine)} (engine {engine})"
         if len(same) > 1:
             who = f"Ranks {ranges(self.ids.index(i) for i in same)}"
         what = f"{who} failed: {_words(outcome)}"
         if outcome["status"] == "died":
-            what = f"{self._name(engine)} is gone: {outcome['evalue']}"
+            name = self._name(engine)
+            what = f"{name} {'are' if name.startswith('Replicas') else 'is'} gone: "
+            what += str(outcome["evalue"])
         others = len(bad) - len(same)
         if others > 0:
             what += f"\n  with it: {others} other rank{'s were' if others > 1 else ' was'} ended"
@@ -189,6 +212,7 @@ class Task:
     def _root_cause(self) -> int:
         """The engine whose error is not just a consequence of another's."""
         failed = [i for i in self.ids if self.outcomes[i]["status"] in ("died", "error")]
+        failed = [i for i in failed if i not in self._lost]
         died = [i for i in failed if self.outcomes[i]["status"] == "died"]
         own = [i for i in failed if not COLLATERAL.search(_words(self.outcomes[i]))]
         assert self.first_failed is not None
