@@ -1,12 +1,13 @@
 """Small data sets for lessons and tests; nothing is downloaded.
 
 Importing this module loads no framework. Each function returns a PyTorch data set, or with
-`arrays=True` a tuple `(x, y)` of NumPy arrays that any framework takes.
+`arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from ..errors import DataError, nearest
@@ -23,17 +24,22 @@ def digits(split: str = "train", *, arrays: bool = False, as_mnist: bool = False
     Args:
         split: `train` or `test`; the split is fixed.
         arrays: Return `(x, y)` as NumPy arrays instead of a PyTorch data set.
-        as_mnist: Enlarge the 8 x 8 images to MNIST's 28 x 28.
+        as_mnist: Enlarge the 8 x 8 images to MNIST's 28 x 28. They are real digits, but not
+            MNIST's: fewer, and as blurred as 64 pixels are.
 
     Returns:
         Pairs of x, float32 in 0..1 of shape (1, 8, 8) or (1, 28, 28), and y, int64 in 0..9.
+        As arrays, `as_mnist` gives x without the channel, (n, 28, 28), as
+        `keras.datasets.mnist.load_data()` does (there they are 0..255).
         Source: scikit-learn's `load_digits` (UCI Optical Recognition of Handwritten Digits).
 
     Raises:
         DataError: There is no such split.
     """
     pair = digits_arrays(_split(split), as_mnist)
-    return pair if arrays else _torch_sets().ArraySet(pair)
+    if arrays or _takes_arrays():
+        return (pair[0][:, 0], pair[1]) if as_mnist else pair
+    return _torch_sets().ArraySet(pair)
 
 
 def corpus(split: str = "train", *, block: int = 64, arrays: bool = False) -> Any:
@@ -53,7 +59,7 @@ def corpus(split: str = "train", *, block: int = 64, arrays: bool = False) -> An
         DataError: There is no such split, or no block of that length.
     """
     pair = corpus_arrays(_split(split), _count("block", block))
-    return pair if arrays else _torch_sets().TextSet(pair, VOCABULARY)
+    return pair if arrays or _takes_arrays() else _torch_sets().TextSet(pair, VOCABULARY)
 
 
 def synthetic(
@@ -81,7 +87,16 @@ def synthetic(
     """
     sizes = tuple(_count("shape", size) for size in shape)
     made = Synthetic(_count("samples", samples), sizes, _count("classes", classes), seed)
-    return made.everything() if arrays else _torch_sets().SyntheticSet(made)
+    if arrays or _takes_arrays():
+        return made.everything()
+    return _torch_sets().SyntheticSet(made)
+
+
+def _takes_arrays() -> bool:
+    """Return whether a TensorFlow run is under way in this engine: PyTorch's sets are no use."""
+    engine = sys.modules.get("workbench.engine.context")
+    run = None if engine is None else engine.current()
+    return run is not None and run.spec.framework != "torch"
 
 
 def _torch_sets() -> Any:
