@@ -553,6 +553,26 @@ CATALOG: tuple[Strategy, ...] = (
             ),
         ),
     ),
+    Strategy(
+        name="central_storage",
+        framework="tensorflow",
+        term="synchronous data parallelism, parameters on one device",
+        summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
+        "gradients, which are added up and applied there once.",
+        module="workbench.strategies.tensorflow.central_storage:CentralStorage",
+        suits="several devices of one host that have room for the parameters only once",
+        source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
+        "Machine Learning with the Parameter Server, OSDI 2014",
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        one_engine=True,
+        options=(
+            Option(
+                "parameter_device", "choice", "auto", choices=("auto", "cpu"),
+                help="where parameters lie; auto: the first device, cpu: the host's memory",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 
