@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import lifecycle
-from ..errors import PlanError, RunError
+from ..errors import RunError
 from ..faults import parse_fault
 from ..history import disk
 from ..history.store import RunHistory
@@ -352,24 +351,14 @@ class Run:
         return found
 
     def load_into(self, model: Any) -> Any:
-        """Copy the final weights into a model of the notebook and return it.
+        """Copy the final weights into a torch or Keras model of the notebook and return it.
 
         Raises:
             PlanError: The model has other parameters.
         """
-        torch = sys.modules.get("torch")
-        if torch is None or not hasattr(model, "load_state_dict"):
-            raise PlanError("load_into takes a torch module.", seen=type(model).__name__)
-        weights = self.weights()
-        missing = set(model.state_dict()) ^ set(weights)
-        if missing:
-            raise PlanError(
-                "The model's parameters are not the run's.",
-                seen=", ".join(sorted(missing)[:6]),
-                next_step="build the model as the cell did",
-            )
-        model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in weights.items()})
-        return model
+        from .into import load_into
+
+        return load_into(model, self.weights(), self.plan.framework)
 
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
