@@ -573,6 +573,28 @@ CATALOG: tuple[Strategy, ...] = (
             ),
         ),
     ),
+    Strategy(
+        name="model_split",
+        framework="tensorflow",
+        term="model parallelism, one stage after the other",
+        summary="The layers of one model lie on several devices; the batch goes through them in "
+        "turn, so memory is saved and time is not.",
+        module="workbench.strategies.tensorflow.model_split:ModelSplit",
+        suits="models too large for one device, and to see why pipelines were invented",
+        source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        one_engine=True,
+        data_parallel=False,
+        takes_turns=True,
+        options=(
+            Option(
+                "split_at", "str", None, optional=True,
+                help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
+                "parameters are balanced",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 

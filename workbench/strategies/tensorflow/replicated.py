@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ...engine.context import RunContext
+from ...engine.initial import initialise
 from ...engine.tensorflow_support import built
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .keras_fit import KerasFit, check_model
@@ -117,6 +118,7 @@ class Replicated(Strategy):
         self._trains(job.model)
         held = int(self.distribution.num_replicas_in_sync) // self.portion[1]
         self.trainer = Trainer(self.distribution, job, held, self._sample)
+        initialise(self.context, job.model)
         self._watched.forget()
 
     def step(self, share: Share) -> StepResult:
@@ -126,14 +128,24 @@ class Replicated(Strategy):
         self.synchronise()
         end = clock()
         seen = self._watched.markers.take(began, end)
-        measured = seen[-1].results if seen else (StepResult(0, NAN, NAN),) * len(samples)
-        replicas = tuple(
-            # Handing the batch over is part of what the step computes.
-            replace(one, samples=count, loss=loss, compute_s=end - began - one.exposed_s)
-            for one, count, loss in zip(measured, samples, losses, strict=True)
-        )
+        replicas = self.results(seen[-1].results if seen else (), samples, losses, end - began)
         return StepResult(
             share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas
+        )
+
+    def results(
+        self,
+        measured: Sequence[StepResult],
+        samples: list[int],
+        losses: list[float],
+        spent_s: float,
+    ) -> tuple[StepResult, ...]:
+        """Return what was measured (empty: nothing), with what is known of each replica."""
+        measured = measured or [StepResult(0, NAN, NAN)] * len(samples)
+        return tuple(
+            # Handing the batch over is part of what the step computes.
+            replace(one, samples=count, loss=loss, compute_s=spent_s - one.exposed_s)
+            for one, count, loss in zip(measured, samples, losses, strict=True)
         )
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:

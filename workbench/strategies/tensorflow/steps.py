@@ -105,9 +105,9 @@ class Steps:
     def unmarked(self, samples: int, loss: float) -> Measured:
         """Return a step of which nothing is known but its samples and loss, shared evenly."""
         held = self.context.spec.held
-        shares = [
-            (r + 1) * samples // len(held) - r * samples // len(held) for r in range(len(held))
-        ]
+        parts = len(held) if self.context.entry.data_parallel else 1
+        shares = [(r + 1) * samples // parts - r * samples // parts for r in range(parts)]
+        shares *= len(held) // parts
         return Measured(
             self.start_s,
             clock(),
@@ -126,7 +126,8 @@ class Steps:
                 exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
                 staleness=one.staleness, bubble_s=one.bubble_s, rank=rank,
             )  # fmt: skip
-        self.batch = sum(one.samples for one in step.results) or None
+        samples = [one.samples for one in step.results]
+        self.batch = (sum if self.context.entry.data_parallel else max)(samples) or None
         context.step = context.trained
         context.trained += 1
 
