@@ -57,7 +57,10 @@ def overview(entries: Iterable) -> str:
     return table(("strategy", "term", "steps", "used with", "suits"), rows)
 
 
-WAYS = {"fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit", "loop": "own loop with `strategy`"}
+WAYS = {
+    "fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit",
+    "loop": "own loop with `strategy`",
+}  # fmt: skip
 
 
 def anchor(entry) -> str:

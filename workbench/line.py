@@ -54,6 +54,7 @@ class CellLine:
     faults: tuple[Fault, ...] = ()
     plot: str = "auto"
     recipe: str | None = None
+    init_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
     add("--seeds", metavar="K", help="run each strategy with seeds 0..K-1")
     add("--name", default="", metavar="NAME", help="name of the run in wb.runs")
     add("--recipe", metavar="NAME", help="train an earlier run's cell again")
+    add("--init-from", default="", metavar="RUN", help="start from the weights a run ended with")
     add("--local", action="store_true", help="also run the cell in the notebook's kernel")
     add("--background", action="store_true", help="return at once")
     add(
@@ -173,6 +175,7 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         faults=tuple(parse_fault(text) for text in given["inject"]),
         plot=given["plot"],
         recipe=given["recipe"],
+        init_from=given["init_from"],
     )
 
 

@@ -27,6 +27,7 @@ class Plan:
         overrides: `epochs`, `steps`, `batch_size`, `seed` as given on the line; they win over
             what the cell passes to `wb.fit`.
         name: Name of the run; empty for one made from the strategy.
+        init_from: Name of the run whose final weights the model starts from; empty: none.
     """
 
     recipe: Recipe
@@ -37,6 +38,7 @@ class Plan:
     overrides: dict[str, int] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     name: str = ""
+    init_from: str = ""
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -97,6 +99,7 @@ def make_plan(
     overrides: dict[str, Any] | None = None,
     faults: tuple[Fault, ...] = (),
     name: str = "",
+    init_from: str = "",
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
@@ -134,7 +137,7 @@ def make_plan(
             "The cell is empty: there is nothing to train.",
             next_step="write the training below the magic",
         )
-    return Plan(recipe, entry.name, framework, count, settings, given, faults, name)
+    return Plan(recipe, entry.name, framework, count, settings, given, faults, name, init_from)
 
 
 def check_count(what: str, value: object) -> int:

@@ -162,6 +162,7 @@ class RunSpec:
         run: Sequence number; the `run` field of records. 0 for SPMD cells.
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
+        init_from: Folder of the run whose final weights the model starts from; empty: none.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks.
         threads: CPU threads of this worker; `cores` are what all of them have together.
@@ -197,6 +198,7 @@ class RunSpec:
     role: Literal["worker", "server"] = "worker"
     servers: int = 0
     key: str = field(default="", repr=False)
+    init_from: str = ""
     replicas: int = 1
     devices: tuple[str, ...] = ()
     part: str = ""

@@ -234,6 +234,7 @@ class Workers:
         overrides: dict[str, Any] | None = None,
         faults: tuple[str, ...] = (),
         keywords: dict[str, Any] | None = None,
+        init_from: str = "",
     ) -> list[Report]:
         """Run `function(*args, **keywords)` as a cell on the first `workers` processes."""
         from workbench import catalog
@@ -252,7 +253,7 @@ class Workers:
                 store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
                 run_id=f"run{self.runs}", strategy=entry.name,
                 options=settings, overrides=overrides or {}, faults=faults, servers=servers,
-                key=key, role="worker" if rank < workers else "server",
+                key=key, init_from=init_from, role="worker" if rank < workers else "server",
             )  # fmt: skip
             self.pipes[rank].send(
                 (spec.to_wire(), recipe.source, function.__name__, args, keywords or {})

@@ -12,7 +12,9 @@ if DTYPE == "float64":
 model = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(3)])
 cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 def make_optimizer(*variables):
-    return keras.optimizers.SGD(0.2, momentum=0.9) if OPTIMIZER == "SGD" else keras.optimizers.Adam(0.01)
+    if OPTIMIZER == "SGD":
+        return keras.optimizers.SGD(0.2, momentum=0.9)
+    return keras.optimizers.Adam(0.01)
 """
 
 RESTORE = """

@@ -1,7 +1,7 @@
 """One engine for TensorFlow's strategies, in this process: what the runtime does around a cell.
 
-Importing TensorFlow takes seconds and half a gigabyte, so all runs follow each other in one process,
-as they do in an engine.
+Importing TensorFlow takes seconds and half a gigabyte, so all runs follow each other in one
+process, as they do in an engine.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def run(
     overrides: dict[str, Any] | None = None,
     faults: tuple[str, ...] = (),
     names: dict[str, Any] | None = None,
+    init_from: str = "",
 ) -> Report:
     """Run the source of a cell under a strategy whose replicas are all in one engine."""
     from workbench import catalog
@@ -64,7 +65,7 @@ def run(
         mode="run", rank=0, world_size=workers, ranks=(0,) * workers, framework="tensorflow",
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
         options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
-        replicas=workers, devices=("cpu",) * workers,
+        init_from=init_from, replicas=workers, devices=("cpu",) * workers,
     )  # fmt: skip
     report = Report()
     context = run_context.RunContext(

@@ -9,6 +9,7 @@ from ..errors import FitError
 from ..strategies.base import Job
 from . import settings
 from .context import RunContext, require
+from .initial import initialise
 from .training import FitResult, Training
 
 
@@ -114,10 +115,19 @@ def _model(
         module, build = support.build_module(model), None
     else:
         module, build = support.sketch_module(model)
+    if build is None:
+        initialise(context, module)
+    else:
+        make, build = build, lambda: _initialised(context, make())
     support.check_optimizer(optimizer, module)
     support.check_scheduler(scheduler, optimizer)
     settings.warn_if_trained(context, module)
     return module, build
+
+
+def _initialised(context: RunContext, module: Any) -> Any:
+    initialise(context, module)
+    return module
 
 
 def _sources(

@@ -8,6 +8,7 @@ from ..errors import FitError
 from . import settings
 from .announce import announce as announce_run
 from .context import RunContext, require
+from .initial import initialise
 
 
 def prepare(model: Any, optimizer: Any, loader: Any = None) -> Any:
@@ -71,6 +72,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:
         )
     support.check_optimizer(optimizer, module)
     settings.warn_if_trained(context, module)
+    initialise(context, module)
     return module
 
 

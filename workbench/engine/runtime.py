@@ -142,6 +142,7 @@ def _train(
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained
         outcome["options_read"] = run.options_read
+        outcome["initial_read"] = run.initial_read
         outcome["weights"] = _save_weights(run, framework)
         engine.link.emit(
             "run_finished",

@@ -155,7 +155,7 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
         The names that the cell finds besides.
     """
     spec = run.spec
-    engines = spec.world_size // spec.replicas + spec.servers
+    engines = 1 if run.entry.remote_workers else spec.world_size // spec.replicas + spec.servers
     with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
         run.strategy = strategy = settings.load_strategy(run)
         with strategy.around_cell() as names:
@@ -273,6 +273,29 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             seen="scheduler=...",
             next_step="keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(...))",
         )
+
+
+def weight_names(model: Any) -> dict[str, Any]:
+    """Return a model's weights by path, `sequential/dense/kernel`; a second of one gets a number."""
+    found: dict[str, Any] = {}
+    for variable in model.weights:
+        name, count = variable.path, 1
+        while name in found:
+            name, count = f"{variable.path}_{count}", count + 1
+        found[name] = variable
+    return found
+
+
+def weight_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight, in the model's order; empty before it is built."""
+    return {name: tuple(variable.shape) for name, variable in weight_names(model).items()}
+
+
+def load_weights(model: Any, arrays: dict[str, Any]) -> None:
+    """Give a model weights by name; those that are not named stay."""
+    variables = weight_names(model)
+    for name, array in arrays.items():
+        variables[name].assign(array)
 
 
 def parameter_count(model: Any) -> int:

@@ -381,6 +381,17 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         )
 
 
+def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter and buffer, in the model's order."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def load_weights(model: torch.nn.Module, arrays: dict[str, Any]) -> None:
+    """Give a model weights by name; those that are not named stay."""
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    model.load_state_dict({**model.state_dict(), **tensors})
+
+
 def parameter_count(model: torch.nn.Module) -> int:
     """Return how many numbers the model learns."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

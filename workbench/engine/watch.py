@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import FitError
 from . import settings
 from .context import require
+from .initial import initialise
 from .prepare import announce
 
 
@@ -36,6 +37,7 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
             next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.watched")
+    initialise(context, model)
     watched = module.watch(context, model, optimizer, loader)
     context.closers.append(watched.close)
     context.weights = watched.weights

@@ -241,6 +241,7 @@ class Cluster:
         options: dict[str, Any] | None = None,
         name: str = "",
         inject: Sequence[str] = (),
+        init_from: str = "",
         number: int = 1,
         autoreload: str = "",
         **overrides: Any,
@@ -251,6 +252,7 @@ class Cluster:
             source: Source of a cell, or a function whose arguments are `args`.
             workers: Replicas; by default as many as there are engines. More than there are
                 engines adds engines.
+            init_from: Name of a run; the model starts from the weights that run ended with.
             overrides: `epochs`, `steps`, `batch_size`, `seed`.
 
         Raises:
@@ -266,6 +268,7 @@ class Cluster:
             overrides=overrides,
             faults=tuple(parse_fault(text) for text in inject),
             name=name,
+            init_from=init_from,
         )
         return self.start(plan, number=number, autoreload=autoreload)
 

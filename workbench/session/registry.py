@@ -70,11 +70,29 @@ _clusters: list[Cluster] = []
 def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
+    initial = weights_folder(plan.init_from) if plan.init_from else ""
     folders.prune(protect=[run.folder for run in runs.values()])
     folder = folders.new_run_dir(name)
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
+    run.init_from = initial
     runs.add(run)
     return run
+
+
+def weights_folder(name: str) -> str:
+    """Return the folder that holds a run's final weights.
+
+    Raises:
+        PlanError: There is no such run, or it left no weights.
+    """
+    run = runs[name]
+    if not any(run.folder.glob("weights*.npz")):
+        raise PlanError(
+            f"Run {name} left no weights to start from.",
+            seen=run.state,
+            allowed="a run that finished or was stopped, trained by wb.fit, wb.prepare or model.fit",
+        )
+    return str(run.folder)
 
 
 def add_cluster(cluster: Cluster) -> None:

@@ -91,6 +91,7 @@ def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[i
         "framework": plan.framework,
         "options": plan.options,
         "overrides": plan.overrides,
+        "init_from": run.init_from,
         "faults": [fault.text for fault in plan.faults],
         "servers": plan.servers,
         "key": secrets.token_hex(32) if plan.servers else "",

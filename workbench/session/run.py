@@ -40,6 +40,7 @@ class Run:
         members: The engines that run the cell, each once: who is asked, agreed with and stopped.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
+        init_from: Folder of the run whose weights the model starts from; empty: none.
         folder: Where records, events and final weights are on disk.
     """
 
@@ -59,6 +60,7 @@ class Run:
         self.folder = folder
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
+        self.init_from = ""
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None

@@ -132,6 +132,7 @@ class Session:
             *(["option"] if line.options else []),
         ]
         given += ["inject"] if line.faults else []
+        given += ["init-from"] if line.init_from else []
         if given:
             raise PlanError(
                 "These flags belong to a training run, and the line names no strategy.",
@@ -159,6 +160,7 @@ class Session:
                 options=line.options,
                 overrides=line.overrides,
                 faults=line.faults,
+                init_from=line.init_from,
                 name=f"{line.name}-{strategy}" if several and line.name else line.name,
             )
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]

@@ -41,6 +41,13 @@ def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
         )
+    if run.plan.init_from and not any(o.get("initial_read") for o in outcomes.values()):
+        return RunError(
+            "The cell's own loop took no initial weights, so it started from its own.",
+            seen=f"--init-from {run.plan.init_from}",
+            allowed="wb.fit, wb.prepare, wb.watch or model.fit",
+            next_step="use one of them, or leave the flag away",
+        )
     return None
 
 

@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from ...engine import settings
 from ...engine.context import RunContext
+from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
 from ..base import NAN
@@ -252,6 +253,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Announce the run; a Stop that came before the first step ends it here."""
+        initialise(self._context, self._trains())
         per_epoch = self._batch.steps_per_epoch
         total = self._batch.total_steps or (per_epoch * self._epochs if per_epoch else None)
         self._steps.announce(

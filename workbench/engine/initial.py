@@ -1,0 +1,56 @@
+"""The weights a run starts from: those another run ended with (`--init-from RUN`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import RunError
+from ..history.disk import META
+from ..weights import fit_weights
+from . import settings
+from .context import RunContext
+
+
+def initialise(context: RunContext, model: Any) -> None:
+    """Give the first model that the cell trains the weights that the line names, if it names any.
+
+    A model that does not know its shapes yet is left alone; its strategy asks again.
+
+    Raises:
+        PlanError: The model is of another form.
+        RunError: The weights cannot be read here.
+    """
+    folder, support = context.spec.init_from, settings.support(context.spec.framework)
+    if not folder or context.initial_read:
+        return
+    shapes = support.weight_shapes(model)
+    if not shapes:
+        return
+    arrays, framework = read(Path(folder))
+    support.load_weights(model, fit_weights(arrays, framework, shapes, context.spec.framework))
+    context.initial_read = True
+
+
+def read(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return a run's final weights by name, those of all ranks, and its framework.
+
+    Raises:
+        RunError: There are none, or they cannot be read.
+    """
+    arrays: dict[str, Any] = {}
+    try:
+        framework = str(json.loads((folder / META).read_text())["framework"])
+        for file in sorted(folder.glob("weights*.npz")):
+            with np.load(file, allow_pickle=False) as stored:
+                arrays.update({name: stored[name] for name in stored.files})
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            "The weights to start from cannot be read on this engine.", seen=str(error)
+        ) from error
+    if not arrays:
+        raise RunError("The run to start from left no weights.", seen=str(folder))
+    return arrays, framework
