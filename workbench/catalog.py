@@ -595,6 +595,35 @@ CATALOG: tuple[Strategy, ...] = (
             ),
         ),
     ),
+    Strategy(
+        name="parameter_server",
+        framework="tensorflow",
+        term="asynchronous data parallelism (parameter server)",
+        summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
+        "free.",
+        module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
+        suits="workers of unequal speed, and to see what stale gradients do",
+        source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
+        aliases=("ps",),
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        sync=False,
+        one_engine=True,
+        remote_workers=True,
+        servers_option="servers",
+        exact_with=None,
+        options=(
+            Option(
+                "servers", "int", 1, minimum=1, maximum=64,
+                help="how many servers the variables are placed on, in turn",
+            ),
+            Option(
+                "partitioner", "str", "none", pattern=r"none|fixed:0*[1-9]\d*|min_size:0*[1-9]\d*",
+                form="none, fixed:PARTS, min_size:BYTES",
+                help="cut each variable of an own loop into parts, spread over the servers",
+            ),
+        ),
+    ),
 )  # fmt: skip
 
 

@@ -75,7 +75,8 @@ class Gate:
         """Let steps up to and including `step` happen, then stop or pause."""
         with self._changed:
             if self._purpose != "stop":
-                self._limit, self._purpose = step + 1, purpose
+                # Workers that agree with nobody are told no step: the one under way is the last.
+                self._limit, self._purpose = max(step, self._at) + 1, purpose
             self._changed.notify_all()
 
     def resume(self) -> None:

@@ -82,9 +82,13 @@ class Training:
             epochs=epochs,
         )
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
-        last = self._steps(strategy, source.shares(*strategy.portion))
+        if strategy.drives:
+            last = strategy.drive(self)
+        else:
+            last = self._steps(strategy, source.shares(*strategy.portion))
         idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
-        context.train_s += clock() - began - idle_s
+        if not strategy.drives:
+            context.train_s += clock() - began - idle_s
         result = self.result
         result.steps = context.trained - self.base
         result.loss = _loss(last)

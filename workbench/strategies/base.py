@@ -105,10 +105,13 @@ class Strategy(ABC):
         spans_cell: Whether one object serves the whole cell, made before the cell runs; else each
             `wb.fit` and `wb.prepare` of a cell gets one of its own.
         spends_delays: Whether it spends the delays that are injected into `data` by itself.
+        drives: Whether it takes all steps of a `wb.fit` by itself (`drive`), as its workers take
+            them from one engine, each at its own pace.
     """
 
     spans_cell = False
     spends_delays = False
+    drives = False
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -169,6 +172,13 @@ class Strategy(ABC):
         Strategies whose catalog entry lacks the way `prepare` are never asked.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def drive(self, training: Any) -> StepResult | None:
+        """Take all steps of an `engine.training.Training`, recorded; return the last one's result.
+
+        Only for strategies that say so (`drives`).
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `drives` forbids it
 
     def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
         """Settle what is left after the last step; called on all ranks, also after a Stop."""

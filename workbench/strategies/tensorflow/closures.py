@@ -1,0 +1,369 @@
+"""Closures of a ClusterCoordinator, seen one by one: a closure that trains is a step of its worker.
+
+    schedule ---- queue ----> a worker is free: begins  --- pull, compute, push --->  ended
+              queue wait      version v0                   closure time               version v1
+
+    staleness = v1 - v0: how many other closures ended, and so changed the parameters, meanwhile
+
+Each worker has a thread of TensorFlow's in the coordinator's process, which takes a closure from
+the queue, sends it and waits until it has ended. That is where it is measured: nothing is added to
+what travels, so a closure takes as long as without us. Stop and Pause work there too: between
+closures.
+
+Times are the coordinator's. From one closure's end to the next one's begin a worker has nothing to
+do: that is its data wait. What a closure returns is fetched only where a loss is due: each time
+where `wb.fit` or `model.fit` are under way, a few times a second in an own loop.
+
+Delays cannot be spent here, as the push would have happened by then. While a fault is active,
+closures are traced anew with two calls of Python in them, which the worker carries out
+(`servers.Delays`): one at the begin, one between its gradients and their push.
+
+Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.ops import gen_script_ops
+
+from ...engine.announce import announce
+from ...engine.context import RunContext
+from ...errors import ClusterError, RunStopped
+from ..base import NAN
+from .servers import BEGAN, DELAY
+
+clock = time.perf_counter
+SHOW_S = 0.1
+"""How often an own loop's loss is fetched, and queue waits are logged, per worker."""
+
+STALL_S = 120.0
+"""After how long one closure is taken for one that will never end."""
+
+Told = Callable[[Any, int], tuple[float, int]]
+"""What takes the values that a closure returned, and its worker; returns loss and samples."""
+
+UNMEASURED = "pull, computation and push are one closure, which is timed as a whole"
+
+
+class Step(cluster_coordinator.Closure):  # type: ignore[misc]
+    """A closure that is recorded when it has ended."""
+
+    def __init__(self, owner: Closures, told: Told | None, function: Any, *args: Any) -> None:
+        self.owner, self.told = owner, told
+        super().__init__(function, *args)
+        self.trains = True
+        self.value: Any = self.build_output_remote_value()
+        self.scheduled_s = clock()
+
+    def execute_on(self, worker: Any) -> None:
+        """Run on a worker; called on that worker's thread."""
+        self.owner.execute(self, worker, super().execute_on)
+
+
+class Closures:
+    """What a coordinator schedules while this is entered.
+
+    Attributes:
+        coordinator: The ClusterCoordinator.
+        optimizer: Applied last.
+        samples: Samples per closure of an own loop; 0 while nobody knows.
+    """
+
+    def __init__(self, context: RunContext, coordinator: Any) -> None:
+        self.context, self.coordinator = context, coordinator
+        self.optimizer: Any = None
+        self.samples = 0
+        self._cluster = coordinator._cluster
+        self._queue = self._cluster.closure_queue
+        workers = context.spec.world_size
+        self._counts = threading.Condition()
+        self._turn = threading.Lock()  # one thread at a time asks the gate
+        self._admitted = self._open = self._version = 0
+        self._steps = [0] * workers
+        self._free_s = [NAN] * workers  # since when a worker has had nothing to do
+        self._running: dict[int, float] = {}
+        self._shown_s = [0.0] * workers
+        self._queue_waits: list[list[float]] = [[] for _ in range(workers)]
+        self._gradients = 0
+        self._began: Any = None  # in a graph that is traced with delays: when it began
+        self._trains: Any = weakref.WeakKeyDictionary()
+        self._delayed: Any = weakref.WeakKeyDictionary()
+        self._announced = False
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Closures:
+        """See what is scheduled from now on."""
+        self._patch(self._cluster, "schedule", lambda original: self.schedule)
+        self._patch(self._cluster, "join", lambda original: self.join)
+        self._patch(keras.optimizers.Optimizer, "apply", self._applies)
+        self._patch(tf.GradientTape, "gradient", self._differentiates)
+        create = self.coordinator.create_per_worker_dataset
+        self._patch(self.coordinator, "create_per_worker_dataset", lambda _: self._dataset(create))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Undo the patches."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        before, own = getattr(owner, name), name in vars(owner)
+        setattr(owner, name, make(before))
+        undo = (lambda: setattr(owner, name, before)) if own else lambda: delattr(owner, name)
+        self._undo.append(undo)
+
+    # -- the thread that runs the cell -------------------------------------------------------------
+
+    def schedule(
+        self, function: Any, args: Any = None, kwargs: Any = None, *, told: Told | None = None
+    ) -> Any:
+        """Queue a closure; return its RemoteValue.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        self._check()
+        chosen, gradients = self._variant(function), self._gradients
+        step = Step(self, told, chosen, self._queue._cancellation_mgr, args, kwargs)
+        if self._gradients > gradients:
+            self._trains[function] = True
+        # A plain function shows what it does only when it runs.
+        plain = not isinstance(function, polymorphic_function.Function)
+        step.trains = plain or self._trains.get(function, False)
+        if step.trains:
+            self._announce()
+        with self._counts:
+            self._open += 1
+        value = step.value
+        try:
+            self._queue.put(step)
+        except Exception:
+            self._check()
+            raise
+        return value
+
+    def join(self) -> None:
+        """Wait until every closure has ended.
+
+        Raises:
+            RunStopped: Stop was pressed.
+            ClusterError: A worker does not end its closure.
+        """
+        try:
+            while not self._queue.wait(timeout=1.0):
+                self._look_for_stalls()
+        except Exception:
+            self._check()
+            raise
+        self._check()
+
+    def wait_for_room(self, most: int) -> None:
+        """Wait until fewer than so many closures are open; raises what `join` does."""
+        while True:
+            with self._counts:
+                if self._open < most:
+                    return
+                self._counts.wait(0.5)
+            self._check()
+            try:
+                self._queue.done()  # raises what went wrong with one of them
+            except Exception:
+                self._check()
+                raise
+            self._look_for_stalls()
+
+    def _check(self) -> None:
+        if self.context.gate.stopping:
+            raise RunStopped
+
+    def _look_for_stalls(self) -> None:
+        with self._counts:
+            late = [rank for rank, since_s in self._running.items() if clock() - since_s > STALL_S]
+        if late:
+            raise ClusterError(
+                f"Worker {late[0]} does not end its closure.",
+                seen=f"nothing for {STALL_S:g} s",
+                next_step="%cluster shows which engines are alive; %cluster restart",
+            )
+
+    def _announce(self) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        variables = getattr(self.optimizer, "_trainable_variables", ())
+        size = self.samples * self.context.spec.world_size
+        count = sum(int(np.prod(variable.shape)) for variable in variables)
+        announce(self.context, count, batch_size=size or None)
+
+    def announced(self) -> None:
+        """Somebody who knows more has told the kernel that training begins."""
+        self._announced = True
+
+    def _dataset(self, create: Callable[..., Any]) -> Any:
+        """Learn the batch size from the data set that workers are given."""
+
+        def create_per_worker_dataset(dataset: Any) -> Any:
+            if not callable(dataset):
+                return create(self._see(dataset))
+            enabled = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+            make = autograph.tf_convert(dataset, enabled)
+            seen = tf.autograph.experimental.do_not_convert(lambda *args: self._see(make(*args)))
+            return create(seen)
+
+        return create_per_worker_dataset
+
+    def _see(self, dataset: Any) -> Any:
+        """Note how many samples a batch of the data set has."""
+        inner = dataset
+        while not hasattr(inner, "_batch_size") and len(getattr(inner, "_inputs", list)()) == 1:
+            (inner,) = inner._inputs()
+        size = tf.get_static_value(getattr(inner, "_batch_size", None))
+        self.samples = self.samples if size is None else int(size)
+        return dataset
+
+    # -- tracing -----------------------------------------------------------------------------------
+
+    def _applies(self, original: Any) -> Any:
+        def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
+            self.optimizer = optimizer
+            self._gradients += 1
+            if self._began is not None:
+                grads = self._pause(grads)
+            return original(optimizer, grads, *args, **keywords)
+
+        return tf.autograph.experimental.do_not_convert(apply)
+
+    def _differentiates(self, original: Any) -> Any:
+        def gradient(tape: Any, *args: Any, **keywords: Any) -> Any:
+            self._gradients += 1
+            return original(tape, *args, **keywords)
+
+        return tf.autograph.experimental.do_not_convert(gradient)
+
+    def _pause(self, gradients: Any) -> Any:
+        """Hold the gradients back for as long as the worker says."""
+        gradients = list(gradients)
+        parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        with tf.control_dependencies([part for part in parts if part is not None]):
+            paused = gen_script_ops.py_func([self._began], DELAY, [tf.float64])
+        with tf.control_dependencies(paused):
+            return [None if g is None else tf.identity(g) for g in gradients]
+
+    def _variant(self, function: Any) -> Any:
+        """Return the function as it is, or while a fault is active one with delays in it."""
+        active = any(faults.active for faults in self.context.faults.replicas)
+        if not active or not isinstance(function, polymorphic_function.Function):
+            return function
+        if function not in self._delayed:
+            self._delayed[function] = self._with_delays(function)
+        return self._delayed[function]
+
+    def _with_delays(self, function: Any) -> Any:
+        inner = function.python_function
+        if function._autograph:
+            inner = autograph.tf_convert(inner, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
+
+        def delayed(*args: Any, **keywords: Any) -> Any:
+            self._began = gen_script_ops.py_func([], BEGAN, [tf.float64])[0]
+            try:
+                with tf.control_dependencies([self._began]):
+                    return inner(*args, **keywords)
+            finally:
+                self._began = None
+
+        return function._clone(python_function=tf.autograph.experimental.do_not_convert(delayed))
+
+    # -- a worker's thread -------------------------------------------------------------------------
+
+    def execute(self, step: Step, worker: Any, run: Callable[[Any], None]) -> None:
+        """Run a closure, and record it where it trained."""
+        rank = int(worker.worker_index)
+        self._admit()
+        begin_s = clock()
+        with self._counts:
+            version = self._version
+            self._running[rank] = begin_s
+        due = step.told is not None or begin_s - self._shown_s[rank] >= SHOW_S
+        value, step.value = (step.value if due else None), None  # unreferenced: not fetched
+        try:
+            run(worker)
+        finally:
+            with self._counts:
+                del self._running[rank]
+        end_s = clock()
+        loss, samples = _loss(value), self.samples
+        if step.told is not None and value is not None:
+            loss, samples = step.told(value.get(), rank)
+        with self._counts:
+            self._open -= 1
+            if step.trains:
+                self._record(step, rank, version, (begin_s, end_s), loss, samples)
+            self._free_s[rank] = clock()
+            self._counts.notify_all()
+
+    def _admit(self) -> None:
+        gate = self.context.gate
+        with self._turn:
+            paused_s = gate.paused_s
+            if not gate.enter(self._admitted):
+                raise tf.errors.CancelledError(None, None, "the run was stopped")
+            self._admitted += 1
+            if gate.paused_s != paused_s:  # a pause belongs to no step
+                self.idle()
+
+    def idle(self) -> None:
+        """What lay between belongs to no step: an evaluation, a pause."""
+        with self._counts:
+            self._free_s = [clock()] * len(self._free_s)
+
+    def _record(
+        self,
+        step: Step,
+        rank: int,
+        version: int,
+        ran: tuple[float, float],
+        loss: float,
+        samples: int,
+    ) -> None:
+        context, (begin_s, end_s), number = self.context, ran, self._steps[rank]
+        start_s = self._free_s[rank]
+        if start_s != start_s or start_s > begin_s:
+            start_s = begin_s
+        context.recorder.add(
+            number, samples, start_s, end_s, data_wait_s=begin_s - start_s,
+            compute_s=end_s - begin_s, loss=loss, wait_s=0.0, staleness=self._version - version,
+            rank=rank,
+        )  # fmt: skip
+        self._version += 1
+        self._steps[rank] += 1
+        workers = len(self._steps)
+        context.train_s += (end_s - start_s) / workers
+        context.trained = -(-self._version // workers)
+        context.step = max(self._steps) - 1
+        self._queue_waits[rank].append(begin_s - step.scheduled_s)
+        if end_s - self._shown_s[rank] >= SHOW_S:
+            self._shown_s[rank] = end_s
+            values = {"queue_wait_s": float(np.mean(self._queue_waits[rank]))}
+            self._queue_waits[rank].clear()
+            context.emit("log", rank=rank, step=number, values=values)
+
+
+def _loss(value: Any) -> float:
+    """Return what a closure returned where that is one real number; NaN otherwise."""
+    spec = getattr(value, "_type_spec", None)
+    if isinstance(spec, tf.TensorSpec) and spec.dtype.is_floating and spec.shape.rank == 0:
+        return float(value.get())
+    return NAN

@@ -1,0 +1,125 @@
+"""`wb.fit` under a coordinator: each global batch becomes one closure per worker.
+
+    batch of 64, 2 workers --> closure of samples 0..31, closure of samples 32..63
+
+A closure runs wherever a worker is free, and its push stands alone: its loss is the mean over its
+own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from ...engine.order import share_bounds
+from ...engine.tensorflow_data import ArraySource, slice_batch
+from ...engine.training import Training
+from ...errors import FitError, RunStopped
+from ..base import NAN, Share, StepResult
+from .closures import Closures
+from .feeds import Fed, Resident, fits
+from .trainer import Trainer
+
+AHEAD = 4
+"""Closures scheduled per worker: enough to keep it busy, few enough to end soon."""
+
+
+class Coordinated:
+    """One `wb.fit`, carried by closures.
+
+    Args:
+        workers: Among how many a global batch is divided.
+    """
+
+    def __init__(self, closures: Closures, trainer: Trainer, workers: int) -> None:
+        self.closures, self.trainer, self.workers = closures, trainer, workers
+        self.last: StepResult | None = None
+        self._score: Any = None
+
+    def drive(self, training: Training) -> StepResult | None:
+        """Take all steps of the training; return the last that ended.
+
+        Raises:
+            FitError: Something was asked for that needs ordered steps.
+        """
+        if training.hooks.step_end:
+            raise FitError(
+                "Steps of a parameter server have no order in which a callback could be called.",
+                seen="a callback with on_step_end",
+                allowed="on_epoch_end, on_train_end",
+                next_step="schedule closures in a loop of your own: coordinator.schedule(...)",
+            )
+        source, job = training.source, training.job
+        resident = isinstance(source, ArraySource) and fits(source.data)
+        feed: Any = Resident(self.closures.coordinator, source.data) if resident else Fed()
+        train = feed.function(lambda batch: self.trainer._train_all(batch, 1.0))
+        pieces = self._places(source) if resident else self._batches(source)
+        waits = training.eval_source is not None or training.hooks.epoch_end
+        every = training.eval_every or job.steps_per_epoch
+        try:
+            for done in range(1, job.total_steps + 1):
+                for piece, samples in next(pieces):
+                    self.closures.wait_for_room(AHEAD * self.workers)
+                    self._schedule(train, feed.args(piece), samples)
+                ends = done % job.steps_per_epoch == 0
+                if waits and (ends or done % every == 0):
+                    self.closures.join()
+                    self._after(training, done, evaluates=done % every == 0)
+                if ends:
+                    training._end_epoch(done // job.steps_per_epoch - 1)
+            self.closures.join()
+        except RunStopped:
+            training.result.stopped = True
+        return self.last
+
+    def _schedule(self, function: Any, args: Any, samples: int) -> None:
+        def told(loss: Any, rank: int) -> tuple[float, int]:
+            self.last = StepResult(samples, float(loss), NAN)
+            return self.last.loss, samples
+
+        self.closures.coordinator.strategy.extended._being_scheduled = True
+        try:
+            with self.closures.coordinator.strategy.scope():
+                self.closures.schedule(function, args, told=told)
+        finally:
+            self.closures.coordinator.strategy.extended._being_scheduled = False
+
+    def _after(self, training: Training, done: int, *, evaluates: bool) -> None:
+        training.logs["loss"] = NAN if self.last is None else self.last.loss
+        if evaluates and training.eval_source is not None:
+            training._evaluate(
+                training.context.strategy, (done - 1) // training.job.steps_per_epoch
+            )
+            self.closures.idle()
+
+    def _places(self, source: Any) -> Iterator[list[tuple[Any, int]]]:
+        """Yield each global batch as the places of its samples, one piece per worker."""
+        for epoch in count():
+            for batch in source.order.batches(epoch):
+                bounds = [share_bounds(len(batch), r, self.workers) for r in range(self.workers)]
+                yield [(np.asarray(batch[a:b], np.int64), b - a) for a, b in bounds if b > a]
+
+    def _batches(self, source: Any) -> Iterator[list[tuple[Any, int]]]:
+        """Yield each global batch in pieces."""
+        for share in source.shares(0, 1):
+            bounds = [share_bounds(share.samples, r, self.workers) for r in range(self.workers)]
+            yield [(slice_batch(share.data, a, b), b - a) for a, b in bounds if b > a]
+
+    def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set; the workers score a batch each."""
+        feed, names = Fed(), ["loss", *self.trainer._metrics]
+        if self._score is None:
+            self._score = feed.function(lambda given: self.trainer._score_all(given[0], given[1]))
+        sums = np.zeros(len(names) + 1)
+        values = []
+        for share in shares:
+            self.closures.wait_for_room(AHEAD * self.workers)
+            args = feed.args((share.data, np.float64(share.samples)))
+            values.append(self.closures.coordinator.schedule(self._score, args=args))
+        self.closures.join()
+        for value in values:
+            sums += np.asarray(value.fetch())
+        return dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))

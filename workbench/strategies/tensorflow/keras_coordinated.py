@@ -1,0 +1,489 @@
+"""`model.fit`, `evaluate` and `predict` under a coordinator, which Keras 3 cannot do by itself.
+
+    fit:  for each epoch
+              one closure per worker and global batch:  forward, loss, backward, apply
+                                                        returns loss and what it adds to the metrics
+              wait for all of them
+              validation: closures that return the same, without gradients
+              callbacks' on_epoch_end, History as ever
+
+Closures of one epoch have no order. So there is nothing between two batches where a callback could
+be called; epoch-level callbacks are called as Keras does. Metrics are not kept on the servers,
+where workers would overwrite each other's: a closure computes how its batch changes their state
+from the initial one, the coordinator adds the changes up (right for every metric that counts or
+averages).
+
+Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...engine import settings
+from ...engine.announce import announce
+from ...engine.context import RunContext
+from ...engine.order import make_order, share_bounds
+from ...engine.tensorflow_data import batch_length, slice_batch
+from ...engine.tensorflow_support import parameter_count
+from ...errors import FitError, RunStopped
+from .closures import Closures
+from .coordinated import AHEAD
+from .feeds import Fed, Resident, fits
+from .keras_fit import DEFAULT_BATCH, check_model
+
+clock = time.perf_counter
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")
+OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordinator.join()"
+
+
+class Sums:
+    """What closures returned, added up: loss, samples, changes of the metrics' state."""
+
+    def __init__(self) -> None:
+        self.loss, self.samples = 0.0, 0
+        self.changes: Any = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, values: Any, samples: int) -> float:
+        """Add what one closure returned; return its loss."""
+        vector = np.asarray(values, np.float64)
+        with self._lock:
+            self.loss += float(vector[0]) * samples
+            self.samples += samples
+            self.changes = self.changes + vector[1:]
+        return float(vector[0])
+
+
+class CoordinatedFit:
+    """Carries Keras' calls by closures while it is entered.
+
+    Args:
+        trained: Called with each model that `fit` has begun to train.
+    """
+
+    def __init__(
+        self, context: RunContext, closures: Closures, trained: Callable[[Any], None]
+    ) -> None:
+        self.context, self.closures = context, closures
+        self.workers = context.spec.world_size
+        self._trained = trained
+        self._owner = importlib.import_module("keras.src.backend.tensorflow.trainer")
+        self._adapters = importlib.import_module("keras.src.trainers.data_adapters")
+        self._tools = importlib.import_module("keras.src.trainers.data_adapters.data_adapter_utils")
+        self._slicing = importlib.import_module("keras.src.trainers.data_adapters.array_slicing")
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> CoordinatedFit:
+        """Replace Keras' methods."""
+        owner = self._owner.TensorFlowTrainer
+        for name in ("fit", "evaluate", "predict"):
+            self._originals[name] = original = getattr(owner, name)
+            setattr(owner, name, self._replaced(original, getattr(self, name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put them back."""
+        for name, original in self._originals.items():
+            setattr(self._owner.TensorFlowTrainer, name, original)
+
+    def _replaced(self, original: Any, carry: Callable[[Any, dict[str, Any]], Any]) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(model: Any, *args: Any, **keywords: Any) -> Any:
+            given = signature.bind(model, *args, **keywords)
+            given.apply_defaults()
+            check_model(model, self.closures.coordinator.strategy)
+            _check_steps(model)
+            return carry(model, given.arguments)
+
+        return call
+
+    # -- fit ---------------------------------------------------------------------------------------
+
+    def fit(self, model: Any, call: dict[str, Any]) -> Any:
+        """Train; return Keras' History.
+
+        Raises:
+            FitError: Something cannot be carried by closures; nothing was trained.
+        """
+        settings.check_supported(self.context.entry, "keras", ())
+        model._assert_compile_called("fit")
+        _check_callbacks(call["callbacks"])
+        data, validation = self._data(call)
+        self._build(model, data)
+        settings.warn_if_trained(self.context, model)
+        self._trained(model)
+        total = self._limits(call, data)
+        self._announce(model, call, data, total)
+        callbacks = call["callbacks"]
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.callbacks.CallbackList(
+                callbacks, add_history=True, add_progbar=False, verbose=0, model=model,
+                epochs=call["epochs"], steps=data.steps,
+            )  # fmt: skip
+        train = data.feed.function(self._body(model, training=True))
+        model.stop_training = False
+        callbacks.on_train_begin()
+        logs: dict[str, float] = {}
+        for epoch in range(call["initial_epoch"], call["epochs"]):
+            callbacks.on_epoch_begin(epoch)
+            sums, total = self._train(train, data, epoch, total)
+            if not sums.samples:
+                break
+            logs = self._logs(model, sums)
+            step = self.context.step
+            self.context.emit("epoch", rank=0, epoch=epoch, step=step)
+            frequency = call["validation_freq"]
+            if validation is not None and model._should_eval(epoch, frequency):
+                logs |= self._validate(model, validation, epoch)
+            callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training or total == 0:
+                break
+        callbacks.on_train_end(logs=logs)
+        return model.history
+
+    def _train(
+        self, train: Any, data: Data, epoch: int, left: int | None
+    ) -> tuple[Sums, int | None]:
+        """Train one epoch, at most `left` global steps; return the sums and what is left then."""
+        sums, strategy = Sums(), self.closures.coordinator.strategy
+        self.closures.idle()
+        for pieces in data.batches(epoch, self.workers):
+            if left == 0:
+                break
+            for piece, samples in pieces:
+                self.closures.wait_for_room(AHEAD * self.workers)
+                strategy.extended._being_scheduled = True
+                self.closures.schedule(
+                    train, data.feed.args(piece),
+                    told=lambda values, rank, n=samples: (sums.add(values, n), n),  # type: ignore[misc]
+                )  # fmt: skip
+                strategy.extended._being_scheduled = False
+            left = None if left is None else left - 1
+        self.closures.join()
+        return sums, left
+
+    def _validate(self, model: Any, data: Data, epoch: int) -> dict[str, float]:
+        began_s = clock()
+        values = self._logs(model, self._score(model, data))
+        seconds = clock() - began_s
+        self.context.eval_s += seconds
+        self.context.emit(
+            "eval", step=self.context.step, epoch=epoch, values=values, seconds=seconds
+        )
+        self.closures.idle()
+        return {f"val_{name}": value for name, value in values.items()}
+
+    def _score(self, model: Any, data: Data) -> Sums:
+        score, sums = data.feed.function(self._body(model, training=False)), Sums()
+        waiting = []
+        for pieces in data.batches(0, 1):
+            for piece, samples in pieces:
+                self.closures.wait_for_room(AHEAD * self.workers)
+                value = self.closures.coordinator.schedule(score, args=data.feed.args(piece))
+                waiting.append((value, samples))
+        self.closures.join()
+        for value, samples in waiting:
+            sums.add(value.fetch(), samples)
+        return sums
+
+    def evaluate(self, model: Any, call: dict[str, Any]) -> Any:
+        """As Keras' evaluate, by closures."""
+        call.setdefault("validation_data", None)
+        call = {**call, "validation_split": 0.0, "class_weight": None, "shuffle": False}
+        call["steps_per_epoch"] = call["steps"]
+        data, _ = self._data(call)
+        self._build(model, data)
+        logs = self._logs(model, self._score(model, data))
+        self.closures.idle()
+        if call["return_dict"]:
+            return logs
+        values = list(logs.values())
+        return values[0] if len(values) == 1 else values
+
+    def predict(self, model: Any, call: dict[str, Any]) -> Any:
+        """As Keras' predict, by closures."""
+        adapter = self._adapters.get_data_adapter(
+            x=call["x"], batch_size=call["batch_size"] or DEFAULT_BATCH,
+            steps_per_epoch=call["steps"], shuffle=False,
+        )  # fmt: skip
+        strategy, feed = self.closures.coordinator.strategy, Fed()
+        function = feed.function(lambda batch: strategy.run(model.predict_step, args=((batch,),)))
+        waiting = []
+        for batch in adapter.get_numpy_iterator():
+            self.closures.wait_for_room(AHEAD * self.workers)
+            args = feed.args(self._tools.unpack_x_y_sample_weight(batch)[0])
+            waiting.append(self.closures.coordinator.schedule(function, args=args))
+        self.closures.join()
+        outputs = [value.fetch() for value in waiting]
+        self.closures.idle()
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    # -- in the graph ------------------------------------------------------------------------------
+
+    def _body(self, model: Any, *, training: bool) -> Callable[[Any], Any]:
+        strategy, unpack = self.closures.coordinator.strategy, self._tools.unpack_x_y_sample_weight
+
+        def replica(batch: Any) -> Any:
+            x, y, weight = unpack(batch)
+            keywords = {"training": training} if model._call_has_training_arg else {}
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                if training:
+                    tape.watch([v.value for v in model.trainable_variables])
+                output = model(x, **keywords)
+                loss = model._compute_loss(
+                    x=x, y=y, y_pred=output, sample_weight=weight, training=training
+                )
+                scaled = model.optimizer.scale_loss(loss) if training else loss
+            if training:
+                variables = model.trainable_variables
+                gradients = tape.gradient(scaled, [v.value for v in variables])
+                model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return _vector(loss, _changes(model, y, output, weight))
+
+        return lambda batch: strategy.run(replica, args=(batch,))
+
+    # -- around it ---------------------------------------------------------------------------------
+
+    def _data(self, call: dict[str, Any]) -> tuple[Data, Data | None]:
+        """Return the data to train on, and to validate with (None without)."""
+        given, parts = self.context.spec.overrides, (call["x"], call["y"], call["sample_weight"])
+        self.context.options_read = True
+        if "batch_size" in given:
+            call["batch_size"] = given["batch_size"]
+        validation = call["validation_data"]
+        if call["validation_split"] and validation is None:
+            parts, validation = self._slicing.train_validation_split(
+                parts, validation_split=call["validation_split"]
+            )
+        make = functools.partial(self._make, call["batch_size"])
+        weights, steps = call["class_weight"], call["steps_per_epoch"]
+        data = make(parts, weights, steps, shuffle=call["shuffle"])
+        if validation is None:
+            return data, None
+        held = self._tools.unpack_x_y_sample_weight(validation)
+        make = functools.partial(self._make, call.get("validation_batch_size") or data.batch_size)
+        return data, make(held, None, call.get("validation_steps"), shuffle=False)
+
+    def _make(
+        self, batch_size: int | None, parts: Any, class_weight: Any, steps: int | None, *,
+        shuffle: bool,
+    ) -> Data:  # fmt: skip
+        x, y, weight = parts
+        arrays = _arrays([x, y, weight])
+        if arrays is not None:
+            x, y, weight = arrays
+            if class_weight is not None:
+                weight = np.asarray(
+                    self._tools.class_weight_to_sample_weights(y, class_weight), np.float32
+                )
+            batch = tuple(part for part in (x, y, weight) if part is not None)
+            seed = int(self.context.spec.overrides.get("seed", 0))
+            return ArrayData(
+                self.closures.coordinator, batch, batch_size or DEFAULT_BATCH, steps, seed,
+                shuffle=shuffle,
+            )  # fmt: skip
+        adapter = self._adapters.get_data_adapter(
+            x=x, y=y, sample_weight=weight, batch_size=batch_size or DEFAULT_BATCH,
+            steps_per_epoch=steps, shuffle=shuffle, class_weight=class_weight,
+        )  # fmt: skip
+        return AdapterData(adapter, steps)
+
+    def _build(self, model: Any, data: Data) -> None:
+        """Have model, metrics and optimizer make their variables, here and not in a closure."""
+        model._symbolic_build(data_batch=data.sample())
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+    def _limits(self, call: dict[str, Any], data: Data) -> int | None:
+        """Apply the line's overrides; return after how many global steps it ends, if it says so."""
+        given = self.context.spec.overrides
+        if "epochs" in given:
+            call["epochs"] = call["initial_epoch"] + given["epochs"]
+        if "steps" not in given:
+            return None
+        steps = int(given["steps"])
+        epochs = -(-steps // data.steps) if data.steps else steps
+        call["epochs"] = call["initial_epoch"] + epochs
+        return steps
+
+    def _announce(self, model: Any, call: dict[str, Any], data: Data, total: int | None) -> None:
+        epochs = call["epochs"] - call["initial_epoch"]
+        if total is None and data.steps is not None:
+            total = data.steps * epochs
+        self.closures.announced()
+        announce(
+            self.context, parameter_count(model), batch_size=data.batch_size, total_steps=total,
+            epochs=epochs,
+        )  # fmt: skip
+
+    def _logs(self, model: Any, sums: Sums) -> dict[str, float]:
+        """Return loss and metrics as Keras names them, from what closures added up."""
+        if sums.samples == 0:
+            raise RunStopped
+        model.reset_metrics()
+        tracker, metrics = model._loss_tracker, model._compile_metrics
+        tracker.total.assign(sums.loss)
+        tracker.count.assign(sums.samples)
+        at = 0
+        for variable in metrics.variables if metrics is not None else ():
+            size = int(np.prod(variable.shape))
+            change = np.reshape(sums.changes[at : at + size], variable.shape)
+            variable.assign((np.asarray(variable) + change).astype(variable.dtype))
+            at += size
+        return {name: float(value) for name, value in model.get_metrics_result().items()}
+
+
+class Data:
+    """Batches of one epoch, in pieces for closures.
+
+    Attributes:
+        batch_size: Global batch; None where it is not known.
+        steps: Global batches in an epoch; None where nobody knows.
+        feed: How a piece gets to its worker.
+    """
+
+    feed: Any
+    batch_size: int | None
+    steps: int | None
+
+    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yield each global batch as (what `feed` takes, samples) of each piece."""
+        raise NotImplementedError
+
+    def sample(self) -> Any:
+        """Return a batch, of the right shapes."""
+        raise NotImplementedError
+
+
+class ArrayData(Data):
+    """Arrays, each of shape (samples, ...)."""
+
+    def __init__(
+        self, coordinator: Any, arrays: Any, batch_size: int, steps: int | None, seed: int, *,
+        shuffle: bool,
+    ) -> None:  # fmt: skip
+        self._arrays, self.batch_size = arrays, batch_size
+        length = batch_length(arrays)
+        self._order = make_order(length, batch_size, seed=seed, shuffle=bool(shuffle))
+        self.steps = steps or self._order.steps_per_epoch
+        self._resident = fits(arrays)
+        self.feed = Resident(coordinator, arrays) if self._resident else Fed()
+
+    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
+        for _, batch in zip(range(self.steps or 0), self._order.batches(epoch), strict=False):
+            places = np.asarray(batch, np.int64)
+            chosen = [places[a:b] for a, b in _bounds(len(places), pieces)]
+            yield [(part if self._resident else self._take(part), len(part)) for part in chosen]
+
+    def _take(self, places: Any) -> Any:
+        return tf.nest.map_structure(lambda array: array[places], self._arrays)
+
+    def sample(self) -> Any:
+        return self._take(np.zeros(1, np.int64))
+
+
+class AdapterData(Data):
+    """Whatever else Keras takes: tf.data sets, PyDatasets, generators."""
+
+    def __init__(self, adapter: Any, steps: int | None) -> None:
+        self._adapter, self.feed = adapter, Fed()
+        self.steps = steps or adapter.num_batches
+        self._limit = steps
+        self._waiting: Iterator[Any] | None = None  # an endless set goes on with the next epoch
+        self._first = next(iter(adapter.get_numpy_iterator()))
+        self.batch_size = adapter.batch_size or batch_length(self._first)
+
+    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
+        self._adapter.on_epoch_begin()
+        source = self._waiting or iter(self._adapter.get_numpy_iterator())
+        self._waiting = source if self._limit else None
+        done = 0
+        while self._limit is None or done < self._limit:
+            batch = next(source, None)
+            if batch is None:
+                self._waiting = None
+                break
+            done += 1
+            bounds = _bounds(batch_length(batch), pieces)
+            yield [(slice_batch(batch, a, b), b - a) for a, b in bounds]
+        self._adapter.on_epoch_end()
+
+    def sample(self) -> Any:
+        return slice_batch(self._first, 0, 1)
+
+
+def _bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
+    bounds = [share_bounds(samples, index, pieces) for index in range(pieces)]
+    return [(a, b) for a, b in bounds if b > a]
+
+
+def _arrays(parts: list[Any]) -> list[Any] | None:
+    """Return the parts as NumPy; None where one of them is something else."""
+    leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
+    if not all(isinstance(leaf, (np.ndarray, tf.Tensor, tf.Variable)) for leaf in leaves):
+        return None
+    as_array = lambda leaf: None if leaf is None else np.asarray(leaf)  # noqa: E731
+    return [tf.nest.map_structure(as_array, part) for part in parts]
+
+
+def _changes(model: Any, y: Any, output: Any, weight: Any) -> list[Any]:
+    """Return how one batch changes the state of the model's metrics, from the initial one."""
+    metrics = model._compile_metrics
+    if metrics is None:
+        return []
+    initial = metrics.stateless_reset_state()
+    state = metrics.stateless_update_state(initial, y, output, sample_weight=weight)
+    pairs = zip(state, initial, strict=True)
+    return [tf.cast(after, tf.float64) - tf.cast(before, tf.float64) for after, before in pairs]
+
+
+def _vector(loss: Any, changes: list[Any]) -> Any:
+    """Return everything in one tensor: one thing to fetch. (1 + sizes of the changes,)"""
+    return tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in (loss, *changes)], 0)
+
+
+def _check_steps(model: Any) -> None:
+    own = [
+        name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own:
+        raise FitError(
+            "The model has steps of its own, which closures cannot carry.",
+            seen=f"{type(model).__name__}.{own[0]}",
+            allowed="models whose steps are Keras' own",
+            next_step=OTHER_WAY,
+        )
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Raise FitError where one wants to be called between batches."""
+    given = getattr(callbacks, "callbacks", callbacks) or []
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        kind = type(callback)
+        hooks = [
+            h for h in BATCH_HOOKS if getattr(kind, h) is not getattr(keras.callbacks.Callback, h)
+        ]
+        every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
+        if kind.__module__.startswith("keras.") and every in (None, "epoch"):
+            hooks = []  # Keras' own: what they do after batches is not needed for their purpose
+        if hooks:
+            raise FitError(
+                "Batches of a parameter server have no order, so none can be told to a callback.",
+                seen=f"{kind.__name__}.{hooks[0]}",
+                allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
+                next_step=OTHER_WAY,
+            )

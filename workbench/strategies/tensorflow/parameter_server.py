@@ -1,0 +1,231 @@
+"""Asynchronous data parallelism under a coordinator: servers hold the variables, workers compute.
+
+The cell runs on one engine, the coordinator. It computes nothing: it schedules closures, and any
+worker that is free takes the next one. In a closure a worker reads the variables from the servers,
+computes gradients of its own batch and has the servers apply them:
+
+    coordinator:  schedule(step) schedule(step) schedule(step) ...
+                       |               |              |
+    worker 0:     [pull w3, compute, push]       [pull w5, compute, push]
+    worker 1:          [pull w4 . . . . . . . . . . . . . . . . . push]
+                       |              |                            |
+    server s0:    w3 . . . . . . w4 = w3 - lr g(w3) . . . w6 = w5 - lr g(w4)
+
+Nobody waits for anybody, so there is no sync wait; the price is staleness: how many other pushes
+came between a worker's pull and its own push. Its mean is n - 1 over n equally busy workers. A slow
+worker takes fewer closures: each row of the history belongs to the worker that ran the closure. A
+push consumes batch/n samples.
+
+A worker's death is survived: its closure is run again elsewhere, so closures run at least once. A
+server's death ends the run, as its variables are gone.
+
+    servers=2               variables are placed on two servers, in turn
+    partitioner=fixed:2     each variable is cut in two along its first dimension
+    partitioner=min_size:N  it is cut into parts of at least N bytes
+
+A partitioned variable has no single value, which Keras 3 needs: partitioners are for loops that
+make `tf.Variable`s themselves.
+
+Every task opens a gRPC server for the run. It listens on every interface, also where it was told
+127.0.0.1; after the run nobody can connect any more. The coordinator forgets TensorFlow's tensors
+and variables of earlier cells, because connecting to a cluster does that; those of NumPy stay.
+
+Sources: tf.distribute.ParameterServerStrategy,
+https://www.tensorflow.org/tutorials/distribute/parameter_server_training; Li et al., Scaling
+Distributed Machine Learning with the Parameter Server, OSDI 2014.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ...engine.context import RunContext
+from ...engine.tensorflow_support import reset
+from ...errors import FitError
+from ..base import Job, Share, StepResult, Strategy
+from .closures import UNMEASURED, Closures
+from .coordinated import Coordinated
+from .homecoming import Homecoming
+from .keras_coordinated import CoordinatedFit
+from .keras_fit import check_model
+from .models import owner
+from .servers import MEET_S, check_alive, cluster_of, helpers, listening, serve, shut
+from .trainer import Trainer
+
+SET_BY_TENSORFLOW = (
+    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",
+)  # fmt: skip
+
+
+def partitioner(text: str, servers: int) -> Any:
+    """Return TensorFlow's partitioner for `none`, `fixed:N` or `min_size:BYTES`."""
+    kind, _, number = text.partition(":")
+    kinds = tf.distribute.experimental.partitioners
+    if kind == "fixed":
+        return kinds.FixedShardsPartitioner(int(number))
+    if kind == "min_size":
+        return kinds.MinSizePartitioner(int(number), max_shards=servers)
+    return None
+
+
+class ParameterServer(Strategy):
+    """Closures on workers, variables on servers; one object serves the whole cell."""
+
+    spans_cell = spends_delays = drives = True
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self.distribution: Any = None
+        self.coordinator: Any = None
+        self.closures: Closures | None = None
+        self._carried: Coordinated | None = None
+        self._fit: CoordinatedFit | None = None
+        self._model: Any = None
+        self._sample: Any = None
+        self._final: dict[str, NDArray[np.generic]] = {}
+
+    # -- on a worker, on a server ------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Be a worker or a server of TensorFlow's until the run is over."""
+        serve(self.context)
+
+    # -- on the coordinator ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def around_cell(self) -> Iterator[dict[str, Any]]:
+        """Connect the cluster, let the cell run in the strategy's scope, take everything home."""
+        context, before = self.context, listening()
+        environ = {name: os.environ.get(name) for name in SET_BY_TENSORFLOW}
+        try:
+            self._connect()
+            with contextlib.ExitStack() as stack:
+                self.closures = stack.enter_context(Closures(context, self.coordinator))
+                self._fit = CoordinatedFit(context, self.closures, self._trains)
+                stack.enter_context(self._fit)
+                context.weights = self.weights
+                stack.enter_context(self.distribution.scope())
+                yield {"strategy": self.distribution, "coordinator": self.coordinator}
+        finally:
+            self._disconnect(listening() - before)
+            for name, value in environ.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+    def _connect(self) -> None:
+        context, spec = self.context, self.context.spec
+        ranks = helpers(context)
+        addresses = context.board.wait("address", ranks, MEET_S)
+        context.board.wait("up", ranks, MEET_S)
+        check_alive(addresses, dict(zip(ranks, self._parts, strict=True)))
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            cluster_of(context, addresses), rpc_layer="grpc"
+        )
+        self.distribution = tf.distribute.ParameterServerStrategy(
+            resolver, partitioner(self.options["partitioner"], spec.servers)
+        )
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.distribution)
+        context.emit("unmeasured", columns={"transfer_s": UNMEASURED})
+        where = ", ".join(
+            f"{part} on engine {engine}"
+            for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
+        )
+        text = (
+            f"{where.capitalize()}. TensorFlow's servers listen on every interface "
+            "until the run is over."
+        )
+        context.emit("note", rank=0, text=text)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return self.context.entry.helpers(self.options, self.world_size)
+
+    def _disconnect(self, sockets: set[tuple[int, str]]) -> None:
+        """Bring the models home, then leave TensorFlow as if it had just been imported."""
+        home = Homecoming()
+        with contextlib.suppress(tf.errors.OpError):  # a server that died took the values along
+            home.pack(*self._trained())
+        self._final = home.weights
+        if self.coordinator is not None:
+            self.coordinator._cluster.stop()
+        self.closures = self._carried = self._fit = None
+        self.distribution = self.coordinator = None
+        reset()
+        shut(sockets)
+        self.context.post("over")
+        home.unpack()
+
+    def _trained(self) -> tuple[Any, Any]:
+        """Return the model and the optimizer that trained last."""
+        optimizer = None if self.closures is None else self.closures.optimizer
+        return self._model or owner(optimizer), optimizer
+
+    def _trains(self, model: Any) -> None:
+        self._model = model
+
+    # -- wb.fit ------------------------------------------------------------------------------------
+
+    def deal(self, source: Any) -> Any:
+        """Keep a sample of the data: a model may get its weights' shapes from it."""
+        self._sample = source.peek()
+        return source
+
+    @property
+    def eval_portion(self) -> tuple[int, int]:
+        """Whole batches: the workers take one each."""
+        return 0, 1
+
+    def prepare(self, job: Job) -> None:
+        """Build what is not built yet, on the servers."""
+        check_model(job.model, self.distribution)
+        self._trains(job.model)
+        assert self.closures is not None, "the cell is under way"
+        self.closures.announced()
+        trainer = Trainer(self.distribution, job, 1, self._sample)
+        self._carried = Coordinated(self.closures, trainer, self.world_size)
+
+    def drive(self, training: Any) -> StepResult | None:
+        """Take all steps: closures have no order in which they could be taken one by one."""
+        return self._working.drive(training)
+
+    def step(self, share: Share) -> StepResult:
+        """Refuse: see `drive`."""
+        raise FitError("Steps of a parameter server are taken by its workers.")
+
+    def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set."""
+        return self._working.evaluate(shares)
+
+    def finish(self) -> None:
+        """Let `model.fit` and own loops go on."""
+        self._carried = None
+
+    @property
+    def _working(self) -> Coordinated:
+        assert self._carried is not None, "prepare comes first"
+        return self._carried
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the trained model's weights by name, as they were when the cell ended."""
+        return self._final
+
+    def state(self) -> dict[str, Any]:
+        """Return model and optimizer."""
+        raise NotImplementedError
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the user's model."""
+        self._model = None
+        self._final = {}
