@@ -45,7 +45,7 @@ def untouched(book):
         ("%%distributed mirrored -n 100000", ["more workers", "100000", "1 to 256"]),
         ("%%distributed mirrored --batch-size 1", ["smaller than", "batch_size=1 over 2", "-n 1"]),
         ("%%distributed mirrored --seed -1", ["--seed", "'-1'", "at least 0"]),
-        ("%%distributed mirrored --framework tensorflow", ["tensorflow", "yet", "torch"]),
+        ("%%distributed sharded --framework tensorflow", ["not available", "--framework torch"]),
         ("%%distributed mirrored --framework jax", ["framework", "'jax'", "tensorflow, torch"]),
         ("%%distributed mirrored --checkpoint d", ["--checkpoint is not there yet", "leave"]),
         ("%%distributed mirrored --on-failure replace", ["--on-failure is not there yet"]),

@@ -25,7 +25,7 @@ wb.fit(nn.Linear(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch
 @pytest.fixture(scope="module")
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.cluster.ground.can_fork", lambda framework: (False, "a test"))
+        patch.setattr("workbench.cluster.parents.can_fork", lambda framework: (False, "a test"))
         with wb.Cluster(2) as cluster:
             yield cluster
 

@@ -69,6 +69,7 @@ SECOND_STAGE: dict[str, tuple[str, ...]] = {
         "workbench.strategies.torch.mirrored",
     ),
     "tensorflow": (
+        "workbench.data.arrays",
         "workbench.engine.tensorflow_data",
         "workbench.strategies.tensorflow.one_device",
         "workbench.strategies.tensorflow.mirrored",
