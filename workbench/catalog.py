@@ -146,6 +146,8 @@ class Strategy:
         exact_with: Options (name, value) under which several workers give what one device gives,
             up to rounding; None where none do. Empty for what is always exact.
         linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
+        needs_gpus: Options (name, value) that need a GPU per replica.
+        anywhere: Whether a machine without special devices can run it.
         source: Where the algorithm is described.
     """
 
@@ -175,6 +177,8 @@ class Strategy:
     takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
+    needs_gpus: tuple[tuple[str, Any], ...] = ()
+    anywhere: bool = True
 
     def is_sync(self, options: dict[str, Any]) -> bool:
         """Whether workers take each step together, under these options."""
@@ -544,12 +548,38 @@ CATALOG: tuple[Strategy, ...] = (
         ways=_TENSORFLOW_WAYS,
         supports=_TENSORFLOW_FEATURES,
         one_engine=True,
+        # In a ring of CPUs a process can build one strategy only: the keys of its collectives are
+        # taken for good, and a second one fails with another's shapes.
+        needs_gpus=(("cross_device_ops", "nccl"), ("cross_device_ops", "ring")),
         options=(
             Option(
                 "cross_device_ops", "choice", "auto",
                 choices=("auto", "nccl", "hierarchical", "reduce_to_one", "ring"),
                 help="how gradients are added up over the devices; auto: nccl on GPUs, else "
-                "reduce_to_one",
+                "reduce_to_one; nccl and ring need GPUs",
+            ),
+        ),
+    ),
+    Strategy(
+        name="multi_worker_mirrored",
+        framework="tensorflow",
+        term="synchronous data parallelism over several engines (all-reduce)",
+        summary="One engine per worker, each with a full copy of the parameters; gradients are "
+        "added up from engine to engine.",
+        module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
+        suits="GPUs of several hosts, and one process per GPU",
+        source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
+        aliases=("multi_worker",),
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        options=(
+            Option(
+                "communication", "choice", "auto", choices=("auto", "ring", "nccl"),
+                help="how gradients travel; auto: nccl between GPUs, else a ring over gRPC",
+            ),
+            Option(
+                "timeout_s", "float", 120.0, minimum=1.0, maximum=3600.0,
+                help="seconds after which a worker gives up on the others",
             ),
         ),
     ),
@@ -594,6 +624,21 @@ CATALOG: tuple[Strategy, ...] = (
                 "parameters are balanced",
             ),
         ),
+    ),
+    Strategy(
+        name="tpu",
+        framework="tensorflow",
+        term="synchronous data parallelism on TPU cores",
+        summary="A replica on each core of a TPU; gradients are added up over its own links.",
+        module="workbench.strategies.tensorflow.tpu:Tpu",
+        suits="TPU machines of Google Cloud and Colab",
+        source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
+        "Tensor Processing Unit, ISCA 2017",
+        ways=_TENSORFLOW_WAYS,
+        supports=_TENSORFLOW_FEATURES,
+        one_engine=True,
+        rules="workbench.tpus:check",
+        anywhere=False,
     ),
     Strategy(
         name="parameter_server",

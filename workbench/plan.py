@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,24 @@ class Plan:
     def sync(self) -> bool:
         """Whether the workers take each step together."""
         return self.entry.is_sync(self.options)
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Raise PlanError where an option needs other devices than the run would have.
+
+        Args:
+            devices: One per replica: `cpu`, `cuda:0`.
+        """
+        if all(device.startswith("cuda") for device in devices):
+            return
+        for name, value in self.entry.needs_gpus:
+            if self.options.get(name) == value:
+                default = self.entry.option(name).default
+                raise PlanError(
+                    f"{name}={value} needs a GPU for each replica.",
+                    seen=", ".join(devices),
+                    allowed=f"another {name} on CPUs: {default} chooses one that works",
+                    next_step=f"leave it out, or -o {name}={default}",
+                )
 
     def with_seed(self, seed: int) -> Plan:
         """Return the same plan under another seed, named apart."""

@@ -24,7 +24,7 @@ def _exists(entry: catalog.Strategy) -> bool:
 ENTRIES = [
     entry
     for entry in catalog.strategies("tensorflow")
-    if _exists(entry) and entry.one_engine and entry.sync and entry.data_parallel
+    if _exists(entry) and entry.one_engine and entry.sync and entry.data_parallel and entry.anywhere
 ]
 CASES = [
     pytest.param(entry, count, id=f"{entry.name}-{count}")

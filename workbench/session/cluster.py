@@ -277,10 +277,11 @@ class Cluster:
         self._claim()
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
+        leases = self.lease(plan.workers)
+        plan.check_devices([lease.device for lease in leases.leases])
         ids = self._ids_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
         servers = self._servers_for(len(plan.helpers), plan.framework)
         self._bring([*dict.fromkeys(ids), *servers], plan.framework)
-        leases = self.lease(plan.workers)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
         if leases.warning:

@@ -301,13 +301,14 @@ def _behind(mark: Callable[[], None], tensors: list[Any]) -> list[Any]:
     if not values:
         return tensors
 
-    def stamp(_: Any) -> Any:
+    def stamp(*_: Any) -> Any:
         mark()
         return np.zeros(1, np.int32)
 
-    with tf.control_dependencies(values):
-        seen = tf.reshape(values[0], [-1])[:1]
-        offset = tf.numpy_function(stamp, [seen], tf.int32, stateful=False)
+    # A number of each is enough. Control edges would keep TensorFlow from fusing operations, and
+    # so change the rounding.
+    seen = [tf.reshape(value, [-1])[:1] for value in values]
+    offset = tf.numpy_function(stamp, seen, tf.int32, stateful=False)
     offset.set_shape((1,))
     held = [_from(value, offset) for value in values]
     return [

@@ -1,0 +1,177 @@
+"""TensorFlow's model_split: one device's results, stages one after the other, and its mistakes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import tf_cells
+from tf_harness import Report, clean, run
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tensorflow
+
+WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT, "loop": tf_cells.OWN_LOOP}
+NAMES = {
+    "SIZES": (120, 24), "DTYPE": "float32", "OPTIMIZER": "SGD", "EXTRA": {}, "GRAPH": True,
+    "STEPS": 20,
+}  # fmt: skip
+
+WIDE = """
+import keras, numpy as np
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(256, 64)).astype("float32"), rng.integers(0, 4, 256)
+tanh = [keras.layers.Dense(256, "tanh", name=f"fc{i}") for i in range(5)]
+if FUNCTIONAL:
+    inputs = keras.Input((64,))
+    out = inputs
+    for layer in tanh:
+        out = layer(out)
+    out = keras.layers.Dense(4, name="head")(keras.layers.add([out, tanh[0](inputs)]))
+    model = keras.Model(inputs, out)
+else:
+    model = keras.Sequential([*tanh, keras.layers.Dropout(0.2), keras.layers.Dense(4, name="head")])
+model.compile(
+    optimizer=keras.optimizers.SGD(0.05, momentum=0.9), metrics=["accuracy"],
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), **EXTRA,
+)
+history = model.fit(x, y, batch_size=32, epochs=3, shuffle=False, validation_data=(x, y))
+score = model.evaluate(x, y, verbose=0)
+predicted = model.predict(x, verbose=0)
+devices = [variable.value.device[-5:] for variable in model.trainable_variables]
+slots = [variable.value.device[-5:] for variable in model.optimizer.variables[2:]]
+"""
+
+
+def train(strategy: str, cell: str, workers: int = 1, **settings: Any) -> Report:
+    faults, options = settings.pop("faults", ()), settings.pop("options", {})
+    names = {**NAMES, "FUNCTIONAL": False, **settings}
+    return run(strategy, cell, workers, faults=faults, options=options, names=names)
+
+
+def furthest(report: Report, truth: Report) -> float:
+    assert truth.weights
+    assert report.weights.keys() == truth.weights.keys()
+    return max(float(abs(report.weights[k] - truth.weights[k]).max()) for k in truth.weights)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "tolerance"), [("SGD", "float32", 2e-7), ("Adam", "float64", 1e-10)]
+)
+def test_trains_exactly_as_one_device_does(way, stages, optimizer, dtype, tolerance):
+    settings = {"OPTIMIZER": optimizer, "DTYPE": dtype}
+    truth = clean(train("one_device", WAYS[way], **settings))
+    report = clean(train("model_split", WAYS[way], stages, **settings))
+    assert report.trained == truth.trained == 20
+    assert furthest(report, truth) <= tolerance
+    last = report.rows[:, -1]["local_loss"]
+    assert abs(last - truth.rows[:, 0]["local_loss"]).max() < 1e-5
+    assert np.isnan(report.rows[:, :-1]["local_loss"]).all()
+    assert (report.rows["samples"] == 24).all()
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_weights_and_their_slots_are_on_the_devices_of_their_stages(functional):
+    truth = clean(train("one_device", WIDE, FUNCTIONAL=functional))
+    report = clean(train("model_split", WIDE, 3, FUNCTIONAL=functional))
+    assert furthest(report, truth) < 1e-5
+    assert report.names["score"] == pytest.approx(truth.names["score"], abs=1e-4)
+    assert report.names["predicted"].shape == (256, 4)
+    devices = report.names["devices"]
+    assert set(devices) == {"CPU:0", "CPU:1", "CPU:2"}
+    assert report.names["slots"] == devices
+    rows = report.emitted("split")[0]["stages"]
+    assert sum(row["parameters"] for row in rows) >= report.names["model"].count_params()
+    assert "not time" in report.emitted("note")[0]["text"]
+
+
+def test_stages_take_turns_and_the_parts_fill_the_step():
+    rows = clean(train("model_split", WIDE, 3)).rows[4:]
+    step_s = rows["end_s"] - rows["start_s"]
+    parts_s = rows["data_wait_s"] + rows["compute_s"] + rows["bubble_s"]
+    assert np.nanmax(abs(parts_s - step_s) / step_s) < 0.05
+    # One after the other: together they are hardly busier than the step is long.
+    busy = np.median(rows["compute_s"].sum(axis=1) / step_s[:, 0])
+    assert 0.3 < busy < 2.0
+    assert np.median(rows["bubble_s"][:, 1] / step_s[:, 1]) > 0.2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_slow_stage_is_busy_for_longer_and_the_others_stand_idle(stage):
+    normal = clean(train("model_split", WIDE, 3)).rows[4:]
+    slow = clean(train("model_split", WIDE, 3, faults=(f"slow={stage}:50ms",))).rows[4:]
+    more_busy = np.median(slow["compute_s"], axis=0) - np.median(normal["compute_s"], axis=0)
+    more_idle = np.median(slow["bubble_s"], axis=0) - np.median(normal["bubble_s"], axis=0)
+    others = [other for other in range(3) if other != stage]
+    assert abs(more_busy[stage] - 0.05) < 0.01
+    assert abs(more_idle[others] - 0.05).max() < 0.01
+    assert abs(more_busy[others]).max() < 0.01
+
+
+def test_a_stage_begins_where_the_line_says():
+    report = clean(train("model_split", WIDE, 3, options={"split_at": "fc2,head"}))
+    layers = [row["layers"] for row in report.emitted("split")[0]["stages"]]
+    assert layers == ["fc0 to fc1", "fc2 to dropout", "head"]
+    report = clean(train("model_split", WIDE, 2, options={"split_at": "1"}))
+    assert report.emitted("split")[0]["stages"][0]["layers"] == "fc0"
+
+
+SUBCLASS = """
+import keras
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+    def call(self, x):
+        return self.dense(x)
+import numpy as np
+model = Net()
+model.compile(loss="mse")
+model.fit(np.ones((8, 2), "float32"), np.ones((8, 3), "float32"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "stages", "settings", "words"),
+    [
+        (WIDE, 8, {}, ["more stages than layers", "8 stages, 7 layers", "-n 7"]),
+        (WIDE, 2, {"options": {"split_at": "fc9"}}, ["cannot begin there", "fc9", "6 or head"]),
+        (WIDE, 2, {"options": {"split_at": "0"}}, ["cannot begin there", "but the first"]),
+        (WIDE, 3, {"options": {"split_at": "3,1"}}, ["model's order", "split_at=1,3"]),
+        (WIDE, 2, {"options": {"split_at": "1,3"}}, ["3 stages for 2 devices", "-n 3"]),
+        (WIDE, 2, {"EXTRA": {"jit_compile": True}}, ["XLA", "jit_compile=False"]),
+        (SUBCLASS, 2, {}, ["whose layers are known", "Net", "keras.Sequential"]),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_next_step(cell, stages, settings, words):
+    report = train("model_split", cell, stages, **settings)
+    assert report.error is not None
+    assert "FitError" in report.error
+    assert all(word in report.error for word in words), report.error
+    assert report.trained == 0
+    assert report.left == []
+
+
+def test_parameters_are_balanced_over_the_stages():
+    from workbench.strategies.tensorflow.layers import balance
+
+    rng = np.random.default_rng(0)
+    for count, stages in itertools.product(range(1, 8), range(1, 5)):
+        if stages > count:
+            continue
+        costs = rng.integers(0, 20, count).tolist()
+        bounds = balance(costs, stages)
+        assert bounds[0] == 0
+        assert bounds[-1] == count
+        assert all(a < b for a, b in itertools.pairwise(bounds))
+        cuts = itertools.combinations(range(1, count), stages - 1)
+        best = min(largest(costs, [0, *cut, count]) for cut in cuts)
+        assert largest(costs, bounds) == best
+
+
+def largest(costs: list[int], bounds: list[int]) -> int:
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))

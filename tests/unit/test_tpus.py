@@ -1,0 +1,59 @@
+"""TPUs are looked for where they leave signs, before an engine is touched."""
+
+import pytest
+
+from workbench import catalog, tpus
+from workbench.errors import PlanError
+from workbench.plan import make_plan
+from workbench.recipe import Recipe
+
+
+def test_signs_are_variables_and_device_files(tmp_path):
+    assert tpus.look({}, tmp_path) == tpus.Signs()
+    (tmp_path / "accel0").touch()
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # there with any driver of this kind
+    assert tpus.look({}, tmp_path).devices == (str(tmp_path / "accel0"),)
+    (tmp_path / "vfio" / "0").touch()
+    assert len(tpus.look({}, tmp_path).devices) == 2
+    colab = tpus.look({"COLAB_TPU_ADDR": "10.0.0.2:8470"}, tmp_path / "none")
+    assert (colab.variable, colab.address) == ("COLAB_TPU_ADDR", ("10.0.0.2", 8470))
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [("grpc://10.0.0.2:8470", ("10.0.0.2", 8470)), ("local", None), ("my-tpu", None), ("", None)],
+)
+def test_an_address_is_told_from_a_name(name, address):
+    assert tpus.Signs(name).address == address
+
+
+def test_without_a_sign_the_plan_says_what_was_looked_for(monkeypatch):
+    monkeypatch.setattr(tpus, "look", tpus.Signs)
+    with pytest.raises(PlanError) as error:
+        make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2)
+    for word in ("TPU_NAME is not set", "COLAB_TPU_ADDR", "/dev/accel", "use mirrored"):
+        assert word in str(error.value)
+    monkeypatch.setattr(tpus, "look", lambda: tpus.Signs("local", "TPU_NAME"))
+    assert make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2).engines == 1
+
+
+@pytest.mark.parametrize("value", ["nccl", "ring"])
+def test_what_needs_gpus_is_refused_on_others(value):
+    plan = make_plan(
+        Recipe("x"), "mirrored", framework="tensorflow", workers=2,
+        options={"cross_device_ops": value},
+    )  # fmt: skip
+    plan.check_devices(["cuda:0", "cuda:1"])
+    with pytest.raises(PlanError) as error:
+        plan.check_devices(["cuda:0", "cpu"])
+    for word in (f"cross_device_ops={value} needs a GPU", "cuda:0, cpu", "cross_device_ops=auto"):
+        assert word in str(error.value)
+    auto = make_plan(Recipe("x"), "mirrored", framework="tensorflow", workers=2)
+    auto.check_devices(["cpu", "cpu"])
+
+
+def test_every_option_that_needs_gpus_exists():
+    for entry in catalog.strategies():
+        for name, value in entry.needs_gpus:
+            assert entry.option(name).parse(value) == value

@@ -1,0 +1,120 @@
+"""TPU: a replica on each core, gradients added up over the TPU's own interconnect.
+
+    core 0:  forward, backward --+                      +-> update
+    core 1:  forward, backward --+-- all-reduce (ICI) --+-> update
+    ...                          |                      |
+    core 7:  forward, backward --+                      +-> update
+
+The step is compiled as a whole for the TPU (XLA), which runs no Python: nothing inside a step can
+be marked or slowed down, so waits and compute of a core are unknown. Steps, samples and losses are
+not.
+
+An address is asked for a sign of life before TensorFlow may connect to it: TensorFlow itself waits
+for minutes where nobody answers.
+
+Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
+In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import tensorflow as tf
+
+from ... import tpus
+from ...engine.tensorflow_support import reset
+from ...errors import ClusterError, FitError
+from .replicated import Replicated
+
+ANSWER_S = 1.5
+METADATA = ("169.254.169.254", 80)
+"""Google Cloud's metadata service: what knows a TPU by its name."""
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What a gRPC client says first: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
+SETTINGS = 4
+
+
+class Tpu(Replicated):
+    """Synchronous training on the cores of a TPU."""
+
+    def build(self) -> tf.distribute.Strategy:
+        """Return the strategy over all cores.
+
+        Raises:
+            PlanError: There is no TPU.
+            ClusterError: Nobody answers where it should be.
+            FitError: It has another number of cores than there are replicas.
+        """
+        if self.context.faults.active:
+            raise FitError(
+                "Delays cannot be injected into a TPU: it runs no Python within a step.",
+                seen=", ".join(self.context.spec.faults),
+                next_step="leave --inject out, or use mirrored",
+            )
+        resolver = connect(tpus.look())
+        cores = len(tf.config.list_logical_devices("TPU"))
+        if cores != len(self.devices):
+            raise FitError(
+                "The TPU has another number of cores.",
+                seen=f"{len(self.devices)} replicas, {cores} cores",
+                next_step=f"use -n {cores}",
+            )
+        return tf.distribute.TPUStrategy(resolver)
+
+
+def connect(signs: tpus.Signs) -> Any:
+    """Initialise the TPU that the signs speak of; return its resolver.
+
+    Raises:
+        PlanError: There is no sign of one, or TensorFlow finds none there.
+        ClusterError: Nobody answers where it should be.
+    """
+    if not signs.name and not signs.devices:
+        raise tpus.missing(signs)
+    if signs.address is not None:
+        check_answers(*signs.address)
+    elif signs.name not in ("", "local"):
+        check_named(signs.name)
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(signs.name or "local")
+        if signs.address is not None or signs.name not in ("", "local"):
+            tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (tf.errors.OpError, OSError, RuntimeError, ValueError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        reset()  # what was half connected would be in the next run's way
+        raise tpus.missing(signs, f"TensorFlow: {first[:200]}") from error
+    return resolver
+
+
+def check_answers(host: str, port: int) -> None:
+    """Raise ClusterError unless a gRPC server answers there, within seconds."""
+    try:
+        with socket.create_connection((host, port), ANSWER_S) as line:
+            line.settimeout(ANSWER_S)
+            line.sendall(HTTP2_HELLO)
+            head = line.recv(9)
+    except OSError as error:
+        raise _silent(f"{host}:{port}", f"{type(error).__name__}: {error}") from None
+    if len(head) < 4 or head[3] != SETTINGS:
+        raise _silent(f"{host}:{port}", "it speaks no gRPC")
+
+
+def check_named(name: str) -> None:
+    """Raise ClusterError unless somebody is there who knows TPUs by their names."""
+    try:
+        socket.create_connection(METADATA, ANSWER_S).close()
+    except OSError as error:
+        why = f"Google Cloud's metadata service is not reachable ({type(error).__name__})"
+        raise _silent(name, why) from None
+
+
+def _silent(where: str, why: str) -> ClusterError:
+    return ClusterError(
+        "No TPU answers at the address given.",
+        seen=f"{where}: {why}",
+        allowed="the gRPC address of a TPU that is running, its name in Google Cloud, or local",
+        next_step="check TPU_NAME, or unset it and use mirrored",
+    )
