@@ -20,7 +20,8 @@ def log(**values: Any) -> None:
     """
     context = require("wb.log")
     numbers = {name: _number(name, value) for name, value in values.items()}
-    context.emit("log", rank=context.spec.rank, step=context.step, values=numbers)
+    for rank in context.spec.held:
+        context.emit("log", rank=rank, step=context.step, values=numbers)
 
 
 def _number(name: str, value: Any) -> float:
