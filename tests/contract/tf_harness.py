@@ -48,8 +48,16 @@ def run(
     faults: tuple[str, ...] = (),
     names: dict[str, Any] | None = None,
     init_from: str = "",
+    rank: int = 0,
+    board: Any = None,
+    post: Any = None,
 ) -> Report:
-    """Run the source of a cell under a strategy whose replicas are all in one engine."""
+    """Run the source of a cell under a strategy, as one engine of the run does.
+
+    Args:
+        rank: This engine, where it holds one replica of several.
+        board, post: What it hears of the other engines, and how it speaks to them.
+    """
     from workbench import catalog
     from workbench.engine import context as run_context
     from workbench.engine import tensorflow_support as support
@@ -59,26 +67,37 @@ def run(
     from workbench.protocol import RunSpec, records_from
 
     entry = catalog.lookup(strategy, "tensorflow")
-    assert entry.one_engine
+    held = workers if entry.one_engine else 1
     number = next(_numbers)
     spec = RunSpec(
-        mode="run", rank=0, world_size=workers, ranks=(0,) * workers, framework="tensorflow",
+        mode="run", rank=rank, world_size=workers, framework="tensorflow",
+        ranks=(0,) * workers if entry.one_engine else tuple(range(workers)),
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
         options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
-        init_from=init_from, replicas=workers, devices=("cpu",) * workers,
+        init_from=init_from, replicas=held, devices=("cpu",) * held,
+        hosts=("here",) * workers,
     )  # fmt: skip
     report = Report()
+
+    def emit(name: str, **fields: Any) -> None:
+        if name == "post":
+            post(fields)
+        else:
+            report.events.append((name, fields))
+
     context = run_context.RunContext(
         spec=spec,
-        recorder=Recorder(spec.run, 0),
+        recorder=Recorder(spec.run, rank),
         gate=Gate(),
-        faults=FaultInjector(0, faults, workers),
-        emit=lambda name, **fields: report.events.append((name, fields)),
+        faults=FaultInjector(rank, faults, held),
+        emit=emit,
     )
+    if board is not None:
+        context.board = board
     import workbench
 
     report.names = {"__name__": "__main__", "wb": workbench, "context": context, **(names or {})}
-    report.names.update(rank=0, world_size=workers, device="cpu")
+    report.names.update(rank=rank, world_size=workers, device="cpu")
     before = footprint()
     run_context.set_current(context)
     try:
@@ -101,7 +120,7 @@ def run(
         run_context.set_current(None)
     rows = records_from(context.recorder.drain(1 << 20, final=True))
     if len(rows):
-        report.rows = rows.reshape(-1, workers).copy()
+        report.rows = rows.reshape(-1, held).copy()
     report.train_s, report.eval_s, report.trained = context.train_s, context.eval_s, context.trained
     after = footprint()
     report.left = [f"{key} changed" for key in before if before[key] != after[key]]

@@ -32,7 +32,7 @@ class Homecoming:
         variables = {id(v): v for v in model.variables}
         for holder in (optimizer, getattr(model, "optimizer", None), *model.metrics):
             variables |= {id(v): v for v in getattr(holder, "variables", ())}
-        self._values = [(v, np.asarray(v)) for v in variables.values() if _remote(v)]
+        self._values = [(v, _held_here(v)) for v in variables.values() if _remote(v)]
         self._model = model
 
     @property
@@ -49,6 +49,14 @@ class Homecoming:
             self._model.train_function = self._model.test_function = None
             self._model.predict_function = None
         self._values.clear()
+
+
+def _held_here(variable: Any) -> NDArray[np.generic]:
+    """Return the value; of a variable with copies this engine's, which asks nobody."""
+    value = variable._value
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = value.values[0]
+    return np.asarray(value)
 
 
 def _remote(variable: Any) -> bool:

@@ -20,9 +20,6 @@ from tensorflow.python.distribute import ps_values
 from ...errors import RunError
 from .markers import note_loss
 
-OLDEST = (3, 0)
-"""Keras versions before this one are built otherwise."""
-
 
 @contextlib.contextmanager
 def losses_noted() -> Iterator[None]:
@@ -91,6 +88,72 @@ def central_storage() -> Iterator[None]:
         _replaced("keras.src.backend.tensorflow.core", "Variable", "_direct_assign", assign),
     ):
         yield
+
+
+@contextlib.contextmanager
+def multi_worker(distribution: Any) -> Iterator[None]:
+    """Let `model.fit` train over several engines; every worker must enter this.
+
+    Two things go wrong in Keras: the first batch, from which a model gets its shapes, is averaged
+    over the workers (and a value of several workers cannot be turned into a tensor); and a step's
+    metrics are averaged over the workers along a dimension that a number does not have. Here the
+    shapes come from the worker's own part, and all numbers of a step are averaged in one message.
+
+    Upstream: https://github.com/keras-team/keras/issues/20585,
+    https://github.com/tensorflow/tensorflow/issues/72388.
+    """
+    trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
+    several = trainer._collective_all_reduce_multi_worker(distribution)
+    if not several or not _mean_of_number_fails(trainer, distribution):
+        yield
+        return
+
+    def build(original: Any) -> Any:
+        def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+            if iterator is not None:
+                _, _, batches = next(iter(iterator))
+                data_batch = tf.nest.map_structure(_own_part, next(batches))
+            original(self, data_batch=data_batch)
+
+        def _own_part(value: Any) -> Any:
+            return distribution.experimental_local_results(value)[0]
+
+        return _maybe_symbolic_build
+
+    def reduce(original: Any) -> Any:
+        def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+            if reduction not in ("auto", "mean"):
+                return original(values, strategy, reduction)
+            leaves = tf.nest.flatten(values)
+            if not leaves:
+                return values
+            joined = tf.stack([tf.cast(leaf, tf.float64) for leaf in _local(strategy, leaves)])
+            means = tf.unstack(strategy.reduce("MEAN", joined, axis=None), num=len(leaves))
+            kept = [tf.cast(mean, leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+            return tf.nest.pack_sequence_as(values, kept)
+
+        return reduce_per_replica
+
+    module = trainer.__name__
+    with (
+        _replaced(module, "TensorFlowTrainer", "_maybe_symbolic_build", build),
+        _replaced(module, "", "reduce_per_replica", reduce),
+    ):
+        yield
+
+
+def _local(strategy: Any, leaves: list[Any]) -> list[Any]:
+    """Return this worker's mean of each number, over its own replicas."""
+    held = [strategy.experimental_local_results(leaf) for leaf in leaves]
+    return [each[0] if len(each) == 1 else tf.add_n(each) / len(each) for each in held]
+
+
+def _mean_of_number_fails(trainer: Any, distribution: Any) -> bool:
+    try:
+        trainer.reduce_per_replica(tf.constant(0.0), distribution, "mean")
+    except ValueError:
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from ...engine.initial import initialise
 from ...engine.tensorflow_support import built
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .keras_fit import KerasFit, check_model
+from .keras_patches import losses_noted
 from .loop import OwnLoop
 from .markers import Markers
 from .models import by_name, owner
@@ -81,6 +82,7 @@ class Replicated(Strategy):
         self.distribution = distribution = built(key, self.build)
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
+            stack.enter_context(losses_noted())
             self._steps = steps = Steps(context, markers)
             self._fit = KerasFit(context, steps, distribution, self._trains)
             stack.enter_context(self._fit)

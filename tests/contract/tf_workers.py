@@ -1,0 +1,92 @@
+"""Several TensorFlow engines as processes of their own, without a notebook's kernel.
+
+Importing TensorFlow takes seconds, so the same processes take all runs. What one engine posts is
+passed on to all, as the kernel does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import threading
+from typing import Any
+
+from tf_harness import Report
+
+TIMEOUT_S = 240
+
+
+class Workers:
+    """`count` engines."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, count), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, strategy: str, cell: Any, **settings: Any) -> list[Report]:
+        """Run a cell on all engines; of a list of cells, each its own.
+
+        With `workers=1` each does so for itself.
+
+        Returns:
+            What each engine brings back, by rank.
+        """
+        cells = cell if isinstance(cell, list) else [cell] * len(self._pipes)
+        for pipe, each in zip(self._pipes, cells, strict=True):
+            pipe.send(("run", (strategy, each, settings)))
+        reports: dict[int, Report] = {}
+        while len(reports) < len(self._pipes):
+            ready = multiprocessing.connection.wait(self._pipes, TIMEOUT_S)
+            assert ready, "an engine hangs"
+            for pipe in ready:
+                kind, value = pipe.recv()
+                if kind == "done":
+                    reports[self._pipes.index(pipe)] = value
+                else:
+                    for every in self._pipes:
+                        every.send((kind, value))
+        return [reports[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()  # TensorFlow swallows SIGTERM
+            process.join()
+
+
+def _serve(pipe: Any, rank: int, count: int) -> None:
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    from tf_harness import run
+
+    from workbench.engine.board import Board
+
+    todo: queue.Queue[Any] = queue.Queue()
+    boards = [Board()]
+
+    def listen() -> None:
+        while True:
+            kind, value = pipe.recv()
+            if kind == "post":
+                boards[-1].hear(value["topic"], value["rank"], value["value"])
+            else:
+                boards.append(Board())
+                todo.put((value, boards[-1]))
+
+    threading.Thread(target=listen, daemon=True, name="listen").start()
+    while True:
+        (strategy, cell, settings), board = todo.get()
+        workers = settings.pop("workers", count)
+        report = run(
+            strategy, cell, workers, rank=rank if workers > 1 else 0, board=board,
+            post=lambda fields: pipe.send(("post", fields)), **settings,
+        )  # fmt: skip
+        report.names = {name: report.names[name] for name in ("told",) if name in report.names}
+        pipe.send(("done", report))

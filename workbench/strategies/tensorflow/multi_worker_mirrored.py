@@ -1,0 +1,180 @@
+"""Multi-worker mirrored: one engine per worker, each with a full copy of the parameters.
+
+Every worker takes its share of each batch. The gradients travel from engine to engine in a ring and
+are added up on the way, so all workers apply the same sum and stay equal to the last bit:
+
+    worker 0:  forward, backward --+                     +-> update
+                                   |    <- ring / NCCL -> |
+    worker 1:  forward, backward --+-- all-reduce (sum) -+-> update
+                                   |                      |
+    worker 2:  forward, backward --+                     +-> update
+
+Workers find each other by the addresses in TF_CONFIG, which is set for the time of the run:
+
+    TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
+
+All must be there before TensorFlow is told of them: it would wait for a missing one for ever, with
+every thread of its process. What is stuck later ends after `timeout_s`.
+
+Every worker opens a gRPC server for the run. It listens on every interface, also where it was told
+127.0.0.1; after the run nobody can connect any more. The engines forget TensorFlow's tensors and
+variables of earlier cells, because joining a cluster does that; those of NumPy stay, and the model
+that was trained.
+
+Sources: tf.distribute.MultiWorkerMirroredStrategy,
+https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras; Patarasuk and Yuan,
+Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 2009.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from ...engine.tensorflow_support import configure, reset, seed_all
+from ...errors import ClusterError, FitError
+from .homecoming import Homecoming
+from .keras_patches import multi_worker
+from .models import owner
+from .replicated import Replicated
+from .servers import MEET_S, listening, shut
+
+LEAVE_S = 10.0
+"""How long a worker that is done keeps answering the others."""
+
+PORTS = range(20000, 32000)
+"""Below those that the system hands out: nobody takes one between being found and being opened."""
+
+COMMUNICATION = tf.distribute.experimental.CommunicationImplementation
+
+
+class MultiWorkerMirrored(Replicated):
+    """Synchronous training over several engines."""
+
+    _final: dict[str, NDArray[Any]] | None = None
+
+    def build(self) -> tf.distribute.Strategy:
+        """Return the strategy over all workers; TF_CONFIG names them."""
+        wanted = self.options.get("communication", "auto")
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=COMMUNICATION[wanted.upper()],
+            timeout_seconds=self.options.get("timeout_s", 120.0),
+        )
+        if self.world_size == 1:
+            return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        return tf.distribute.MultiWorkerMirroredStrategy(
+            tf.distribute.cluster_resolver.TFConfigClusterResolver(), options
+        )
+
+    @contextlib.contextmanager
+    def around_cell(self) -> Iterator[dict[str, Any]]:
+        """Join the other workers, let the cell run in the strategy's scope, take the model home."""
+        before = listening()
+        ended = False
+        with self._tf_config():
+            try:
+                self._begin_anew()
+                with super().around_cell() as names, multi_worker(self.distribution):
+                    seed_all(int(self.context.spec.overrides.get("seed", 0)))
+                    yield names
+                    ended = True
+            finally:
+                self._leave(ended, before)
+
+    @contextlib.contextmanager
+    def _tf_config(self) -> Iterator[None]:
+        """Set TF_CONFIG as soon as all workers have said where they are.
+
+        Raises:
+            FitError: The user has set it.
+            ClusterError: A worker did not come.
+        """
+        spec = self.context.spec
+        if "TF_CONFIG" in os.environ:
+            raise FitError(
+                "TF_CONFIG is set already; here the workers' addresses are chosen for each run.",
+                seen=os.environ["TF_CONFIG"],
+                next_step="del os.environ['TF_CONFIG'] on the engines, then run the cell again",
+            )
+        if self.world_size == 1:
+            yield
+            return
+        context, ranks = self.context, range(self.world_size)
+        several = len(set(spec.hosts)) > 1
+        host = socket.getfqdn() if several else "127.0.0.1"
+        context.post("address", f"{host}:{free_port()}")
+        addresses = context.board.wait("address", ranks, MEET_S)
+        workers = [addresses[rank] for rank in ranks]
+        task = {"type": "worker", "index": self.rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+        try:
+            yield
+        finally:
+            os.environ.pop("TF_CONFIG", None)
+
+    def _begin_anew(self) -> None:
+        """Leave TensorFlow as if it had just been imported: only then can a cluster be joined."""
+        spec = self.context.spec
+        if self.world_size == 1:
+            return
+        reset()
+        configure(1, max(1, spec.threads))
+        if self.on_gpus:
+            index = int(self.devices[0].partition(":")[2])
+            tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[index], "GPU")
+        if spec.rank == 0:
+            text = (
+                "TensorFlow's servers, one on each worker, listen on every interface until the run "
+                "is over."
+            )
+            self.context.emit("note", rank=0, text=text)
+
+    def _leave(self, ended: bool, before: set[tuple[int, str]]) -> None:
+        """Bring the model home, then forget the cluster.
+
+        Args:
+            ended: Whether the cell did; else nobody is waited for, so that those who still wait for
+                this worker learn at once that it is gone.
+            before: Sockets that are none of the run's.
+        """
+        if self.world_size == 1:
+            return
+        home = Homecoming()
+        with contextlib.suppress(tf.errors.OpError):
+            home.pack(self._trained, self._loop and self._loop.optimizer)
+            self._final = home.weights
+        self.distribution = None
+        if ended:  # the others may still be fetching what this worker has sent
+            self.context.post("left")
+            with contextlib.suppress(ClusterError):
+                self.context.board.wait("left", range(self.world_size), LEAVE_S)
+        reset()
+        shut(listening() - before)
+        home.unpack()
+
+    @property
+    def _trained(self) -> Any:
+        if self._model is None and self._loop is not None:
+            return owner(self._loop.optimizer)
+        return self._model
+
+    def weights(self) -> dict[str, NDArray[Any]]:
+        """Return the trained model's weights by name; equal on all workers."""
+        return super().weights() if self._final is None else self._final
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    for port in random.Random(os.urandom(8)).sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ClusterError("No port is free.", seen=f"{PORTS[0]} to {PORTS[-1]}")
