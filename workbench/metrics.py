@@ -9,7 +9,8 @@ Definitions (one clock per host, times in seconds):
 - across hosts, where clocks differ: `wait_r = exposed_r - min(exposed)` (the min rule).
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
   A part that could not be measured is NaN, and its time is in the residual.
-- blame: the rank that a wait was for: the one whose gradient was ready last.
+- blame: the rank that a wait was for: the one whose gradient was ready last, or the one that the
+  strategy names where it measured the wait itself.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def sync_wait(
     # A rank cannot have waited longer than it was blocked, whatever the clocks say.
     derived = np.minimum(derived, np.where(np.isnan(exposed), derived, np.maximum(exposed, 0.0)))
     wait = np.where(np.isnan(own), derived, own)
-    blamed = np.where((wait > 0) & (last >= 0), last, -1).astype(np.int32)
+    named = np.where(np.isnan(own) | (rows["waited_for"] < 0), last, rows["waited_for"])
+    blamed = np.where((wait > 0) & (named >= 0), named, -1).astype(np.int32)
     return wait, blamed
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 
 RECORD = np.dtype(
     [
@@ -36,6 +36,7 @@ RECORD = np.dtype(
         ("sent_bytes", "<f8"),
         ("staleness", "<f4"),
         ("bubble_s", "<f4"),
+        ("waited_for", "<i8"),  # the rank that wait_s was for, where the strategy knows; else -1
     ]
 )
 """One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN

@@ -23,6 +23,7 @@ def any_rows(draw: st.DrawFn) -> np.ndarray:
     rows = np.zeros(shape, RECORD)
     for name in ("wait_s", "staleness", "bubble_s"):
         rows[name] = NAN
+    rows["waited_for"] = -1
     rows["start_s"] = 50.0
     rows["ready_s"] = 50.0 + data + compute
     rows["data_wait_s"], rows["compute_s"] = data, compute
@@ -39,6 +40,17 @@ def test_an_injected_delay_is_read_back_as_the_others_wait() -> None:
     assert (wait[:, 1] == 0).all()
     assert (blamed[:, [0, 2]] == 1).all()
     assert (blamed[:, 1] == -1).all()
+
+
+def test_blame_of_a_wait_that_the_strategy_measured_is_the_strategys() -> None:
+    """Rows of workers at their own pace come one by one; nobody's `ready_s` is comparable."""
+    rows = make_rows(4, 3).reshape(-1)[:, None]
+    rows["ready_s"] = NAN
+    rows["wait_s"], rows["waited_for"] = 0.0, -1
+    rows["wait_s"][[2, 3], 0], rows["waited_for"][[2, 3], 0] = 0.050, [0, -1]
+    wait, blamed = metrics.sync_wait(rows, workers=3)
+    assert wait[:, 0].tolist() == pytest.approx([0, 0, 0.050, 0.050] + [0] * 8)
+    assert blamed[:, 0].tolist() == [-1, -1, 0] + [-1] * 9
 
 
 @given(any_rows())

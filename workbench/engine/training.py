@@ -116,7 +116,8 @@ class Training:
                 step, result.samples, start, end, data_wait_s=fed - asked,
                 compute_s=result.compute_s, loss=result.loss, ready_s=result.ready_s,
                 exposed_s=result.exposed_s, wait_s=result.wait_s, sent_bytes=result.sent_bytes,
-                staleness=result.staleness, bubble_s=result.bubble_s, deferred=result.deferred,
+                staleness=result.staleness, bubble_s=result.bubble_s, waited_for=result.waited_for,
+                deferred=result.deferred,
             )  # fmt: skip
             context.trained += 1
             start = end

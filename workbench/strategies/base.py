@@ -81,6 +81,7 @@ class StepResult:
         loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
         deferred: Completes the record later, off the training thread (CUDA events, losses that
             live on the device).
+        waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
     """
 
     samples: int
@@ -92,6 +93,7 @@ class StepResult:
     sent_bytes: float = NAN
     staleness: float = NAN
     bubble_s: float = NAN
+    waited_for: int = -1
     deferred: Deferred | None = None
 
 

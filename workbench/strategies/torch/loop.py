@@ -188,6 +188,7 @@ class OwnLoop:
             exposed_s=result.exposed_s,
             wait_s=result.wait_s,
             staleness=result.staleness,
+            waited_for=result.waited_for,
             sent_bytes=result.sent_bytes,
             deferred=result.deferred,
         )

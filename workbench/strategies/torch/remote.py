@@ -34,11 +34,13 @@ class Answer:
         staleness: Updates between this worker's pull and its push's turn, mean over servers.
         blocked_s: How long the slowest server held the answer back (bounded staleness).
         sent_bytes: What was pushed.
+        blamed: The worker whose push let that answer go; -1 where nothing was held back.
     """
 
     staleness: float = 0.0
     blocked_s: float = 0.0
     sent_bytes: float = 0.0
+    blamed: int = -1
 
 
 class Remote:
@@ -179,10 +181,14 @@ class Remote:
         if wanted:
             self._context.faults.travel(size_bytes)
         told = [answer.meta for answer in answers if "staleness" in answer.meta]
+        if not told:
+            return Answer(sent_bytes=size_bytes)
+        longest = max(told, key=lambda m: m["blocked_s"])
         return Answer(
-            sum(m["staleness"] for m in told) / max(1, len(told)),
-            max((m["blocked_s"] for m in told), default=0.0),
+            sum(m["staleness"] for m in told) / len(told),
+            longest["blocked_s"],
             size_bytes,
+            longest["blamed"],
         )
 
     def _push(
