@@ -72,7 +72,8 @@ EVENTS: dict[str, str] = {
     "note": "rank, text: something the user should know, shown once",
     "warning": "rank, text",
     "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
-    "schedule, microbatches, ideal_bubble: the schedule's share of idle time with equal stages",
+    "schedule, microbatches, microbatch_samples, pipelines: how many stand side by side; "
+    "ideal_bubble: the schedule's share of idle time with equal stages",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",

@@ -86,10 +86,9 @@ def test_the_split_is_shown_and_can_be_given(workers: Workers) -> None:
     ] == [0, 1]
     assert sum(row["parameters"] for row in event["stages"]) == 8 * 16 + 16 + 3 * 272 + 51
     assert event["ideal_bubble"] == pytest.approx(1 / 5)
-    (note,) = reports[0].emitted("note")
-    assert "ideal bubble 20%" in note["text"]
-    assert note["text"].count("\n") == 3
-    assert not reports[1].emitted("note")
+    assert event["microbatch_samples"] == 6
+    assert event["pipelines"] == 1
+    assert not reports[1].emitted("split")
 
 
 def test_state_is_that_of_one_device_whatever_the_number_of_workers(workers: Workers) -> None:

@@ -140,3 +140,19 @@ def check_unshared(model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequ
                     next_step="put both layers into one stage with -o split_at=..., or untie them: "
                     "give each layer its own parameter",
                 )
+
+
+def batchnorm_warning(
+    model: torch.nn.Module, microbatch: int, batch: int, microbatches: int
+) -> str | None:
+    """Return what BatchNorm does otherwise in a pipeline; None where the model has none."""
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    found = [name for name, module in model.named_modules() if isinstance(module, norms)]
+    if not found:
+        return None
+    return (
+        f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
+        f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
+        "times a step: the result differs from one device's. GroupNorm or LayerNorm do not depend "
+        "on it."
+    )

@@ -11,8 +11,9 @@ its way). All processes of a host read one clock; across hosts the gap is not di
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 from ....engine.injector import FaultInjector
+from ....errors import FitError
 from ...base import NAN
+from ..trainer import PRECISIONS
 from .measure import Form
 
 clock = time.perf_counter
@@ -131,6 +134,24 @@ class Stage(torch.nn.Module):
                 if value.is_floating_point() and not value.requires_grad:
                     value.requires_grad_()
         return values if len(values) > 1 else values[0]
+
+
+def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
+    """Return what the forward pass runs in.
+
+    Raises:
+        FitError: Precision fp16, whose loss scaling would have to be agreed between stages.
+    """
+    if precision is None:
+        return contextlib.nullcontext
+    if precision == "fp16":
+        raise FitError(
+            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
+            seen=precision,
+            allowed="None or 'bf16'",
+            next_step="precision='bf16'",
+        )
+    return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])
 
 
 class TimedStage(PipelineStage):
