@@ -143,6 +143,28 @@ def test_a_row_of_several_workers_that_stands_alone_has_no_wait_of_its_own() -> 
     assert np.isnan(metrics.derive(rows, workers=4).sync_wait_s).all()
 
 
+def pipeline_rows(busy_s: list[float], step_s: float = 0.1) -> np.ndarray:
+    """Five steps of a pipeline whose workers are busy for so long, and then wait."""
+    rows = make_rows(5, len(busy_s))
+    rows["end_s"], rows["compute_s"] = rows["start_s"] + step_s, busy_s
+    rows["bubble_s"] = rows["exposed_s"] = rows["wait_s"] = step_s - np.asarray(busy_s)
+    return rows
+
+
+def test_the_excess_of_a_bubble_is_for_the_bottleneck_and_the_rest_for_nobody() -> None:
+    derived = metrics.derive(pipeline_rows([0.030, 0.080, 0.078]))
+    assert derived.blamed_rank.tolist() == [[1, -1, -1]] * 5  # 2 ms are no more than 5 %
+    assert derived.blamed_s == pytest.approx(np.array([[0.050, 0, 0]] * 5), abs=1e-6)
+    assert derived.sync_wait_s[:, 0] == pytest.approx(0.070)  # the schedule's share included
+
+
+def test_nobody_is_blamed_for_the_bubble_of_equal_stages() -> None:
+    derived = metrics.derive(pipeline_rows([0.070, 0.071, 0.069]))
+    assert (derived.blamed_rank == -1).all()
+    assert (derived.blamed_s == 0).all()
+    assert (derived.sync_wait_s > 0.02).all()
+
+
 def test_what_if_takes_the_stragglers_lead_off_the_step() -> None:
     rows = make_rows(4, 3, slow_rank=0, slow_s=0.030)
     whole = rows["end_s"][:, 0] - rows["start_s"][:, 0]
