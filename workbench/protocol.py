@@ -74,6 +74,8 @@ EVENTS: dict[str, str] = {
     "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
     "schedule, microbatches, microbatch_samples, pipelines: how many stand side by side; "
     "ideal_bubble: the schedule's share of idle time with equal stages",
+    "server": "rank, server, parameters_bytes, optimizer_bytes, gradients_bytes: what server "
+    "number `server` holds; gradients: where the workers' pushes arrive",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",

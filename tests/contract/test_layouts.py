@@ -242,6 +242,15 @@ def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers,
         assert abs(final[key] - value).max() <= 1e-10, key
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "local_sgd", "gossip"])
+def test_what_each_worker_of_an_own_loop_holds_is_logged(workers: Workers, name: str) -> None:
+    count = 1 if name == "one_device" else 2
+    reports = clean(workers.run(name, cells.train_from_loader, True, workers=count))
+    for report in reports:
+        (logged,) = report.emitted("log")[:1]
+        assert logged["values"] == {"memory_bytes": 3 * 195 * 8}
+
+
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "sharded", "tensor_parallel", "hybrid"])
 def test_what_each_worker_holds_is_logged(workers: Workers, name: str) -> None:
     count = 1 if name == "one_device" else 2

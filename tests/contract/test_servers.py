@@ -260,6 +260,29 @@ def test_a_saved_state_goes_on_where_it_was(
         assert parts == ["model", "optimizer", "scheduler"]
 
 
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("entry", SERVED, **NAME)
+def test_what_workers_and_servers_hold_is_told(
+    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
+) -> None:
+    options = {entry.servers_option: count} if entry.servers_option else {}
+    reports = clean(
+        workers.run(
+            entry.name, cells.train_from_loader, own_loop, workers=3, options=options,
+            keywords={"epochs": 1},
+        )
+    )  # fmt: skip
+    whole = (8 * 16 + 16 + 16 * 3 + 3) * 8  # the model in float64
+    held = [report.emitted("log")[0]["values"]["memory_bytes"] for report in reports]
+    assert held == [2 * whole] * 3  # parameters and gradients: the optimizer has no state here
+    servers = reports[0].emitted("server")
+    assert [report.emitted("server") for report in reports[1:]] == [[], []]
+    assert sorted(told["server"] for told in servers) == list(range(entry.server_count(options)))
+    for kind, copies in (("parameters", 1), ("optimizer", 1), ("gradients", 3)):
+        assert sum(told[f"{kind}_bytes"] for told in servers) == copies * whole
+
+
 REFUSED = {
     "own class": "defined in the cell", "closure": "closure", "sparse": "Sparse gradients",
     "setting": "'note' cannot be sent",

@@ -157,6 +157,21 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
     assert any("sent –" in note for note in table.notes)
 
 
+def test_what_workers_and_servers_hold_is_shown() -> None:
+    history = make_history(make_rows(5, 2))
+    assert "holds" not in summary_table(summarise(history, {})).text()
+    history.event("log", {"step": 1, "rank": 1, "values": {"memory_bytes": 3 << 20}})
+    parts = {"parameters_bytes": 1 << 20, "optimizer_bytes": 2 << 20, "gradients_bytes": 512 << 10}
+    history.event("server", {"rank": 0, "server": 0, **parts})
+    table = summary_table(summarise(history, {}))
+    holds = [column.title for column in table.columns].index("holds")
+    assert [(row[0], row[holds]) for row in table.rows] == [
+        ("0", "–"), ("1", "3.0 MiB"), ("s0", "3.5 MiB"),
+    ]  # fmt: skip
+    told = "Server s0 holds parameters 1.0 MiB, optimizer 2.0 MiB, arriving gradients 512 KiB."
+    assert told in table.notes
+
+
 def test_a_summary_says_when_rows_were_thinned() -> None:
     run = replace(make_summary("mirrored"), stride=8, notes=("global batch 64 = 2 x 32",))
     notes = summary_table(run).notes

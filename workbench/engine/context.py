@@ -58,6 +58,12 @@ class RunContext:
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
 
+    def log_memory(self, held_bytes: float) -> None:
+        """Log what this worker holds between steps; NaN is not known."""
+        if held_bytes == held_bytes:
+            values = {"memory_bytes": float(held_bytes)}
+            self.emit("log", rank=self.spec.rank, step=self.step, values=values)
+
     @property
     def sync(self) -> bool:
         """Whether the workers take each step together, under the options chosen."""

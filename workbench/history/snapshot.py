@@ -57,6 +57,7 @@ class Worker:
         potential_per_s: Its samples over the time it was not waiting.
         share: Fractions of its time in each of `metrics.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
+        memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Worker:
     potential_per_s: float
     share: tuple[float, ...]
     wait_ms: float
+    memory_bytes: float = float("nan")
 
 
 @dataclass(frozen=True)

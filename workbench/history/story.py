@@ -20,6 +20,8 @@ class Story:
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes and warnings, each text once.
         unmeasured: Column -> reason, as strategies declared it.
+        memory_bytes: What each rank holds between steps.
+        servers: Fields of `server` by number of the server.
         epoch: Latest epoch that began.
     """
 
@@ -31,6 +33,8 @@ class Story:
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.unmeasured: dict[str, str] = {}
+        self.memory_bytes: dict[int, float] = {}
+        self.servers: dict[int, dict[str, Any]] = {}
         self.epoch = 0
         self.eval_s = 0.0
         self.paused_s = 0.0
@@ -59,6 +63,8 @@ class Story:
             self._paused_at = None
         elif name == "run_finished":
             self.finished[int(fields.get("rank", 0))] = dict(fields)
+        elif name == "server":
+            self.servers[int(fields.get("server", 0))] = dict(fields)
         elif name == "error":
             self.errors[int(fields.get("rank", 0))] = dict(fields)
 

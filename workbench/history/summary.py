@@ -49,6 +49,7 @@ class RunSummary:
         options: The strategy's options.
         faults: Faults that were injected, as typed.
         workers_table: One row per worker, over the whole run.
+        servers: Per server the bytes it holds: parameters, optimizer, gradients.
     """
 
     name: str
@@ -78,6 +79,7 @@ class RunSummary:
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     workers_table: tuple[Worker, ...] = ()
+    servers: tuple[dict[str, Any], ...] = ()
     stride: int = 1
 
     @property
@@ -135,6 +137,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
             _with_wait(worker, wait_s)
             for worker, wait_s in zip(snapshot.workers, waits_s, strict=True)
         ),
+        servers=tuple(dict(held) for _, held in sorted(history.story.servers.items())),
         stride=history.stride,
     )
 

@@ -104,6 +104,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
             ),
             share=tuple(float(part) for part in share[rank]),
             wait_ms=float(wait_s[rank]) * 1e3,
+            memory_bytes=of.story.memory_bytes.get(rank, float("nan")),
         )
         for rank, engine in enumerate(of.engines)
     )

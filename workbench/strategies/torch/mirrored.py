@@ -142,8 +142,8 @@ class Mirrored(Strategy):
 
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
-        trainer = self._trainer
-        return held_bytes(trainer.model, trainer.optimizer)
+        part = self.loop or self._trainer
+        return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
         """Give the user's module back as it was; wrappers must go before the process group."""

@@ -243,11 +243,13 @@ class Remote:
         Each board is let go of before the next server is waited for, and all workers go through the
         servers in one order: so no two of them can each hold what the other waits for.
         """
-        landing, answers = self._staging.landing(), []
+        landing = self._staging.landing()
+        answers: list[Message] = []
         for link, shard in zip(self._links, self._shards, strict=True):
             answer = link.receive()
             link.read(answer, _parts(landing, shard))
             link.release(answer)
+            self._hear(answer, len(answers))
             answers.append(answer)
         self._staging.scatter(self.parameters)
         return answers
@@ -262,13 +264,27 @@ class Remote:
         self._links[0].read(first, _parts(landing, self._shards[0]))
         for link in self._links[1:]:
             link.send("pull", {"at": first.meta["version"]})
-        for link, shard in zip(self._links[1:], self._shards[1:], strict=True):
+        for at, shard in enumerate(self._shards[1:], start=1):
+            link = self._links[at]
             answer = link.receive()
             link.read(answer, _parts(landing, shard))
             link.release(answer)
+            self._hear(answer, at)
         self._links[0].release(first)
+        self._hear(first, 0)
         self._staging.scatter(self.parameters)
         return first
+
+    def _hear(self, answer: Message, server: int) -> None:
+        """Hand on what a server tells once about its memory; only rank 0 is told."""
+        if "holds" in answer.meta:
+            self._context.emit("server", rank=0, server=server, **answer.meta["holds"])
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What this worker's parameters have of gradients, also while they are out of sight."""
+        held = self._hidden or [p.grad for p in self.parameters]
+        return [gradient for gradient in held if gradient is not None]
 
     def _gradients(self) -> tuple[list[Bytes], list[int]]:
         """Return every gradient's bytes on the CPU, and which parameters have none."""
