@@ -251,6 +251,34 @@ def batchnorm(own_loop):
     return model[0].running_mean.tolist()
 
 
+def without_sockets(apart):
+    """Train while the worker of rank `apart` has no folder for a socket; were there sockets?"""
+    import tempfile
+
+    import torch
+
+    from workbench.engine import context
+    from workbench.engine.fit import fit
+
+    x, y = torch.randn(60, 8), torch.randn(60, 1)
+    before = tempfile.gettempdir()
+    near = []
+    try:
+        if rank == apart:
+            tempfile.tempdir = "/nowhere"
+        fit(
+            torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1)),
+            (x, y), loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
+            batch_size=12, steps=6,
+            callbacks=lambda step, logs: near.append(
+                context.current().strategy.averaging.links.peers is not None
+            ),
+        )  # fmt: skip
+    finally:
+        tempfile.tempdir = before
+    return all(near)
+
+
 def blocked():
     """Rank 0 waits in an all-reduce that rank 1 never joins, until its sockets are shut."""
     import threading

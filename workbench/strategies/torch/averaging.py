@@ -19,6 +19,7 @@ from ...errors import FitError
 from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
 from .allreduce.links import Links
+from .allreduce.near import connect_near
 from .compression import make_compression, message_like
 from .flat import FlatGradients, Mean, by_dtype
 
@@ -58,18 +59,26 @@ class Averaging:
                 seen=", ".join(spec.faults),
                 next_step="-o allreduce=auto, or one of the algorithms",
             )
-        self.links = Links(dist.group.WORLD, hosts=spec.hosts, travel=context.faults.travel)
-        self._aside = Aside()
         self._on_cpu = torch.device(spec.device).type == "cpu"
+        ours = asked != BACKEND or self._compress != "none"
+        self.links = Links(
+            dist.group.WORLD,
+            hosts=spec.hosts,
+            travel=context.faults.travel,
+            peers=connect_near(dist.group.WORLD) if ours and self._on_cpu else None,
+        )
+        self._aside = Aside()
         self._ring_bytes = ring_bytes(model, self.links.size)
-        check_same_model(model, self.links)
         try:
+            check_same_model(model, self.links)
             name = self._decide(model, asked, simulated)
         except BaseException:  # nobody will be there to close this
             self.close()
             raise
         self.all_reduce = AllReduce(name, self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
+        if self.overlapped:  # another way was asked for, and measured to be slower
+            self.close()
         self._counted = self.links.sent_bytes
 
     def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
@@ -107,7 +116,9 @@ class Averaging:
         return lambda flat: self._aside.run(lambda: task(flat))
 
     def close(self) -> None:
-        """End the thread for messages."""
+        """Close the links of our own, which ends every wait for them, and the thread."""
+        if self.links.peers is not None:
+            self.links.peers.close()
         self._aside.close()
 
     def sent_bytes(self) -> float:
