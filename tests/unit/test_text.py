@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fake_run import empty_snapshot, fake_snapshot
 
-from workbench.views import text
+from workbench.views import text, units
 
 NAN = float("nan")
 
@@ -22,7 +22,7 @@ NAN = float("nan")
     ],
 )  # fmt: skip
 def test_numbers_have_three_digits(value, shown):
-    assert text.number(value) == shown
+    assert units.number(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_numbers_have_three_digits(value, shown):
     [(0.34, "340 ms"), (12.34, "12.3 s"), (59.97, "1:00"), (245, "4:05"), (3723, "1:02:03")],
 )
 def test_durations_are_written_for_people(seconds, shown):
-    assert text.duration(seconds) == shown
+    assert units.duration(seconds) == shown
 
 
 def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
@@ -42,7 +42,7 @@ def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
     assert [line.split("  ")[0] for line in report.split("\n") if line.startswith("rank ")][1:] == [
         f"rank {r} · cpu" for r in range(4)
     ]
-    assert f"{text.number(shot.loss)}" in report
+    assert f"{units.number(shot.loss)}" in report
     assert "▇" in report
     assert "staleness" in report
     assert report.endswith("note: global batch 64 = 4 x 16")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .snapshot import Split
+
 MOST_NOTES = 100
 MOST_EVALS = 10_000
 
@@ -19,6 +21,7 @@ class Story:
         devices: Device by rank.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes and warnings, each text once.
+        split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
         memory_bytes: What each rank holds between steps.
         servers: Fields of `server` by number of the server.
@@ -32,6 +35,7 @@ class Story:
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.split: Split | None = None
         self.unmeasured: dict[str, str] = {}
         self.memory_bytes: dict[int, float] = {}
         self.servers: dict[int, dict[str, Any]] = {}
@@ -54,6 +58,8 @@ class Story:
             self._note(str(fields.get("text", "")))
         elif name == "epoch":
             self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
+        elif name == "split":
+            self.split = Split.of(fields)
         elif name == "unmeasured":
             self._unmeasured(fields)
         elif name == "paused" and self._paused_at is None:
