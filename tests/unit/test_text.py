@@ -6,9 +6,9 @@ import io
 from dataclasses import replace
 
 import pytest
-from fake_run import empty_snapshot, fake_snapshot
+from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
-from workbench.views import text, units
+from workbench.views import stages, text, units
 
 NAN = float("nan")
 
@@ -90,3 +90,25 @@ def test_the_sparkline_goes_from_lowest_to_highest_and_skips_unknown():
     assert text.sparkline([1, NAN, 1]) == "▁ ▁"
     assert text.sparkline([NAN]) == ""
     assert len(text.sparkline(list(range(1000)), 40)) == 40
+
+
+def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
+    shot = fake_pipeline(3, 120)
+    lines = text.report(shot).split("\n")
+    heads = next(line for line in lines if line.startswith("worker "))
+    assert heads.endswith("bubble  beyond ideal")
+    of = {line.split(" · ")[0]: line.split("  ") for line in lines if line.startswith("rank ")}
+    assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "−5 %", "+14 %"]
+    at = lines.index("3 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 20 %")
+    assert lines[at + 1].split() == [
+        "stage", "worker", "layers", "parameters", "per", "microbatch", "hands", "on",
+    ]  # fmt: skip
+    assert lines[at + 3].split()[-4:] == ["4.2", "ms", "64.0", "KiB"]
+    assert "525,312" in lines[at + 3]
+
+
+def test_of_many_stages_the_first_ones_are_listed():
+    split = fake_pipeline(30, 5).split
+    assert len(stages.rows(split)) == stages.MOST_ROWS + 1
+    assert "18 more" in stages.rows(split)[-1]
+    assert stages.sentences(split)[-1] == "And 18 more stages."

@@ -617,6 +617,7 @@ class View {
     this.pipeline.hidden = true;
     this.bubbles = new Panel(this.pipeline, "", this.observer);
     this.bubbleLegend = make("ul", "wb-legend", this.pipeline);
+    this.cut = make("div", "wb-cut", this.pipeline);
     this.stages = make("table", "wb-stages", make("div", "wb-scroll", this.pipeline));
     this.extras = make("div", "wb-more", this.root);
     this.notes = make("ul", "wb-notes", this.root);
@@ -753,7 +754,9 @@ class View {
     const cells = (row, kind, parent) => row.forEach((text, i) => {
       make(kind, split.numeric[i] ? "wb-number" : "", parent, text);
     });
-    this.stages.replaceChildren(make("caption", "", null, split.caption));
+    setText(this.cut, split.caption);
+    this.stages.setAttribute("aria-label", `Stages: ${split.caption}`);
+    this.stages.replaceChildren();
     cells(split.columns, "th", make("tr", "", make("thead", "", this.stages)));
     for (const cell of this.stages.querySelectorAll("th")) cell.scope = "col";
     const body = make("tbody", "", this.stages);

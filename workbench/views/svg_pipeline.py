@@ -9,14 +9,14 @@ from .theme import BUSY, HATCHED, phase_colors
 
 _BAR = WIDTH - MARGIN - GUTTER - 180
 _BUBBLE_RIGHT = 96  # the column's right edge, counted from the right margin
-_COLUMNS_AT = (MARGIN, 70, 170, 560, 680, WIDTH - MARGIN)
+_COLUMNS_AT = (MARGIN, 70, 170, 570, 710, WIDTH - MARGIN)
 """Where the columns of the stages' table are: the left edge of words, the right edge of numbers."""
 _LINE = 17
 
 
 def pipeline(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], float]:
     """Return a bar per worker and the stages, and where they end."""
-    body, top = _bubbles(snapshot, split, y)
+    body, top = _bubbles(snapshot, split, y + 12)
     table, y = _stages(split, top)
     return [*body, *table], y
 
