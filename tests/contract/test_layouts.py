@@ -9,6 +9,7 @@ import cells
 import layout_cells
 import numpy as np
 import pytest
+import server_cells
 import split_cells
 from harness import Workers, joined
 from test_strategies import assert_same, clean
@@ -241,6 +242,17 @@ def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers,
     final = {key: value for report in reports for key, value in report.weights.items()}
     for key, value in truth.value["model"].items():
         assert abs(final[key] - value).max() <= 1e-10, key
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "gossip"])
+def test_replicas_that_drift_reach_one_devices_loss_within_half_again_its_samples(
+    workers: Workers, name: str
+) -> None:
+    (truth,) = clean(workers.run("one_device", server_cells.digits, 10))
+    reports = clean(workers.run(name, server_cells.digits, 15, workers=3))
+    samples = sum(int(report.rows["samples"].sum()) for report in reports)
+    assert samples <= 1.5 * truth.rows["samples"].sum()
+    assert max(report.value for report in reports) <= truth.value
 
 
 @pytest.mark.parametrize("slow", range(4))
