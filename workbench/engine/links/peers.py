@@ -60,6 +60,8 @@ class Doorway:
 
         Args:
             paths: Of every worker's doorway, by rank; all are listening already.
+            rank: Of this worker.
+            key: The same for all; a connection whose other end does not know it is closed.
 
         Raises:
             LinkError: Some worker did not come, or does not know the key.

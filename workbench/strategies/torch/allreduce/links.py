@@ -5,9 +5,9 @@
 
 Where all workers are on one host, messages go through sockets of their own (`near.py`), read and
 written by the thread that calls; elsewhere through the process group. Every byte that leaves this
-worker is counted. Gloo ends the process when a message is longer than
-the buffer that waits for it, and says nothing when it is shorter; so before tensors of a new size
-travel for the first time, the workers compare sizes in a message whose own size is fixed.
+worker is counted. Gloo ends the process when a message is longer than the buffer that waits for it,
+and says nothing when it is shorter; so before tensors of a new size travel for the first time, the
+workers compare sizes in a message whose own size is fixed.
 
 The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
 long as the link would take.
