@@ -102,6 +102,8 @@ class Ground:
         if self.hosts:
             settings["controller_ip"] = self.hosts
         try:
+            if self.warm is not None:  # before there is a controller that could be left behind
+                self.warm.guard_dir(self.folder)
             self.cluster = ipyparallel.Cluster(
                 profile_dir=str(self.folder),
                 cluster_id="",
@@ -114,7 +116,6 @@ class Ground:
             self.cluster.start_controller_sync()
             if self.warm is not None:
                 self.warm.guard(self.cluster.controller.pid)
-                self.warm.guard_dir(self.folder)
             self.client = self.cluster.connect_client_sync()
             self.client._registration_callbacks.append(self._registration)
             # The stream that direct views send on; sending on the bare socket below it would eat
