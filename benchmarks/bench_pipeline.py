@@ -3,11 +3,12 @@
     python benchmarks/bench_pipeline.py [--only asleep,computing,split] [--steps 12] [--repeats 5]
 
 Stages that sleep stand for stages that compute: two cores cannot compute four stages at once. Each
-stage sleeps once in forward and twice in backward. Two stages compute for real, nine equal matrix
-products each for a microbatch: the first stage's first layer needs no gradient of its input, so
-one frozen layer stands before it. Repeats of all schedules alternate. Shares are medians over
-steps and repeats; an ideal counts equal stages and no communication; `busy` is what each worker
-had to do in a step, which shows whether stages are equal.
+stage sleeps once in forward and twice in backward. Two stages compute for real: three equal matrix
+products forward and six backward for each microbatch, in both, since gpipe wants each direction
+balanced (a scale comes first, else the first layer would compute no gradient of its input).
+Repeats of all schedules alternate. Shares are medians over steps and repeats; an ideal counts
+equal stages and no communication; `busy` is what each worker had to do in a step, which shows
+whether stages are equal.
 """
 
 from __future__ import annotations
@@ -60,8 +61,16 @@ COMPUTING = """
 import torch
 from torch import nn
 x, y = torch.randn(2048, 1024), torch.randn(2048, 1024)
-model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(7)))
-model[0].requires_grad_(False)  # forward only: as much as the gradient of the input it spares
+
+class Scale(nn.Module):  # so that the first matrix product needs its input's gradient, as others do
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1024))
+
+    def forward(self, x):
+        return x * self.weight
+
+model = nn.Sequential(Scale(), *(nn.Linear(1024, 1024) for _ in range(6)))
 wb.fit(model, (x, y), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 1e-4),
        batch_size=1024)
 """

@@ -43,7 +43,8 @@ from .split.build import fill, let_go, move
 from .split.cut import Cut, cut
 from .split.layers import batchnorm_warning
 from .split.pipeline import Pipeline, adopt_share, share_names
-from .split.stage import Timeline, autocast
+from .split.stage import autocast
+from .split.timeline import Timeline
 from .split.update import norm_over_stages, own_optimizer, scale
 from .trainer import build_scheduler, to_numpy
 
