@@ -143,7 +143,7 @@ def test_unused_parameters_are_named_or_allowed(workers: Workers) -> None:
 def test_different_models_are_refused_everywhere(workers: Workers, options: dict[str, str]) -> None:
     reports = clean(workers.run("mirrored", cells.different_models, workers=3, options=options))
     assert [report.value for report in reports] == [
-        "The workers hold different models, so their gradients cannot be averaged."
+        "The workers hold different models, so they cannot train one together."
     ] * 3
 
 

@@ -111,7 +111,7 @@ def test_bytes_of_collectives_are_counted(workers: Workers) -> None:
 
 
 REFUSED = {
-    "LBFGS": (("sharded", "tensor_parallel"), {}, "LBFGS keeps them in its attribute _params"),
+    "attribute": (("sharded", "tensor_parallel"), {}, "Keeps keeps them in its attribute kept"),
     "no layer": (("tensor_parallel",), {}, "No layer of the model can be divided"),
     "different": (("sharded", "local_sgd", "gossip"), {}, "The workers hold different models"),
     "plan": (("tensor_parallel",), {"plan": "7=col"}, "names a layer that the model lacks"),

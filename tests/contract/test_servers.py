@@ -288,7 +288,8 @@ def test_what_workers_and_servers_hold_is_told(
 
 
 REFUSED = {
-    "own class": "defined in the cell", "closure": "closure", "sparse": "Sparse gradients",
+    "own class": "defined in the cell", "closure": "closure", "sparse": "has sparse ones",
+    "sparse function": "Sparse gradients",
     "setting": "'note' cannot be sent",
 }  # fmt: skip
 

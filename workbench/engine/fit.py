@@ -116,6 +116,8 @@ def _model(
         module, build = support.sketch_module(model)
     support.check_optimizer(optimizer, module)
     support.check_scheduler(scheduler, optimizer)
+    settings.check_closure(context.entry, optimizer)
+    settings.check_sparse(context.entry, module)
     settings.warn_if_trained(context, module)
     return module, build
 

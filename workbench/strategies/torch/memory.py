@@ -39,5 +39,7 @@ def _tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _here(tensor: Any) -> Iterator[torch.Tensor]:
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not part.is_meta:
+    if part.layout is torch.sparse_coo:  # has no memory of its own to point to
+        yield from (part._indices(), part._values())
+    elif not part.is_meta:
         yield part

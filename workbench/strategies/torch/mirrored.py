@@ -36,11 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
-from .averaging import Averaging, broadcast_buffers, broadcast_model
+from .averaging import Averaging
 from .flat import FlatGradients
 from .inplace import InPlace
 from .loop import OwnLoop
 from .memory import held_bytes
+from .replicas import broadcast_buffers, broadcast_model
 from .trainer import Trainer
 
 _parameters = inspect.signature(DistributedDataParallel.__init__).parameters

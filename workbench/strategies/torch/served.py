@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from ...errors import FitError
 from ...faults import ON_LINKS, parse_fault
 from ..base import Job, Share, StepResult, Strategy
-from .averaging import broadcast_buffers
 from .holder import Holder, Policy, serve
 from .loop import OwnLoop
 from .memory import bytes_of
 from .remote import Answer, Remote
+from .replicas import broadcast_buffers
 from .trainer import Trainer, to_numpy
 
 
