@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +247,20 @@ def test_runs_in_use_are_never_pruned(home: Path) -> None:
     assert folders.prune(keep=0, protect=[guarded]) == [old]
     assert guarded.exists()
     assert fresh.exists()
+
+
+def test_two_notebooks_may_prune_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [old_run(f"r{i}") for i in range(3)]
+    walk = os.walk
+
+    def gone_meanwhile(folder: Path) -> Any:
+        found = list(walk(folder))
+        shutil.rmtree(made[0], ignore_errors=True)  # what another notebook does
+        return found
+
+    monkeypatch.setattr(folders.os, "walk", gone_meanwhile)
+    assert folders.prune(keep=1) == made[:2]
+    assert made[2].exists()
 
 
 def test_rows_without_a_measured_loss_survive_the_round_trip(tmp_path: Path) -> None:
