@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fake_run import fake_snapshot
+from fake_run import fake_pipeline, fake_snapshot
 
 from workbench.views.live import WidgetView
 
@@ -19,6 +19,7 @@ def play(
     limit_s: float = 60.0,
     period_s: float = 0.2,
     block: bool = True,
+    pipeline: bool = False,
     **options: Any,
 ) -> list[str]:
     """Show steps until Stop is pressed or `limit_s` is over; return the commands received.
@@ -38,21 +39,22 @@ def play(
             stop.set()
 
     view = WidgetView("base", on_command)
+    make = fake_pipeline if pipeline else fake_snapshot
     step, began_s = 60, time.monotonic()
     state = "running"
-    view.begin(fake_snapshot(workers, step, total=total, **options))
+    view.begin(make(workers, step, total=total, **options))
 
     def draw() -> None:
         nonlocal step
         while not stop.wait(period_s) and time.monotonic() - began_s < limit_s:
             step += 0 if paused.is_set() else 2
             now = "paused" if paused.is_set() else state
-            view.update(fake_snapshot(workers, min(step, 1999), total=total, state=now, **options))
+            view.update(make(workers, min(step, 1999), total=total, state=now, **options))
 
     def watch() -> None:
         draw()
         final = "stopped" if stop.is_set() else "finished"
-        last = fake_snapshot(workers, min(step, 1999), total=total, **options)
+        last = make(workers, min(step, 1999), total=total, **options)
         view.end(replace(last, state=final))
 
     timer = threading.Thread(target=watch)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
-from workbench.history.snapshot import Curve, Snapshot, Timeline, Worker
+from workbench.history.snapshot import Curve, Snapshot, Split, Timeline, Worker
 
 
 def curve(step: np.ndarray, values: np.ndarray, step_s: float, spread: float = 0.0) -> Curve:
@@ -99,6 +102,35 @@ def fake_snapshot(
         evals=evals,
         notes=notes,
     )
+
+
+def fake_pipeline(
+    workers: int = 3, step: int = 120, *, slow: int | None = 1, **more: Any
+) -> Snapshot:
+    """Return a run of a pipeline of `workers` stages of one layer each; 8 microbatches."""
+    shot = fake_snapshot(workers, step, slow=slow, strategy="model_split", **more)
+    ideal = (workers - 1) / (8 + workers - 1)
+    rows = [
+        {
+            "stage": rank, "rank": rank, "layers": f"layers.{2 * rank} to layers.{2 * rank + 1}",
+            "parameters": 262_656 * (rank + 1), "microbatch_s": 0.0042,
+            "handed_bytes": 65_536 if rank < workers - 1 else 0,
+        }
+        for rank in range(workers)
+    ]  # fmt: skip
+    split = Split.of(
+        {
+            "stages": rows, "schedule": "1f1b", "microbatches": 8, "microbatch_samples": 32,
+            "pipelines": 1, "ideal_bubble": ideal,
+        }
+    )  # fmt: skip
+    staged = tuple(
+        replace(
+            w, bubble=ideal - 0.05 if w.rank == slow else ideal + 0.04 + 0.1 * (slow is not None)
+        )
+        for w in shot.workers
+    )
+    return replace(shot, split=split, workers=staged)
 
 
 def empty_snapshot(workers: int = 2, state: str = "starting") -> Snapshot:

@@ -28,6 +28,7 @@ def make_rows(
     rows = np.zeros((steps, ranks), RECORD)
     for name in ("wait_s", "staleness", "bubble_s"):
         rows[name] = NAN
+    rows["waited_for"] = -1
     own = np.full(ranks, compute_s)
     if slow_rank is not None:
         own[slow_rank] += slow_s

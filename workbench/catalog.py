@@ -26,6 +26,7 @@ FIT_FEATURES = frozenset(
     {
         "step_fn", "eval_data", "metrics", "scheduler", "clip_norm", "accumulate",
         "precision", "compile", "callbacks", "uneven_batches", "built_optimizer",
+        "sparse_gradients",
     }
 )  # fmt: skip
 
@@ -73,9 +74,11 @@ class Option:
         if isinstance(value, (int, float)) and (
             (low is not None and value < low) or (high is not None and value > high)
         ):
+            nearest = low if low is not None and value < low else high
             raise PlanError(
-                f"Option {self.name} is out of range.", seen=value, allowed=self.allowed
-            )
+                f"Option {self.name} is out of range.", seen=value, allowed=self.allowed,
+                next_step=f"-o {self.name}={nearest:g}, or leave it out",
+            )  # fmt: skip
         return value
 
     def _convert(self, text: object) -> Any:
@@ -318,6 +321,7 @@ CATALOG: tuple[Strategy, ...] = (
         suits="few devices beside a host with memory to spare: optimizer state stays off them",
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
+        supports=FIT_FEATURES - {"sparse_gradients"},
         servers=1,
         links=True,
         options=(
@@ -337,6 +341,7 @@ CATALOG: tuple[Strategy, ...] = (
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
         aliases=("ps",),
+        supports=FIT_FEATURES - {"sparse_gradients"},
         sync=False,
         servers_option="servers",
         sync_option="sync",
@@ -387,7 +392,7 @@ CATALOG: tuple[Strategy, ...] = (
         aliases=("fsdp", "zero"),
         links=True,
         ways=("fit",),
-        supports=FIT_FEATURES - {"compile"},
+        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
         options=(
             Option(
                 "unit_mb", "float", 1.0, minimum=0, maximum=65536,
@@ -436,7 +441,7 @@ CATALOG: tuple[Strategy, ...] = (
         takes_turns=True,
         rules="workbench.pipelines:check",
         ways=("fit",),
-        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile", "sparse_gradients"},
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,
@@ -458,7 +463,7 @@ CATALOG: tuple[Strategy, ...] = (
         links=True,
         data_parallel=False,
         ways=("fit",),
-        supports=FIT_FEATURES - {"compile"},
+        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
         options=(
             Option(
                 "plan", "str", "auto",

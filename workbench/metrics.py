@@ -9,7 +9,13 @@ Definitions (one clock per host, times in seconds):
 - across hosts, where clocks differ: `wait_r = exposed_r - min(exposed)` (the min rule).
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
   A part that could not be measured is NaN, and its time is in the residual.
-- blame: the rank that a wait was for: the one whose gradient was ready last.
+- blame: the rank that a wait was for: the one whose gradient was ready last, or the one that the
+  strategy names where it measured the wait itself.
+- bubble of a pipeline's worker: the step without what it had to do itself. Part of it belongs to
+  the schedule and is nobody's fault. What it has beyond that because a stage has more to do is for
+  the rank that holds it, the one that is busy longest: `busy of the busiest - own busy`, which is
+  what this worker's bubble would lose if both had equal work. Where that is no more than 1 ms or
+  5 % of the step, stages count as balanced and nobody is blamed.
 """
 
 from __future__ import annotations
@@ -26,10 +32,16 @@ Floats = NDArray[np.floating[Any]]
 PARTS = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "other_s")
 """The parts of a step, in the order in which they are drawn; they add up to `step_s`."""
 
+REAL_WAIT_S, REAL_WAIT_SHARE = 1e-3, 0.05
+"""A worker that costs the others no more seconds, or no more of the step, stands not out."""
+
 
 @dataclass(frozen=True)
 class Derived:
-    """Columns that need the rows of all ranks; each is (steps, ranks), loss is (steps,)."""
+    """Columns that need the rows of all ranks; each is (steps, ranks), loss is (steps,).
+
+    `blamed_s` is how long `blamed_rank` is to blame for: the sync wait, of a bubble the excess.
+    """
 
     step_s: Floats
     data_wait_s: Floats
@@ -38,6 +50,7 @@ class Derived:
     transfer_s: Floats
     other_s: Floats
     blamed_rank: NDArray[np.int32]
+    blamed_s: Floats
     loss: Floats
 
 
@@ -53,6 +66,7 @@ def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
     step_s = rows["end_s"] - rows["start_s"]
     data, compute, exposed = (_f8(rows[name]) for name in ("data_wait_s", "compute_s", "exposed_s"))
     wait, blamed = sync_wait(rows, workers=count)
+    blamed, blamed_s = bubble_blame(rows, blamed, np.where(blamed >= 0, wait, 0.0))
     # A single worker has nobody to talk to: its transfer is known to be 0.
     unknown = 0.0 if count == 1 else np.nan
     transfer = np.where(np.isnan(exposed), unknown, np.maximum(exposed - np.nan_to_num(wait), 0.0))
@@ -65,6 +79,7 @@ def derive(rows: NDArray[Any], *, workers: int | None = None) -> Derived:
         transfer,
         np.asarray(step_s - named),
         blamed,
+        blamed_s,
         global_loss(rows["local_loss"], rows["samples"]),
     )
 
@@ -100,8 +115,33 @@ def sync_wait(
     # A rank cannot have waited longer than it was blocked, whatever the clocks say.
     derived = np.minimum(derived, np.where(np.isnan(exposed), derived, np.maximum(exposed, 0.0)))
     wait = np.where(np.isnan(own), derived, own)
-    blamed = np.where((wait > 0) & (last >= 0), last, -1).astype(np.int32)
+    named = np.where(np.isnan(own) | (rows["waited_for"] < 0), last, rows["waited_for"])
+    blamed = np.where((wait > 0) & (named >= 0), named, -1).astype(np.int32)
     return wait, blamed
+
+
+def bubble_blame(
+    rows: NDArray[Any], blamed: NDArray[np.int32], blamed_s: Floats
+) -> tuple[NDArray[np.int32], Floats]:
+    """Return who is to blame and for how long, in pipelines for the excess of the bubble.
+
+    Args:
+        rows: RECORD rows of shape (steps, ranks); steps in which all ranks have a bubble are those
+            of pipelines.
+        blamed, blamed_s: (steps, ranks) what is known of the other steps.
+    """
+    step_s, bubble_s = rows["end_s"] - rows["start_s"], _f8(rows["bubble_s"])
+    if rows.shape[1] < 2 or np.isnan(bubble_s).all():
+        return blamed, blamed_s
+    piped = ~np.isnan(bubble_s).any(axis=1, keepdims=True)
+    busy_s = np.where(piped, step_s - bubble_s, 0.0)
+    worst = busy_s.argmax(axis=1)[:, None].astype(np.int32)
+    excess_s = np.minimum(busy_s.max(axis=1, keepdims=True) - busy_s, np.nan_to_num(bubble_s))
+    real = excess_s > np.maximum(REAL_WAIT_S, REAL_WAIT_SHARE * step_s)
+    return (
+        np.where(piped, np.where(real, worst, -1), blamed).astype(np.int32),
+        np.where(piped, np.where(real, excess_s, 0.0), blamed_s),
+    )
 
 
 def global_loss(local_loss: Floats, samples: NDArray[Any]) -> Floats:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 
 RECORD = np.dtype(
     [
@@ -36,6 +36,7 @@ RECORD = np.dtype(
         ("sent_bytes", "<f8"),
         ("staleness", "<f4"),
         ("bubble_s", "<f4"),
+        ("waited_for", "<i8"),  # the rank that wait_s was for, where the strategy knows; else -1
     ]
 )
 """One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN
@@ -72,7 +73,10 @@ EVENTS: dict[str, str] = {
     "note": "rank, text: something the user should know, shown once",
     "warning": "rank, text",
     "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
-    "schedule, microbatches, ideal_bubble: the schedule's share of idle time with equal stages",
+    "schedule, microbatches, microbatch_samples, pipelines: how many stand side by side; "
+    "ideal_bubble: the schedule's share of idle time with equal stages",
+    "server": "rank, server, parameters_bytes, optimizer_bytes, gradients_bytes: what server "
+    "number `server` holds; gradients: where the workers' pushes arrive",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",

@@ -127,3 +127,19 @@ def test_the_theme_is_followed_while_the_run_goes_on(notebook):
     assert nb.page.evaluate("document.querySelector('.wb-dash').dataset.mode") == "dark"
     button(nb, "Stop").click()
     nb.wait_text("commands: ['stop']", 20)
+
+
+@pytest.mark.parametrize("width", [420, 1100])
+def test_a_pipeline_shows_its_bubbles_and_stages(notebook, width):
+    nb = notebook(f"pipe{width}.ipynb", live("play(4, pipeline=True)"), width=width)
+    nb.run_all()
+    wait_steps(nb.page, 64)
+    assert nb.page.locator(".wb-stages tbody tr").count() == 4
+    assert "ideal bubble 27 %" in nb.page.locator(".wb-cut").text_content()
+    bubbles = nb.page.locator(".wb-pipeline canvas")
+    assert "rank 1 · cpu: bubble 22 %, −5 % beyond ideal" in bubbles.get_attribute("aria-label")
+    assert drawn(nb.page, 4) > 5000
+    inside = "e => e.scrollWidth <= e.clientWidth + 1"
+    assert nb.page.locator(".wb-dash").evaluate(inside)
+    button(nb, "Stop").click()
+    nb.wait_text("commands: ['stop']", 20)

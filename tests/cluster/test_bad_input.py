@@ -63,6 +63,28 @@ def untouched(book):
         ("%%distributed --ranks x", ["Ranks were not understood", "'x'", "0-2"]),
         ("%%distributed --ranks 2-0", ["goes upwards", "'2-0'"]),
         ("%%distributed mirrored --name 'open", ["not understood"]),
+        ("%%distributed parameter_server -o servers=0", ["servers", "1 to 64", "servers=1"]),
+        ("%%distributed parameter_server -o max_staleness=-1", ["max_staleness", "at least 0"]),
+        ("%%distributed ps -o sync=true -o max_staleness=2", ["exclude", "leave one of them out"]),
+        ("%%distributed mirrored -o max_staleness=2", ["one of parameter_server", "parameter_ser"]),
+        (
+            "%%distributed one_device -o compress=fp16",
+            ["one of mirrored", "%%distributed mirrored"],
+        ),
+        ("%%distributed model_split -o servers=2", ["one of parameter_server", "schedule"]),
+        ("%%distributed mirrored -o compress=topk:2", ["'topk:2'", "topk:FRACTION"]),
+        ("%%distributed local_sgd -o every=0", ["every", "at least 1", "every=1"]),
+        ("%%distributed model_split -o microbatches=1", ["one microbatch per worker", "2 or more"]),
+        ("%%distributed model_split -o schedule=naive -o microbatches=4", ["has one microbatch"]),
+        (
+            "%%distributed model_split -o schedule=interleaved -o microbatches=5",
+            ["do not divide into them", "microbatches=4"],
+        ),
+        (
+            "%%distributed model_split -o microbatches=16 --batch-size 8",
+            ["more microbatches than samples", "at most 8"],
+        ),
+        ("%%distributed hybrid -o stages=3", ["do not fill whole pipelines", "-n 3"]),
     ],
 )
 def test_a_line_that_cannot_be_run_is_refused_before_engines_are_touched(
@@ -173,6 +195,65 @@ def test_what_fit_is_passed_is_checked_on_every_rank_and_shown_once(book, change
     )
     assert cell.stdout.count("[ranks 0-1] FitError:") <= 1
     assert cell.seconds < 10
+
+
+CHAIN = "nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))"
+BRANCH = """
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        h = self.a(x)
+        if h.sum().item() > 0:
+            h = h * 2
+        return self.b(h)
+"""
+TIED = "a, b = nn.Linear(4, 4), nn.Linear(4, 4); b.weight = a.weight"
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "changed", "words"),
+    [
+        ("parameter_server -o servers=5", "", {}, ["5 servers, 4 tensors", "-o servers=4"]),
+        (
+            "parameter_server", "", {"optimizer": "lambda p: torch.optim.LBFGS(p)"},
+            ["closure", "'LBFGS'"],
+        ),
+        (
+            "central_storage", "", {"model": "nn.Embedding(4, 2, sparse=True)"},
+            ["has sparse ones", "sparse=False"],
+        ),
+        ("model_split", "", {"model": "nn.Sequential(nn.Linear(4, 2))"}, ["1 layers for 2 stages"]),
+        (
+            "model_split -o schedule=interleaved -o stages_per_worker=3", "", {},
+            ["3 layers for 6 stages", "-o stages_per_worker=1"],
+        ),
+        ("model_split -o microbatches=16", "", {}, ["more microbatches than samples", "at most 8"]),
+        ("model_split -o split_at=head", "", {}, ["'head'", "0, 1, 2", "leave split_at out"]),
+        ("model_split", BRANCH, {"model": "Branch()"}, ["traced", "line 11", "[first, second]"]),
+        ("model_split", TIED, {"model": "nn.Sequential(a, nn.Tanh(), b)"}, ["0.weight in stage 0"]),
+        ("tensor_parallel -o plan=head=col", "", {}, ["'head'", "-o plan=auto"]),
+    ],
+)  # fmt: skip
+def test_what_a_strategy_cannot_train_is_named_on_every_rank(book, line, before, changed, words):
+    given = {**GOOD, "model": CHAIN, **changed}
+    call = ", ".join(f"{name}={value}" for name, value in given.items())
+    source = f"import torch\nfrom torch import nn\n{before}\nwb.fit({call}, steps=2)"
+    cell = book.refused(
+        f"%%distributed {line} --plot off\n{source}", "Ranks 0-1 failed: ", "seen:", "next:", *words
+    )
+    assert cell.seconds < 20
+
+
+def test_batchnorm_under_microbatches_is_warned_of_in_the_notebook(book):
+    model = "nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))"
+    call = ", ".join(f"{name}={value}" for name, value in {**GOOD, "model": model}.items())
+    book.ok(
+        "%%distributed model_split --plot off\n"
+        f"import torch\nfrom torch import nn\nwb.fit({call}, steps=2)"
+    )
+    assert any("normalises over a microbatch" in note for note in book["_run"].snapshot().notes)
 
 
 def test_after_all_these_mistakes_the_cluster_trains(book):

@@ -1,6 +1,7 @@
 """Training runs: their life, their controls, their results, and what they leave behind."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -229,6 +230,22 @@ def test_an_interrupt_stops_a_run_and_marks_the_cell(book, cluster):
     assert wb.runs["cut"].state == "stopped"
     assert book["_run"] is wb.runs["cut"]
     assert len(set(steps_by_rank(wb.runs["cut"]))) == 1
+
+
+def test_a_wait_for_a_message_of_our_own_links_can_be_ended(cluster):
+    pids = {engine.id: engine.pid for engine in cluster.engines}
+    asleep = ENDLESS.replace(
+        "steps=1_000_000",
+        "steps=50, callbacks=lambda step, logs: __import__('time').sleep(60 * (rank * step == 4))",
+    )
+    run = going(cluster.run(asleep, strategy="mirrored", options={"allreduce": "ring"}))
+    began = time.monotonic()
+    run.stop()
+    run.wait(WAIT_S)
+    assert time.monotonic() - began < 6  # one second of it: can they agree on a step?
+    assert run.state == "stopped"
+    assert {engine.id: engine.pid for engine in cluster.engines} == pids
+    assert cluster.run(SHORT, strategy="mirrored").wait(WAIT_S).state == "finished"
 
 
 def test_a_rank_that_fails_in_training_is_named_and_the_next_run_works(cluster):

@@ -99,8 +99,9 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(warm, exits):
 
 def test_only_a_clusters_own_folder_can_be_guarded(warm, tmp_path):
     for path in (tmp_path, Path.home(), Path(tempfile.gettempdir())):
+        warm.guard_dir(path)  # returns at once
         with pytest.raises(ClusterError, match="not a cluster's folder"):
-            warm.guard_dir(path)
+            warm.ask("guard_dir", path=str(path))
     assert tmp_path.exists()
 
 
@@ -248,6 +249,64 @@ def test_a_kernel_killed_while_the_framework_loads_leaves_no_warm_parent():
         process.wait()
         assert not gone(about["pids"], timeout_s=10)
     assert not Path(about["log"]).exists()
+
+
+UNGUARDED = """
+    import json, os, signal, sys
+    sys.path[:0] = {paths!r}
+    import ipyparallel.cluster.launcher as launcher
+    from workbench.cluster.ground import Ground
+    from workbench.cluster.warm_client import WarmParent
+    ground = Ground("torch", "local", "", lambda *end: None)
+    def die(pid):
+        about = dict(pids=[ground.warm.pid, pid], folder=str(ground.folder))
+        print(json.dumps(about), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if {place!r} == "guard":
+        WarmParent.guard = lambda parent, pid: die(pid)
+    else:
+        start = launcher.Popen
+        launcher.Popen = lambda *args, **rest: die(start(*args, **rest).pid)
+    ground.ensure()
+"""
+
+
+@pytest.mark.parametrize("place", ["start", "guard"])
+def test_a_kernel_killed_before_its_controller_is_guarded_leaves_nothing(place):
+    """As it is started; and when it is up, with children of its own."""
+    tests = str(Path(__file__).parents[1])
+    code = textwrap.dedent(UNGUARDED).format(paths=[tests], place=place)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    about = json.loads(ended.stdout)
+    assert not gone(about["pids"], timeout_s=15)
+    assert profile.controllers(about["folder"]) == []
+    assert not Path(about["folder"]).exists()
+
+
+def test_only_controllers_of_the_folder_are_found(tmp_path):
+    """Not what was merely started from one of its cells, or serves another cluster."""
+
+    def start(word, folder):
+        code = "import time; print(flush=True); time.sleep(60)"
+        environ = {**os.environ, profile.FOLDER_VARIABLE: str(folder)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, word], env=environ, stdout=subprocess.PIPE
+        )
+        process.stdout.readline()
+        return process
+
+    processes = [
+        start("ipyparallel.controller", tmp_path),
+        start("something else", tmp_path),
+        start("ipyparallel.controller", "/elsewhere"),
+    ]
+    try:
+        assert profile.controllers(tmp_path) == [processes[0].pid]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():

@@ -251,6 +251,34 @@ def batchnorm(own_loop):
     return model[0].running_mean.tolist()
 
 
+def without_sockets(apart):
+    """Train while the worker of rank `apart` has no folder for a socket; were there sockets?"""
+    import tempfile
+
+    import torch
+
+    from workbench.engine import context
+    from workbench.engine.fit import fit
+
+    x, y = torch.randn(60, 8), torch.randn(60, 1)
+    before = tempfile.gettempdir()
+    near = []
+    try:
+        if rank == apart:
+            tempfile.tempdir = "/nowhere"
+        fit(
+            torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1)),
+            (x, y), loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
+            batch_size=12, steps=6,
+            callbacks=lambda step, logs: near.append(
+                context.current().strategy.averaging.links.peers is not None
+            ),
+        )  # fmt: skip
+    finally:
+        tempfile.tempdir = before
+    return all(near)
+
+
 def blocked():
     """Rank 0 waits in an all-reduce that rank 1 never joins, until its sockets are shut."""
     import threading
@@ -388,6 +416,51 @@ def different_models():
         return str(error).splitlines()[0]
 
 
+def sparse_embedding(steps=10):
+    """Train with sparse gradients; return the error's first line, if it is refused."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.errors import FitError
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Embedding(12, 4, sparse=True), torch.nn.Flatten(),
+                                torch.nn.Linear(8, 3)).double()  # fmt: skip
+    x, y = torch.randint(0, 12, (60, 2)), torch.randint(0, 3, (60,))
+    try:
+        fit(model, (x, y), loss=torch.nn.CrossEntropyLoss(), batch_size=12, steps=steps,
+            optimizer=lambda p: torch.optim.SGD(p, 0.2))  # fmt: skip
+    except FitError as error:
+        return str(error).splitlines()[0]
+    return "trained"
+
+
+def own_closure(steps=4):
+    """An own loop whose optimizer calls a closure; return whether the loss went down."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from workbench.engine.prepare import prepare
+
+    torch.manual_seed(3)
+    x = torch.randn(40, 4, dtype=torch.float64)
+    model, loss_fn = torch.nn.Linear(4, 1).double(), torch.nn.MSELoss()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=10)
+    before = loss_fn(model(x), x.sum(1, keepdim=True)).item()
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+
+        def closure(inputs=inputs, targets=targets):
+            optimizer.zero_grad()
+            value = loss_fn(model(inputs), targets)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+    return loss_fn(model(x), x.sum(1, keepdim=True)).item() < 0.1 * before
+
+
 def fails(kind):
     """Call wb.fit with something that cannot be trained; return the error's first line."""
     import torch
@@ -421,6 +494,8 @@ def fails(kind):
         "no pairs": {"data": (x, y, y)},
         "foreign optimizer": {"optimizer": foreign},
         "odd optimizer": {"optimizer": 0.1},
+        "closure": {"optimizer": torch.optim.LBFGS},
+        "built closure": {"optimizer": torch.optim.LBFGS(model.parameters())},
         "precision": {"precision": "int8"},
         "clip": {"clip_norm": 0},
         "metrics": {"loss": None, "step_fn": lambda m, b: 0, "metrics": {"a": len}},

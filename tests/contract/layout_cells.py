@@ -159,8 +159,14 @@ def refused(kind):
     x, y = torch.randn(24, 4), torch.randn(24, 1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     optimizer: object = lambda p: torch.optim.SGD(p, 0.1)  # noqa: E731
-    if kind == "LBFGS":
-        optimizer = torch.optim.LBFGS(model.parameters())
+    if kind == "attribute":
+
+        class Keeps(torch.optim.SGD):
+            def __init__(self, parameters):
+                super().__init__(parameters, 0.1)
+                self.kept = self.param_groups[0]["params"]
+
+        optimizer = Keeps(model.parameters())
     if kind == "no layer":
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(4))
         y = torch.randn(24, 4)

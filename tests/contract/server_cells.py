@@ -143,6 +143,20 @@ def refused(kind):
     try:
         if kind in ("own class", "setting", "servers"):
             fit(model, (x, y), loss=loss, optimizer=make, batch_size=10)
+        elif kind == "sparse function":
+
+            class Looked(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.table, self.head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1)
+
+                def forward(self, at):
+                    weight = self.table.weight
+                    rows = torch.nn.functional.embedding(at[:, 0], weight, sparse=True)
+                    return self.head(rows)
+
+            fit(Looked(), (torch.randint(0, 10, (20, 1)), y), loss=loss, optimizer=make,
+                batch_size=10)  # fmt: skip
         elif kind == "sparse":
             model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Flatten(),
                                         torch.nn.Linear(4, 1))  # fmt: skip

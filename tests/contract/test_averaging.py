@@ -143,7 +143,7 @@ def test_unused_parameters_are_named_or_allowed(workers: Workers) -> None:
 def test_different_models_are_refused_everywhere(workers: Workers, options: dict[str, str]) -> None:
     reports = clean(workers.run("mirrored", cells.different_models, workers=3, options=options))
     assert [report.value for report in reports] == [
-        "The workers hold different models, so their gradients cannot be averaged."
+        "The workers hold different models, so they cannot train one together."
     ] * 3
 
 
@@ -180,3 +180,31 @@ def test_auto_measures_once(workers: Workers) -> None:
         for report in clean(workers.run("mirrored", cells.train, workers=3))[:1]
     ]
     assert notes[0] == notes[1]  # the same figures to the digit
+
+
+@pytest.mark.parametrize("way", OWN)
+def test_a_killed_worker_ends_in_an_error_on_all_others(way: str) -> None:
+    pool = Workers(3)
+    try:
+        reports = pool.run(
+            "mirrored", cells.train, workers=3, options={"allreduce": way}, faults=("kill=1@3",)
+        )
+        assert reports[1].error == "died"
+        for report in (reports[0], reports[2]):
+            assert "Connection closed by peer" in str(report.error)
+            assert report.left == []
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("way", OWN)
+def test_through_the_group_messages_give_the_same_sums(workers: Workers, way: str) -> None:
+    near, far = (
+        clean(workers.run("mirrored", cells.without_sockets, apart, workers=3,
+                          options={"allreduce": way}))
+        for apart in (None, 1)
+    )  # fmt: skip
+    assert [report.value for report in near] == [True] * 3
+    assert [report.value for report in far] == [False] * 3  # one cannot, so nobody does
+    assert equal_to_the_last_bit([*near, *far])
+    assert (joined(near)["sent_bytes"] == joined(far)["sent_bytes"]).all()

@@ -9,6 +9,8 @@ import cells
 import layout_cells
 import numpy as np
 import pytest
+import server_cells
+import split_cells
 from harness import Workers, joined
 from test_strategies import assert_same, clean
 
@@ -109,7 +111,7 @@ def test_bytes_of_collectives_are_counted(workers: Workers) -> None:
 
 
 REFUSED = {
-    "LBFGS": (("sharded", "tensor_parallel"), {}, "LBFGS keeps them in its attribute _params"),
+    "attribute": (("sharded", "tensor_parallel"), {}, "Keeps keeps them in its attribute kept"),
     "no layer": (("tensor_parallel",), {}, "No layer of the model can be divided"),
     "different": (("sharded", "local_sgd", "gossip"), {}, "The workers hold different models"),
     "plan": (("tensor_parallel",), {"plan": "7=col"}, "names a layer that the model lacks"),
@@ -240,6 +242,52 @@ def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers,
     final = {key: value for report in reports for key, value in report.weights.items()}
     for key, value in truth.value["model"].items():
         assert abs(final[key] - value).max() <= 1e-10, key
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "gossip"])
+def test_replicas_that_drift_reach_one_devices_loss_within_half_again_its_samples(
+    workers: Workers, name: str
+) -> None:
+    (truth,) = clean(workers.run("one_device", server_cells.digits, 10))
+    reports = clean(workers.run(name, server_cells.digits, 15, workers=3))
+    samples = sum(int(report.rows["samples"].sum()) for report in reports)
+    assert samples <= 1.5 * truth.rows["samples"].sum()
+    assert max(report.value for report in reports) <= truth.value
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_worker_anywhere_in_the_grid_is_the_others_wait(workers: Workers, slow: int) -> None:
+    """2 pipelines x 2 stages: its neighbour waits in the pipeline, the others in the sum.
+
+    Stages idle without it too (the schedule's bubble), so what it adds is read.
+    """
+    waits_ms = []
+    for faults in ((), (f"slow={slow}:50ms",)):
+        reports = clean(
+            workers.run(
+                "hybrid", split_cells.sleeping, 3, 2, 4, 34, workers=4, options={"stages": 2},
+                faults=faults,
+            )
+        )  # fmt: skip
+        derived = metrics.derive(joined(reports)[4:])
+        waits_ms.append(np.median(derived.sync_wait_s, axis=0) * 1e3)
+    others = [rank for rank in range(4) if rank != slow]
+    assert (waits_ms[1] - waits_ms[0])[others] == pytest.approx(50, abs=5)
+    assert (waits_ms[1] - waits_ms[0])[slow] < 5
+    blamed_ms = np.median(derived.blamed_s, axis=0) * 1e3
+    assert blamed_ms[others] == pytest.approx(50, abs=5)
+    assert blamed_ms[slow] == 0
+    assert (derived.blamed_rank[:, others] == slow).mean() >= 0.95
+    assert (derived.blamed_rank[:, slow] == slow).sum() == 0
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "local_sgd", "gossip"])
+def test_what_each_worker_of_an_own_loop_holds_is_logged(workers: Workers, name: str) -> None:
+    count = 1 if name == "one_device" else 2
+    reports = clean(workers.run(name, cells.train_from_loader, True, workers=count))
+    for report in reports:
+        (logged,) = report.emitted("log")[:1]
+        assert logged["values"] == {"memory_bytes": 3 * 195 * 8}
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored", "sharded", "tensor_parallel", "hybrid"])

@@ -270,7 +270,7 @@ WRONG = {
     "ragged": "unequal lengths", "odd data": "not understood", "no pairs": "pairs",
     "foreign optimizer": "not the model's", "odd optimizer": "not understood",
     "precision": "precision", "clip": "clip_norm", "metrics": "Metrics", "eval": "eval_every",
-    "callback": "callback",
+    "callback": "callback", "closure": "asks for a closure", "built closure": "asks for a closure",
 }  # fmt: skip
 
 
@@ -281,6 +281,29 @@ def test_what_cannot_be_trained_is_refused_before_any_collective(
     (report,) = clean(workers.run("one_device", cells.fails, kind))
     assert WRONG[kind] in report.value
     assert len(report.rows) == 0
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_sparse_gradients_are_trained_with_or_refused(
+    workers: Workers, entry: catalog.Strategy
+) -> None:
+    count = 2 if _exact(entry) is not None else 1
+    reports = clean(
+        run(workers, entry, cells.sparse_embedding, workers=min(count, entry.max_workers or count))
+    )
+    if "sparse_gradients" not in entry.supports:
+        assert all("has sparse ones" in report.value for report in reports)
+        assert all(len(report.rows) == 0 for report in reports)
+        return
+    (truth,) = clean(workers.run("one_device", cells.sparse_embedding))
+    assert [report.value for report in reports] == ["trained"] * len(reports)
+    assert_same(reports, truth, 1e-10)
+
+
+def test_an_own_loop_on_one_device_may_use_a_closure(workers: Workers) -> None:
+    (report,) = clean(workers.run("one_device", cells.own_closure))
+    assert report.value
+    assert len(report.rows) == 4
 
 
 def test_a_batch_smaller_than_the_workers_is_refused_everywhere(workers: Workers) -> None:

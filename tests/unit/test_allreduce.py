@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import queue
+import select
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from workbench import catalog
+from workbench.engine.links.peers import Peers
 from workbench.errors import PlanError
 
 torch = pytest.importorskip("torch")
@@ -62,8 +65,19 @@ class Group:
         return Received(tensors[0], self._lines[source, self._rank])
 
 
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def connect_all(n: int) -> list[Peers]:
+    """Return a worker's end of each pair's socket, for every worker."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(n)]
+    for a in range(n):
+        for b in range(a):
+            ends[a][b], ends[b][a] = socket.socketpair()
+    return [Peers(own) for own in ends]
+
+
+@pytest.fixture(params=["group", "sockets"])
+def together(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[..., list[Any]]:
     """Return a function that runs `work(links)` on n threads and gives what each returned."""
     monkeypatch.setattr(links_module.dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(Links, "agree", lambda self, tensor: None)
@@ -71,9 +85,10 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     def run(n: int, work: Callable[[Links], Any], hosts: tuple[str, ...] = ()) -> list[Any]:
         lines = {(a, b): queue.Queue() for a in range(n) for b in range(n)}
         results: list[Any] = [None] * n
+        peers = connect_all(n) if request.param == "sockets" else [None] * n
 
         def one(rank: int) -> None:
-            results[rank] = work(Links(Group(rank, lines, n), hosts=hosts))
+            results[rank] = work(Links(Group(rank, lines, n), hosts=hosts, peers=peers[rank]))
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(n)]
         for thread in threads:
@@ -81,6 +96,13 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         for thread in threads:
             thread.join(30)
         assert all(line.empty() for line in lines.values()), "a message nobody received"
+        for own in peers:
+            if own is not None:
+                unread = select.select(list(own._sockets.values()), [], [], 0)[0]
+                assert not unread, "a message nobody received"
+        for own in peers:
+            if own is not None:
+                own.close()
         return results
 
     return run
@@ -139,7 +161,7 @@ def test_messages_are_held_back_by_the_simulated_link(
 ) -> None:
     def work(links: Links) -> list[int]:
         held: list[int] = []
-        slow = Links(links.group, travel=held.append)
+        slow = Links(links.group, travel=held.append, peers=links.peers)
         AllReduce("hierarchical", slow)(torch.zeros(6))
         return held
 

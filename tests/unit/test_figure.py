@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import matplotlib
 import pytest
-from fake_run import empty_snapshot, fake_snapshot
+from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 from matplotlib.image import imread
 
 from workbench.views import figure, text
@@ -63,3 +64,15 @@ def test_a_picture_shows_and_saves_itself(tmp_path):
     assert picture._repr_mimebundle_()["text/plain"] == repr(picture)
     picture.save(tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_picture_of_a_pipeline_shows_bubbles_and_stages():
+    said = all_texts(figure.run_figure(fake_pipeline(4, 120, logged=True)))
+    for words in (
+        "Pipeline bubble", "41 % · +14 %", "22 % · −5 %", "schedule's ideal", "excess",
+        "ideal bubble 27 %", "layers.6 to layers.7", "787,968", "64.0 KiB", "grad norm",
+    ):  # fmt: skip
+        assert words in said
+    tall = imread(io.BytesIO(figure.run_png(fake_pipeline(4, 120)))).shape[0]
+    assert tall > imread(io.BytesIO(figure.run_png(fake_snapshot(4, 120)))).shape[0] + 200
+    figure.run_png(replace(fake_pipeline(4), workers=empty_snapshot(4).workers))  # no step yet

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import curve, empty_snapshot, fake_snapshot
+from fake_run import curve, empty_snapshot, fake_pipeline, fake_snapshot
 
 from workbench.history.snapshot import Timeline
 from workbench.views.frames import make_frame
@@ -128,3 +128,15 @@ def test_starts_keep_microseconds_after_ten_hours():
 def test_a_run_that_changes_its_number_of_workers_starts_its_timeline_anew():
     story = [fake_snapshot(2, 50), fake_snapshot(4, 52)]
     assert_same(play(story), play(story[-1:]))
+
+
+def test_a_pipelines_stages_are_sent_once_and_its_bubbles_as_they_change():
+    story = [empty_snapshot(4), *(fake_pipeline(4, step) for step in (1, 30, 90))]
+    assert_same(play(story), play(story[-1:]))
+    frame, _ = make_frame(story[3], story[2], 1, 0)
+    assert "split" not in frame["head"]
+    browser = play(story)
+    assert browser.head["bubbles"][1] == ["22 %", "−5 %"]
+    assert len(browser.head["split"]["rows"]) == 4
+    assert browser.tables["workers"][:, 9] == pytest.approx([w.bubble for w in story[-1].workers])
+    assert play([fake_snapshot(4)]).head["split"] is None

@@ -144,3 +144,37 @@ def test_notes_are_bounded() -> None:
     for number in range(500):
         story.fold("warning", {"text": f"{number}"}, 0.0)
     assert len(story.notes) == 100
+
+
+def split_event(pipelines: int = 1) -> dict[str, object]:
+    rows = [
+        {"stage": stage, "rank": stage % 2, "layers": f"{stage}", "parameters": 10 * (stage + 1),
+         "microbatch_s": 0.002, "handed_bytes": 512 if stage < 3 else 0}
+        for stage in range(4)
+    ]  # fmt: skip
+    return {
+        "rank": 0, "stages": rows, "schedule": "interleaved", "microbatches": 4,
+        "microbatch_samples": 8, "pipelines": pipelines, "ideal_bubble": 0.2,
+    }  # fmt: skip
+
+
+def test_a_pipelines_bubbles_are_shares_of_each_workers_time_and_its_stages_are_known() -> None:
+    rows = make_rows(50, 4, compute_s=0.010)
+    rows["end_s"] = rows["start_s"] + 0.1
+    rows["bubble_s"] = rows["exposed_s"] = rows["wait_s"] = [0.030, 0.080, 0.080, 0.080]
+    history = make_history(rows)
+    assert history.snapshot().split is None
+    history.event("split", split_event(2))
+    shot = history.snapshot()
+    assert [w.bubble for w in shot.workers] == pytest.approx([0.3, 0.8, 0.8, 0.8], rel=1e-5)
+    assert shot.split is not None
+    assert [stage.ranks for stage in shot.split.stages] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert shot.split.stages[1].parameters == 20
+    assert shot.slow_rank == 0
+    assert shot.slow_ms == pytest.approx(50, rel=1e-3)  # the excess, not the whole bubble
+    assert shot.blame_s[2, 0] == pytest.approx(50 * 0.050, rel=1e-3)
+
+
+def test_elsewhere_a_worker_has_no_bubble() -> None:
+    shot = make_history(make_rows(5, 2)).snapshot()
+    assert all(np.isnan(w.bubble) for w in shot.workers)

@@ -23,6 +23,7 @@ def any_rows(draw: st.DrawFn) -> np.ndarray:
     rows = np.zeros(shape, RECORD)
     for name in ("wait_s", "staleness", "bubble_s"):
         rows[name] = NAN
+    rows["waited_for"] = -1
     rows["start_s"] = 50.0
     rows["ready_s"] = 50.0 + data + compute
     rows["data_wait_s"], rows["compute_s"] = data, compute
@@ -39,6 +40,17 @@ def test_an_injected_delay_is_read_back_as_the_others_wait() -> None:
     assert (wait[:, 1] == 0).all()
     assert (blamed[:, [0, 2]] == 1).all()
     assert (blamed[:, 1] == -1).all()
+
+
+def test_blame_of_a_wait_that_the_strategy_measured_is_the_strategys() -> None:
+    """Rows of workers at their own pace come one by one; nobody's `ready_s` is comparable."""
+    rows = make_rows(4, 3).reshape(-1)[:, None]
+    rows["ready_s"] = NAN
+    rows["wait_s"], rows["waited_for"] = 0.0, -1
+    rows["wait_s"][[2, 3], 0], rows["waited_for"][[2, 3], 0] = 0.050, [0, -1]
+    wait, blamed = metrics.sync_wait(rows, workers=3)
+    assert wait[:, 0].tolist() == pytest.approx([0, 0, 0.050, 0.050] + [0] * 8)
+    assert blamed[:, 0].tolist() == [-1, -1, 0] + [-1] * 9
 
 
 @given(any_rows())
@@ -129,6 +141,28 @@ def test_a_single_worker_is_known_to_wait_and_send_nothing() -> None:
 def test_a_row_of_several_workers_that_stands_alone_has_no_wait_of_its_own() -> None:
     rows = make_rows(3, 1)
     assert np.isnan(metrics.derive(rows, workers=4).sync_wait_s).all()
+
+
+def pipeline_rows(busy_s: list[float], step_s: float = 0.1) -> np.ndarray:
+    """Five steps of a pipeline whose workers are busy for so long, and then wait."""
+    rows = make_rows(5, len(busy_s))
+    rows["end_s"], rows["compute_s"] = rows["start_s"] + step_s, busy_s
+    rows["bubble_s"] = rows["exposed_s"] = rows["wait_s"] = step_s - np.asarray(busy_s)
+    return rows
+
+
+def test_the_excess_of_a_bubble_is_for_the_bottleneck_and_the_rest_for_nobody() -> None:
+    derived = metrics.derive(pipeline_rows([0.030, 0.080, 0.078]))
+    assert derived.blamed_rank.tolist() == [[1, -1, -1]] * 5  # 2 ms are no more than 5 %
+    assert derived.blamed_s == pytest.approx(np.array([[0.050, 0, 0]] * 5), abs=1e-6)
+    assert derived.sync_wait_s[:, 0] == pytest.approx(0.070)  # the schedule's share included
+
+
+def test_nobody_is_blamed_for_the_bubble_of_equal_stages() -> None:
+    derived = metrics.derive(pipeline_rows([0.070, 0.071, 0.069]))
+    assert (derived.blamed_rank == -1).all()
+    assert (derived.blamed_s == 0).all()
+    assert (derived.sync_wait_s > 0.02).all()
 
 
 def test_what_if_takes_the_stragglers_lead_off_the_step() -> None:

@@ -157,6 +157,41 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
     assert any("sent –" in note for note in table.notes)
 
 
+def test_what_workers_and_servers_hold_is_shown() -> None:
+    history = make_history(make_rows(5, 2))
+    assert "holds" not in summary_table(summarise(history, {})).text()
+    history.event("log", {"step": 1, "rank": 1, "values": {"memory_bytes": 3 << 20}})
+    parts = {"parameters_bytes": 1 << 20, "optimizer_bytes": 2 << 20, "gradients_bytes": 512 << 10}
+    history.event("server", {"rank": 0, "server": 0, **parts})
+    table = summary_table(summarise(history, {}))
+    holds = [column.title for column in table.columns].index("holds")
+    assert [(row[0], row[holds]) for row in table.rows] == [
+        ("0", "–"), ("1", "3.0 MiB"), ("s0", "3.5 MiB"),
+    ]  # fmt: skip
+    told = "Server s0 holds parameters 1.0 MiB, optimizer 2.0 MiB, arriving gradients 512 KiB."
+    assert told in table.notes
+
+
+def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
+    rows = make_rows(5, 2)
+    rows["end_s"] = rows["start_s"] + 0.1
+    rows["bubble_s"] = [0.030, 0.015]
+    history = make_history(rows)
+    stage = {"layers": "0 to 3", "parameters": 1056, "microbatch_s": 0.0015, "handed_bytes": 2048}
+    history.event("split", {
+        "rank": 0, "schedule": "gpipe", "microbatches": 8, "microbatch_samples": 4, "pipelines": 1,
+        "ideal_bubble": 0.2, "stages": [{**stage, "stage": i, "rank": i} for i in range(2)],
+    })  # fmt: skip
+    table = summary_table(summarise(history, {}))
+    at = [column.title for column in table.columns].index("bubble")
+    assert [row[at : at + 2] for row in table.rows] == [["30 %", "+10 %"], ["15 %", "−5 %"]]
+    assert (
+        "Stage 1 on worker 1: 0 to 3, 1,056 parameters, 1.5 ms a microbatch, hands on 2.0 KiB."
+        in table.notes
+    )
+    assert "bubble" not in [c.title for c in summary_table(make_summary("mirrored")).columns]
+
+
 def test_a_summary_says_when_rows_were_thinned() -> None:
     run = replace(make_summary("mirrored"), stride=8, notes=("global batch 64 = 2 x 32",))
     notes = summary_table(run).notes

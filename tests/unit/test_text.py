@@ -6,9 +6,9 @@ import io
 from dataclasses import replace
 
 import pytest
-from fake_run import empty_snapshot, fake_snapshot
+from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
-from workbench.views import text
+from workbench.views import stages, text, units
 
 NAN = float("nan")
 
@@ -22,7 +22,7 @@ NAN = float("nan")
     ],
 )  # fmt: skip
 def test_numbers_have_three_digits(value, shown):
-    assert text.number(value) == shown
+    assert units.number(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_numbers_have_three_digits(value, shown):
     [(0.34, "340 ms"), (12.34, "12.3 s"), (59.97, "1:00"), (245, "4:05"), (3723, "1:02:03")],
 )
 def test_durations_are_written_for_people(seconds, shown):
-    assert text.duration(seconds) == shown
+    assert units.duration(seconds) == shown
 
 
 def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
@@ -42,7 +42,7 @@ def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
     assert [line.split("  ")[0] for line in report.split("\n") if line.startswith("rank ")][1:] == [
         f"rank {r} · cpu" for r in range(4)
     ]
-    assert f"{text.number(shot.loss)}" in report
+    assert f"{units.number(shot.loss)}" in report
     assert "▇" in report
     assert "staleness" in report
     assert report.endswith("note: global batch 64 = 4 x 16")
@@ -90,3 +90,25 @@ def test_the_sparkline_goes_from_lowest_to_highest_and_skips_unknown():
     assert text.sparkline([1, NAN, 1]) == "▁ ▁"
     assert text.sparkline([NAN]) == ""
     assert len(text.sparkline(list(range(1000)), 40)) == 40
+
+
+def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
+    shot = fake_pipeline(3, 120)
+    lines = text.report(shot).split("\n")
+    heads = next(line for line in lines if line.startswith("worker "))
+    assert heads.endswith("bubble  beyond ideal")
+    of = {line.split(" · ")[0]: line.split("  ") for line in lines if line.startswith("rank ")}
+    assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "−5 %", "+14 %"]
+    at = lines.index("3 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 20 %")
+    assert lines[at + 1].split() == [
+        "stage", "worker", "layers", "parameters", "per", "microbatch", "hands", "on",
+    ]  # fmt: skip
+    assert lines[at + 3].split()[-4:] == ["4.2", "ms", "64.0", "KiB"]
+    assert "525,312" in lines[at + 3]
+
+
+def test_of_many_stages_the_first_ones_are_listed():
+    split = fake_pipeline(30, 5).split
+    assert len(stages.rows(split)) == stages.MOST_ROWS + 1
+    assert "18 more" in stages.rows(split)[-1]
+    assert stages.sentences(split)[-1] == "And 18 more stages."

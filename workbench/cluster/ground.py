@@ -115,6 +115,8 @@ class Ground:
         if self.hosts:
             settings["controller_ip"] = self.hosts
         try:
+            if self.forks:  # before there is a controller that could be left behind
+                self.parents.guard_dir(self.folder)
             self.cluster = ipyparallel.Cluster(
                 profile_dir=str(self.folder),
                 cluster_id="",
@@ -126,7 +128,7 @@ class Ground:
             )
             self.cluster.start_controller_sync()
             if self.forks:
-                self.parents.guard(self.cluster.controller.pid, self.folder)
+                self.parents.guard(self.cluster.controller.pid)
             self.client = self.cluster.connect_client_sync()
             self.client._registration_callbacks.append(self._registration)
             # The stream that direct views send on; sending on the bare socket below it would eat

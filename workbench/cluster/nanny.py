@@ -11,6 +11,8 @@ from pathlib import Path
 
 from . import profile
 
+SECOND_LOOK_S = 0.3
+
 
 class Nanny:
     """Knows the children and what else is to be gone when the kernel is."""
@@ -82,8 +84,23 @@ class Nanny:
         for pid, create_time in self.guarded.items():
             if profile.same_process(pid, create_time):
                 kill_group(pid)
+        self._end_unnamed()
         for folder in self._folders:
             profile.remove(folder)
+
+    def _end_unnamed(self) -> None:
+        """Kill controllers whose kernel died before it could name them.
+
+        They are known by the guarded folder in their environment. The kernel may have died while
+        one was being started, before it was a program of its own: hence a second look.
+        """
+        if len(self.guarded) >= len(self._folders):
+            return
+        for wait_s in (0.0, SECOND_LOOK_S):
+            time.sleep(wait_s)
+            for folder in self._folders:
+                for pid in profile.controllers(folder):
+                    kill_group(pid)
 
 
 def kill_group(pid: int) -> None:

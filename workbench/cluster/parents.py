@@ -27,7 +27,8 @@ class Parents:
     def __init__(self, launcher: str, on_exit: ExitCallback) -> None:
         self._launcher, self._on_exit = launcher, on_exit
         self._parents: dict[str, WarmParent] = {}
-        self._guards: tuple[int, Path] | None = None
+        self._folder: Path | None = None
+        self._controller: int | None = None
         self._guarding: set[str] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -73,22 +74,30 @@ class Parents:
         self._guard(framework, parent)
         return parent
 
-    def guard(self, pid: int, folder: Path) -> None:
-        """Have the controller and the cluster's folder gone when the kernel is."""
+    def guard_dir(self, folder: Path) -> None:
+        """Have the cluster's folder gone when the kernel is, with a controller that uses it."""
         with self._lock:
-            self._guards = (pid, folder)
+            self._folder = folder
+            parents = list(self._parents.values())
+        for parent in parents:
+            parent.guard_dir(folder)
+
+    def guard(self, pid: int) -> None:
+        """Have the controller gone when the kernel is."""
+        with self._lock:
+            self._controller = pid
             parents = dict(self._parents)
         for framework, parent in parents.items():
             self._guard(framework, parent)
 
     def _guard(self, framework: str, parent: WarmParent) -> None:
         with self._lock:
-            if self._guards is None or framework in self._guarding:
+            if self._controller is None or self._folder is None or framework in self._guarding:
                 return
             self._guarding.add(framework)
-            pid, folder = self._guards
-        parent.guard(pid)
+            pid, folder = self._controller, self._folder
         parent.guard_dir(folder)
+        parent.guard(pid)
 
     def signal(self, pid: int, sig: int) -> None:
         """Signal a process through the parent that forked it; does nothing when it is gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 
 PREFIX = "workbench-"
+FOLDER_VARIABLE = "IPP_PROFILE_DIR"  # in which ipyparallel tells a controller its folder
 OWNER_FILE = "owner.json"
 # psutil derives start times from the wall clock, which may be adjusted in between.
 CLOCK_SLACK_S = 2.0
@@ -61,6 +63,20 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove a cluster's folder; anything that is not one is left alone."""
     if is_ours(path):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def controllers(path: str | os.PathLike[str]) -> list[int]:
+    """Return this user's ipyparallel controllers that were started with a cluster's folder."""
+    found, folder = [], os.fspath(path)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if (
+                process.uids().real == os.getuid()
+                and any("ipyparallel" in word for word in process.cmdline())
+                and process.environ().get(FOLDER_VARIABLE) == folder
+            ):
+                found.append(process.pid)
+    return found
 
 
 def sweep() -> list[Path]:

@@ -190,8 +190,13 @@ class WarmParent:
         self.ask("guard", pid=pid, create_time=psutil.Process(pid).create_time())
 
     def guard_dir(self, path: str | os.PathLike[str]) -> None:
-        """Have a cluster's folder removed when this kernel is gone."""
-        self.ask("guard_dir", path=os.fspath(path))
+        """Have a cluster's folder removed when this kernel is gone, and its controller ended.
+
+        Returns at once, also while the parent is still importing: what has been sent is heeded even
+        when this kernel dies before it is read. So a controller that is started after this call is
+        never left behind, whether `guard` is reached or not.
+        """
+        self.tell("guard_dir", path=os.fspath(path))
 
     def keep(self, keep: bool = True) -> None:
         """Let the engines outlive this kernel (or not); the parent then ends after the last one."""
@@ -232,6 +237,21 @@ class WarmParent:
         """
         if timeout_s is None:
             timeout_s = ANSWER_TIMEOUT_S if self.ready.is_set() else START_TIMEOUT_S
+        future = self.tell(cmd, **fields)
+        try:
+            answer = future.result(timeout_s)
+        except FutureTimeout:
+            raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
+        if "error" in answer:
+            raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
+        return answer
+
+    def tell(self, cmd: str, **fields: Any) -> Future[dict[str, Any]]:
+        """Send one command without waiting; the answer is the future's result.
+
+        Raises:
+            ClusterError: The parent is gone.
+        """
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._sock is None or self._stopped or self._failure:
@@ -244,13 +264,7 @@ class WarmParent:
             except OSError as error:
                 self._pending.pop(number, None)
                 raise self._error(f"The warm parent cannot be reached ({error}).") from error
-        try:
-            answer = future.result(timeout_s)
-        except FutureTimeout:
-            raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
-        if "error" in answer:
-            raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
-        return answer
+        return future
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -67,6 +67,12 @@ class RunContext:
         """Say something to all engines of the run (this one hears it too)."""
         self.emit("post", rank=self.spec.rank, topic=topic, value=value)
 
+    def log_memory(self, held_bytes: float) -> None:
+        """Log what this worker holds between steps; NaN is not known."""
+        if held_bytes == held_bytes:
+            values = {"memory_bytes": float(held_bytes)}
+            self.emit("log", rank=self.spec.rank, step=self.step, values=values)
+
     @property
     def sync(self) -> bool:
         """Whether the workers take each step together, under the options chosen."""

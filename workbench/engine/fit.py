@@ -121,6 +121,8 @@ def _model(
         make, build = build, lambda: _initialised(context, make())
     support.check_optimizer(optimizer, module)
     support.check_scheduler(scheduler, optimizer)
+    settings.check_closure(context.entry, optimizer)
+    settings.check_sparse(context.entry, module)
     settings.warn_if_trained(context, module)
     return module, build
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from ..protocol import BadMessageError, Message, pack, unpack
+from ..protocol import RECORD, BadMessageError, Message, pack, unpack
 from ..wakeup import Wakeup
 from .context import RunContext
 
@@ -171,7 +171,7 @@ class ControlLink:
             self._writer.append_records(rows)
         body = {"run": run.spec.run, "dropped": run.recorder.dropped + self._lost}
         if not self._send(Message("records", body, (rows,))):
-            self._lost += len(rows) // 80
+            self._lost += len(rows) // RECORD.itemsize
 
     def _send(self, message: Message) -> bool:
         frames = pack(message, self._key)

@@ -71,6 +71,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
         )
     support.check_optimizer(optimizer, module)
+    settings.check_sparse(context.entry, module)
     settings.warn_if_trained(context, module)
     initialise(context, module)
     return module

@@ -1,7 +1,7 @@
 """The engine's recorder: one packed row per step, written by the training thread in about 1 us.
 
 A ring of preallocated rows: the training thread writes, the control thread drains. Neither waits
-for the other; when the ring is full the row is counted as dropped. Rows are 80 bytes
+for the other; when the ring is full the row is counted as dropped. Rows are 88 bytes
 (`protocol.RECORD`).
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..protocol import RECORD
 
-_ROW = struct.Struct("<IIHHIdddffffddff")
+_ROW = struct.Struct("<IIHHIdddffffddffq")
 if _ROW.size != RECORD.itemsize:
     raise ImportError("the packed row and protocol.RECORD disagree")
 
@@ -66,6 +66,7 @@ class Recorder:
         sent_bytes: float = NAN,
         staleness: float = NAN,
         bubble_s: float = NAN,
+        waited_for: int = -1,
         deferred: Deferred | None = None,
         rank: int | None = None,
     ) -> None:
@@ -84,7 +85,7 @@ class Recorder:
             self._buffer, (head & self._mask) * RECORD.itemsize,
             self._run, step, self._rank if rank is None else rank, self._flags, samples, start_s,
             end_s, ready_s, data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness,
-            bubble_s,
+            bubble_s, waited_for,
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained
 

@@ -163,6 +163,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         }
         raise FitError(
             f"Strategy {entry.name} cannot be used with {words[way]}.",
+            seen=words[way],
             allowed=", ".join(words[other] for other in entry.ways),
             next_step=f"use {words[entry.ways[0]]}",
         )
@@ -173,6 +174,30 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
             next_step="leave it out, or choose another strategy: wb.strategies()",
         )
+
+
+def check_sparse(entry: catalog.Strategy, model: Any) -> None:
+    """Raise FitError when layers give sparse gradients and the strategy cannot take them."""
+    if "sparse_gradients" in entry.supports:
+        return
+    find = getattr(support(entry.framework), "sparse_layers", None)  # not every framework has any
+    if find is not None and (sparse := find(model)):
+        able = [e.name for e in catalog.strategies(entry.framework)
+                if "sparse_gradients" in e.supports]  # fmt: skip
+        raise FitError(
+            f"Strategy {entry.name} lays gradients out as whole tensors; this model has sparse "
+            "ones.",
+            seen=", ".join(sparse),
+            allowed=f"dense gradients, or a strategy of {', '.join(able)}",
+            next_step="make the embedding with sparse=False",
+        )
+
+
+def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
+    """Raise FitError when the optimizer asks for a closure, where the framework knows those."""
+    check = getattr(support(entry.framework), "check_closure", None)
+    if check is not None:
+        check(optimizer)
 
 
 @dataclass

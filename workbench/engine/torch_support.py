@@ -25,6 +25,9 @@ import torch.distributed as dist
 from ..errors import ClusterError, FitError
 from ..protocol import RunSpec
 from .context import RunContext
+from .torch_checks import check_closure as check_closure
+from .torch_checks import sparse_layers as sparse_layers
+from .torch_imports import import_for_optimizers
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
@@ -39,6 +42,7 @@ def setup(spec: RunSpec) -> None:
     if spec.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(spec.device))
     if spec.mode == "run":
+        import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
         random.seed(seed)
         np.random.seed(seed % (1 << 32))

@@ -63,6 +63,7 @@ class Training:
         self.base = context.trained  # steps of an earlier fit in the same cell
         self.logs: dict[str, float] = {}
         self.evaluated = -1
+        self.weighing_s = 0.0
 
     def run(self, epochs: int | None) -> FitResult:
         """Train to the end, or until Stop."""
@@ -86,8 +87,7 @@ class Training:
             last = strategy.drive(self)
         else:
             last = self._steps(strategy, source.shares(*strategy.portion))
-        idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
-        if not strategy.drives:
+            idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s + self.weighing_s
             context.train_s += clock() - began - idle_s
         result = self.result
         result.steps = context.trained - self.base
@@ -129,8 +129,8 @@ class Training:
                     step, one.samples, start, end, data_wait_s=fed - asked,
                     compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
                     exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
-                    staleness=one.staleness, bubble_s=one.bubble_s, deferred=one.deferred,
-                    rank=rank,
+                    staleness=one.staleness, bubble_s=one.bubble_s, waited_for=one.waited_for,
+                    deferred=one.deferred, rank=rank,
                 )  # fmt: skip
             context.trained += 1
             start = end
@@ -138,7 +138,7 @@ class Training:
             if after:
                 start = self._after_step(strategy, done, end, result)
             if done == remembered:
-                self._log_memory(strategy)
+                start = self._weigh(strategy)
             if done % per_epoch == 0:
                 self._end_epoch(done // per_epoch - 1)
         return result
@@ -155,13 +155,13 @@ class Training:
         self._evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
         return clock()
 
-    def _log_memory(self, strategy: Strategy) -> None:
-        """Log once what this worker holds between steps."""
-        held = strategy.memory_bytes()
-        if held == held:
-            values = {"memory_bytes": float(held)}
-            context = self.context
-            context.emit("log", rank=context.spec.rank, step=context.step, values=values)
+    def _weigh(self, strategy: Strategy) -> float:
+        """Log what this worker holds between steps; return when the next step begins."""
+        began = clock()
+        self.context.log_memory(strategy.memory_bytes())
+        end = clock()
+        self.weighing_s = end - began
+        return end
 
     def _end_epoch(self, epoch: int) -> None:
         context = self.context

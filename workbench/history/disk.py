@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .store import RunHistory
 
 META = "run.json"
+_ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
 
 
@@ -72,7 +73,8 @@ def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / f".{META}.{os.getpid()}"
-    fresh.write_text(json.dumps(dict(meta), indent=1, default=_plain))
+    whole = {**meta, _ROW_BYTES: RECORD.itemsize}
+    fresh.write_text(json.dumps(whole, indent=1, default=_plain))
     fresh.replace(folder / META)
 
 
@@ -107,11 +109,19 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
         The run's `run.json`, and its history as it was.
 
     Raises:
-        RunError: There is no run in that folder.
+        RunError: There is no run in that folder, or another version wrote it.
     """
     from .store import RunHistory  # engines write runs and never read them
 
     folder, meta = Path(path), read_meta(path)
+    row_bytes = meta.pop(_ROW_BYTES, None)
+    if meta and row_bytes != RECORD.itemsize:
+        raise RunError(
+            "Another version of Workbench saved this run; its rows have another form.",
+            seen=f"rows of {row_bytes or 'unknown'} bytes",
+            allowed=f"{RECORD.itemsize} bytes",
+            next_step="load it with the version that saved it",
+        )
     ranks = meta.get("ranks") or range(1 + max(_ranks_on_disk(folder), default=0))
     history = RunHistory(
         [int(engine) for engine in ranks],

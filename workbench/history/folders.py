@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HOME_VARIABLE = "WORKBENCH_HOME"
@@ -75,10 +77,19 @@ def prune(
 
 
 def size_bytes(folder: Path) -> int:
-    """Return the size of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Return the size of all files in a folder, 0 for one that is gone."""
+    return sum(status.st_size for status in _statuses(folder) if stat.S_ISREG(status.st_mode))
 
 
 def _touched_s(folder: Path) -> float:
-    times = [path.stat().st_mtime for path in (folder, *folder.rglob("*")) if path.exists()]
-    return max(times, default=0.0)
+    return max((status.st_mtime for status in _statuses(folder)), default=0.0)
+
+
+def _statuses(folder: Path) -> Iterator[os.stat_result]:
+    """Yield what is there; another notebook may be deleting the same folder right now."""
+    with contextlib.suppress(FileNotFoundError):
+        yield folder.stat()
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):
+                yield os.stat(os.path.join(parent, name))

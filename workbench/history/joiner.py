@@ -18,7 +18,7 @@ class Joiner:
 
     Args:
         ranks: Number of workers.
-        limit: Most rows that may wait (80 bytes each). Beyond it the oldest steps are given up:
+        limit: Most rows that may wait (88 bytes each). Beyond it the oldest steps are given up:
             some rank's row was lost on the way.
     """
 

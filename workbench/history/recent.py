@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics import PARTS
+from ..metrics import PARTS, REAL_WAIT_S, REAL_WAIT_SHARE
 from .snapshot import Timeline
+from .totals import Blame
 
 Floats = NDArray[np.float64]
 KEPT_STEPS = 128
@@ -31,20 +32,22 @@ class Recent:
         self._start_s = np.full(shape, np.nan)
         self._parts_s = np.full((*shape, len(PARTS)), np.nan)
         self._blamed = np.full(shape, -1, np.int64)
+        self._blamed_s = np.zeros(shape)
         self._at = np.zeros(ranks, np.int64)
         self._tick_s = np.zeros(_TICKS)
         self._tick_start_s = np.zeros(_TICKS)
         self._tick_samples = np.zeros(_TICKS)
         self._ticks = 0
 
-    def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blamed: NDArray[Any]) -> None:
-        """Add one rank's rows: RECORD (rows,), their parts (rows, 5), the blamed ranks (rows,)."""
-        rows, parts_s, blamed = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:], blamed[-KEPT_STEPS:]
+    def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blame: Blame) -> None:
+        """Add one rank's rows: RECORD (rows,), their parts (rows, 5), who is to blame (rows,)."""
+        rows, parts_s = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:]
         slots = (self._at[rank] + np.arange(len(rows))) % KEPT_STEPS
         self._step[slots, rank] = rows["step"]
         self._start_s[slots, rank] = rows["start_s"]
         self._parts_s[slots, rank] = parts_s
-        self._blamed[slots, rank] = blamed
+        self._blamed[slots, rank] = blame.rank[-KEPT_STEPS:]
+        self._blamed_s[slots, rank] = blame.wait_s[-KEPT_STEPS:]
         self._at[rank] += len(rows)
 
     def tick(self, start_s: Floats, end_s: Floats, samples: NDArray[Any]) -> None:
@@ -98,9 +101,9 @@ class Recent:
         rank = int(votes.argmax())
         if votes[rank] * 2 <= votes.sum():
             return None, 0.0
-        caused = float(np.median(parts_s[:, :, _WAIT][blamed == rank]))
+        caused = float(np.median(rows(self._blamed_s)[blamed == rank]))
         step_s = float(np.median(np.nansum(parts_s, axis=2)))
-        if caused <= max(1e-3, 0.05 * step_s):
+        if caused <= max(REAL_WAIT_S, REAL_WAIT_SHARE * step_s):
             return None, 0.0
         return rank, caused
 

@@ -13,7 +13,7 @@ from .envelope import Envelope
 from .joiner import Joiner
 from .recent import Recent
 from .table import STORED, RowTable
-from .totals import Totals, parts_of
+from .totals import Blame, Totals, parts_of
 
 Rows = NDArray[Any]
 
@@ -79,7 +79,7 @@ class Reducer:
         if not len(rows):
             return
         columns = derive(rows)
-        parts_s = parts_of(columns)
+        parts_s, blame = parts_of(columns), Blame.of(columns)
         step, start, end = rows["step"][:, 0], rows["start_s"], rows["end_s"]
         flat = rows.reshape(-1)
         samples = rows["samples"].sum(axis=1)
@@ -87,9 +87,9 @@ class Reducer:
             samples = rows["samples"].max(axis=1)
         self.totals.steps += len(rows)
         self.totals.samples += int(samples.sum())
-        self._count(flat, parts_s.reshape(-1, len(PARTS)), columns.blamed_rank.reshape(-1))
+        self._count(flat, parts_s.reshape(-1, len(PARTS)), blame.flat())
         for rank in range(self._workers):
-            self.recent.add(rank, rows[:, rank], parts_s[:, rank], columns.blamed_rank[:, rank])
+            self.recent.add(rank, rows[:, rank], parts_s[:, rank], blame[:, rank])
         first, last = (start[:, 0], end[:, 0]) if self.skewed else (start.min(1), end.max(1))
         self.recent.tick(first, last, samples)
         spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
@@ -105,13 +105,13 @@ class Reducer:
         if not len(rows):
             return
         columns = derive(rows[:, None], workers=self._workers)
-        parts_s, blamed = parts_of(columns)[:, 0], columns.blamed_rank[:, 0]
+        parts_s, blame = parts_of(columns)[:, 0], Blame.of(columns)[:, 0]
         step, start, end = rows["step"], rows["start_s"], rows["end_s"]
         loss = np.full(len(rows), np.nan) if lost else rows["local_loss"].copy()
-        self._count(rows, parts_s, blamed)
+        self._count(rows, parts_s, blame)
         for rank in np.unique(rows["rank"]):
             own = rows["rank"] == rank
-            self.recent.add(int(rank), rows[own], parts_s[own], blamed[own])
+            self.recent.add(int(rank), rows[own], parts_s[own], blame[own])
         if lost:
             self.totals.samples += int(rows["samples"].sum()) if self._data_parallel else 0
         else:
@@ -125,10 +125,10 @@ class Reducer:
             self.curves["loss"].add(step, start, loss)
             newest = int(end.argmax())
             self.last = (max(int(step.max()), self.last[0]), float(loss[newest]))
-        self._store(rows, parts_s, blamed, loss)
+        self._store(rows, parts_s, blame.rank, loss)
 
-    def _count(self, rows: Rows, parts_s: NDArray[np.float64], blamed: NDArray[Any]) -> None:
-        self.totals.add_rows(rows, parts_s, blamed)
+    def _count(self, rows: Rows, parts_s: NDArray[np.float64], blame: Blame) -> None:
+        self.totals.add_rows(rows, parts_s, blame)
         for name in ("staleness", "bubble_s"):
             values = rows[name].astype(np.float64)
             if not np.isnan(values).all():

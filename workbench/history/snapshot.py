@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class Worker:
         potential_per_s: Its samples over the time it was not waiting.
         share: Fractions of its time in each of `metrics.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
+        bubble: Share of its time in which it had nothing to do, 0..1; NaN outside pipelines.
+        memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
     """
 
     rank: int
@@ -66,6 +69,67 @@ class Worker:
     potential_per_s: float
     share: tuple[float, ...]
     wait_ms: float
+    bubble: float = float("nan")
+    memory_bytes: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Attributes:
+        ranks: Who holds it: one worker of each pipeline.
+        layers: The first and the last of its layers.
+        parameters: How many numbers it learns.
+        microbatch_s: Forward and backward of a microbatch, as measured before the cut.
+        handed_bytes: What it hands on for a microbatch.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    layers: str
+    parameters: int
+    microbatch_s: float
+    handed_bytes: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model was cut into the stages of a pipeline.
+
+    Attributes:
+        microbatch_samples: Samples of a microbatch.
+        pipelines: How many stand side by side.
+        ideal_bubble: The schedule's share of idle time with equal stages, 0..1.
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: str
+    microbatches: int
+    microbatch_samples: int
+    pipelines: int
+    ideal_bubble: float
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Split:
+        """Return what a `split` event says."""
+        rows, pipelines = fields["stages"], int(fields["pipelines"])
+        workers = 1 + max(int(row["rank"]) for row in rows)
+        stages = (
+            Stage(
+                int(row["stage"]),
+                tuple(int(row["rank"]) + workers * other for other in range(pipelines)),
+                str(row["layers"]),
+                int(row["parameters"]),
+                float(row["microbatch_s"]),
+                int(row["handed_bytes"]),
+            )
+            for row in rows
+        )
+        return Split(
+            tuple(stages), str(fields["schedule"]), int(fields["microbatches"]),
+            int(fields["microbatch_samples"]), pipelines, float(fields["ideal_bubble"]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +150,7 @@ class Snapshot:
         evals: One mapping per evaluation: step, epoch, then the metrics.
         logged: Columns of `wb.log`: name -> Curve.
         notes: Things the user should know.
+        split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
         unmeasured: Names of `metrics.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.
@@ -116,5 +181,6 @@ class Snapshot:
     logged: dict[str, Curve] = field(default_factory=dict)
     evals: list[dict[str, Any]] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    split: Split | None = None
     parallelism: str = "data"
     unmeasured: tuple[str, ...] = ()

@@ -252,5 +252,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if name in COLUMNS:
                 self.story.fold("note", {"text": f"wb.log: {name} is a column already"}, t_s)
                 continue
+            if name == "memory_bytes":
+                self.story.memory_bytes[rank] = float(value)
             column = self._logged.setdefault(str(name), LoggedColumn())
             column.add(step, rank, t_s, float(value))

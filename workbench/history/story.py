@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .snapshot import Split
+
 MOST_NOTES = 100
 MOST_EVALS = 10_000
 
@@ -19,7 +21,10 @@ class Story:
         devices: Device by rank.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes and warnings, each text once.
+        split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
+        memory_bytes: What each rank holds between steps.
+        servers: Fields of `server` by number of the server.
         epoch: Latest epoch that began.
     """
 
@@ -30,7 +35,10 @@ class Story:
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.split: Split | None = None
         self.unmeasured: dict[str, str] = {}
+        self.memory_bytes: dict[int, float] = {}
+        self.servers: dict[int, dict[str, Any]] = {}
         self.epoch = 0
         self.eval_s = 0.0
         self.paused_s = 0.0
@@ -50,6 +58,8 @@ class Story:
             self._note(str(fields.get("text", "")))
         elif name == "epoch":
             self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
+        elif name == "split":
+            self.split = Split.of(fields)
         elif name == "unmeasured":
             self._unmeasured(fields)
         elif name == "paused" and self._paused_at is None:
@@ -59,6 +69,8 @@ class Story:
             self._paused_at = None
         elif name == "run_finished":
             self.finished[int(fields.get("rank", 0))] = dict(fields)
+        elif name == "server":
+            self.servers[int(fields.get("server", 0))] = dict(fields)
         elif name == "error":
             self.errors[int(fields.get("rank", 0))] = dict(fields)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .snapshot import Worker
+from .snapshot import Split, Worker
 from .store import RunHistory
 
 Floats = NDArray[np.float64]
@@ -49,6 +49,8 @@ class RunSummary:
         options: The strategy's options.
         faults: Faults that were injected, as typed.
         workers_table: One row per worker, over the whole run.
+        split: How a pipeline's model was cut; None elsewhere.
+        servers: Per server the bytes it holds: parameters, optimizer, gradients.
     """
 
     name: str
@@ -78,6 +80,8 @@ class RunSummary:
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     workers_table: tuple[Worker, ...] = ()
+    split: Split | None = None
+    servers: tuple[dict[str, Any], ...] = ()
     stride: int = 1
 
     @property
@@ -135,6 +139,8 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
             _with_wait(worker, wait_s)
             for worker, wait_s in zip(snapshot.workers, waits_s, strict=True)
         ),
+        split=snapshot.split,
+        servers=tuple(dict(held) for _, held in sorted(history.story.servers.items())),
         stride=history.stride,
     )
 

@@ -13,6 +13,26 @@ from ..metrics import PARTS, Derived
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Blame:
+    """Who is to blame for rows: `rank` (-1: nobody) and `wait_s`, arrays of equal shape."""
+
+    rank: NDArray[np.int32]
+    wait_s: NDArray[np.floating[Any]]
+
+    @staticmethod
+    def of(derived: Derived) -> Blame:
+        """Return the blame in derived columns: (steps, ranks)."""
+        return Blame(derived.blamed_rank, derived.blamed_s)
+
+    def __getitem__(self, at: Any) -> Blame:
+        return Blame(self.rank[at], self.wait_s[at])
+
+    def flat(self) -> Blame:
+        """Return the same, row after row."""
+        return Blame(self.rank.reshape(-1), self.wait_s.reshape(-1))
+
+
 @dataclass
 class Totals:
     """Sums over all rows of a run, by rank.
@@ -26,6 +46,7 @@ class Totals:
         parts_s: (ranks, 5) seconds in each of `metrics.PARTS`; unmeasured rows add nothing.
         measured: (ranks, 5) rows in which the part was measured.
         sent_bytes: (ranks,) bytes sent; NaN while none was measured.
+        bubble_s: (ranks,) seconds of pipelines' bubbles; NaN while none was measured.
         blame_s: (ranks, ranks) seconds that row waited for column.
         first_s, last_s: (ranks,) start of the first and end of the last step, each rank's clock.
         paused_s: Seconds between a pause and the resume, seen by the kernel.
@@ -44,6 +65,7 @@ class Totals:
         self.parts_s: Floats = np.zeros((n, len(PARTS)))
         self.measured: NDArray[np.int64] = np.zeros((n, len(PARTS)), np.int64)
         self.sent_bytes: Floats = np.full(n, np.nan)
+        self.bubble_s: Floats = np.full(n, np.nan)
         self.blame_s: Floats = np.zeros((n, n))
         self.first_s: Floats = np.full(n, np.inf)
         self.last_s: Floats = np.full(n, -np.inf)
@@ -76,13 +98,13 @@ class Totals:
         np.divide(self.parts_s, whole, out=share, where=whole > 0)
         return share
 
-    def add_rows(self, rows: NDArray[Any], parts_s: Floats, blamed: NDArray[Any]) -> None:
+    def add_rows(self, rows: NDArray[Any], parts_s: Floats, blame: Blame) -> None:
         """Add rows of any ranks.
 
         Args:
             rows: (rows,) RECORD rows.
             parts_s: (rows, 5) seconds in each part.
-            blamed: (rows,) rank that the wait was for, -1 for nobody.
+            blame: (rows,) whom they waited for.
         """
         n, rank = self.ranks, rows["rank"].astype(np.int64)
         known = np.isfinite(parts_s)
@@ -95,15 +117,21 @@ class Totals:
             self.measured[:, part] += np.bincount(rank, known[:, part], n).astype(np.int64)
         np.minimum.at(self.first_s, rank, rows["start_s"])
         np.maximum.at(self.last_s, rank, rows["end_s"])
-        sent = rows["sent_bytes"]
-        has = np.isfinite(sent)
-        if has.any():
-            touched = np.bincount(rank[has], minlength=n) > 0
-            self.sent_bytes[touched & np.isnan(self.sent_bytes)] = 0.0
-            self.sent_bytes[touched] += np.bincount(rank[has], sent[has], n)[touched]
-        at = (blamed >= 0) & known[:, 2]
+        _add_known(self.sent_bytes, rank, rows["sent_bytes"])
+        _add_known(self.bubble_s, rank, rows["bubble_s"])
+        at = (blame.rank >= 0) & np.isfinite(blame.wait_s)
         if at.any():
-            np.add.at(self.blame_s, (rank[at], blamed[at].astype(np.int64)), filled[at, 2])
+            where = (rank[at], blame.rank[at].astype(np.int64))
+            np.add.at(self.blame_s, where, blame.wait_s[at])
+
+
+def _add_known(sums: Floats, rank: NDArray[np.int64], values: NDArray[Any]) -> None:
+    """Add what was measured to the sums by rank, which are NaN before the first."""
+    has = np.isfinite(values)
+    if has.any():
+        touched = np.bincount(rank[has], minlength=len(sums)) > 0
+        sums[touched & np.isnan(sums)] = 0.0
+        sums[touched] += np.bincount(rank[has], values[has], len(sums))[touched]
 
 
 def parts_of(derived: Derived) -> Floats:

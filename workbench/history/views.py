@@ -84,6 +84,7 @@ def take(of: Sources, label: Label) -> Snapshot:
         logged={name: curve.curve(origin) for name, curve in of.logged.items()},
         evals=[dict(one) for one in of.story.evals],
         notes=tuple(of.story.notes),
+        split=of.story.split,
         parallelism="data" if of.data_parallel else "model",
         unmeasured=unmeasured_parts(totals),
     )
@@ -93,6 +94,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     """Return one row per worker, over the whole run (the median wait: over the latest steps)."""
     totals = of.totals
     wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
+    bubble = totals.bubble_s / np.where(totals.step_s > 0, totals.step_s, np.nan)
     return tuple(
         Worker(
             rank=rank,
@@ -104,6 +106,8 @@ def workers(of: Sources) -> tuple[Worker, ...]:
             ),
             share=tuple(float(part) for part in share[rank]),
             wait_ms=float(wait_s[rank]) * 1e3,
+            bubble=float(bubble[rank]),
+            memory_bytes=of.story.memory_bytes.get(rank, float("nan")),
         )
         for rank, engine in enumerate(of.engines)
     )

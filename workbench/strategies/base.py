@@ -83,6 +83,7 @@ class StepResult:
             live on the device).
         replicas: One result per replica where this engine holds several; `samples` and `loss` are
             then those of the engine, and each replica has a row of its own.
+        waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
     """
 
     samples: int
@@ -94,6 +95,7 @@ class StepResult:
     sent_bytes: float = NAN
     staleness: float = NAN
     bubble_s: float = NAN
+    waited_for: int = -1
     deferred: Deferred | None = None
     replicas: tuple[StepResult, ...] = ()
 

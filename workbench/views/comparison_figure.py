@@ -13,8 +13,8 @@ from ..history.comparison import Comparison, ComparisonRow
 from ..history.summary import LossCurve
 from ..metrics import PARTS
 from .tables import comparison_table
-from .text import UNKNOWN, milliseconds, number, percent
 from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_COLORS, PHASE_NAMES, series
+from .units import UNKNOWN, milliseconds, number, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -143,6 +143,15 @@ function make(tag, name, parent, text) {
   return element;
 }
 
+/** One item of a legend. */
+function key(name, color, hatched) {
+  const item = make("li", ""), swatch = make("i", "", item);
+  swatch.style.background = hatched
+    ? `repeating-linear-gradient(135deg, ${color} 0 2px, ${color}38 2px 4.5px)` : color;
+  item.append(name);
+  return item;
+}
+
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -462,14 +471,67 @@ function drawShare(c, data, at, left, y, width, height, styles, ink) {
   }
 }
 
-/** Text on a phase's colour; on the hatched one it stands on a plate. */
+/** A pipeline's bubbles: the schedule's share hatched, the excess full, then the worker's work. */
+function drawBubbles(panel, table, head, ink) {
+  const ranks = table.rows, row = rowHeight(ranks), height = 18 + ranks * (row + GAP) + 4;
+  const c = panel.begin(height, ink);
+  if (!c || !ranks) return;
+  const { labels, left } = gutter(c, head, panel.width, ink), { ideal } = head.split;
+  const wide = panel.width > 620, bar = panel.width - RIGHT - left - (wide ? 176 : 96);
+  const columns = wide ? [["bubble", panel.width - RIGHT - 94], ["beyond ideal", panel.width - RIGHT]]
+    : [["beyond ideal", panel.width - RIGHT]];
+  c.font = `11px ${ink.font}`;
+  c.fillStyle = ink.muted;
+  c.textAlign = "right";
+  for (const [name, at] of columns) c.fillText(name, at, 8);
+  const styles = fills(c, ink);
+  for (let r = 0; r < ranks; r++) {
+    const y = 18 + r * (row + GAP), bubble = table.data[r * table.columns + 9];
+    drawLabel(c, labels[r], y, row, r === head.slow_rank, ink);
+    if (bubble === bubble) drawBubble(c, bubble, ideal, left, y, bar, row, styles, ink);
+    c.textAlign = "right";
+    c.font = `${Math.min(12, row)}px ${ink.font}`;
+    c.fillStyle = ink.text;
+    head.bubbles[r].slice(wide ? 0 : 1).forEach((text, i) => c.fillText(text, columns[i][1], y + row / 2 + 0.5));
+  }
+  drawIdeal(c, left + ideal * bar, height, ink);
+}
+
+function drawBubble(c, bubble, ideal, left, y, width, height, styles, ink) {
+  const pieces = [[Math.min(bubble, ideal), styles[ink.hatched], ink.hatched],
+    [Math.max(0, bubble - ideal), ink.phases[ink.hatched], -1], [1 - bubble, styles[ink.busy], ink.busy]];
+  let from = left;
+  c.textAlign = "center";
+  c.font = `600 ${Math.min(11.5, height)}px ${ink.font}`;
+  for (const [share, style, phase] of pieces) {
+    const size = share * width, text = `${Math.round(share * 100)} %`;
+    if (!(size > 0)) continue;
+    c.fillStyle = ink.paper;
+    c.fillRect(from, y, size, height);
+    c.fillStyle = style;
+    c.fillRect(from, y, Math.max(0.5, size - 1), height);
+    if (size > c.measureText(text).width + 8 && height >= 11) drawOn(c, text, from + size / 2, y + height / 2 + 0.5, phase, ink);
+    from += size;
+  }
+}
+
+/** Where a bubble would end with the schedule's share alone. */
+function drawIdeal(c, x, height, ink) {
+  c.strokeStyle = ink.text;
+  c.lineWidth = 1.2;
+  c.setLineDash([4, 3]);
+  line(c, Math.round(x) + 0.5, 14, Math.round(x) + 0.5, height);
+  c.setLineDash([]);
+}
+
+/** Text on a phase's colour; on the hatched one it stands on a plate, -1 is its colour in full. */
 function drawOn(c, text, x, y, phase, ink) {
   if (phase === ink.hatched) {
     const half = c.measureText(text).width / 2 + 4;
     c.fillStyle = ink.paper;
     c.fillRect(x - half, y - 8, 2 * half, 15);
     c.fillStyle = ink.text;
-  } else c.fillStyle = ink.on[phase];
+  } else c.fillStyle = ink.on[phase < 0 ? ink.hatched : phase];
   c.fillText(text, x, y);
 }
 
@@ -491,7 +553,7 @@ function readInk(root, palette) {
   const style = getComputedStyle(root), of = (name, other) => style.getPropertyValue(name).trim() || other;
   const own = palette[mode];
   return {
-    ...own, mode, hatched: palette.hatched, names: palette.names, font: style.fontFamily || "sans-serif",
+    ...own, mode, hatched: palette.hatched, busy: palette.busy, names: palette.names, font: style.fontFamily || "sans-serif",
     text: of("--wb-ink", own.ink), muted: of("--wb-muted", own.muted), grid: of("--wb-line", own.grid),
     paper: of("--wb-paper", own.paper), wait: of("--wb-wait", own.phases[palette.hatched]),
     on: own.phases.map(readable),
@@ -551,6 +613,12 @@ class View {
     this.legend.setAttribute("aria-label", "Colours of the phases");
     this.shares = new Panel(this.root, "Where the time went", this.observer);
     setText(this.shares.value, "share of each worker's time");
+    this.pipeline = make("div", "wb-pipeline", this.root);
+    this.pipeline.hidden = true;
+    this.bubbles = new Panel(this.pipeline, "", this.observer);
+    this.bubbleLegend = make("ul", "wb-legend", this.pipeline);
+    this.cut = make("div", "wb-cut", this.pipeline);
+    this.stages = make("table", "wb-stages", make("div", "wb-scroll", this.pipeline));
     this.extras = make("div", "wb-more", this.root);
     this.notes = make("ul", "wb-notes", this.root);
     this.foot = make("div", "wb-foot", this.root);
@@ -592,13 +660,9 @@ class View {
   /** Read the theme's colours anew; the page's styles may arrive a little after its attribute. */
   restyle() {
     this.ink = readInk(this.root, this.palette);
-    this.legend.replaceChildren(...this.ink.names.map((name, i) => {
-      const item = make("li", ""), swatch = make("i", "", item), color = this.ink.phases[i];
-      swatch.style.background = i === this.ink.hatched
-        ? `repeating-linear-gradient(135deg, ${color} 0 2px, ${color}38 2px 4.5px)` : color;
-      item.append(name);
-      return item;
-    }));
+    const { names, phases, hatched } = this.ink;
+    this.legend.replaceChildren(...names.map((name, i) => key(name, phases[i], i === hatched)));
+    this.split = null; // its legend has colours too
   }
 
   draw() {
@@ -613,6 +677,7 @@ class View {
     this.timeline.label(`Timeline of the latest steps. ${head.description}`);
     drawShares(this.shares, this.store.table("workers"), head, this.ink);
     this.shares.label(this.sharesInWords(head));
+    this.drawPipeline(head);
     this.drawExtras(head);
     this.drawNotes(head);
   }
@@ -669,6 +734,33 @@ class View {
     setText(panel.value, text);
     drawCurve(panel, table, this.ink, { height: CHART, ...options });
     panel.label(`${panel.title.textContent} over steps, now ${text}.`);
+  }
+
+  drawPipeline(head) {
+    this.pipeline.hidden = !head.split;
+    if (!head.split) return;
+    if (this.split !== head.split) this.layOutStages(head.split);
+    drawBubbles(this.bubbles, this.store.table("workers"), head, this.ink);
+    const words = head.bubbles.map(([whole, beyond], r) => `${head.labels[r]}: bubble ${whole}, ${beyond} beyond ideal`);
+    this.bubbles.label(`${head.split.caption}. ${words.join(". ")}.`);
+  }
+
+  layOutStages(split) {
+    this.split = split;
+    const { phases, hatched, busy } = this.ink, wait = phases[hatched];
+    setText(this.bubbles.title, split.title);
+    setText(this.bubbles.value, "share of each worker's time");
+    this.bubbleLegend.replaceChildren(...split.names.map((name, i) => key(name, i < 2 ? wait : phases[busy], i === 0)));
+    const cells = (row, kind, parent) => row.forEach((text, i) => {
+      make(kind, split.numeric[i] ? "wb-number" : "", parent, text);
+    });
+    setText(this.cut, split.caption);
+    this.stages.setAttribute("aria-label", `Stages: ${split.caption}`);
+    this.stages.replaceChildren();
+    cells(split.columns, "th", make("tr", "", make("thead", "", this.stages)));
+    for (const cell of this.stages.querySelectorAll("th")) cell.scope = "col";
+    const body = make("tbody", "", this.stages);
+    for (const row of split.rows) cells(row, "td", make("tr", "", body));
   }
 
   drawExtras(head) {

@@ -139,4 +139,5 @@ def _palette() -> dict[str, Any]:
     } | {
         "names": list(theme.PHASE_NAMES.values()),
         "hatched": list(theme.PHASE_NAMES).index(theme.HATCHED),
+        "busy": list(theme.PHASE_NAMES).index(theme.BUSY),
     }

@@ -12,7 +12,9 @@ import numpy as np
 
 from ..history.snapshot import Curve, Snapshot
 from ..metrics import PARTS
-from . import text
+from . import text, units
+from .figure_parts import draw_percent, stack, style, worker_axis
+from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
 from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, series
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the end of a run needs it
@@ -77,7 +79,10 @@ def run_figure(snapshot: Snapshot) -> Figure:
     rows = max(1, len(snapshot.workers)) * _ROW_IN + _PAD_IN
     more = {**snapshot.extra, **snapshot.logged}
     more_rows = -(-len(more) // 3)
-    heights = [_HEAD_IN, _CHART_IN, rows, rows + 0.2] + [_SMALL_IN] * more_rows
+    heights = [_HEAD_IN, _CHART_IN, rows, rows + 0.2]
+    if snapshot.split is not None:
+        heights += [rows + 0.2, stages_height_in(snapshot.split)]
+    heights += [_SMALL_IN] * more_rows
     figure = Figure(figsize=(_WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
     bands: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     _draw_head(bands[0], snapshot)
@@ -89,7 +94,10 @@ def run_figure(snapshot: Snapshot) -> Figure:
         right.set_ylim(bottom=0)
     _draw_timeline(bands[2].subplots(), snapshot)
     _draw_shares(bands[3].subplots(), snapshot)
-    _draw_more(bands[4:], more)
+    if snapshot.split is not None:
+        draw_bubbles(bands[4].subplots(), snapshot, snapshot.split)
+        draw_stages(bands[5], snapshot.split)
+    _draw_more(bands[len(bands) - more_rows :], more)
     return figure
 
 
@@ -103,19 +111,11 @@ def _draw_head(band: SubFigure, snapshot: Snapshot) -> None:
     band.text(0.01, 0.24, " · ".join(blame), fontsize=9, weight="bold", va="top", color=color)
 
 
-def _style(axes: Axes, title: str, value: str = "") -> None:
-    axes.set_title(title, loc="left", fontsize=9.5, weight="bold", color=INK["light"])
-    axes.set_title(value, loc="right", fontsize=9, color=MUTED["light"])
-    axes.tick_params(labelsize=8, length=0, colors=MUTED["light"])
-    axes.spines[:].set_visible(False)
-    axes.set_axisbelow(True)
-
-
 def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
     if not len(curve):
-        _style(axes, title, "no steps")
+        style(axes, title, "no steps")
         return
-    _style(axes, title, text.number(float(curve.mean[-1])))
+    style(axes, title, units.number(float(curve.mean[-1])))
     axes.grid(axis="y", color=GRID["light"], linewidth=0.8)
     axes.fill_between(curve.step, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
     axes.plot(curve.step, curve.mean, color=color, linewidth=1.6)
@@ -135,74 +135,49 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
         axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["light"])
 
 
-def _stack(axes: Axes, at: Any, widths: Any, left: Any, part: str) -> None:
-    """Draw one phase's boxes; the waiting ones hatched."""
-    color, hatched = phase_colors()[part], part == HATCHED
-    axes.barh(
-        at,
-        widths,
-        left=left,
-        height=0.8,
-        color=(color, 0.22) if hatched else color,
-        edgecolor=color if hatched else "white",
-        linewidth=0,
-        hatch="//////" if hatched else None,
-    )
-
-
-def _worker_axis(axes: Axes, snapshot: Snapshot) -> None:
-    axes.set_yticks(range(len(snapshot.workers)))
-    axes.set_yticklabels([text.worker_label(w) for w in snapshot.workers])
-    axes.set_ylim(len(snapshot.workers) - 0.4, -0.6)
-    for label, worker in zip(axes.get_yticklabels(), snapshot.workers, strict=True):
-        blamed = worker.rank == snapshot.slow_rank
-        label.set_color(phase_colors()[HATCHED] if blamed else INK["light"])
-        label.set_fontweight("bold" if blamed else "normal")
-
-
 def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:
     line = snapshot.timeline
     if not len(line.step) or not snapshot.workers:
-        _style(axes, "What each worker did", "no steps")
+        style(axes, "What each worker did", "no steps")
         axes.set_xticks([])
         axes.set_yticks([])
         return
     shown = slice(-_VISIBLE_STEPS, None)
     first, last = int(line.step[shown][0]), int(line.step[-1])
-    _style(axes, "What each worker did", f"steps {first} to {last}")
+    style(axes, "What each worker did", f"steps {first} to {last}")
     starts = (line.start_s[shown] - np.nanmin(line.start_s[shown])) * 1e3
     parts = np.nan_to_num(line.parts_s[shown]) * 1e3
     rows = np.broadcast_to(np.arange(starts.shape[1]), starts.shape).ravel()
     begin = starts.copy()
     for index, part in enumerate(PARTS):
-        _stack(axes, rows, parts[:, :, index].ravel(), begin.ravel(), part)
+        stack(axes, rows, parts[:, :, index].ravel(), begin.ravel(), part)
         begin = begin + parts[:, :, index]
     axes.vlines(starts.ravel(), rows - 0.42, rows + 0.42, color="white", linewidth=1.6)
     axes.set_xlabel("ms", fontsize=8, color=MUTED["light"], loc="right", labelpad=1)
-    _worker_axis(axes, snapshot)
+    worker_axis(axes, snapshot)
     axes.margins(x=0.005)
 
 
 def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
     from matplotlib.patches import Patch
 
-    _style(axes, "Where the time went", "potential · median wait")
+    style(axes, "Where the time went", "potential · median wait")
     rows = np.arange(len(snapshot.workers))
     share = np.asarray([w.share for w in snapshot.workers]).reshape(len(rows), len(PARTS))
     share = np.nan_to_num(share)
     begin = np.zeros(len(rows))
     for index, part in enumerate(PARTS):
-        _stack(axes, rows, share[:, index], begin, part)
+        stack(axes, rows, share[:, index], begin, part)
         for row, size in enumerate(share[:, index].tolist()):
             if size >= 0.06:
-                _draw_percent(axes, float(begin[row]) + size / 2, row, size, part)
+                draw_percent(axes, float(begin[row]) + size / 2, row, size, part)
         begin = begin + share[:, index]
     for row, worker in enumerate(snapshot.workers):
-        words = f"{text.number(worker.potential_per_s)}/s · {text.milliseconds(worker.wait_ms)}"
+        words = f"{units.number(worker.potential_per_s)}/s · {units.milliseconds(worker.wait_ms)}"
         axes.text(1.01, row, words, va="center", fontsize=8, color=INK["light"])
     axes.set_xlim(0, 1.17)
     axes.set_xticks([])
-    _worker_axis(axes, snapshot)
+    worker_axis(axes, snapshot)
     colors = phase_colors()
     keys = [
         Patch(
@@ -217,15 +192,6 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
     axes.legend(
         handles=keys, loc="upper left", bbox_to_anchor=(0, 0), ncols=len(keys), fontsize=8,
         frameon=False, borderaxespad=0.1, handlelength=1.3, columnspacing=1.4,
-    )  # fmt: skip
-
-
-def _draw_percent(axes: Axes, x: float, row: float, share: float, part: str) -> None:
-    plate = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if part == HATCHED else None
-    dark = part in (HATCHED, "data_wait_s", "other_s")
-    axes.text(
-        x, row, text.percent(share), ha="center", va="center", fontsize=8, weight="bold",
-        color=INK["light"] if dark else "white", bbox=plate,
     )  # fmt: skip
 
 

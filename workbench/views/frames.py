@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from .. import lifecycle
 from ..history.snapshot import Curve, Snapshot, Timeline
-from . import text
+from . import stages, text
 
 CURVE_COLUMNS = 4
 """Columns of a curve's table: step, mean, low, high."""
 
-WORKER_COLUMNS = 9
-"""Columns of the workers' table: rank, samples/s, potential/s, median wait in ms, five shares."""
+WORKER_COLUMNS = 10
+"""Columns of the workers' table: rank, samples/s, potential/s, median wait in ms, five shares,
+bubble's share."""
 
 
 class Table(TypedDict):
@@ -132,9 +133,34 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "labels": [text.worker_label(w) for w in snapshot.workers],
         "evals": [_finite(e) for e in snapshot.evals],
         "curves": [*(f"extra:{k}" for k in snapshot.extra), *(f"log:{k}" for k in snapshot.logged)],
+        "split": _split(snapshot),
+        "bubbles": _bubbles(snapshot),
         "origin_s": origin,
         "description": text.describe(snapshot),
     }
+
+
+def _split(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Return a pipeline's stages in words; None elsewhere."""
+    split = snapshot.split
+    if split is None:
+        return None
+    return {
+        "title": stages.TITLE,
+        "names": list(stages.NAMES),
+        "caption": stages.caption(split),
+        "ideal": split.ideal_bubble,
+        "columns": list(stages.COLUMNS),
+        "numeric": [name in stages.NUMERIC for name in stages.COLUMNS],
+        "rows": [list(row) for row in stages.rows(split)],
+    }
+
+
+def _bubbles(snapshot: Snapshot) -> list[list[str]]:
+    """Return for each worker of a pipeline how large its bubble is, and how much is excess."""
+    if snapshot.split is None:
+        return []
+    return [list(stages.bubble(w, snapshot.split).words) for w in snapshot.workers]
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +238,8 @@ def _timeline_rows(snapshot: Snapshot, skip_rows: int) -> Floats32:
 
 def _worker_rows(snapshot: Snapshot) -> Floats32:
     rows = [
-        (w.rank, w.samples_per_s, w.potential_per_s, w.wait_ms, *w.share) for w in snapshot.workers
+        (w.rank, w.samples_per_s, w.potential_per_s, w.wait_ms, *w.share, w.bubble)
+        for w in snapshot.workers
     ]
     return np.asarray(rows, np.float32).reshape(len(rows), WORKER_COLUMNS)
 

@@ -11,14 +11,14 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from ..history.snapshot import Curve, Floats, Snapshot, Worker
+from ..history.snapshot import Curve, Floats, Snapshot
 from ..metrics import PARTS
-from . import text
+from . import text, units
+from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, say, say_percent
+from .svg_pipeline import pipeline
 from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, series
 
-_WIDTH, _MARGIN, _GUTTER = 860, 14, 110
 _CHART_WIDTH, _CHART_HEIGHT = 405, 130
-_ROW, _GAP = 20, 4
 _VISIBLE_STEPS = 12
 _CURVE_POINTS = 240
 _POTENTIAL_RIGHT = 96  # the column's right edge, counted from the right margin
@@ -32,13 +32,16 @@ def run_svg(snapshot: Snapshot) -> str:
         ("Throughput, samples/s", snapshot.throughput_curve, series(2), True),
     )
     for index, (title, curve, color, from_zero) in enumerate(pairs):
-        left = _MARGIN + index * (_CHART_WIDTH + 22)
+        left = MARGIN + index * (_CHART_WIDTH + 22)
         body += _chart(title, curve, left, y, color, from_zero)
     y += _CHART_HEIGHT + 46
     part, y = _timeline(snapshot, y)
     body += part
     part, y = _shares(snapshot, y)
     body += part
+    if snapshot.split is not None:
+        part, y = pipeline(snapshot, snapshot.split, y)
+        body += part
     part, y = _more(snapshot, y)
     body += part
     return _document(body, y, text.describe(snapshot))
@@ -49,16 +52,17 @@ def _document(body: list[str], height: float, description: str) -> str:
     style = (
         f".i{{fill:{INK['light']}}}.m{{fill:{MUTED['light']}}}.g{{stroke:{GRID['light']}}}"
         f".p{{fill:{PAPER['light']}}}.w{{fill:{color}}}"
+        f".l{{stroke:{INK['light']}}}"
         "@media(prefers-color-scheme:dark){"
         f".i{{fill:{INK['dark']}}}.m{{fill:{MUTED['dark']}}}.g{{stroke:{GRID['dark']}}}"
-        f".p{{fill:{PAPER['dark']}}}}}"
+        f".p{{fill:{PAPER['dark']}}}.l{{stroke:{INK['dark']}}}}}"
     )
     hatch = (
         '<pattern id="wb-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="6" height="6" fill="{color}" '
         f'fill-opacity=".22"/><path d="M1 0v6" stroke="{color}" stroke-width="1.8"/></pattern>'
     )
-    size = f'viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" height="{height:.0f}"'
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="max-width:100%;height:auto" '
         f'role="img" aria-label="{escape(description)}" font-family="system-ui,sans-serif" '
@@ -67,27 +71,17 @@ def _document(body: list[str], height: float, description: str) -> str:
     )
 
 
-def _say(
-    x: float, y: float, words: str, kind: str = "i", *, anchor: str = "start", bold: bool = False
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{weight}>'
-        f"{escape(words)}</text>"
-    )
-
-
 def _head(snapshot: Snapshot) -> tuple[list[str], float]:
     found = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     body = [
-        _say(_MARGIN, 24, f"{text.title(snapshot)} · {snapshot.state}", bold=True),
-        _say(_MARGIN, 44, " · ".join(found)),
+        say(MARGIN, 24, f"{text.title(snapshot)} · {snapshot.state}", bold=True),
+        say(MARGIN, 44, " · ".join(found)),
     ]
     y = 60.0
     lines = [text.slow(snapshot), text.dropped(snapshot), *snapshot.notes]
     for index, line in enumerate(line for line in lines if line):
         slow = index == 0 and bool(text.slow(snapshot))
-        body.append(_say(_MARGIN, y + 4, line, "w" if slow else "m", bold=slow))
+        body.append(say(MARGIN, y + 4, line, "w" if slow else "m", bold=slow))
         y += 18
     return body, y + 14
 
@@ -108,15 +102,15 @@ def _chart(
     width: float = _CHART_WIDTH,
     height: float = _CHART_HEIGHT,
 ) -> list[str]:
-    last = text.number(float(curve.mean[-1])) if len(curve) else text.UNKNOWN
+    last = units.number(float(curve.mean[-1])) if len(curve) else units.UNKNOWN
     body = [
-        _say(left, top, title, bold=True),
-        _say(left + width, top, last, anchor="end", bold=True),
+        say(left, top, title, bold=True),
+        say(left + width, top, last, anchor="end", bold=True),
     ]
     shown = _thin(curve)
     known = np.isfinite(shown.mean)
     if not known.any():
-        return [*body, _say(left + width / 2, top + height / 2, "no steps yet", "m")]
+        return [*body, say(left + width / 2, top + height / 2, "no steps yet", "m")]
     low, high = float(np.nanmin(shown.low)), float(np.nanmax(shown.high))
     low = min(0.0, low) if from_zero else low
     span = (high - low) or abs(high) or 1.0
@@ -130,7 +124,7 @@ def _chart(
     for tick in (low, low + span / 2, high):
         at = float(y(np.asarray(tick)))
         body.append(f'<path class="g" d="M{plot_left} {at:.1f}h{width - 40:.1f}"/>')
-        body.append(_say(plot_left - 5, at + 4, text.number(tick), "m", anchor="end"))
+        body.append(say(plot_left - 5, at + 4, units.number(tick), "m", anchor="end"))
     # A band without its unknown points; a line that breaks at them.
     edge_x = np.concatenate([x[known], x[known][::-1]])
     edge_y = np.concatenate([y(shown.high)[known], y(shown.low)[known][::-1]])
@@ -139,9 +133,9 @@ def _chart(
         f'<path d="{_path(x, y(shown.mean))}" fill="none" stroke="{color}" stroke-width="1.8"/>'
     )
     bottom = top + height + 24
-    body.append(_say(plot_left, bottom, text.number(first), "m"))
-    end = f"step {text.number(float(shown.step[-1]))}"
-    return [*body, _say(left + width, bottom, end, "m", anchor="end")]
+    body.append(say(plot_left, bottom, units.number(first), "m"))
+    end = f"step {units.number(float(shown.step[-1]))}"
+    return [*body, say(left + width, bottom, end, "m", anchor="end")]
 
 
 def _path(x: Floats, y: Floats) -> str:
@@ -155,33 +149,23 @@ def _path(x: Floats, y: Floats) -> str:
     return "".join(pieces)
 
 
-def _label(worker: Worker, y: float, slow_rank: int | None) -> str:
-    slow = worker.rank == slow_rank
-    return _say(_MARGIN, y + _ROW - 6, text.worker_label(worker), "w" if slow else "i", bold=slow)
-
-
-def _box(x: float, y: float, width: float, part: str) -> str:
-    fill = "url(#wb-hatch)" if part == HATCHED else phase_colors()[part]
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_ROW}" fill="{fill}"/>'
-
-
 def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     line = snapshot.timeline
-    body = [_say(_MARGIN, y, "What each worker did", bold=True)]
+    body = [say(MARGIN, y, "What each worker did", bold=True)]
     if not len(line.step):
         return body, y + 24
     starts, parts = line.start_s[-_VISIBLE_STEPS:], np.nan_to_num(line.parts_s[-_VISIBLE_STEPS:])
     begin = float(np.nanmin(starts))
     end = float(np.nanmax(starts + parts.sum(axis=2)))
-    scale = (_WIDTH - _MARGIN - _GUTTER) / max(end - begin, 1e-9)
-    length = text.duration(end - begin)
+    scale = (WIDTH - MARGIN - GUTTER) / max(end - begin, 1e-9)
+    length = units.duration(end - begin)
     words = f"steps {line.step[-len(starts)]:.0f} to {line.step[-1]:.0f} · {length}"
-    body.append(_say(_WIDTH - _MARGIN, y, words, "m", anchor="end"))
+    body.append(say(WIDTH - MARGIN, y, words, "m", anchor="end"))
     y += 8
     for rank, worker in enumerate(snapshot.workers):
-        body.append(_label(worker, y, snapshot.slow_rank))
+        body.append(label(worker, y, snapshot.slow_rank))
         body += _row_boxes(starts[:, rank], parts[:, rank], begin, scale, y)
-        y += _ROW + _GAP
+        y += ROW + GAP
     return body, y + 18
 
 
@@ -192,54 +176,45 @@ def _row_boxes(
     for start, lengths in zip(starts.tolist(), parts.tolist(), strict=True):
         if start != start:
             continue
-        x = _GUTTER + (start - begin) * scale
-        boxes.append(f'<path class="g" d="M{x:.1f} {y - 1:.1f}v{_ROW + 2}"/>')
+        x = GUTTER + (start - begin) * scale
+        boxes.append(f'<path class="g" d="M{x:.1f} {y - 1:.1f}v{ROW + 2}"/>')
         for part, length in zip(PARTS, lengths, strict=True):
             if length > 0:
-                boxes.append(_box(x, y, length * scale, part))
+                boxes.append(box(x, y, length * scale, part))
                 x += length * scale
     return boxes
 
 
 def _shares(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
-    right = _WIDTH - _MARGIN
+    right = WIDTH - MARGIN
     body = [
-        _say(_MARGIN, y, "Where the time went", bold=True),
-        _say(right - _POTENTIAL_RIGHT, y, "potential", "m", anchor="end"),
-        _say(right, y, "median wait", "m", anchor="end"),
+        say(MARGIN, y, "Where the time went", bold=True),
+        say(right - _POTENTIAL_RIGHT, y, "potential", "m", anchor="end"),
+        say(right, y, "median wait", "m", anchor="end"),
     ]
-    width = right - _GUTTER - 180
+    width = right - GUTTER - 180
     y += 8
     for worker in snapshot.workers:
-        body.append(_label(worker, y, snapshot.slow_rank))
-        x = float(_GUTTER)
+        body.append(label(worker, y, snapshot.slow_rank))
+        x = float(GUTTER)
         for part, share in zip(PARTS, worker.share, strict=True):
             if share > 0:
-                body.append(_box(x, y, share * width, part))
-                body += _percent(x, y, share, share * width, part)
+                body.append(box(x, y, share * width, part))
+                body += say_percent(x, y, share, share * width)
                 x += share * width
-        potential = f"{text.number(worker.potential_per_s)}/s"
-        body.append(_say(right - _POTENTIAL_RIGHT, y + _ROW - 6, potential, anchor="end"))
-        body.append(_say(right, y + _ROW - 6, text.milliseconds(worker.wait_ms), anchor="end"))
-        y += _ROW + _GAP
+        potential = f"{units.number(worker.potential_per_s)}/s"
+        body.append(say(right - _POTENTIAL_RIGHT, y + ROW - 6, potential, anchor="end"))
+        body.append(say(right, y + ROW - 6, units.milliseconds(worker.wait_ms), anchor="end"))
+        y += ROW + GAP
     return [*body, *_legend(y)], y + 30
 
 
-def _percent(x: float, y: float, share: float, width: float, part: str) -> list[str]:
-    if width < 34:
-        return []
-    middle = x + width / 2
-    plate = [f'<rect class="p" x="{middle - 17:.1f}" y="{y + 3:.1f}" width="34" height="14"/>']
-    words = _say(middle, y + _ROW - 6, text.percent(share), anchor="middle", bold=True)
-    return [*plate, words]
-
-
 def _legend(y: float) -> list[str]:
-    body, x = [], float(_GUTTER)
+    body, x = [], float(GUTTER)
     for part, name in PHASE_NAMES.items():
         fill = "url(#wb-hatch)" if part == HATCHED else phase_colors()[part]
         body.append(f'<rect x="{x:.1f}" y="{y + 4:.1f}" width="14" height="10" fill="{fill}"/>')
-        body.append(_say(x + 20, y + 13, name))
+        body.append(say(x + 20, y + 13, name))
         x += 110
     return body
 
@@ -250,6 +225,6 @@ def _more(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     curves = {**snapshot.extra, **snapshot.logged}
     width, height = 263, 64
     for index, (name, curve) in enumerate(curves.items()):
-        left, top = _MARGIN + index % 3 * (width + 20), y + 14 + index // 3 * (height + 48)
+        left, top = MARGIN + index % 3 * (width + 20), y + 14 + index // 3 * (height + 48)
         body += _chart(name, curve, left, top, series(index + 3), False, width, height)
     return body, y + -(-len(curves) // 3) * (height + 48) + 6

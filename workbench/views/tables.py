@@ -10,22 +10,10 @@ from .. import catalog
 from ..history.comparison import Comparison, ComparisonRow, Spread
 from ..history.summary import RunSummary
 from ..metrics import PARTS
+from . import stages
 from .table import Column, Table
-from .text import UNKNOWN, duration, milliseconds, number, percent
 from .theme import PHASE_NAMES
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(value: float | None) -> str:
-    """Return bytes in binary units: `512 B`, `1.5 MiB`; a dash where not measured."""
-    if value is None or not math.isfinite(value):
-        return UNKNOWN
-    power = 0
-    while abs(value) >= 1023.5 and power < len(_UNITS) - 1:
-        value, power = value / 1024, power + 1
-    places = 1 if power and abs(value) < 99.5 else 0
-    return f"{value:.{places}f} {_UNITS[power]}"
+from .units import UNKNOWN, duration, milliseconds, number, percent, size
 
 
 def loss(value: float | None) -> str:
@@ -78,10 +66,13 @@ def cluster_table(
 def summary_table(run: RunSummary) -> Table:
     """Return one run's key figures: a row per worker, the run as a whole in title and notes."""
     waited = "sync_wait_s" not in run.unmeasured
+    weighed = bool(run.servers) or any(math.isfinite(w.memory_bytes) for w in run.workers_table)
     columns = [
         Column("rank"), Column("engine"), Column("device", "left"),
         Column("samples/s"), Column("potential"),
         *(Column(PHASE_NAMES[part]) for part in PARTS), Column("median wait"),
+        *([Column("bubble"), Column("beyond ideal")] if run.split else []),
+        *([Column("holds")] if weighed else []),
     ]  # fmt: skip
     rows = [
         [
@@ -92,8 +83,14 @@ def summary_table(run: RunSummary) -> Table:
             number(worker.potential_per_s) if waited else UNKNOWN,
             *_shares(worker.share, run.unmeasured),
             milliseconds(worker.wait_ms),
+            *(stages.bubble(worker, run.split).words if run.split else []),
+            *([size(worker.memory_bytes)] if weighed else []),
         ]
         for worker in run.workers_table
+    ]
+    rows += [
+        [f"s{held['server']}", *[UNKNOWN] * (len(columns) - 2), size(_held_bytes(held))]
+        for held in run.servers
     ]
     return Table(columns, rows, _headline(run), _figures(run))
 
@@ -179,10 +176,24 @@ def _figures(run: RunSummary) -> list[str]:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
     if run.stride > 1:
         lines.append(f"Every {run.stride}th step is stored; these figures count all of them.")
+    lines += [_server(held) for held in run.servers]
+    if run.split is not None:
+        lines += [f"{stages.caption(run.split)}.", *stages.sentences(run.split)]
     if run.unmeasured:
         names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
         lines.append(f"Not measured: {names}.")
     return [*lines, *run.notes]
+
+
+def _held_bytes(held: Mapping[str, Any]) -> float:
+    """Return what a server holds in all."""
+    return float(sum(held[f"{kind}_bytes"] for kind in ("parameters", "optimizer", "gradients")))
+
+
+def _server(held: Mapping[str, Any]) -> str:
+    parts = [f"{kind} {size(held[f'{kind}_bytes'])}" for kind in ("parameters", "optimizer")]
+    mailboxes = size(held["gradients_bytes"])
+    return f"Server s{held['server']} holds {', '.join(parts)}, arriving gradients {mailboxes}."
 
 
 def _evals(run: RunSummary) -> str:

@@ -38,8 +38,8 @@ PHASE_NAMES: dict[str, str] = {
 }
 """What the parts are called in legends."""
 
-HATCHED = "sync_wait_s"
-"""The part that is hatched in every view."""
+BUSY, HATCHED = "compute_s", "sync_wait_s"
+"""The part that stands for work, and the one that is hatched in every view."""
 
 SERIES_LIGHT = (
     "#2C7BB6", "#D55E00", "#009E73", "#B8578F", "#B07C00", "#4A4E8C", "#5B8C2A", "#6B7079",

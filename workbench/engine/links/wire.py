@@ -102,7 +102,7 @@ def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: st
     try:
         while left:
             sent = sock.sendmsg(left[:_MOST_PARTS])
-            left = _rest(left, sent)
+            left = rest(left, sent)
     except OSError as error:
         raise closed(peer) from error
 
@@ -134,21 +134,21 @@ def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer:
             received = sock.recvmsg_into(left[:_MOST_PARTS])[0]
             if not received:
                 raise closed(peer)
-            left = _rest(left, received)
+            left = rest(left, received)
     except OSError as error:
         raise closed(peer) from error
 
 
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+def rest(views: list[memoryview], done: int) -> list[memoryview]:
     """Return what is left of the buffers after so many bytes."""
     at = 0
     while at < len(views) and done >= len(views[at]):
         done -= len(views[at])
         at += 1
-    rest = views[at:]
+    left = views[at:]
     if done:
-        rest[0] = rest[0][done:]
-    return rest
+        left[0] = left[0][done:]
+    return left
 
 
 def size_of(parts: Sequence[Bytes]) -> int:

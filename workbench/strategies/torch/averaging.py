@@ -7,9 +7,7 @@ else goes through `FlatGradients`, in one message after backward.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +17,10 @@ from ...errors import FitError
 from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
 from .allreduce.links import Links
+from .allreduce.near import connect_near
 from .compression import make_compression, message_like
 from .flat import FlatGradients, Mean, by_dtype
+from .replicas import check_alike
 
 AUTO = "auto"
 
@@ -58,18 +58,26 @@ class Averaging:
                 seen=", ".join(spec.faults),
                 next_step="-o allreduce=auto, or one of the algorithms",
             )
-        self.links = Links(dist.group.WORLD, hosts=spec.hosts, travel=context.faults.travel)
-        self._aside = Aside()
         self._on_cpu = torch.device(spec.device).type == "cpu"
+        ours = asked != BACKEND or self._compress != "none"
+        self.links = Links(
+            dist.group.WORLD,
+            hosts=spec.hosts,
+            travel=context.faults.travel,
+            peers=connect_near(dist.group.WORLD) if ours and self._on_cpu else None,
+        )
+        self._aside = Aside()
         self._ring_bytes = ring_bytes(model, self.links.size)
-        check_same_model(model, self.links)
         try:
+            check_alike(model)
             name = self._decide(model, asked, simulated)
         except BaseException:  # nobody will be there to close this
             self.close()
             raise
         self.all_reduce = AllReduce(name, self.links)
         self.overlapped = self.all_reduce.name == BACKEND and self._compress == "none"
+        if self.overlapped:  # another way was asked for, and measured to be slower
+            self.close()
         self._counted = self.links.sent_bytes
 
     def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
@@ -107,7 +115,9 @@ class Averaging:
         return lambda flat: self._aside.run(lambda: task(flat))
 
     def close(self) -> None:
-        """End the thread for messages."""
+        """Close the links of our own, which ends every wait for them, and the thread."""
+        if self.links.peers is not None:
+            self.links.peers.close()
         self._aside.close()
 
     def sent_bytes(self) -> float:
@@ -142,51 +152,3 @@ def ring_bytes(model: torch.nn.Module, workers: int) -> float:
     """Return the bytes a worker sends per step: a ring all-reduce of all gradients."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     return 2 * (workers - 1) / workers * size_bytes(trained)
-
-
-def check_same_model(model: torch.nn.Module, links: Links) -> None:
-    """Check that all workers hold a model of the same names, shapes and dtypes.
-
-    Raises:
-        FitError: They do not; raised on every worker.
-    """
-    if links.size == 1:
-        return
-    tensors = model.state_dict(keep_vars=True)
-    words = repr([(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in tensors.items()])
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    device: Any = next(model.parameters()).device
-    own = torch.tensor([numbers, zlib.crc32(words.encode())], device=device)
-    every = [torch.empty_like(own) for _ in range(links.size)]
-    dist.all_gather(every, own, group=links.group)
-    if any(not torch.equal(other, own) for other in every):
-        raise FitError(
-            "The workers hold different models, so their gradients cannot be averaged.",
-            seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
-            next_step="build the same model on every worker, whatever its rank",
-        )
-
-
-def broadcast_model(model: torch.nn.Module) -> None:
-    """Give all workers rank 0's parameters and buffers."""
-    with torch.no_grad():
-        broadcast([*model.parameters(), *model.buffers()])
-
-
-def broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give all workers rank 0's buffers."""
-    with torch.no_grad():
-        broadcast(list(model.buffers()))
-
-
-def broadcast(tensors: list[torch.Tensor]) -> None:
-    """Give all workers rank 0's tensors; one message per dtype: small collectives are slow."""
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for group in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        dist.broadcast(flat, 0)
-        parts = torch.split(flat, [tensor.numel() for tensor in group])
-        for tensor, values in zip(group, parts, strict=True):
-            tensor.copy_(values.view_as(tensor))

@@ -27,6 +27,7 @@ import torch
 
 from ...engine.links import Hub, Message
 from .hyper import restored
+from .memory import bytes_of
 from .shards import Shard
 
 Meta = Mapping[str, Any]
@@ -94,6 +95,7 @@ class Holder:
         self._waiting_for_end: set[int] = set()
         self.optimizer: torch.optim.Optimizer | None = None
         self._saved: bytearray | None = None
+        self._told = False
         size_bytes = self.shard.size_bytes
         self.board = hub.board(size_bytes)
         self.mailboxes = {
@@ -192,7 +194,21 @@ class Holder:
         held = keep or (self.policy.holds and self.hub.shares(rank))
         if held:
             self.reading.add(rank)
-        self.hub.reply(rank, "params", {"version": self.version, "held": held, **meta}, board=True)
+        about = {"version": self.version, "held": held, **meta}
+        if rank == 0 and not self._told and (self.version >= 2 or not self.training):
+            self._told = True  # by now an optimizer has its state
+            about["holds"] = self.held_bytes()
+        self.hub.reply(rank, "params", about, board=True)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes of parameters, optimizer state and the workers' mailboxes here."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
+        return {
+            "parameters_bytes": self.shard.size_bytes,
+            "optimizer_bytes": bytes_of(tensors),
+            "gradients_bytes": sum(len(mailbox) for mailbox in self.mailboxes.values()),
+        }
 
     def send(self, rank: int, kind: str, **meta: Any) -> None:
         """Send a worker a message."""

@@ -149,7 +149,7 @@ class Layout:
 
 
 def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise FitError when the optimizer remembers parameters outside its groups (LBFGS does)."""
+    """Raise FitError when the optimizer remembers parameters outside its groups."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):

@@ -25,6 +25,7 @@ from ...engine.torch_data import Source
 from ...errors import RunStopped
 from ..base import NAN, Share, StepResult
 from .inplace import subclass
+from .memory import held_bytes
 from .timing import make_timer
 from .trainer import to_numpy
 
@@ -64,7 +65,7 @@ class OwnLoop:
         backward_ended: Callable[[], object] = lambda: None,
         complete: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
-        self.context, self.model = context, model
+        self.context, self.model, self.optimizer = context, model, optimizer
         self.device = torch.device(context.spec.device)
         self.timer = make_timer(context, self.device)
         self.loader = None if source is None else SharedLoader(self, source)
@@ -188,6 +189,7 @@ class OwnLoop:
             exposed_s=result.exposed_s,
             wait_s=result.wait_s,
             staleness=result.staleness,
+            waited_for=result.waited_for,
             sent_bytes=result.sent_bytes,
             deferred=result.deferred,
         )
@@ -195,6 +197,10 @@ class OwnLoop:
         context.train_s += end - self._start
         self._start = end
         self._clear()
+        if context.trained == 2:  # when optimizers have their state
+            strategy = context.strategy  # none where the loop distributes itself
+            held = strategy.memory_bytes() if strategy else held_bytes(self.model, self.optimizer)
+            context.log_memory(held)
 
     def _patch_backward(self) -> None:
         original = torch.Tensor.backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,13 @@ def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) 
     A partitioned tensor counts by the part that lies here; one without memory (device `meta`)
     counts nothing.
     """
-    parts: dict[int, int] = {}  # by address: tied parameters count once
-    for tensor in _tensors(model, optimizer):
+    return bytes_of(_tensors(model, optimizer))
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors here; memory that several of them share counts once."""
+    parts: dict[int, int] = {}
+    for tensor in tensors:
         for part in _here(tensor):
             parts[part.data_ptr()] = max(part.nbytes, parts.get(part.data_ptr(), 0))
     return sum(parts.values())
@@ -34,5 +39,7 @@ def _tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _here(tensor: Any) -> Iterator[torch.Tensor]:
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not part.is_meta:
+    if part.layout is torch.sparse_coo:  # has no memory of its own to point to
+        yield from (part._indices(), part._values())
+    elif not part.is_meta:
         yield part

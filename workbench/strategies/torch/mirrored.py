@@ -36,11 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
-from .averaging import Averaging, broadcast_buffers, broadcast_model
+from .averaging import Averaging
 from .flat import FlatGradients
 from .inplace import InPlace
 from .loop import OwnLoop
 from .memory import held_bytes
+from .replicas import broadcast_buffers, broadcast_model
 from .trainer import Trainer
 
 _parameters = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -142,8 +143,8 @@ class Mirrored(Strategy):
 
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
-        trainer = self._trainer
-        return held_bytes(trainer.model, trainer.optimizer)
+        part = self.loop or self._trainer
+        return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
         """Give the user's module back as it was; wrappers must go before the process group."""

@@ -23,11 +23,9 @@ Where to cut is decided from measured times (`split/balance.py`), or by the user
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,10 +40,13 @@ from ..base import NAN, Job, Share, StepResult, Strategy
 from .memory import held_bytes
 from .split import checkpoint
 from .split.build import fill, let_go, move
-from .split.cut import Cut, cut, table_text
+from .split.cut import Cut, cut
+from .split.layers import batchnorm_warning
 from .split.pipeline import Pipeline, adopt_share, share_names
-from .split.stage import Timeline
-from .trainer import PRECISIONS, build_optimizer, build_scheduler, to_numpy
+from .split.stage import autocast
+from .split.timeline import Timeline
+from .split.update import norm_over_stages, own_optimizer, scale
+from .trainer import build_scheduler, to_numpy
 
 clock = time.perf_counter
 
@@ -73,8 +74,9 @@ class ModelSplit(Strategy):
         self.schedule = self.options["schedule"]
         self.per_worker = pipelines.stages_per_worker(self.options)
         self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
-        self.around = _autocast(job.precision, self.device)
-        self._warn_of_batchnorm()
+        self.around = autocast(job.precision, self.device)
+        if self.rank == 0 and self.microbatches > 1:
+            self._warn_of_batchnorm()
         if self._sample is not None:
             self._lay_out(self._sample)
             self._sample = None
@@ -127,7 +129,10 @@ class ModelSplit(Strategy):
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
             group=self.group,
         )  # fmt: skip
-        self._build_optimizer(model)
+        self._own = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        self.optimizer = own_optimizer(job.optimizer, self._own, model)
+        if self.optimizer is not None:
+            self.scheduler = build_scheduler(job.scheduler, self.optimizer)
         self._describe(decided, clocks)
 
     def _take_share(self, decided: Cut) -> None:
@@ -156,20 +161,6 @@ class ModelSplit(Strategy):
                 next_step="use more workers, or give it fewer layers with -o split_at=...",
             )
 
-    def _build_optimizer(self, model: torch.nn.Module) -> None:
-        """Make the optimizer of the own parameters; a built one is narrowed to them."""
-        self._own = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
-        given = self.job.optimizer
-        if isinstance(given, torch.optim.Optimizer):
-            own = {id(p) for p in self._own}
-            for group in given.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in own]
-            self.optimizer = given
-        elif self._own:  # a stage without parameters has nothing to update
-            self.optimizer = build_optimizer(lambda p: given(self._own), model)
-        if self.optimizer is not None:
-            self.scheduler = build_scheduler(self.job.scheduler, self.optimizer)
-
     def _microbatch_of(self, batch: Any) -> torch.Tensor:
         """Return a microbatch made of the samples at hand.
 
@@ -188,26 +179,16 @@ class ModelSplit(Strategy):
 
     def _update(self) -> None:
         if self.job.clip_norm is not None:
-            self._clip(self.job.clip_norm)
+            wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+            grads = [p.grad for p in self._own if p.grad is not None]
+            came_s = clock()
+            norm, last_s = norm_over_stages(grads, came_s, self.workers, wire, self.group)
+            self.timeline.met(came_s, last_s)
+            scale(grads, norm, self.job.clip_norm)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def _clip(self, clip_norm: float) -> None:
-        """Scale gradients by the norm over all stages, as `clip_grad_norm_` does on one device."""
-        grads = [p.grad for p in self._own if p.grad is not None]
-        square = sum(float(g.double().square().sum()) for g in grads)
-        began = clock()
-        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
-        mine = torch.tensor([square, began], dtype=torch.float64, device=wire)
-        every = [torch.empty_like(mine) for _ in range(self.workers)]
-        dist.all_gather(every, mine, group=self.group)
-        self.timeline.met(began, max(float(their[1]) for their in every))
-        norm = math.sqrt(sum(float(their[0]) for their in every))
-        factor = min(1.0, clip_norm / (norm + 1e-6))
-        for grad in grads:
-            grad.mul_(factor)
 
     def _measured(self, share: Share, began: float, loss: torch.Tensor | None) -> StepResult:
         value = NAN if loss is None else float(loss)
@@ -276,18 +257,10 @@ class ModelSplit(Strategy):
         gc.collect()
 
     def _warn_of_batchnorm(self) -> None:
-        norms = torch.nn.modules.batchnorm._BatchNorm
-        found = [n for n, m in self.job.model.named_modules() if isinstance(m, norms)]
-        if found and self.microbatches > 1 and self.rank == 0:
-            size = math.ceil(self._share_size() / self.microbatches)
-            self.context.emit(
-                "warning",
-                rank=self.rank,
-                text=f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {size} "
-                f"samples instead of the batch of {self.job.batch_size}, and updates its running "
-                f"statistics {self.microbatches} times a step: the result differs from one "
-                "device's. GroupNorm or LayerNorm do not depend on it.",
-            )
+        size = math.ceil(self._share_size() / self.microbatches)
+        text = batchnorm_warning(self.job.model, size, self.job.batch_size, self.microbatches)
+        if text:
+            self.context.emit("warning", rank=0, text=text)
 
     def _describe(self, decided: Cut, clocks: bool) -> None:
         if not clocks:
@@ -300,38 +273,13 @@ class ModelSplit(Strategy):
         ideal = pipelines.ideal_bubble(
             self.schedule, self.workers, self.microbatches, self.per_worker
         )
-        rows = decided.table(self.workers)
         self.context.emit(
-            "split", rank=0, stages=rows, schedule=self.schedule,
-            microbatches=self.microbatches, ideal_bubble=ideal,
+            "split", rank=0, stages=decided.table(self.workers), pipelines=self.pipelines,
+            schedule=self.schedule, microbatches=self.microbatches,
+            microbatch_samples=decided.input.shape[0], ideal_bubble=ideal,
         )  # fmt: skip
-        self.context.emit(
-            "note",
-            rank=0,
-            text=f"{decided.stages} stages, schedule {self.schedule}, {self.microbatches} "
-            f"microbatches of {decided.input.shape[0]}; ideal bubble {ideal:.0%}\n"
-            + table_text(rows),
-        )
 
     @property
     def _pipeline(self) -> Pipeline:
         assert self.pipeline is not None, "the model is laid out first"
         return self.pipeline
-
-
-def _autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
-    """Return what the forward pass runs in.
-
-    Raises:
-        FitError: Precision fp16, whose loss scaling would have to be agreed between stages.
-    """
-    if precision is None:
-        return contextlib.nullcontext
-    if precision == "fp16":
-        raise FitError(
-            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
-            seen=precision,
-            allowed="None or 'bf16'",
-            next_step="precision='bf16'",
-        )
-    return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])

@@ -62,8 +62,8 @@ class OneDevice(Strategy):
 
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
-        trainer = self._trainer
-        return held_bytes(trainer.model, trainer.optimizer)
+        part = self.loop or self._trainer
+        return held_bytes(part.model, part.optimizer)
 
     def close(self) -> None:
         """Drop what the run built."""

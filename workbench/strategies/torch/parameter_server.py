@@ -30,8 +30,8 @@ take n steps where one device takes one; clipping looks at the single push.
                           storage with several servers, equal to one device
 
 Sync wait: none where staleness is unbounded; under a bound, the time for which the answer was held
-back; with sync=true, that of central storage. There is no blame: an answer is held back for whoever
-is slowest then, which no row records.
+back; with sync=true, that of central storage. Blame goes to the worker whose push let the answer
+go: the last one that was too far behind, which only the server sees.
 
 MXNet's KVStore `dist_async` is this strategy: `push(key, gradient)`, `pull(key)`, with the
 optimizer on the servers; `dist_sync` is sync=true.
@@ -83,6 +83,7 @@ class Asynchronous(Policy):
         del self._steps[rank]
         self._held_back.pop(rank, None)
         self._asked.pop(rank, None)
+        self._answer_held_back(rank)
         self._go_on()
 
     def asked(self, rank: int, meta: Meta) -> None:
@@ -96,9 +97,8 @@ class Asynchronous(Policy):
     def _go_on(self) -> None:
         while not self.holder.reading and (push := self._next()) is not None:
             self._take(*push)
-            self._answer_held_back()
+            self._answer_held_back(push[0])
             self._answer_asked()
-        self._answer_held_back()
 
     def _next(self) -> tuple[int, Meta] | None:
         """Take the push whose turn it is out of the queue."""
@@ -126,22 +126,21 @@ class Asynchronous(Policy):
             holder.send(rank, "ticket", ticket=holder.version - 1)
         self._held_back[rank] = (clock(), staleness, meta)
 
-    def _answer_held_back(self) -> None:
-        """Answer every worker that is not too far ahead."""
+    def _answer_held_back(self, by: int) -> None:
+        """Answer every worker that is no longer too far ahead, now that `by` has gone on."""
         slowest = min(self._steps.values(), default=0)
         for rank in list(self._held_back):
             ahead = self._steps[rank] - slowest
             if self._bound is not None and ahead > self._bound:
                 continue
             since_s, staleness, meta = self._held_back.pop(rank)
-            told = {"staleness": staleness, "blocked_s": self._blocked_s(since_s)}
+            held_s = 0.0 if rank == by or self._bound is None else clock() - since_s
+            blamed = by if held_s else -1
+            told = {"staleness": staleness, "blocked_s": held_s, "blamed": blamed}
             if meta["pull"]:
                 self._send(rank, **told)
             else:
                 self.holder.send(rank, "ack", **told)
-
-    def _blocked_s(self, since_s: float) -> float:
-        return 0.0 if self._bound is None else clock() - since_s
 
     def _answer_asked(self) -> None:
         for rank, version in list(self._asked.items()):
@@ -181,4 +180,4 @@ class ParameterServer(Served):
         """A push's staleness, and how long its answer was held back."""
         if not self.context.sync:
             result.staleness = answer.staleness
-            result.wait_s = answer.blocked_s
+            result.wait_s, result.waited_for = answer.blocked_s, answer.blamed

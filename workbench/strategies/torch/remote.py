@@ -34,11 +34,13 @@ class Answer:
         staleness: Updates between this worker's pull and its push's turn, mean over servers.
         blocked_s: How long the slowest server held the answer back (bounded staleness).
         sent_bytes: What was pushed.
+        blamed: The worker whose push let that answer go; -1 where nothing was held back.
     """
 
     staleness: float = 0.0
     blocked_s: float = 0.0
     sent_bytes: float = 0.0
+    blamed: int = -1
 
 
 class Remote:
@@ -179,10 +181,14 @@ class Remote:
         if wanted:
             self._context.faults.travel(size_bytes)
         told = [answer.meta for answer in answers if "staleness" in answer.meta]
+        if not told:
+            return Answer(sent_bytes=size_bytes)
+        longest = max(told, key=lambda m: m["blocked_s"])
         return Answer(
-            sum(m["staleness"] for m in told) / max(1, len(told)),
-            max((m["blocked_s"] for m in told), default=0.0),
+            sum(m["staleness"] for m in told) / len(told),
+            longest["blocked_s"],
             size_bytes,
+            longest["blamed"],
         )
 
     def _push(
@@ -237,11 +243,13 @@ class Remote:
         Each board is let go of before the next server is waited for, and all workers go through the
         servers in one order: so no two of them can each hold what the other waits for.
         """
-        landing, answers = self._staging.landing(), []
+        landing = self._staging.landing()
+        answers: list[Message] = []
         for link, shard in zip(self._links, self._shards, strict=True):
             answer = link.receive()
             link.read(answer, _parts(landing, shard))
             link.release(answer)
+            self._hear(answer, len(answers))
             answers.append(answer)
         self._staging.scatter(self.parameters)
         return answers
@@ -256,13 +264,27 @@ class Remote:
         self._links[0].read(first, _parts(landing, self._shards[0]))
         for link in self._links[1:]:
             link.send("pull", {"at": first.meta["version"]})
-        for link, shard in zip(self._links[1:], self._shards[1:], strict=True):
+        for at, shard in enumerate(self._shards[1:], start=1):
+            link = self._links[at]
             answer = link.receive()
             link.read(answer, _parts(landing, shard))
             link.release(answer)
+            self._hear(answer, at)
         self._links[0].release(first)
+        self._hear(first, 0)
         self._staging.scatter(self.parameters)
         return first
+
+    def _hear(self, answer: Message, server: int) -> None:
+        """Hand on what a server tells once about its memory; only rank 0 is told."""
+        if "holds" in answer.meta:
+            self._context.emit("server", rank=0, server=server, **answer.meta["holds"])
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What this worker's parameters have of gradients, also while they are out of sight."""
+        held = self._hidden or [p.grad for p in self.parameters]
+        return [gradient for gradient in held if gradient is not None]
 
     def _gradients(self) -> tuple[list[Bytes], list[int]]:
         """Return every gradient's bytes on the CPU, and which parameters have none."""

@@ -27,12 +27,18 @@ def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
     broadcast([*model.parameters(), *model.buffers()], device)
 
 
-def check_alike(model: torch.nn.Module, device: torch.device) -> None:
+def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> None:
     """Check that names, shapes and dtypes agree, since unequal messages would end the process.
+
+    Args:
+        device: As in `begin_equal`; the model's own where not given.
 
     Raises:
         FitError: They do not; raised on every worker.
     """
+    if dist.get_world_size() == 1:
+        return
+    device = device or next(model.parameters()).device
     tensors = model.state_dict(keep_vars=True)
     words = repr([(k, tuple(t.shape), str(t.dtype), t.requires_grad) for k, t in tensors.items()])
     numbers = sum(parameter.numel() for parameter in model.parameters())
@@ -47,18 +53,33 @@ def check_alike(model: torch.nn.Module, device: torch.device) -> None:
         )
 
 
+def broadcast_model(model: torch.nn.Module) -> None:
+    """Give all workers rank 0's parameters and buffers, of a model that is on its device."""
+    broadcast([*model.parameters(), *model.buffers()])
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give all workers rank 0's buffers, of a model that is on its device."""
+    broadcast(model.buffers())
+
+
 def broadcast(
-    tensors: Iterable[torch.Tensor], device: torch.device, group: Any = None, source: int = 0
+    tensors: Iterable[torch.Tensor],
+    device: torch.device | None = None,
+    group: Any = None,
+    source: int = 0,
 ) -> None:
     """Give all workers rank 0's tensors, several in one message: small collectives are slow.
 
     Args:
+        device: As in `begin_equal`; the tensors' own where not given.
         group: Where only some workers hold them.
         source: Rank in the run of the worker whose tensors count.
     """
     with torch.no_grad():
         for bundle in _bundles(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle]).to(device)
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bundle])
+            flat = flat if device is None else flat.to(device)
             dist.broadcast(flat, source, group=group)
             parts = torch.split(flat, [tensor.numel() for tensor in bundle])
             for tensor, values in zip(bundle, parts, strict=True):

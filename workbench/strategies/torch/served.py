@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from ...errors import FitError
 from ...faults import ON_LINKS, parse_fault
 from ..base import Job, Share, StepResult, Strategy
-from .averaging import broadcast_buffers
 from .holder import Holder, Policy, serve
 from .loop import OwnLoop
+from .memory import bytes_of
 from .remote import Answer, Remote
+from .replicas import broadcast_buffers
 from .trainer import Trainer, to_numpy
 
 
@@ -185,6 +186,13 @@ class Served(Strategy):
         if trainer.scheduler is not None and "scheduler" in state:
             trainer.scheduler.load_state_dict(state["scheduler"])
         self.remote.load_optimizer_state(state["optimizer"])
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model and gradients; the rest is on the servers."""
+        assert self._model is not None, "prepare comes first"
+        assert self.remote is not None, "prepare comes first"
+        held = [p.data for p in self._model.parameters()]
+        return bytes_of([*held, *self._model.buffers(), *self.remote.gradients])
 
     def close(self) -> None:
         """Take every hook out; the links stay for the cell's next training."""

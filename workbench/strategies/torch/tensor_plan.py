@@ -108,6 +108,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 "The plan names a layer that the model lacks.",
                 seen=pattern,
                 allowed=", ".join(layers) or "the model has no Linear or Embedding layer",
+                next_step="name layers as above (* matches any), or use -o plan=auto",
             )
         plan.update(dict.fromkeys(names, style))
     return plan

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...engine.context import RunContext
 from ...engine.torch_batches import map_batch, slice_batch
+from ...engine.torch_checks import check_closure
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
 from .timing import make_timer
@@ -264,7 +265,7 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
     """Return a built optimizer as it is, or what a function of the parameters gives.
 
     Raises:
-        FitError: The function gave something else.
+        FitError: The function gave something else, or its step asks for a closure.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -275,6 +276,7 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
             seen=type(built).__name__,
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
         )
+    check_closure(built)
     return built
 
 

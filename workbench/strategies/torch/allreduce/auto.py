@@ -72,7 +72,8 @@ def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = 
     if simulated:
         names = [name for name in ALGORITHMS if name != BACKEND]
         return fastest(race(probe, links, aside, names, rounds=1))
-    key = (links.size, tuple(links.hosts), flat.dtype, size_bytes.bit_length())
+    near = links.peers is not None
+    key = (links.size, tuple(links.hosts), near, flat.dtype, size_bytes.bit_length())
     choice = _recall(key, links)
     if choice is None:
         choice = _known[key] = fastest(race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS))

@@ -3,9 +3,11 @@
     links.send(tensor, to)              links.exchange(out, to, into, source)
     links.receive(into, source)         links.gather(own) -> one tensor per worker
 
-Every byte that leaves this worker is counted. Gloo ends the process when a message is longer than
-the buffer that waits for it, and says nothing when it is shorter; so before tensors of a new size
-travel for the first time, the workers compare sizes in a message whose own size is fixed.
+Where all workers are on one host, messages go through sockets of their own (`near.py`), read and
+written by the thread that calls; elsewhere through the process group. Every byte that leaves this
+worker is counted. Gloo ends the process when a message is longer than the buffer that waits for it,
+and says nothing when it is shorter; so before tensors of a new size travel for the first time, the
+workers compare sizes in a message whose own size is fixed.
 
 The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
 long as the link would take.
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....engine.links.peers import Peers
 from ....errors import FitError
 
 
@@ -30,6 +33,8 @@ class Links:
         hosts: Host of each worker, by rank; empty when all are on one host.
         members: Group ranks taking part, in order; all of them by default.
         travel: Called with the bytes of each message before it is sent; may hold it back.
+        peers: Sockets to the other workers, for tensors on the CPU; by default messages go
+            through the group.
 
     Attributes:
         rank: This worker's place among the members.
@@ -44,8 +49,9 @@ class Links:
         hosts: Sequence[str] = (),
         members: Sequence[int] = (),
         travel: Callable[[int], object] = lambda size_bytes: None,
+        peers: Peers | None = None,
     ) -> None:
-        self.group, self._travel = group, travel
+        self.group, self.peers, self._travel = group, peers, travel
         self._members = list(members) or list(range(group.size()))
         self.rank = self._members.index(group.rank())
         self.size = len(self._members)
@@ -58,12 +64,21 @@ class Links:
         self._gloo = dist.get_backend(group) == "gloo"
 
     def send(self, tensor: torch.Tensor, to: int) -> Any:
-        """Begin to send a contiguous tensor to a member; `wait()` on what is returned."""
+        """Begin to send a contiguous tensor to a member; `wait()` on what is returned.
+
+        It may not return before the member has begun to receive.
+        """
         self._leave(tensor)
+        if self.peers is not None:
+            self.peers.send(self._members[to], _bytes(tensor))
+            return _SENT
         return self.group.send([tensor], self._members[to], 0)
 
     def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fill a contiguous tensor with what a member sends; return it."""
+        if self.peers is not None:
+            self.peers.receive(self._members[source], _bytes(into))
+            return into
         self._post(into, source).wait()
         return into
 
@@ -75,6 +90,8 @@ class Links:
 
         Either may be empty (both ends know that), then nothing travels.
         """
+        if self.peers is not None:
+            return self._exchange_near(out, to, into, source)
         if not self._gloo:  # NCCL orders messages: two that meet must be one operation
             return self._exchange_grouped(out, to, into, source)
         # The receive is posted first: a message for which a buffer waits leaves without asking.
@@ -83,6 +100,20 @@ class Links:
         for work in (receiving, sending):
             if work is not None:
                 work.wait()
+        return into
+
+    def _exchange_near(
+        self, out: torch.Tensor, to: int, into: torch.Tensor, source: int
+    ) -> torch.Tensor:
+        assert self.peers is not None
+        if out.numel() and into.numel():
+            self._leave(out)
+            there, here = self._members[to], self._members[source]
+            self.peers.exchange(there, _bytes(out), here, _bytes(into))
+        elif out.numel():
+            self.send(out, to)
+        elif into.numel():
+            self.receive(into, source)
         return into
 
     def _exchange_grouped(
@@ -137,7 +168,9 @@ class Links:
         """Return the links between some of the members, of which this worker is one."""
         key = tuple(self._members[rank] for rank in ranks)
         if key not in self._parts:
-            part = self._parts[key] = Links(self.group, members=key, travel=self._travel)
+            part = self._parts[key] = Links(
+                self.group, members=key, travel=self._travel, peers=self.peers
+            )
             part._parent = self
         return self._parts[key]
 
@@ -163,6 +196,21 @@ class Links:
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor where messages can be sent from: gloo's leave from the CPU."""
         return tensor.cpu() if self._gloo else tensor
+
+
+class _Sent:
+    """What `send` returns when nothing is left to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_SENT = _Sent()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, where they lie."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _code(dtype: torch.dtype) -> int:

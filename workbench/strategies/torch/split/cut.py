@@ -78,24 +78,6 @@ class Cut:
         return rows
 
 
-def table_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of `Cut.table` as aligned text."""
-    head = ("stage", "worker", "layers", "parameters", "ms/microbatch", "hands on")
-    lines = [head] + [
-        (
-            str(row["stage"]), str(row["rank"]), row["layers"], f"{row['parameters']:,}",
-            f"{row['microbatch_s'] * 1e3:.3g}",
-            f"{row['handed_bytes'] / 1e3:.3g} kB" if row["handed_bytes"] else "",
-        )
-        for row in rows
-    ]  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
 def cut(
     model: torch.nn.Module,
     x: torch.Tensor,

@@ -74,13 +74,18 @@ def check_enough(layers: Sequence[Layer], stages: int, workers: int) -> None:
     """Raise FitError when there are more stages than layers."""
     if len(layers) < stages:
         per_worker = stages // workers
+        fits = len(layers) // workers  # stages per worker
+        fewer = (
+            f"-o stages_per_worker={fits}"
+            if per_worker > 1 and fits
+            else (f"fewer workers with -n {max(1, len(layers) // per_worker)}")
+        )
         raise FitError(
             "The model has fewer layers than the pipeline has stages.",
             seen=f"{len(layers)} layers for {stages} stages"
             + (f" ({per_worker} per worker)" if per_worker > 1 else ""),
             allowed=f"at most {len(layers)} stages",
-            next_step=f"use fewer workers with -n {max(1, len(layers) // per_worker)}, "
-            "or give the model more layers",
+            next_step=f"use {fewer}, or give the model more layers",
         )
 
 
@@ -105,7 +110,10 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 "split_at names a layer that the model does not have.",
                 seen=text,
                 allowed=", ".join(names),
-                next_step=f"did you mean {guess!r}?" if guess else None,
+                next_step=f"did you mean {guess!r}?"
+                if guess
+                else "name the layers that begin a "
+                "stage, or leave split_at out: the stages are then balanced from measured times",
             )
     bounds = [0, *cuts, len(layers)]
     if any(a >= b for a, b in pairwise(bounds)):
@@ -140,3 +148,19 @@ def check_unshared(model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequ
                     next_step="put both layers into one stage with -o split_at=..., or untie them: "
                     "give each layer its own parameter",
                 )
+
+
+def batchnorm_warning(
+    model: torch.nn.Module, microbatch: int, batch: int, microbatches: int
+) -> str | None:
+    """Return what BatchNorm does otherwise in a pipeline; None where the model has none."""
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    found = [name for name, module in model.named_modules() if isinstance(module, norms)]
+    if not found:
+        return None
+    return (
+        f"BatchNorm ({', '.join(found)}) normalises over a microbatch of {microbatch} samples "
+        f"instead of the batch of {batch}, and updates its running statistics {microbatches} "
+        "times a step: the result differs from one device's. GroupNorm or LayerNorm do not depend "
+        "on it."
+    )

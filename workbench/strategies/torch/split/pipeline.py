@@ -22,7 +22,8 @@ from .cut import Cut
 from .layers import tensor_names
 from .measure import Form
 from .schedules import build_schedule
-from .stage import Stage, TimedStage, Timeline
+from .stage import Stage, TimedStage
+from .timeline import Timeline
 from .trace import Piece
 
 
@@ -82,16 +83,20 @@ class Pipeline:
         for module in self.modules.values():
             module.train()
         self.timeline.begin()
+        for stage in self.stages:
+            stage.mail.expect()
         self._run(*inputs, target=self._numbers, losses=losses)
+        for stage in self.stages:
+            stage.mail.settle()
         self.timeline.end()
         self._target = None
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def sent_bytes(self) -> int:
         """Return the bytes of activations and gradients sent since the last call."""
-        total = sum(stage.sent_bytes for stage in self.stages)
+        total = sum(stage.mail.sent_bytes for stage in self.stages)
         for stage in self.stages:
-            stage.sent_bytes = 0
+            stage.mail.sent_bytes = 0
         return total
 
     def _bounds(self, number: int) -> tuple[int, int]:
