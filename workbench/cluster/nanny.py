@@ -70,7 +70,8 @@ class Nanny:
         """
         if not profile.is_ours(path):
             raise ValueError(f"{path} is not a cluster's folder")
-        self._folders.append(path)
+        if path not in self._folders:
+            self._folders.append(path)
 
     def own_folders(self, pid: int) -> None:
         """Say which process keeps the guarded folders in use."""
