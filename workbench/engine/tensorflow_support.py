@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import random
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +58,13 @@ def setup(spec: RunSpec) -> None:
             seen=f"KERAS_BACKEND={keras.backend.backend()}",
             allowed="tensorflow",
             next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
+        )
+    if spec.mode == "run" and os.environ.get("TF_CONFIG"):
+        raise ClusterError(
+            "TF_CONFIG is set already; here a run finds its devices and workers by itself.",
+            seen=os.environ["TF_CONFIG"],
+            allowed="no TF_CONFIG",
+            next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
         )
     # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
     configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads, spec.cores))
@@ -115,10 +122,8 @@ def reset() -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and TensorFlow."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    tf.random.set_seed(seed)
+    """Seed Python, NumPy, TensorFlow and Keras."""
+    keras.utils.set_random_seed(seed % (1 << 32))
 
 
 def _context() -> Any:
@@ -213,7 +218,31 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Return what lies behind a well-known mistake in a cell; None for all others."""
+    text = str(error)
+    for words, cause in _CAUSES.items():
+        if words in text:
+            return f"Why: {cause}"
     return None
+
+
+_OUTSIDE = (
+    "the optimizer was called outside a replica. Put forward, backward and optimizer into a "
+    "function `step`, and call strategy.run(step, args=(batch,))."
+)
+_CAUSES = {
+    "cannot be modified after being initialized": "this engine's devices were set before the cell: "
+    f"{LOGICAL_DEVICES} logical CPU devices or more. Say how many replicas with -n instead.",
+    "AddN must have the same size and shape": "the replicas were given shares of different size, "
+    "and something was added up that has a row per sample. Drop the smaller last batch with "
+    "data.batch(64, drop_remainder=True).",
+    "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
+    "one of keras.optimizers.",
+    "No module named 'tf_keras'": "tf_keras (Keras 2) is not installed, and not needed: write the "
+    "model with keras.",
+    "outside the replica context": _OUTSIDE,
+    "cross-replica context": _OUTSIDE,
+}
+"""Words in TensorFlow's errors, and what lies behind them."""
 
 
 # -- what wb.fit is passed ---------------------------------------------------------------------
@@ -226,20 +255,20 @@ def build_module(model: Any) -> Any:
         FitError: It is neither, or of another framework.
     """
     built = model
-    if not isinstance(model, (keras.Model, type)) and callable(model) and not _foreign(model):
+    if not isinstance(model, (keras.Model, type)) and callable(model) and not foreign(model):
         built = model()
     if isinstance(built, keras.Model) and not isinstance(model, type):
         return built
     raise FitError(
         "The model is no Keras model.",
-        seen=_foreign(built)
+        seen=foreign(built)
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
         allowed="a keras.Model, or a function without arguments that returns one",
         next_step="pass the model itself: wb.fit(model, ...)",
     )
 
 
-def _foreign(model: Any) -> str:
+def foreign(model: Any) -> str:
     """Return what a model of tf_keras or of PyTorch is called; empty for all others."""
     kinds = {re.split(r"[.]", cls.__module__)[0] for cls in type(model).__mro__}
     if "tf_keras" in kinds:

@@ -21,6 +21,7 @@ class Homecoming:
 
     def __init__(self) -> None:
         self._model: Any = None
+        self._optimizer: Any = None
         self._values: list[tuple[Any, NDArray[np.generic]]] = []
         self._weights: dict[str, NDArray[np.generic]] = {}
 
@@ -33,7 +34,7 @@ class Homecoming:
         for holder in (optimizer, getattr(model, "optimizer", None), *model.metrics):
             variables |= {id(v): v for v in getattr(holder, "variables", ())}
         self._values = [(v, _held_here(v)) for v in variables.values() if _remote(v)]
-        self._model = model
+        self._model, self._optimizer = model, optimizer
 
     @property
     def weights(self) -> dict[str, NDArray[np.generic]]:
@@ -48,6 +49,12 @@ class Homecoming:
             self._model._distribute_strategy = tf.distribute.get_strategy()
             self._model.train_function = self._model.test_function = None
             self._model.predict_function = None
+        for optimizer in {self._optimizer, getattr(self._model, "optimizer", None)} - {None}:
+            optimizer._distribution_strategy = tf.distribute.get_strategy()
+            optimizer._trainable_variables_indices = {  # it knows variables by their values
+                optimizer._var_key(variable): index
+                for index, variable in enumerate(optimizer._trainable_variables)
+            }
         self._values.clear()
 
 

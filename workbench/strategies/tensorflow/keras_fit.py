@@ -31,6 +31,7 @@ from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
 from ..base import NAN
+from .mistakes import check_batched, check_call, check_size
 from .steps import Steps
 
 clock = time.perf_counter
@@ -88,6 +89,7 @@ class KerasFit:
         call = given.arguments
         settings.check_supported(self.context.entry, "keras", ())
         check_model(model, self.distribution)
+        check_call(model, call, self.distribution)
         batch = Batches(call, self.context, self.distribution.num_replicas_in_sync)
         batch.override()
         settings.warn_if_trained(self.context, model)
@@ -162,7 +164,9 @@ class Batches:
             if call["validation_split"]:
                 self.samples = math.floor(self.samples * (1 - call["validation_split"]))
         elif isinstance(call["x"], tf.data.Dataset):
+            check_batched(call["x"])
             self.size = _static_batch(call["x"])
+            check_size(call["batch_size"], self.size)
         self._check_divides()
         self._limit(given)
 
@@ -186,8 +190,12 @@ class Batches:
             "The batch cannot be divided evenly: unequal shares would change the training.",
             seen=f"batch of {size} over {replicas} replicas",
             allowed=f"a multiple of {replicas}",
-            next_step=f"batch_size={above}" + (f" or {below}" if below else ""),
+            next_step=" or ".join(self._words(near) for near in (above, below) if near),
         )
+
+    def _words(self, size: int) -> str:
+        made = isinstance(self._call["x"], tf.data.Dataset)
+        return f"data.batch({size})" if made else f"batch_size={size}"
 
     def _note_rest(self) -> None:
         if self.size is None or self.samples is None or self._call["steps_per_epoch"]:

@@ -57,6 +57,7 @@ from .keras_coordinated import CoordinatedFit
 from .keras_fit import check_model
 from .models import owner
 from .servers import MEET_S, check_alive, cluster_of, helpers, listening, serve, shut
+from .survivors import Survivors
 from .trainer import Trainer
 
 SET_BY_TENSORFLOW = (
@@ -131,6 +132,7 @@ class ParameterServer(Strategy):
             resolver, partitioner(self.options["partitioner"], spec.servers)
         )
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.distribution)
+        Survivors(self.coordinator._cluster)
         context.emit("unmeasured", columns={"transfer_s": UNMEASURED})
         where = ", ".join(
             f"{part} on engine {engine}"

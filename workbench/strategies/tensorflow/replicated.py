@@ -31,6 +31,7 @@ from .keras_fit import KerasFit, check_model
 from .keras_patches import losses_noted
 from .loop import OwnLoop
 from .markers import Markers
+from .mistakes import note_keras_2
 from .models import by_name, owner
 from .steps import Steps, global_loss
 from .trainer import Trainer
@@ -91,6 +92,8 @@ class Replicated(Strategy):
             context.weights = self.weights
             stack.enter_context(distribution.scope())
             yield {"strategy": distribution}
+        if not context.trained:
+            note_keras_2(context)
 
     def marks(self) -> Markers:
         """Return what measures the steps."""

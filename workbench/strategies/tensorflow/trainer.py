@@ -22,6 +22,7 @@ from tensorflow.python.autograph.impl import api as autograph
 
 from ...engine.order import share_bounds
 from ...engine.tensorflow_data import slice_batch
+from ...engine.tensorflow_support import foreign
 from ...errors import FitError
 from ..base import Job, Share
 
@@ -208,6 +209,12 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
     Raises:
         FitError: It is a Keras loss that adds up instead of averaging.
     """
+    if foreign(loss):
+        raise FitError(
+            "The loss is PyTorch's, and this is a TensorFlow run.",
+            seen=type(loss).__name__,
+            next_step="loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), or such",
+        )
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction in ("sum",):
             raise FitError(

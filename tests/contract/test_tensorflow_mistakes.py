@@ -1,0 +1,156 @@
+"""Mistakes with Keras: what was seen, what is allowed, what to do; the engine trains on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import pytest
+from tf_harness import clean, run
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tensorflow
+
+HEAD = """
+import keras, numpy as np, tensorflow as tf
+x, y = np.ones((64, 4), "float32"), np.ones((64, 3), "float32")
+model = keras.Sequential([keras.layers.Dense(3)])
+data = tf.data.Dataset.from_tensor_slices((x, y))
+loss, optimizer = keras.losses.MeanSquaredError(), keras.optimizers.SGD(0.1)
+"""
+COMPILED = HEAD + "model.compile(optimizer, loss)\n"
+TORCH = (
+    "import torch\nset_ = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 3))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (HEAD + "model.fit(x, y)", ["not compiled", "model.compile("]),
+        (COMPILED + "model.fit(x, y, batch_size=30)", ["30 over 4", "batch_size=32", "or", "28"]),
+        (COMPILED + "model.fit(data.batch(30))", ["30 over 4", "data.batch(32) or data.batch(28)"]),
+        (
+            COMPILED + "model.fit(data.batch(32), batch_size=16)",
+            ["of another size", "batches of 32, batch_size=16", "leave batch_size out"],
+        ),
+        (
+            HEAD + "wb.fit(model, data.batch(32), loss=loss, optimizer=optimizer, batch_size=16)",
+            ["of another size", "batches of 32, batch_size=16"],
+        ),
+        (COMPILED + "model.fit(data)", ["single samples", "(4,), (3,)", ".batch(64)"]),
+        (
+            "import keras\noutside.compile('sgd', 'mse')\noutside.fit([[1.0]], [[1.0]])",
+            ["outside this run's strategy", "built under no strategy", "in the cell that trains"],
+        ),
+        (
+            HEAD + "model.compile(early, loss)\nmodel.fit(x, y)",
+            ["optimizer was made outside", "in the cell that trains"],
+        ),
+        (
+            COMPILED + TORCH + "model.fit(torch.utils.data.DataLoader(set_, batch_size=32))",
+            ["data is PyTorch's", "DataLoader", "x.numpy()"],
+        ),
+        (
+            HEAD + TORCH + "wb.fit(model, set_, loss=loss, optimizer=optimizer, batch_size=16)",
+            ["data is PyTorch's", "TensorDataset", "x.numpy()"],
+        ),
+        (
+            HEAD + TORCH + "wb.fit(torch.nn.Linear(4, 3), (x, y), loss=loss, optimizer=optimizer, "
+            "batch_size=16)",
+            ["no Keras model", "torch module"],
+        ),
+        (
+            HEAD + TORCH + "wb.fit(model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, "
+            "batch_size=16)",
+            ["loss is PyTorch's", "MSELoss", "keras.losses"],
+        ),
+        (COMPILED + "wb.prepare(model, None)", ["wb.prepare", "use model.fit"]),
+    ],
+)
+def test_a_mistake_is_named_with_the_next_step(cell, words):
+    import keras
+
+    if "torch" in cell:
+        pytest.importorskip("torch")
+    names = {"outside": keras.Sequential([keras.layers.Dense(1)]), "early": keras.optimizers.SGD()}
+    report = run("mirrored", cell, 4, names=names)
+    assert report.error is not None
+    assert report.error.startswith("FitError"), report.error
+    assert all(word in report.error for word in words), report.error
+    assert report.trained == 0
+    trains()
+
+
+def trains():
+    report = clean(run("mirrored", COMPILED + "model.fit(x, y, batch_size=32)", 4))
+    assert report.trained == 2
+
+
+def test_torch_tensors_are_as_good_as_arrays():
+    pytest.importorskip("torch")
+    cell = COMPILED + "import torch\nmodel.fit(torch.from_numpy(x), torch.from_numpy(y))"
+    assert clean(run("mirrored", cell, 4)).trained == 2
+
+
+def test_a_tf_config_of_the_users_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
+    report = run("mirrored", COMPILED + "model.fit(x, y)", 4)
+    assert report.error is not None
+    for word in ("ClusterError", "TF_CONFIG is set", '"worker": ["a:1"]', "del os.environ"):
+        assert word in report.error
+    assert report.left == []
+    del os.environ["TF_CONFIG"]
+    trains()
+
+
+def test_keras_with_another_backend_is_refused(monkeypatch):
+    import keras
+
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    report = run("mirrored", COMPILED + "model.fit(x, y)", 4)
+    assert report.error is not None
+    for word in ("ClusterError", "KERAS_BACKEND=jax", "tensorflow", "%cluster restart"):
+        assert word in report.error
+    monkeypatch.undo()
+    trains()
+
+
+DEVICES = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (DEVICES, ["devices were set before the cell", "-n"]),
+        (
+            HEAD + "import torch\nwb.fit(model, (x, y), loss=loss, batch_size=16, "
+            "optimizer=lambda p: torch.optim.SGD(p, 0.1))",
+            ["PyTorch optimizer", "keras.optimizers"],
+        ),
+    ],
+)
+def test_what_others_raise_is_explained(cell, words):
+    from workbench.engine.tensorflow_support import explain
+
+    if "torch" in cell:
+        pytest.importorskip("torch")
+    report = run("mirrored", cell, 4)
+    assert report.error is not None
+    text = explain(RuntimeError(report.error.partition("Traceback")[0]))
+    assert text is not None
+    assert all(word in text for word in words), text
+    trains()
+
+
+def test_keras_2_is_said_not_to_be_watched(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tf_keras", types.ModuleType("tf_keras"))
+    report = clean(run("mirrored", "import tf_keras", 4))
+    assert "not recorded" in report.emitted("note")[0]["text"]
+    monkeypatch.undo()
+    assert clean(run("mirrored", "x = 1", 4)).emitted("note") == []

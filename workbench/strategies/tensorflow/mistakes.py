@@ -1,0 +1,99 @@
+"""What `model.fit` is called with, looked at before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from ...engine.context import RunContext
+from ...engine.tensorflow_support import foreign
+from ...errors import FitError
+
+
+def check_call(model: Any, call: Mapping[str, Any], distribution: Any) -> None:
+    """Check the model that `fit` was called on, and what kind of data it was given.
+
+    Raises:
+        FitError: Naming what is wrong and the next step; nothing was trained.
+    """
+    check_compiled(model, distribution)
+    check_kind(call["x"])
+
+
+def check_compiled(model: Any, distribution: Any) -> None:
+    """Raise FitError unless the model was compiled, in the strategy's scope."""
+    if not getattr(model, "compiled", False):
+        raise FitError(
+            "The model is not compiled, so fit knows neither loss nor optimizer.",
+            seen=f"{model.name}.fit(...) without compile",
+            next_step="model.compile(optimizer='adam', loss=...) in the same cell, before fit",
+        )
+    made = getattr(model.optimizer, "_distribution_strategy", distribution)
+    if made is not distribution:
+        raise FitError(
+            "The optimizer was made outside this run's strategy, so it cannot train under it.",
+            seen=f"made under {type(made).__name__}",
+            allowed=f"made under {type(distribution).__name__}",
+            next_step="make it in the cell that trains: that cell runs in the strategy's scope",
+        )
+
+
+def check_kind(data: Any) -> None:
+    """Raise FitError for PyTorch's data sets and loaders."""
+    if foreign(data) and not hasattr(data, "numpy"):  # a tensor is as good as an array
+        raise FitError(
+            "The data is PyTorch's, and this is a TensorFlow run.",
+            seen=f"{type(data).__module__}.{type(data).__name__}",
+            allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
+            next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
+        )
+
+
+def check_batched(data: tf.data.Dataset) -> None:
+    """Raise FitError where a tf.data set surely gives single samples instead of batches."""
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]
+    kinds = [type(one).__name__ for one in _chain(data)]
+    batched = any("Batch" in kind or "Window" in kind for kind in kinds)
+    sliced = any("TensorSlice" in kind for kind in kinds) and not batched
+    if sliced or any(shape is not None and shape.rank == 0 for shape in shapes):
+        raise FitError(
+            "The tf.data set gives single samples, not batches.",
+            seen=f"parts of shapes {', '.join(map(str, shapes))}",
+            next_step="call .batch(64) on it",
+        )
+
+
+def check_size(given: int | None, made: int | None) -> None:
+    """Raise FitError where `batch_size` is not what a tf.data set was batched with.
+
+    Args:
+        given: What `fit` was passed.
+        made: Size of the data set's batches; None where it is not fixed.
+    """
+    if given is None or made is None or given == made:
+        return
+    raise FitError(
+        "The data set has its batches made already, of another size.",
+        seen=f"batches of {made}, batch_size={given}",
+        next_step=f"leave batch_size out, or batch the data set by {given}",
+    )
+
+
+def note_keras_2(context: RunContext) -> None:
+    """Say that `tf_keras` is not watched, where a cell that trained nothing visible has it."""
+    if "tf_keras" in sys.modules:
+        text = (
+            "tf_keras (Keras 2) is imported: its fit trains, but is not recorded, and cannot be "
+            "stopped. Write the model with keras (Keras 3)."
+        )
+        context.emit("note", rank=context.spec.rank, text=text)
+
+
+def _chain(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yield a data set and all it was made from."""
+    yield data
+    for one in data._inputs():
+        yield from _chain(one)
