@@ -52,10 +52,12 @@ def take(of: Sources, label: Label) -> Snapshot:
     over = label.state in OVER
     slow_rank, slow_s = of.recent.straggler()
     origin = float(of.origin_s.min()) if len(of.origin_s) else 0.0
+    # A pipeline's bubble has a picture of its own, and what a worker holds a column.
+    shown = {"memory_bytes"} | ({"bubble_s"} if of.story.split is not None else set())
     extra = {
         name: of.curves[name].curve(origin)
         for name in ("staleness", "bubble_s")
-        if not of.curves[name].empty
+        if name not in shown and not of.curves[name].empty
     }
     total = started.get("total_steps")
     return Snapshot(
@@ -81,7 +83,9 @@ def take(of: Sources, label: Label) -> Snapshot:
         blame_s=totals.blame_s.copy(),
         plot_cpu=label.plot_cpu,
         extra=extra,
-        logged={name: curve.curve(origin) for name, curve in of.logged.items()},
+        logged={
+            name: curve.curve(origin) for name, curve in of.logged.items() if name not in shown
+        },
         evals=[dict(one) for one in of.story.evals],
         notes=tuple(of.story.notes),
         split=of.story.split,

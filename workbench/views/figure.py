@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the en
 
 _WIDTH_IN, _DPI = 9.0, 110
 _HEAD_IN, _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 0.76, 2.1, 0.27, 0.75, 1.35
+_TITLE_LETTERS = 100  # as many as fit the width
 _VISIBLE_STEPS = 12
 
 
@@ -105,7 +106,8 @@ def _draw_head(band: SubFigure, snapshot: Snapshot) -> None:
     facts = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     blame = [line for line in (text.slow(snapshot), text.dropped(snapshot)) if line]
     title = f"{text.title(snapshot)} · {snapshot.state}"
-    band.text(0.01, 0.9, title, fontsize=11, weight="bold", va="top", color=INK["light"])
+    size = 11 * min(1.0, _TITLE_LETTERS / len(title))
+    band.text(0.01, 0.9, title, fontsize=size, weight="bold", va="top", color=INK["light"])
     band.text(0.01, 0.55, " · ".join(facts), fontsize=9, va="top", color=INK["light"])
     color = phase_colors()[HATCHED]
     band.text(0.01, 0.24, " · ".join(blame), fontsize=9, weight="bold", va="top", color=color)

@@ -85,7 +85,8 @@ def title(snapshot: Snapshot) -> str:
     count = len(snapshot.workers)
     words = term(snapshot)
     workers = f"{count} worker{'s' if count != 1 else ''}"
-    return " · ".join(part for part in (snapshot.name, snapshot.strategy, words, workers) if part)
+    names = dict.fromkeys((snapshot.name, snapshot.strategy))  # unnamed runs have the strategy's
+    return " · ".join(part for part in (*names, words, workers) if part)
 
 
 def describe(snapshot: Snapshot) -> str:
