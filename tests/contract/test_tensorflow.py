@@ -231,6 +231,17 @@ def test_keras_fit_works_unchanged(call: str, every: int) -> None:
     assert first.mean() == pytest.approx(history["loss"][0], rel=1e-4)
 
 
+def test_what_xla_compiles_is_recorded_without_its_parts() -> None:
+    source = KERAS.replace("EVERY", "1, jit_compile=True") + FIT_CALLS["arrays"]
+    report = clean(run("one_device", source))
+    assert report.trained == 8
+    assert (report.rows["samples"] == 24).all()
+    assert np.isfinite(report.rows["local_loss"]).all()
+    assert np.isnan(report.rows["compute_s"]).all()
+    (unseen,) = report.emitted("unmeasured")
+    assert "jit_compile" in unseen["columns"]["compute_s"]
+
+
 def test_the_lines_overrides_win() -> None:
     overrides = {"steps": 7, "batch_size": 12, "seed": 5}
     source = KERAS + FIT_CALLS["arrays"]
@@ -252,10 +263,14 @@ def test_a_model_of_the_cell_before_trains_on() -> None:
 
 WRONG = {
     "built outside": ("model.fit(x, y, batch_size=24)", "outside this run's strategy"),
-    "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26 or 24"),
+    "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26"),
     "indivisible tf.data": (
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(25))",
         "cannot be divided evenly",
+    ),
+    "single samples": (
+        "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, 0])))",
+        "not batches",
     ),
     "not compiled": ("made(compiled=False); model.fit(x, y, batch_size=24)", "compile"),
     "another batch": (
