@@ -82,7 +82,7 @@ class MultiWorkerMirrored(Replicated):
         with self._tf_config():
             try:
                 self._begin_anew()
-                with super().around_cell() as names, multi_worker(self.distribution):
+                with super().around_cell() as names, multi_worker(self.distribution, self._note):
                     seed_all(int(self.context.spec.overrides.get("seed", 0)))
                     yield names
                     ended = True
@@ -130,11 +130,13 @@ class MultiWorkerMirrored(Replicated):
         if self.on_gpus:
             index = int(self.devices[0].partition(":")[2])
             tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[index], "GPU")
-        if spec.rank == 0:
-            text = (
-                "TensorFlow's servers, one on each worker, listen on every interface until the run "
-                "is over."
-            )
+        self._note(
+            "TensorFlow's servers, one on each worker, listen on every interface until the run is "
+            "over."
+        )
+
+    def _note(self, text: str) -> None:
+        if self.rank == 0:
             self.context.emit("note", rank=0, text=text)
 
     def _leave(self, ended: bool, before: set[tuple[int, str]]) -> None:
