@@ -95,6 +95,34 @@ def test_fit_is_exact_where_shares_are_unequal(
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
+STATE = """
+import keras, numpy as np
+x = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+y = x.sum(1, keepdims=True)
+model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+def train(steps):
+    wb.fit(model, (x, y), loss=keras.losses.MeanSquaredError(), optimizer=optimizer,
+           batch_size=24, steps=steps, shuffle=False)
+if before is None:
+    train(steps)
+else:
+    train(1)
+    context.strategy.load_state(before)
+    train(steps)
+state = context.strategy.state()
+"""
+
+
+def test_state_goes_on_under_another_number_of_replicas() -> None:
+    truth = clean(run("one_device", STATE, names={"before": None, "steps": 20}))
+    first = clean(run("mirrored", STATE, 2, names={"before": None, "steps": 10}))
+    names = {"before": first.names["state"], "steps": 10}
+    second = clean(run("mirrored", STATE, 3, names=names))
+    assert furthest(second, truth) <= 1e-6
+    assert furthest(first, truth) > 1e-3
+
+
 def test_an_eager_loop_is_recorded_too() -> None:
     truth = train("one_device", "loop", STEPS=5)
     report = train("mirrored", "loop", 2, STEPS=5, GRAPH=False)
