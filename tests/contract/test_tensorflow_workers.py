@@ -116,16 +116,6 @@ told = np.abs(np.asarray(model(x[:8])) - before[2][:8]).max(), strategy.num_repl
     assert report.names["told"][1] == 1
 
 
-def test_addresses_that_the_user_chose_are_refused(pair: Workers) -> None:
-    cell = "told = 1"
-    begin = "import os; os.environ['TF_CONFIG'] = '{}'"
-    pair.run("one_device", begin, workers=1)
-    reports = pair.run(STRATEGY, cell)
-    assert all("TF_CONFIG is set already" in str(report.error) for report in reports)
-    pair.run("one_device", "import os; del os.environ['TF_CONFIG']", workers=1)
-    assert all(report.error is None for report in pair.run(STRATEGY, cell))
-
-
 def test_a_worker_that_dies_is_noticed_and_the_other_goes_on() -> None:
     pair = Workers(2)
     try:

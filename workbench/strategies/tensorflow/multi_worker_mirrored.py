@@ -40,7 +40,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ...engine.tensorflow_support import configure, reset, seed_all
-from ...errors import ClusterError, FitError
+from ...errors import ClusterError
 from .homecoming import Homecoming
 from .keras_patches import multi_worker
 from .models import owner
@@ -94,16 +94,9 @@ class MultiWorkerMirrored(Replicated):
         """Set TF_CONFIG as soon as all workers have said where they are.
 
         Raises:
-            FitError: The user has set it.
             ClusterError: A worker did not come.
         """
         spec = self.context.spec
-        if "TF_CONFIG" in os.environ:
-            raise FitError(
-                "TF_CONFIG is set already; here the workers' addresses are chosen for each run.",
-                seen=os.environ["TF_CONFIG"],
-                next_step="del os.environ['TF_CONFIG'] on the engines, then run the cell again",
-            )
         if self.world_size == 1:
             yield
             return
