@@ -76,14 +76,14 @@ class Coordinated:
         return self.last
 
     def _schedule(self, function: Any, args: Any, samples: int) -> None:
-        def told(loss: Any, rank: int) -> tuple[float, int]:
+        def told(loss: Any) -> float:
             self.last = StepResult(samples, float(loss), NAN)
-            return self.last.loss, samples
+            return self.last.loss
 
         self.closures.coordinator.strategy.extended._being_scheduled = True
         try:
             with self.closures.coordinator.strategy.scope():
-                self.closures.schedule(function, args, told=told)
+                self.closures.schedule(function, args, told=told, samples=samples)
         finally:
             self.closures.coordinator.strategy.extended._being_scheduled = False
 

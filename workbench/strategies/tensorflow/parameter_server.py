@@ -47,6 +47,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ...engine.context import RunContext
+from ...engine.initial import initialise
 from ...engine.tensorflow_support import reset
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
@@ -190,6 +191,7 @@ class ParameterServer(Strategy):
         assert self.closures is not None, "the cell is under way"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
+        initialise(self.context, job.model)
         self._carried = Coordinated(self.closures, trainer, self.world_size)
 
     def drive(self, training: Any) -> StepResult | None:
