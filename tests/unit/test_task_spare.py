@@ -34,7 +34,9 @@ def lost():
 def task(lost):
     """Engine 0 runs the cell, 1 and 2 are workers, 3 is a server."""
     labels = {0: "replicas 0-1 · cpu", 1: "worker 0", 2: "worker 1", 3: "server s0"}
-    return Task(Engines(), dict.fromkeys(range(4), {}), labels, spare=[1, 2], on_loss=lost.append)
+    return Task(
+        Engines(), {engine: {} for engine in range(4)}, labels, spare=[1, 2], on_loss=lost.append
+    )
 
 
 def dies(task, engine):

@@ -286,7 +286,7 @@ class Closures:
                 del self._running[rank]
         end_s = clock()
         late = None
-        if told is not None:
+        if told is not None and value is not None:
             late = self._fetcher.fetch(value._values, told)
             del value  # TensorFlow fetches what somebody still refers to, and the worker waits
         with self._counts:

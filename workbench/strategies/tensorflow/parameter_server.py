@@ -123,9 +123,10 @@ class ParameterServer(Strategy):
     def _connect(self) -> None:
         context, spec = self.context, self.context.spec
         ranks = helpers(context)
-        addresses = context.board.wait("address", ranks, MEET_S)
-        context.board.wait("up", ranks, MEET_S)
-        check_alive(addresses, dict(zip(ranks, self._parts, strict=True)))
+        parts = dict(zip(ranks, self._parts, strict=True))
+        addresses = context.board.wait("address", ranks, MEET_S, parts)
+        context.board.wait("up", ranks, MEET_S, parts)
+        check_alive(addresses, parts)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             cluster_of(context, addresses), rpc_layer="grpc"
         )
