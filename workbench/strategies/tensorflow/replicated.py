@@ -85,10 +85,10 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
-            self._steps = steps = Steps(context, markers)
+            self._steps = steps = Steps(context, markers, self.synchronise)
             self._fit = KerasFit(context, steps, distribution, self._trains)
             stack.enter_context(self._fit)
-            self._loop = OwnLoop(context, steps, distribution, self._elsewhere, self.synchronise)
+            self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
             stack.enter_context(self._loop)
             context.weights = self.weights
             stack.enter_context(distribution.scope())
