@@ -38,9 +38,10 @@ from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
 from .closures import Closures
 from .coordinated import AHEAD
-from .feeds import Fed
+from .feeds import Fed, dealt
+from .keras_batches import DEFAULT_BATCH
 from .keras_data import AdapterData, ArrayData, Data, as_arrays
-from .keras_fit import DEFAULT_BATCH, check_model
+from .keras_fit import check_model
 
 clock = time.perf_counter
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -162,14 +163,14 @@ class CoordinatedFit:
         """Train one epoch, at most `left` global steps; return the sums and what is left then."""
         sums, strategy = Sums(), self.closures.coordinator.strategy
         self.closures.idle()
-        for pieces in data.batches(epoch, self.workers):
+        for pieces in dealt(data.feed, data.batches(epoch, self.workers)):
             if left == 0:
                 break
-            for piece, samples in pieces:
+            for args, samples in pieces:
                 self.closures.wait_for_room(AHEAD * self.workers)
                 strategy.extended._being_scheduled = True
                 self.closures.schedule(
-                    train, data.feed.args(piece),
+                    train, args,
                     samples=samples,
                     told=lambda values, n=samples: sums.add(values, n),  # type: ignore[misc]
                 )  # fmt: skip
@@ -192,10 +193,10 @@ class CoordinatedFit:
     def _score(self, model: Any, data: Data) -> Sums:
         score, sums = data.feed.function(self._body(model, training=False)), Sums()
         waiting = []
-        for pieces in data.batches(0, 1):
-            for piece, samples in pieces:
+        for pieces in dealt(data.feed, data.batches(0, 1)):
+            for args, samples in pieces:
                 self.closures.wait_for_room(AHEAD * self.workers)
-                value = self.closures.coordinator.schedule(score, args=data.feed.args(piece))
+                value = self.closures.coordinator.schedule(score, args=args)
                 waiting.append((value, samples))
         self.closures.join()
         for value, samples in waiting:
@@ -227,7 +228,7 @@ class CoordinatedFit:
         waiting = []
         for batch in adapter.get_numpy_iterator():
             self.closures.wait_for_room(AHEAD * self.workers)
-            args = feed.args(self._tools.unpack_x_y_sample_weight(batch)[0])
+            args = next(feed.args([self._tools.unpack_x_y_sample_weight(batch)[0]]))
             waiting.append(self.closures.coordinator.schedule(function, args=args))
         self.closures.join()
         outputs = [value.fetch() for value in waiting]
