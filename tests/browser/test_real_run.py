@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import nbformat
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
+pytestmark = [pytest.mark.browser, pytest.mark.cluster]
 
-QUICKSTART = Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb"
+FOLDER = Path(__file__).parents[2] / "notebooks"
+MISSING = importlib.util.find_spec("tensorflow") is None
+# Notebook, and its pictures: of the runs and of the comparison.
+EVERY = [
+    pytest.param("00_quickstart.ipynb", 4, marks=pytest.mark.torch),
+    pytest.param(
+        "01_tensorflow.ipynb",
+        6,
+        marks=[
+            pytest.mark.tensorflow,
+            pytest.mark.skipif(MISSING, reason="tensorflow is not installed"),
+        ],
+    ),
+]
 STEPS = "parseInt(document.querySelector('.wb-steps')?.textContent.split(' ')[1] ?? 0)"
 
 TRAIN = """%%distributed mirrored --steps 1000000 --name long --inject slow=1:20ms
@@ -24,6 +38,7 @@ def wait_steps(page, at_least: int) -> None:
     page.wait_for_function(f"{STEPS} >= {at_least}", timeout=60_000)
 
 
+@pytest.mark.torch
 def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tmp_path):
     nb = notebook(
         "stop_real.ipynb",
@@ -50,17 +65,20 @@ def test_stop_in_mid_run_ends_the_cell_and_leaves_the_engines_alive(notebook, tm
     assert not any("application/vnd.jupyter.widget-view+json" in bundle for bundle in bundles)
 
 
-def test_the_quickstart_runs_to_its_end_with_moving_curves(notebook):
+@pytest.mark.parametrize(("name", "count"), EVERY)
+def test_the_quickstart_runs_to_its_end_with_moving_curves(notebook, tmp_path, name, count):
     cells = [
         cell.source
-        for cell in nbformat.read(QUICKSTART, as_version=4).cells
+        for cell in nbformat.read(FOLDER / name, as_version=4).cells
         if cell.cell_type == "code"
     ]
     nb = notebook("quickstart.ipynb", cells)
     nb.run_all()
     wait_steps(nb.page, 1)
-    nb.wait_text("cluster stopped", 120)
+    nb.page.screenshot(path=str(tmp_path / "running.png"))
+    nb.wait_text("cluster stopped", 180)
+    nb.page.screenshot(path=str(tmp_path / "done.png"))
     outputs = nb.outputs()
     assert not [o for o in outputs if o["output_type"] == "error"]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
-    assert len(pictures) == 4  # three runs and the comparison
+    assert len(pictures) == count

@@ -10,6 +10,7 @@ from notebook_shell import WAIT_S
 
 import workbench as wb
 from workbench.errors import RunError
+from workbench.session.run import Run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
 pytest.importorskip("tensorflow")
@@ -237,6 +238,62 @@ class Own(keras.Sequential):
         return {"loss": 0.0}
 model = Own([keras.layers.Flatten(), keras.layers.Dense(10)])
 """
+PARTS = """
+import tensorflow as tf, workbench as wb
+table = tf.Variable(tf.ones((100, 4)))
+places = [v.device.rpartition("/job:")[2] for v in getattr(table, "variables", [table])]
+
+@tf.function
+def step():
+    def replica():
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.nn.embedding_lookup(table, [1, 70]) ** 2)
+        parts = getattr(table, "variables", [table])
+        for part, gradient in zip(parts, tape.gradient(value, parts)):
+            part.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return value
+    return strategy.run(replica)
+
+for _ in range(10):
+    last = coordinator.schedule(step)
+coordinator.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks"),
+    [
+        ({"servers": 2, "partitioner": "fixed:2"}, ["ps/replica:0/task:0", "ps/replica:0/task:1"]),
+        ({"servers": 2, "partitioner": "min_size:100000"}, ["ps/replica:0/task:0"]),
+        ({}, ["ps/replica:0/task:0"]),
+    ],
+)
+def test_a_variable_is_cut_as_asked(cluster, options, tasks):
+    run = train(cluster, PARTS, options=options).wait(WAIT_S)
+    assert run.state == "finished"
+    places = cluster.pull(["places"], ids=[0])[0]["places"]
+    assert [place.partition("/device")[0] for place in places] == tasks
+    assert len(run.history["rank"]) == 10
+
+
+def test_a_worker_that_does_not_come_is_named(cluster, monkeypatch):
+    train(cluster, FIT.format(epochs=1)).wait(WAIT_S)  # the engines are there
+    told = Run._tell
+
+    def tell(run, kind, body):
+        if not (kind == "told" and body["topic"] == "up" and body["rank"] == 3):
+            told(run, kind, body)
+
+    monkeypatch.setattr(Run, "_tell", tell)
+    cell = "import workbench.strategies.tensorflow.parameter_server as one; one.MEET_S = {}"
+    cluster.execute(cell.format(2)).over.wait(WAIT_S)
+    with pytest.raises(RunError, match="no up from worker 1"):
+        train(cluster, FIT.format(epochs=1)).wait(WAIT_S)
+    monkeypatch.undo()
+    cluster.execute(cell.format(60)).over.wait(WAIT_S)
+    assert train(cluster, FIT.format(epochs=1)).wait(WAIT_S).state == "finished"
+
+
 MISTAKES = {
     "on_train_batch_end": keras(
         callback="type('Mine', (keras.callbacks.Callback,), "

@@ -95,6 +95,34 @@ def test_fit_is_exact_where_shares_are_unequal(
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
+STATE = """
+import keras, numpy as np
+x = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+y = x.sum(1, keepdims=True)
+model = keras.Sequential([keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+def train(steps):
+    wb.fit(model, (x, y), loss=keras.losses.MeanSquaredError(), optimizer=optimizer,
+           batch_size=24, steps=steps, shuffle=False)
+if before is None:
+    train(steps)
+else:
+    train(1)
+    context.strategy.load_state(before)
+    train(steps)
+state = context.strategy.state()
+"""
+
+
+def test_state_goes_on_under_another_number_of_replicas() -> None:
+    truth = clean(run("one_device", STATE, names={"before": None, "steps": 20}))
+    first = clean(run("mirrored", STATE, 2, names={"before": None, "steps": 10}))
+    names = {"before": first.names["state"], "steps": 10}
+    second = clean(run("mirrored", STATE, 3, names=names))
+    assert furthest(second, truth) <= 1e-6
+    assert furthest(first, truth) > 1e-3
+
+
 def test_an_eager_loop_is_recorded_too() -> None:
     truth = train("one_device", "loop", STEPS=5)
     report = train("mirrored", "loop", 2, STEPS=5, GRAPH=False)
@@ -231,6 +259,17 @@ def test_keras_fit_works_unchanged(call: str, every: int) -> None:
     assert first.mean() == pytest.approx(history["loss"][0], rel=1e-4)
 
 
+def test_what_xla_compiles_is_recorded_without_its_parts() -> None:
+    source = KERAS.replace("EVERY", "1, jit_compile=True") + FIT_CALLS["arrays"]
+    report = clean(run("one_device", source))
+    assert report.trained == 8
+    assert (report.rows["samples"] == 24).all()
+    assert np.isfinite(report.rows["local_loss"]).all()
+    assert np.isnan(report.rows["compute_s"]).all()
+    (unseen,) = report.emitted("unmeasured")
+    assert "jit_compile" in unseen["columns"]["compute_s"]
+
+
 def test_the_lines_overrides_win() -> None:
     overrides = {"steps": 7, "batch_size": 12, "seed": 5}
     source = KERAS + FIT_CALLS["arrays"]
@@ -252,10 +291,14 @@ def test_a_model_of_the_cell_before_trains_on() -> None:
 
 WRONG = {
     "built outside": ("model.fit(x, y, batch_size=24)", "outside this run's strategy"),
-    "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26 or 24"),
+    "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26"),
     "indivisible tf.data": (
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(25))",
         "cannot be divided evenly",
+    ),
+    "single samples": (
+        "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, 0])))",
+        "not batches",
     ),
     "not compiled": ("made(compiled=False); model.fit(x, y, batch_size=24)", "compile"),
     "another batch": (

@@ -54,3 +54,78 @@ def test_trains_exactly_as_one_device_does(
     assert max(float(abs(first[name] - truth.weights[name]).max()) for name in first) <= tolerance
     loss, true_loss = metrics.derive(rows_of(reports)).loss, metrics.derive(truth.rows).loss
     assert np.allclose(loss, true_loss, rtol=0, atol=max(10 * tolerance, 1e-6))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_injected_delay_is_read_back_as_the_others_wait(pair: Workers, way: str) -> None:
+    cell, names = tf_cells.SLEEPY_WAYS[way], {"MILLIS": 2, "STEPS": 30}
+    reports = pair.run(STRATEGY, cell, faults=("slow=1:50ms",), names=names)
+    derived = metrics.derive(rows_of([clean(report) for report in reports]))
+    wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
+    assert wait_ms[0] == pytest.approx(50, abs=5)
+    assert wait_ms[1] == pytest.approx(0, abs=1)
+    assert (derived.blamed_rank[:, 0] == 1).mean() >= 0.95
+
+
+KERAS = """
+import keras, numpy as np, os, tensorflow as tf
+x = np.random.default_rng(0).normal(size=(96, 28, 28)).astype("float32")
+y = np.random.default_rng(1).integers(0, 10, 96)
+model = keras.Sequential([
+    keras.layers.Flatten(), keras.layers.Dense(32, activation="relu"),
+    keras.layers.BatchNormalization(), keras.layers.Dropout(0.2), keras.layers.Dense(10),
+])
+model.compile(optimizer="adam", metrics=["accuracy"], steps_per_execution=EVERY,
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(24)
+history = model.fit(x, y, epochs=2, batch_size=24, validation_data=data).history
+scores = model.evaluate(data, verbose=0)
+told = history, scores, model.predict(x, batch_size=24, verbose=0), os.environ["TF_CONFIG"]
+"""
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_keras_fit_works_unchanged(pair: Workers, every: int) -> None:
+    reports = [clean(report) for report in pair.run(STRATEGY, KERAS, names={"EVERY": every})]
+    first, second = (report.weights for report in reports)
+    assert all((first[name] == second[name]).all() for name in first if "moving" not in name)
+    rows = rows_of(reports)
+    assert rows.shape == (8, 2)
+    assert (rows["samples"] == 12).all()
+    derived = metrics.derive(rows)
+    (history, scores, out, config), (theirs, *_, other_config) = (r.names["told"] for r in reports)
+    assert all(history[name] == pytest.approx(theirs[name]) for name in history)
+    assert derived.loss[:4].mean() == pytest.approx(history["loss"][0], rel=1e-4)
+    assert derived.loss[4:].mean() == pytest.approx(history["loss"][1], rel=1e-4)
+    assert scores == pytest.approx([history["val_loss"][-1], history["val_accuracy"][-1]])
+    assert out.shape == (96, 10)
+    assert '"index": 0' in config
+    assert '"index": 1' in other_config
+    assert len(reports[0].emitted("eval")) == 2
+
+
+def test_the_model_is_the_engines_own_afterwards(pair: Workers) -> None:
+    clean(pair.run(STRATEGY, KERAS, names={"EVERY": 1})[0])
+    again = """
+import numpy as np
+told = np.abs(np.asarray(model(x[:8])) - before[2][:8]).max(), strategy.num_replicas_in_sync
+"""
+    renamed = "before = told\n" + again
+    report = clean(pair.run("one_device", renamed, workers=1, carry=("model", "x", "told"))[0])
+    assert report.names["told"][0] < 1e-5
+    assert report.names["told"][1] == 1
+
+
+def test_a_worker_that_dies_is_noticed_and_the_other_goes_on() -> None:
+    pair = Workers(2)
+    try:
+        cell, names = tf_cells.SLEEPY_WAYS["keras"], {"MILLIS": 2, "STEPS": 200}
+        survivor, dead = pair.run(STRATEGY, cell, faults=("kill=1@20",), names=names)
+        assert dead.error == "died"
+        assert survivor.error is not None
+        assert "UnavailableError" in survivor.error
+        assert survivor.left == []
+        again = pair.run("one_device", tf_cells.SLEEPY_WAYS["keras"], workers=1, names=names)
+        assert clean(again[0]).trained == 200
+    finally:
+        pair.close()

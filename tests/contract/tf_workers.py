@@ -6,7 +6,9 @@ passed on to all, as the kernel does.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import threading
@@ -34,25 +36,32 @@ class Workers:
     def run(self, strategy: str, cell: Any, **settings: Any) -> list[Report]:
         """Run a cell on all engines; of a list of cells, each its own.
 
-        With `workers=1` each does so for itself.
+        With `workers=1` each does so for itself; `carry` names what it finds of the last cell.
+        `told` comes back. An engine that died brings back an error.
 
         Returns:
             What each engine brings back, by rank.
         """
         cells = cell if isinstance(cell, list) else [cell] * len(self._pipes)
         for pipe, each in zip(self._pipes, cells, strict=True):
-            pipe.send(("run", (strategy, each, settings)))
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(("run", (strategy, each, settings)))
         reports: dict[int, Report] = {}
         while len(reports) < len(self._pipes):
-            ready = multiprocessing.connection.wait(self._pipes, TIMEOUT_S)
+            open_pipes = [p for rank, p in enumerate(self._pipes) if rank not in reports]
+            ready = multiprocessing.connection.wait(open_pipes, TIMEOUT_S)
             assert ready, "an engine hangs"
             for pipe in ready:
-                kind, value = pipe.recv()
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "done", Report(error="died")
                 if kind == "done":
                     reports[self._pipes.index(pipe)] = value
                 else:
-                    for every in self._pipes:
-                        every.send((kind, value))
+                    for every in open_pipes:
+                        with contextlib.suppress(BrokenPipeError):
+                            every.send((kind, value))
         return [reports[rank] for rank in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -81,12 +90,16 @@ def _serve(pipe: Any, rank: int, count: int) -> None:
                 todo.put((value, boards[-1]))
 
     threading.Thread(target=listen, daemon=True, name="listen").start()
+    kept: dict[str, Any] = {}
     while True:
         (strategy, cell, settings), board = todo.get()
         workers = settings.pop("workers", count)
+        carried = {name: kept[name] for name in settings.pop("carry", ())}
+        settings["names"] = {**settings.get("names", {}), **carried}
         report = run(
             strategy, cell, workers, rank=rank if workers > 1 else 0, board=board,
             post=lambda fields: pipe.send(("post", fields)), **settings,
         )  # fmt: skip
+        kept = report.names
         report.names = {name: report.names[name] for name in ("told",) if name in report.names}
         pipe.send(("done", report))

@@ -1,7 +1,8 @@
-"""The quickstart notebook: executed cell by cell by nbval, its stored outputs compared."""
+"""The quickstart notebooks: executed cell by cell by nbval, its stored outputs compared."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,21 +12,28 @@ from pathlib import Path
 import nbformat
 import pytest
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_quickstart.ipynb"
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOK = FOLDER / "00_quickstart.ipynb"
 CELL_TIMEOUT_S = 120
 
-pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+pytestmark = [pytest.mark.cluster]
+MISSING = importlib.util.find_spec("tensorflow") is None
+EVERY = [
+    pytest.param(NOTEBOOK, marks=pytest.mark.torch),
+    pytest.param(
+        FOLDER / "01_tensorflow.ipynb",
+        marks=[
+            pytest.mark.tensorflow,
+            pytest.mark.skipif(MISSING, reason="tensorflow is not installed"),
+        ],
+    ),
+]
 
 
-@pytest.fixture(scope="module")
-def stored():
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
-def run_nbval(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    shutil.copy(NOTEBOOK, folder)
+def run_nbval(path: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    shutil.copy(path, folder)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags]
-    command += [f"--nbval-cell-timeout={CELL_TIMEOUT_S}", NOTEBOOK.name]
+    command += [f"--nbval-cell-timeout={CELL_TIMEOUT_S}", path.name]
     return subprocess.run(
         command,
         cwd=folder,
@@ -37,15 +45,19 @@ def run_nbval(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_cell_runs_and_gives_the_stored_output(tmp_path, stored):
-    done = run_nbval(tmp_path, "--nbval")
+@pytest.mark.parametrize("path", EVERY, ids=lambda path: path.stem)
+def test_every_cell_runs_and_gives_the_stored_output(tmp_path, path):
+    stored = nbformat.read(path, as_version=4)
+    done = run_nbval(path, tmp_path, "--nbval")
     cells = sum(cell.cell_type == "code" for cell in stored.cells)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{cells} passed" in done.stdout
 
 
-def test_the_comparison_can_fail(tmp_path, stored):
+@pytest.mark.torch
+def test_the_comparison_can_fail(tmp_path):
     """A stored output that is wrong must be noticed, else the test above proves nothing."""
+    stored = nbformat.read(NOTEBOOK, as_version=4)
     cell = next(c for c in stored.cells if c.cell_type == "code" and "%%rank 0" in c.source)
     changed = nbformat.from_dict(stored)
     wrong = nbformat.v4.new_notebook(metadata=changed.metadata)
@@ -65,8 +77,10 @@ def test_the_comparison_can_fail(tmp_path, stored):
     assert "1 failed" in done.stdout
 
 
-def test_saved_outputs_need_no_kernel(stored):
+@pytest.mark.parametrize("path", [path for case in EVERY for path in case.values])
+def test_saved_outputs_need_no_kernel(path):
     """A widget in a saved notebook shows an error where there is no kernel: none may be left."""
+    stored = nbformat.read(path, as_version=4)
     bundles = [
         output["data"]
         for cell in stored.cells

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import ClusterError
@@ -32,9 +32,16 @@ class Board:
             self._changed.notify_all()
 
     def wait(
-        self, topic: str, ranks: Iterable[int], timeout_s: float | None = None
+        self,
+        topic: str,
+        ranks: Iterable[int],
+        timeout_s: float | None = None,
+        names: Mapping[int, str] | None = None,
     ) -> dict[int, Any]:
         """Wait until all those engines have spoken on a topic; return what they said, by rank.
+
+        Args:
+            names: How ranks are called in an error.
 
         Raises:
             ClusterError: Not all of them did within `timeout_s`; says who is missing.
@@ -47,7 +54,8 @@ class Board:
                 if left_s <= 0:
                     raise ClusterError(
                         "Engines of this run did not answer.",
-                        seen=f"no {topic} from {', '.join(map(str, missing))}",
+                        seen=f"no {topic} from "
+                        + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",
                         next_step="%cluster shows which are alive; %cluster restart",
                     )

@@ -305,7 +305,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
 
 
 def weight_names(model: Any) -> dict[str, Any]:
-    """Return a model's weights by path, `sequential/dense/kernel`; a second of one gets a number."""
+    """Return a model's weights by path, `sequential/dense/kernel`; equal paths get a number."""
     found: dict[str, Any] = {}
     for variable in model.weights:
         name, count = variable.path, 1

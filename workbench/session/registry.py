@@ -90,7 +90,7 @@ def weights_folder(name: str) -> str:
         raise PlanError(
             f"Run {name} left no weights to start from.",
             seen=run.state,
-            allowed="a run that finished or was stopped, trained by wb.fit, wb.prepare or model.fit",
+            allowed="a run that finished or was stopped",
         )
     return str(run.folder)
 

@@ -14,9 +14,7 @@ Times are the coordinator's. From one closure's end to the next one's begin a wo
 do: that is its data wait. What a closure returns is fetched only where a loss is due: each time
 where `wb.fit` or `model.fit` are under way, a few times a second in an own loop.
 
-Delays cannot be spent here, as the push would have happened by then. While a fault is active,
-closures are traced anew with two calls of Python in them, which the worker carries out
-(`servers.Delays`): one at the begin, one between its gradients and their push.
+Delays cannot be spent here, as the push would have happened by then (`delays.py`).
 
 Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
 """
@@ -36,13 +34,13 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import gen_script_ops
 
 from ...engine.announce import announce
 from ...engine.context import RunContext
 from ...errors import ClusterError, RunStopped
 from ..base import NAN
-from .servers import BEGAN, DELAY
+from .delays import Delays
+from .fetching import Fetcher, Pending, Told
 
 clock = time.perf_counter
 SHOW_S = 0.1
@@ -51,17 +49,16 @@ SHOW_S = 0.1
 STALL_S = 120.0
 """After how long one closure is taken for one that will never end."""
 
-Told = Callable[[Any, int], tuple[float, int]]
-"""What takes the values that a closure returned, and its worker; returns loss and samples."""
-
 UNMEASURED = "pull, computation and push are one closure, which is timed as a whole"
 
 
 class Step(cluster_coordinator.Closure):  # type: ignore[misc]
     """A closure that is recorded when it has ended."""
 
-    def __init__(self, owner: Closures, told: Told | None, function: Any, *args: Any) -> None:
-        self.owner, self.told = owner, told
+    def __init__(
+        self, owner: Closures, told: Told | None, samples: int, function: Any, *args: Any
+    ) -> None:
+        self.owner, self.told, self.samples = owner, told, samples
         super().__init__(function, *args)
         self.trains = True
         self.value: Any = self.build_output_remote_value()
@@ -97,11 +94,11 @@ class Closures:
         self._shown_s = [0.0] * workers
         self._queue_waits: list[list[float]] = [[] for _ in range(workers)]
         self._gradients = 0
-        self._began: Any = None  # in a graph that is traced with delays: when it began
+        self._delays = Delays()
         self._trains: Any = weakref.WeakKeyDictionary()
-        self._delayed: Any = weakref.WeakKeyDictionary()
         self._announced = False
         self._undo: list[Callable[[], None]] = []
+        self._fetcher = Fetcher()
 
     def __enter__(self) -> Closures:
         """See what is scheduled from now on."""
@@ -118,6 +115,7 @@ class Closures:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._fetcher.close()
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         before, own = getattr(owner, name), name in vars(owner)
@@ -128,21 +126,35 @@ class Closures:
     # -- the thread that runs the cell -------------------------------------------------------------
 
     def schedule(
-        self, function: Any, args: Any = None, kwargs: Any = None, *, told: Told | None = None
+        self,
+        function: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        told: Told | None = None,
+        samples: int | None = None,
     ) -> Any:
         """Queue a closure; return its RemoteValue.
+
+        Args:
+            told: Hears what it returned; by default a loss is looked for now and then.
+            samples: How many it takes; by default what its data set says.
 
         Raises:
             RunStopped: Stop was pressed.
         """
         self._check()
-        chosen, gradients = self._variant(function), self._gradients
-        step = Step(self, told, chosen, self._queue._cancellation_mgr, args, kwargs)
+        active = any(faults.active for faults in self.context.faults.replicas)
+        chosen = self._delays.variant(function) if active else function
+        gradients = self._gradients
+        # What a function does is seen when it is traced, or (a plain one) only when it runs.
+        plain = not isinstance(function, polymorphic_function.Function)
+        unseen = plain or chosen.experimental_get_tracing_count() > 0
+        count = self.samples if samples is None else samples
+        step = Step(self, told, count, chosen, self._queue._cancellation_mgr, args, kwargs)
         if self._gradients > gradients:
             self._trains[function] = True
-        # A plain function shows what it does only when it runs.
-        plain = not isinstance(function, polymorphic_function.Function)
-        step.trains = plain or self._trains.get(function, False)
+        step.trains = plain or self._trains.setdefault(function, unseen)
         if step.trains:
             self._announce()
         with self._counts:
@@ -165,6 +177,7 @@ class Closures:
         try:
             while not self._queue.wait(timeout=1.0):
                 self._look_for_stalls()
+            self._fetcher.settle()
         except Exception:
             self._check()
             raise
@@ -240,9 +253,8 @@ class Closures:
         def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
             self.optimizer = optimizer
             self._gradients += 1
-            if self._began is not None:
-                grads = self._pause(grads)
-            return original(optimizer, grads, *args, **keywords)
+            held = self._delays.hold(grads)
+            return original(optimizer, held, *args, **keywords)
 
         return tf.autograph.experimental.do_not_convert(apply)
 
@@ -252,39 +264,6 @@ class Closures:
             return original(tape, *args, **keywords)
 
         return tf.autograph.experimental.do_not_convert(gradient)
-
-    def _pause(self, gradients: Any) -> Any:
-        """Hold the gradients back for as long as the worker says."""
-        gradients = list(gradients)
-        parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        with tf.control_dependencies([part for part in parts if part is not None]):
-            paused = gen_script_ops.py_func([self._began], DELAY, [tf.float64])
-        with tf.control_dependencies(paused):
-            return [None if g is None else tf.identity(g) for g in gradients]
-
-    def _variant(self, function: Any) -> Any:
-        """Return the function as it is, or while a fault is active one with delays in it."""
-        active = any(faults.active for faults in self.context.faults.replicas)
-        if not active or not isinstance(function, polymorphic_function.Function):
-            return function
-        if function not in self._delayed:
-            self._delayed[function] = self._with_delays(function)
-        return self._delayed[function]
-
-    def _with_delays(self, function: Any) -> Any:
-        inner = function.python_function
-        if function._autograph:
-            inner = autograph.tf_convert(inner, ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED))
-
-        def delayed(*args: Any, **keywords: Any) -> Any:
-            self._began = gen_script_ops.py_func([], BEGAN, [tf.float64])[0]
-            try:
-                with tf.control_dependencies([self._began]):
-                    return inner(*args, **keywords)
-            finally:
-                self._began = None
-
-        return function._clone(python_function=tf.autograph.experimental.do_not_convert(delayed))
 
     # -- a worker's thread -------------------------------------------------------------------------
 
@@ -296,21 +275,24 @@ class Closures:
         with self._counts:
             version = self._version
             self._running[rank] = begin_s
-        due = step.told is not None or begin_s - self._shown_s[rank] >= SHOW_S
-        value, step.value = (step.value if due else None), None  # unreferenced: not fetched
+        told = step.told
+        if told is None and begin_s - self._shown_s[rank] >= SHOW_S and _is_loss(step.value):
+            told = float
+        value, step.value = (step.value if told is not None else None), None
         try:
             run(worker)
         finally:
             with self._counts:
                 del self._running[rank]
         end_s = clock()
-        loss, samples = _loss(value), self.samples
-        if step.told is not None and value is not None:
-            loss, samples = step.told(value.get(), rank)
+        late = None
+        if told is not None and value is not None:
+            late = self._fetcher.fetch(value._values, told)
+            del value  # TensorFlow fetches what somebody still refers to, and the worker waits
         with self._counts:
             self._open -= 1
             if step.trains:
-                self._record(step, rank, version, (begin_s, end_s), loss, samples)
+                self._record(step, rank, version, (begin_s, end_s), late)
             self._free_s[rank] = clock()
             self._counts.notify_all()
 
@@ -330,22 +312,16 @@ class Closures:
             self._free_s = [clock()] * len(self._free_s)
 
     def _record(
-        self,
-        step: Step,
-        rank: int,
-        version: int,
-        ran: tuple[float, float],
-        loss: float,
-        samples: int,
+        self, step: Step, rank: int, version: int, ran: tuple[float, float], late: Pending | None
     ) -> None:
         context, (begin_s, end_s), number = self.context, ran, self._steps[rank]
         start_s = self._free_s[rank]
         if start_s != start_s or start_s > begin_s:
             start_s = begin_s
         context.recorder.add(
-            number, samples, start_s, end_s, data_wait_s=begin_s - start_s,
-            compute_s=end_s - begin_s, loss=loss, wait_s=0.0, staleness=self._version - version,
-            rank=rank,
+            number, step.samples, start_s, end_s, data_wait_s=begin_s - start_s,
+            compute_s=end_s - begin_s, loss=NAN, wait_s=0.0, staleness=self._version - version,
+            rank=rank, deferred=late,
         )  # fmt: skip
         self._version += 1
         self._steps[rank] += 1
@@ -361,9 +337,7 @@ class Closures:
             context.emit("log", rank=rank, step=number, values=values)
 
 
-def _loss(value: Any) -> float:
-    """Return what a closure returned where that is one real number; NaN otherwise."""
+def _is_loss(value: Any) -> bool:
+    """Whether a closure returns one real number."""
     spec = getattr(value, "_type_spec", None)
-    if isinstance(spec, tf.TensorSpec) and spec.dtype.is_floating and spec.shape.rank == 0:
-        return float(value.get())
-    return NAN
+    return isinstance(spec, tf.TensorSpec) and spec.dtype.is_floating and spec.shape.rank == 0

@@ -20,7 +20,7 @@ from ...engine.training import Training
 from ...errors import FitError, RunStopped
 from ..base import NAN, Share, StepResult
 from .closures import Closures
-from .feeds import Fed, Resident, fits
+from .feeds import Fed, Resident, dealt, fits
 from .trainer import Trainer
 
 AHEAD = 4
@@ -56,14 +56,14 @@ class Coordinated:
         resident = isinstance(source, ArraySource) and fits(source.data)
         feed: Any = Resident(self.closures.coordinator, source.data) if resident else Fed()
         train = feed.function(lambda batch: self.trainer._train_all(batch, 1.0))
-        pieces = self._places(source) if resident else self._batches(source)
+        pieces = dealt(feed, self._places(source) if resident else self._batches(source))
         waits = training.eval_source is not None or training.hooks.epoch_end
         every = training.eval_every or job.steps_per_epoch
         try:
             for done in range(1, job.total_steps + 1):
-                for piece, samples in next(pieces):
+                for args, samples in next(pieces):
                     self.closures.wait_for_room(AHEAD * self.workers)
-                    self._schedule(train, feed.args(piece), samples)
+                    self._schedule(train, args, samples)
                 ends = done % job.steps_per_epoch == 0
                 if waits and (ends or done % every == 0):
                     self.closures.join()
@@ -76,14 +76,14 @@ class Coordinated:
         return self.last
 
     def _schedule(self, function: Any, args: Any, samples: int) -> None:
-        def told(loss: Any, rank: int) -> tuple[float, int]:
+        def told(loss: Any) -> float:
             self.last = StepResult(samples, float(loss), NAN)
-            return self.last.loss, samples
+            return self.last.loss
 
         self.closures.coordinator.strategy.extended._being_scheduled = True
         try:
             with self.closures.coordinator.strategy.scope():
-                self.closures.schedule(function, args, told=told)
+                self.closures.schedule(function, args, told=told, samples=samples)
         finally:
             self.closures.coordinator.strategy.extended._being_scheduled = False
 
@@ -117,7 +117,7 @@ class Coordinated:
         values = []
         for share in shares:
             self.closures.wait_for_room(AHEAD * self.workers)
-            args = feed.args((share.data, np.float64(share.samples)))
+            args = next(feed.args([(share.data, np.float64(share.samples))]))
             values.append(self.closures.coordinator.schedule(self._score, args=args))
         self.closures.join()
         for value in values:

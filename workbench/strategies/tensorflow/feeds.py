@@ -8,7 +8,8 @@ Whichever worker runs a closure, its samples are the same, so the order is that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,31 +19,58 @@ from tensorflow.python.distribute.coordinator import values
 RESIDENT_BYTES = 1 << 30
 """Arrays that are larger are sent piece by piece."""
 
+SENT_AHEAD = 256
+"""Pieces whose order is sent at once."""
+
+
+def dealt(feed: Any, batches: Iterable[list[tuple[Any, int]]]) -> Iterator[list[tuple[Any, int]]]:
+    """Yield each global batch as (arguments of the closure, samples) of its pieces."""
+    most = SENT_AHEAD if isinstance(feed, Resident) else 1
+    source = iter(batches)
+    while chunk := list(islice(source, most)):
+        args = feed.args([piece for batch in chunk for piece, _ in batch])
+        for batch in chunk:
+            yield [(next(args), samples) for _, samples in batch]
+
 
 class Resident:
-    """Arrays that lie on every worker.
+    """Arrays that lie on every worker, and an order of their samples beside them.
+
+    Every argument that is not there already costs a closure a round trip of its own. So the order
+    is sent ahead, many pieces at a time, and a closure is told a number: which piece.
 
     Args:
         arrays: Nested arrays of one length.
     """
 
     def __init__(self, coordinator: Any, arrays: Any) -> None:
-        place = tf.function(lambda *parts: [tf.identity(part) for part in parts], autograph=False)
-        parts = [tf.convert_to_tensor(array) for array in tf.nest.flatten(arrays)]
-        workers = coordinator._cluster.workers
+        self._workers = coordinator._cluster.workers
         self._structure = arrays
-        self._data = values.PerWorkerValues(
-            tuple(worker.create_resource(place, args=tuple(parts)) for worker in workers)
+        self._place = tf.function(lambda *parts: [tf.identity(p) for p in parts], autograph=False)
+        self._data = self._on_all(*tf.nest.flatten(arrays))
+
+    def _on_all(self, *arrays: Any) -> Any:
+        parts = tuple(tf.convert_to_tensor(array) for array in arrays)
+        return values.PerWorkerValues(
+            tuple(worker.create_resource(self._place, args=parts) for worker in self._workers)
         )
 
-    def args(self, places: Any) -> tuple[Any, ...]:
-        """Return what a closure for the samples at these places is called with."""
-        return self._data, tf.constant(places)
+    def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield what the closure for each piece is called with: places of samples, in order."""
+        sizes = [len(piece) for piece in pieces]
+        widest = max(sizes)
+        table = np.zeros((len(pieces), widest), np.int64)
+        for row, piece in zip(table, pieces, strict=True):
+            row[: len(piece)] = piece
+        order = self._on_all(table)
+        for number, size in enumerate(sizes):
+            yield self._data, order, tf.constant(number), size
 
     def function(self, body: Callable[[Any], Any]) -> Any:
         """Return the closure's function, from what it does with a batch."""
 
-        def closure(data: Any, places: Any) -> Any:
+        def closure(data: Any, order: Any, number: Any, size: int) -> Any:
+            places = order[0][number][:size]
             batch = [tf.gather(part, places) for part in data]
             return body(tf.nest.pack_sequence_as(self._structure, batch))
 
@@ -52,9 +80,10 @@ class Resident:
 class Fed:
     """Batches that travel with their closure."""
 
-    def args(self, batch: Any) -> tuple[Any, ...]:
-        """Return what a closure for a batch is called with."""
-        return (tf.nest.map_structure(tf.convert_to_tensor, batch),)
+    def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
+        """Yield what the closure for each batch is called with."""
+        for batch in pieces:
+            yield (tf.nest.map_structure(tf.convert_to_tensor, batch),)
 
     def function(self, body: Callable[[Any], Any]) -> Any:
         """Return the closure's function, from what it does with a batch."""

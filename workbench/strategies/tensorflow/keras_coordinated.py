@@ -23,7 +23,7 @@ import importlib
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -33,14 +33,15 @@ import tensorflow as tf
 from ...engine import settings
 from ...engine.announce import announce
 from ...engine.context import RunContext
-from ...engine.order import make_order, share_bounds
-from ...engine.tensorflow_data import batch_length, slice_batch
+from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
 from .closures import Closures
 from .coordinated import AHEAD
-from .feeds import Fed, Resident, fits
-from .keras_fit import DEFAULT_BATCH, check_model
+from .feeds import Fed, dealt
+from .keras_batches import DEFAULT_BATCH
+from .keras_data import AdapterData, ArrayData, Data, as_arrays
+from .keras_fit import check_model
 
 clock = time.perf_counter
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -124,6 +125,7 @@ class CoordinatedFit:
         _check_callbacks(call["callbacks"])
         data, validation = self._data(call)
         self._build(model, data)
+        initialise(self.context, model)
         settings.warn_if_trained(self.context, model)
         self._trained(model)
         total = self._limits(call, data)
@@ -161,15 +163,16 @@ class CoordinatedFit:
         """Train one epoch, at most `left` global steps; return the sums and what is left then."""
         sums, strategy = Sums(), self.closures.coordinator.strategy
         self.closures.idle()
-        for pieces in data.batches(epoch, self.workers):
+        for pieces in dealt(data.feed, data.batches(epoch, self.workers)):
             if left == 0:
                 break
-            for piece, samples in pieces:
+            for args, samples in pieces:
                 self.closures.wait_for_room(AHEAD * self.workers)
                 strategy.extended._being_scheduled = True
                 self.closures.schedule(
-                    train, data.feed.args(piece),
-                    told=lambda values, rank, n=samples: (sums.add(values, n), n),  # type: ignore[misc]
+                    train, args,
+                    samples=samples,
+                    told=lambda values, n=samples: sums.add(values, n),  # type: ignore[misc]
                 )  # fmt: skip
                 strategy.extended._being_scheduled = False
             left = None if left is None else left - 1
@@ -190,10 +193,10 @@ class CoordinatedFit:
     def _score(self, model: Any, data: Data) -> Sums:
         score, sums = data.feed.function(self._body(model, training=False)), Sums()
         waiting = []
-        for pieces in data.batches(0, 1):
-            for piece, samples in pieces:
+        for pieces in dealt(data.feed, data.batches(0, 1)):
+            for args, samples in pieces:
                 self.closures.wait_for_room(AHEAD * self.workers)
-                value = self.closures.coordinator.schedule(score, args=data.feed.args(piece))
+                value = self.closures.coordinator.schedule(score, args=args)
                 waiting.append((value, samples))
         self.closures.join()
         for value, samples in waiting:
@@ -225,7 +228,7 @@ class CoordinatedFit:
         waiting = []
         for batch in adapter.get_numpy_iterator():
             self.closures.wait_for_room(AHEAD * self.workers)
-            args = feed.args(self._tools.unpack_x_y_sample_weight(batch)[0])
+            args = next(feed.args([self._tools.unpack_x_y_sample_weight(batch)[0]]))
             waiting.append(self.closures.coordinator.schedule(function, args=args))
         self.closures.join()
         outputs = [value.fetch() for value in waiting]
@@ -283,7 +286,7 @@ class CoordinatedFit:
         shuffle: bool,
     ) -> Data:  # fmt: skip
         x, y, weight = parts
-        arrays = _arrays([x, y, weight])
+        arrays = as_arrays([x, y, weight])
         if arrays is not None:
             x, y, weight = arrays
             if class_weight is not None:
@@ -345,99 +348,6 @@ class CoordinatedFit:
             variable.assign((np.asarray(variable) + change).astype(variable.dtype))
             at += size
         return {name: float(value) for name, value in model.get_metrics_result().items()}
-
-
-class Data:
-    """Batches of one epoch, in pieces for closures.
-
-    Attributes:
-        batch_size: Global batch; None where it is not known.
-        steps: Global batches in an epoch; None where nobody knows.
-        feed: How a piece gets to its worker.
-    """
-
-    feed: Any
-    batch_size: int | None
-    steps: int | None
-
-    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
-        """Yield each global batch as (what `feed` takes, samples) of each piece."""
-        raise NotImplementedError
-
-    def sample(self) -> Any:
-        """Return a batch, of the right shapes."""
-        raise NotImplementedError
-
-
-class ArrayData(Data):
-    """Arrays, each of shape (samples, ...)."""
-
-    def __init__(
-        self, coordinator: Any, arrays: Any, batch_size: int, steps: int | None, seed: int, *,
-        shuffle: bool,
-    ) -> None:  # fmt: skip
-        self._arrays, self.batch_size = arrays, batch_size
-        length = batch_length(arrays)
-        self._order = make_order(length, batch_size, seed=seed, shuffle=bool(shuffle))
-        self.steps = steps or self._order.steps_per_epoch
-        self._resident = fits(arrays)
-        self.feed = Resident(coordinator, arrays) if self._resident else Fed()
-
-    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
-        for _, batch in zip(range(self.steps or 0), self._order.batches(epoch), strict=False):
-            places = np.asarray(batch, np.int64)
-            chosen = [places[a:b] for a, b in _bounds(len(places), pieces)]
-            yield [(part if self._resident else self._take(part), len(part)) for part in chosen]
-
-    def _take(self, places: Any) -> Any:
-        return tf.nest.map_structure(lambda array: array[places], self._arrays)
-
-    def sample(self) -> Any:
-        return self._take(np.zeros(1, np.int64))
-
-
-class AdapterData(Data):
-    """Whatever else Keras takes: tf.data sets, PyDatasets, generators."""
-
-    def __init__(self, adapter: Any, steps: int | None) -> None:
-        self._adapter, self.feed = adapter, Fed()
-        self.steps = steps or adapter.num_batches
-        self._limit = steps
-        self._waiting: Iterator[Any] | None = None  # an endless set goes on with the next epoch
-        self._first = next(iter(adapter.get_numpy_iterator()))
-        self.batch_size = adapter.batch_size or batch_length(self._first)
-
-    def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
-        self._adapter.on_epoch_begin()
-        source = self._waiting or iter(self._adapter.get_numpy_iterator())
-        self._waiting = source if self._limit else None
-        done = 0
-        while self._limit is None or done < self._limit:
-            batch = next(source, None)
-            if batch is None:
-                self._waiting = None
-                break
-            done += 1
-            bounds = _bounds(batch_length(batch), pieces)
-            yield [(slice_batch(batch, a, b), b - a) for a, b in bounds]
-        self._adapter.on_epoch_end()
-
-    def sample(self) -> Any:
-        return slice_batch(self._first, 0, 1)
-
-
-def _bounds(samples: int, pieces: int) -> list[tuple[int, int]]:
-    bounds = [share_bounds(samples, index, pieces) for index in range(pieces)]
-    return [(a, b) for a, b in bounds if b > a]
-
-
-def _arrays(parts: list[Any]) -> list[Any] | None:
-    """Return the parts as NumPy; None where one of them is something else."""
-    leaves = [leaf for leaf in tf.nest.flatten(parts) if leaf is not None]
-    if not all(isinstance(leaf, (np.ndarray, tf.Tensor, tf.Variable)) for leaf in leaves):
-        return None
-    as_array = lambda leaf: None if leaf is None else np.asarray(leaf)  # noqa: E731
-    return [tf.nest.map_structure(as_array, part) for part in parts]
 
 
 def _changes(model: Any, y: Any, output: Any, weight: Any) -> list[Any]:

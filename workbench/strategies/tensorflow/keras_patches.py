@@ -9,6 +9,7 @@ ends with an error that says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,13 +92,20 @@ def central_storage() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def multi_worker(distribution: Any) -> Iterator[None]:
+def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[None]:
     """Let `model.fit` train over several engines; every worker must enter this.
 
     Two things go wrong in Keras: the first batch, from which a model gets its shapes, is averaged
     over the workers (and a value of several workers cannot be turned into a tensor); and a step's
     metrics are averaged over the workers along a dimension that a number does not have. Here the
     shapes come from the worker's own part, and all numbers of a step are averaged in one message.
+
+    A third is TensorFlow's: a loop in the graph, as `steps_per_execution` makes, does not feed the
+    keys by which workers tell their messages apart ("You must feed a value for placeholder
+    tensor"). The steps are taken one by one instead.
+
+    Args:
+        note: Tells the user.
 
     Upstream: https://github.com/keras-team/keras/issues/20585,
     https://github.com/tensorflow/tensorflow/issues/72388.
@@ -134,8 +142,23 @@ def multi_worker(distribution: Any) -> Iterator[None]:
 
         return reduce_per_replica
 
+    def compile_(original: Any) -> Any:
+        @functools.wraps(original)
+        def compile(self: Any, *args: Any, **keywords: Any) -> Any:
+            result = original(self, *args, **keywords)
+            if self.steps_per_execution > 1:
+                self.steps_per_execution = 1
+                note(
+                    "Steps are taken one by one: TensorFlow cannot put several into one call over "
+                    "several workers (steps_per_execution)."
+                )
+            return result
+
+        return compile
+
     module = trainer.__name__
     with (
+        _replaced("keras.src.trainers.trainer", "Trainer", "compile", compile_),
         _replaced(module, "TensorFlowTrainer", "_maybe_symbolic_build", build),
         _replaced(module, "", "reduce_per_replica", reduce),
     ):

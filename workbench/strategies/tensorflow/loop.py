@@ -36,7 +36,6 @@ class OwnLoop:
 
     Args:
         elsewhere: Whether somebody else records the steps just now (`model.fit`, `wb.fit`).
-        synchronise: Waits for the devices.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class OwnLoop:
         steps: Steps,
         distribution: Any,
         elsewhere: Callable[[], bool],
-        synchronise: Callable[[], object],
     ) -> None:
         self.context, self.steps, self.distribution = context, steps, distribution
-        self._elsewhere, self._synchronise = elsewhere, synchronise
+        self._elsewhere = elsewhere
         self._inside = False
         self._steps_done = 0  # by the latest call
         self._trains: Any = weakref.WeakSet()
@@ -130,7 +128,7 @@ class OwnLoop:
         self._inside, self._steps_done = True, 0
         try:
             result = call()
-            self._synchronise()
+            steps.synchronise()
         finally:
             self._inside = False
         self._steps_done = steps.end()

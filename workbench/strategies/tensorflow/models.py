@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.tensorflow_support import weight_names
+from ...engine.tensorflow_support import load_weights, weight_names
 
 
 def by_name(model: Any) -> dict[str, NDArray[np.generic]]:
@@ -36,3 +36,21 @@ def holder(trained: set[int]) -> Any:
     models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
     holders = [m for m in models if trained <= {id(v) for v in m.trainable_variables}]
     return min(holders, key=lambda model: len(model.weights), default=None)
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return a model's weights and its optimizer's variables, whatever holds them."""
+    slots = [] if optimizer is None else optimizer.variables
+    return {
+        "model": by_name(model),
+        "optimizer": [np.asarray(keras.ops.convert_to_numpy(slot)) for slot in slots],
+    }
+
+
+def restore(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    """Go on from what `state_of` gave."""
+    load_weights(model, state["model"])
+    for slot, array in zip(
+        [] if optimizer is None else optimizer.variables, state["optimizer"], strict=True
+    ):
+        slot.assign(array)

@@ -40,7 +40,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ...engine.tensorflow_support import configure, reset, seed_all
-from ...errors import ClusterError, FitError
+from ...errors import ClusterError
 from .homecoming import Homecoming
 from .keras_patches import multi_worker
 from .models import owner
@@ -82,7 +82,7 @@ class MultiWorkerMirrored(Replicated):
         with self._tf_config():
             try:
                 self._begin_anew()
-                with super().around_cell() as names, multi_worker(self.distribution):
+                with super().around_cell() as names, multi_worker(self.distribution, self._note):
                     seed_all(int(self.context.spec.overrides.get("seed", 0)))
                     yield names
                     ended = True
@@ -94,16 +94,9 @@ class MultiWorkerMirrored(Replicated):
         """Set TF_CONFIG as soon as all workers have said where they are.
 
         Raises:
-            FitError: The user has set it.
             ClusterError: A worker did not come.
         """
         spec = self.context.spec
-        if "TF_CONFIG" in os.environ:
-            raise FitError(
-                "TF_CONFIG is set already; here the workers' addresses are chosen for each run.",
-                seen=os.environ["TF_CONFIG"],
-                next_step="del os.environ['TF_CONFIG'] on the engines, then run the cell again",
-            )
         if self.world_size == 1:
             yield
             return
@@ -130,11 +123,13 @@ class MultiWorkerMirrored(Replicated):
         if self.on_gpus:
             index = int(self.devices[0].partition(":")[2])
             tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[index], "GPU")
-        if spec.rank == 0:
-            text = (
-                "TensorFlow's servers, one on each worker, listen on every interface until the run "
-                "is over."
-            )
+        self._note(
+            "TensorFlow's servers, one on each worker, listen on every interface until the run is "
+            "over."
+        )
+
+    def _note(self, text: str) -> None:
+        if self.rank == 0:
             self.context.emit("note", rank=0, text=text)
 
     def _leave(self, ended: bool, before: set[tuple[int, str]]) -> None:

@@ -47,6 +47,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ...engine.context import RunContext
+from ...engine.initial import initialise
 from ...engine.tensorflow_support import reset
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
@@ -122,9 +123,10 @@ class ParameterServer(Strategy):
     def _connect(self) -> None:
         context, spec = self.context, self.context.spec
         ranks = helpers(context)
-        addresses = context.board.wait("address", ranks, MEET_S)
-        context.board.wait("up", ranks, MEET_S)
-        check_alive(addresses, dict(zip(ranks, self._parts, strict=True)))
+        parts = dict(zip(ranks, self._parts, strict=True))
+        addresses = context.board.wait("address", ranks, MEET_S, parts)
+        context.board.wait("up", ranks, MEET_S, parts)
+        check_alive(addresses, parts)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             cluster_of(context, addresses), rpc_layer="grpc"
         )
@@ -190,6 +192,7 @@ class ParameterServer(Strategy):
         assert self.closures is not None, "the cell is under way"
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
+        initialise(self.context, job.model)
         self._carried = Coordinated(self.closures, trainer, self.world_size)
 
     def drive(self, training: Any) -> StepResult | None:

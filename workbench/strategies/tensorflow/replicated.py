@@ -32,7 +32,7 @@ from .keras_patches import losses_noted
 from .loop import OwnLoop
 from .markers import Markers
 from .mistakes import note_keras_2
-from .models import by_name, owner
+from .models import by_name, owner, restore, state_of
 from .steps import Steps, global_loss
 from .trainer import Trainer
 
@@ -63,6 +63,7 @@ class Replicated(Strategy):
         self._fit: KerasFit | None = None
         self._sample: Any = None
         self._model: Any = None  # trained last by model.fit or wb.fit
+        self._optimizer: Any = None
         self._loop: OwnLoop | None = None
 
     @abstractmethod
@@ -84,10 +85,10 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
-            self._steps = steps = Steps(context, markers)
+            self._steps = steps = Steps(context, markers, self.synchronise)
             self._fit = KerasFit(context, steps, distribution, self._trains)
             stack.enter_context(self._fit)
-            self._loop = OwnLoop(context, steps, distribution, self._elsewhere, self.synchronise)
+            self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
             stack.enter_context(self._loop)
             context.weights = self.weights
             stack.enter_context(distribution.scope())
@@ -100,7 +101,7 @@ class Replicated(Strategy):
         return Markers(self.distribution, self.context.faults.replicas)
 
     def _trains(self, model: Any) -> None:
-        self._model = model
+        self._model, self._optimizer = model, getattr(model, "optimizer", None)
 
     def _elsewhere(self) -> bool:
         return self.trainer is not None or (self._fit is not None and self._fit.under_way)
@@ -123,6 +124,7 @@ class Replicated(Strategy):
         self._trains(job.model)
         held = int(self.distribution.num_replicas_in_sync) // self.portion[1]
         self.trainer = Trainer(self.distribution, job, held, self._sample)
+        self._optimizer = self.trainer.optimizer
         initialise(self.context, job.model)
         self._watched.forget()
 
@@ -186,11 +188,11 @@ class Replicated(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return model and optimizer."""
-        raise NotImplementedError
+        return state_of(self._model, self._optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        raise NotImplementedError
+        restore(self._model, self._optimizer, state)
 
     def close(self) -> None:
         """Let go of the user's model."""

@@ -31,14 +31,13 @@ from tensorflow.python.ops import script_ops
 from ...engine.context import RunContext
 from ...engine.injector import FaultInjector
 from ...errors import ClusterError
+from .delays import BEGAN, DELAY
 
 MEET_S = 60.0
 """How long the tasks of a run wait for each other."""
 
 ANSWER_S = 5.0
 LISTENING = "0A"
-BEGAN, DELAY = "workbench_began", "workbench_delay"
-"""Tokens under which a worker's Python functions are called from the graphs that are sent to it."""
 
 
 def helpers(context: RunContext) -> range:
@@ -63,7 +62,7 @@ def serve(context: RunContext) -> None:
     index = spec.rank - spec.world_size
     job, task = ("worker", index) if index < spec.world_size else ("ps", index - spec.world_size)
     before = listening()
-    delays = Delays(context, index) if job == "worker" else None
+    faults = WorkerFaults(context, index) if job == "worker" else None
     try:
         context.post("address", f"{_own_host(context)}:{_free_port()}")
         cluster = cluster_of(context, context.board.wait("address", helpers(context), MEET_S))
@@ -77,8 +76,8 @@ def serve(context: RunContext) -> None:
         del server
     finally:
         shut(listening() - before)
-        if delays is not None:
-            delays.close()
+        if faults is not None:
+            faults.close()
 
 
 def _own_host(context: RunContext) -> str:
@@ -143,12 +142,8 @@ def shut(sockets: set[tuple[int, str]]) -> None:
 # -- delays on a worker ----------------------------------------------------------------------------
 
 
-class Delays:
-    """Spends the delays that are injected into this worker, inside the closures it runs.
-
-    Closures come as graphs from the coordinator; a `PyFunc` in them finds its function by a token
-    in this process's registry.
-    """
+class WorkerFaults:
+    """Spends what is injected into this worker, inside the closures it runs (`delays.py`)."""
 
     def __init__(self, context: RunContext, rank: int) -> None:
         self._faults = context.faults = FaultInjector(rank, context.spec.faults)

@@ -8,6 +8,7 @@ number of steps may have happened (`steps_per_execution`).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,7 @@ from .markers import Markers, Measured
 
 clock = time.perf_counter
 
-UNSEEN = (
-    "data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "local_loss",
-)  # fmt: skip
+UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
 
 
 class Steps:
@@ -32,12 +31,16 @@ class Steps:
         start_s: When the step under way began: at the end of the one before, unless something
             else (an evaluation, a pause) lay between.
         batch: Samples of the latest step, over the replicas held here.
+        synchronise: Waits for the devices.
         announced: Whether the kernel was told that training has begun.
     """
 
-    def __init__(self, context: RunContext, markers: Markers) -> None:
-        self.context, self.markers = context, markers
+    def __init__(
+        self, context: RunContext, markers: Markers, synchronise: Callable[[], object]
+    ) -> None:
+        self.context, self.markers, self.synchronise = context, markers, synchronise
         self.start_s = NAN
+        self._called_s = NAN
         self.announced = False
         self.batch: int | None = None
         self._unseen = False
@@ -80,11 +83,15 @@ class Steps:
         """Drop what the marks read so far: it belongs to no step."""
         self.markers.take(self.start_s, clock())
 
-    def end(self, unmarked: Measured | None = None) -> int:
+    def called(self) -> None:
+        """Say that TensorFlow is asked for data only now: what lay before was no wait for it."""
+        self._called_s = clock()
+
+    def end(self, unmarked: Callable[[], Measured] | None = None) -> int:
         """Record what was done since `begin`.
 
         Args:
-            unmarked: What to record where no mark was passed; by default nothing.
+            unmarked: Says what to record where no mark was passed; by default nothing.
 
         Returns:
             How many steps there were.
@@ -93,10 +100,14 @@ class Steps:
         start_s = self.start_s if self.start_s == self.start_s else end_s
         steps = self.markers.take(start_s, end_s)
         if not steps and unmarked is not None:
-            steps = [unmarked]
+            steps = [unmarked()]
             self._say_unseen()
+        # The first step's wait counts from its start, where the loop may have been busy elsewhere.
+        busy_s = max(0.0, self._called_s - start_s) if self._called_s == self._called_s else 0.0
+        self._called_s = NAN
         for step in steps:
-            self._record(step)
+            self._record(step, busy_s)
+            busy_s = 0.0
         if steps:
             self.context.train_s += end_s - start_s
             self.start_s = end_s
@@ -115,13 +126,14 @@ class Steps:
             tuple(StepResult(share, loss, NAN) for share in shares),
         )
 
-    def _record(self, step: Measured) -> None:
+    def _record(self, step: Measured, busy_s: float) -> None:
         context = self.context
         for rank, data_wait_s, one in zip(
             context.spec.held, step.data_wait_s, step.results, strict=True
         ):
             context.recorder.add(
-                context.trained, one.samples, step.start_s, step.end_s, data_wait_s=data_wait_s,
+                context.trained, one.samples, step.start_s, step.end_s,
+                data_wait_s=data_wait_s - busy_s,
                 compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
                 exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
                 staleness=one.staleness, bubble_s=one.bubble_s, rank=rank,
@@ -134,7 +146,7 @@ class Steps:
     def _say_unseen(self) -> None:
         if not self._unseen:
             self._unseen = True
-            reason = "the step reduced no gradient where it could be seen"
+            reason = "no gradient was reduced where a clock could be read (not under jit_compile)"
             self.context.emit("unmeasured", columns=dict.fromkeys(UNSEEN, reason))
 
 

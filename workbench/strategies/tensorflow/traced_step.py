@@ -1,4 +1,4 @@
-"""One step while TensorFlow traces it: the marks of each replica, and what they read later.
+"""One step while TensorFlow traces it: the marks of each replica, and what they say later.
 
 See `markers.py` for what they mean.
 """
@@ -8,20 +8,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 from tensorflow.python.ops import resource_variable_ops
 
 from ...engine.injector import FaultInjector
 from ..base import NAN
 
-clock = time.perf_counter
 _here = threading.local()  # .replica: the one being traced in this thread
-_COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
+_CLOSE_S = 20e-6
+FIRST_READY = 5  # where ready times begin in `Replica.seen`
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Stamps:
     Attributes:
         ready_s: On the clock of the replica's own work, which stands still while it is blocked.
         exposed_s: How long it was blocked in all-reduces.
-        injected_s: Delays it spent.
+        injected_s: Delays it spent after it had begun.
     """
 
     began_s: float
@@ -46,18 +47,45 @@ class Run:
     """What all traces of a run share.
 
     Attributes:
-        open: Whether marks read the clock; after the run they do nothing.
+        open: Whether steps are still kept; after the run they are dropped.
         total: Replicas of the run, on all engines.
-        devices: Device of each replica on this engine.
-        faults: Its injector.
+        hosts: By replica of this engine, the device for what is not computed on a GPU. A word
+            from one device to another costs as much as all marks together.
+        on_gpus: Whether replicas compute on GPUs.
+        faults: By replica, its injector.
+        slowed: By replica, a variable: whether the graph must ask its injector.
     """
 
     def __init__(self, total: int, devices: Sequence[str], faults: Sequence[FaultInjector]) -> None:
         self.open = True
-        self.total, self.devices, self.faults = total, tuple(devices), tuple(faults)
-        with tf.init_scope(), tf.device("CPU:0"):
-            # What writes to a variable is not pruned. Made directly: a strategy would make copies.
-            self.anchor = resource_variable_ops.ResourceVariable(0.0, trainable=False)
+        self.total, self.faults = total, tuple(faults)
+        self.hosts = [device if "CPU" in device else "CPU:0" for device in devices]
+        self.on_gpus = any("CPU" not in device for device in devices)
+        # Made directly: a strategy would make a copy on each device.
+        self.slowed = []
+        for host, fault in zip(self.hosts, self.faults, strict=True):
+            with tf.init_scope(), tf.device(host):
+                variable = resource_variable_ops.ResourceVariable(fault.active, trainable=False)
+                self.slowed.append(variable)
+        self._known = [fault.active for fault in faults]
+        self._offset_s = NAN
+
+    def look_at_faults(self) -> None:
+        """Tell the graphs which injectors have something to do."""
+        for index, fault in enumerate(self.faults):
+            if fault.active != self._known[index]:
+                self._known[index] = fault.active
+                self.slowed[index].assign(fault.active)
+
+    def offset_s(self) -> float:
+        """Return what is to be added to TensorFlow's time to get that of `perf_counter`."""
+        for _ in range(3):
+            before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
+            if after - before < _CLOSE_S or self._offset_s != self._offset_s:
+                self._offset_s = (before + after) / 2 - wall
+            if after - before < _CLOSE_S:
+                break
+        return self._offset_s
 
 
 class Trace:
@@ -65,11 +93,10 @@ class Trace:
 
     def __init__(self, run: Run, *, eager: bool) -> None:
         self.run, self.eager = run, eager
-        self.replicas = [
-            Replica(self, index, device, faults)
-            for index, (device, faults) in enumerate(zip(run.devices, run.faults, strict=True))
-        ]
-        self.reduced: list[deque[float]] = []  # one queue per all-reduce of the step
+        self.replicas = [Replica(self, index) for index in range(len(run.faults))]
+        self.reduced: list[Any] = []  # when each all-reduce of the step was done
+        self._sites = 0
+        self._steps: deque[list[list[float]]] = deque()
 
     def wrap(self, fn: Any) -> Any:
         """Return what each replica calls instead of `fn`."""
@@ -80,80 +107,95 @@ class Trace:
 
         return marked
 
-    def take(self) -> list[list[Stamps]]:
-        """Return the steps of which every replica has all its stamps; forget all stamps."""
-        queues = [queue for replica in self.replicas for queue in replica.queues] + self.reduced
-        reduces = bool(self.reduced)
-        count = min(len(queue) for queue in queues) if reduces else 0
-        steps = [[one.stamps(step, count) for one in self.replicas] for step in range(count)]
+    def end(self) -> None:
+        """Gather what the replicas saw; the one call into Python that a step makes."""
+        self._sites = len(self.reduced)
+        whole = self._sites and all(len(one.ready) == self._sites for one in self.replicas)
+        if whole:
+            self.replicas[0].ready += self.reduced
+            seen = [one.seen for one in self.replicas]
+            if self.eager:
+                self._keep(*map(np.array, seen))
+            else:
+                tf.numpy_function(self._keep, seen, tf.float32)
         for replica in self.replicas:
-            replica.clear()
-        for queue in self.reduced:
-            queue.clear()
+            replica.forget()
+        self.reduced = []  # tensors keep their graph alive
+
+    def _keep(self, *seen: NDArray[np.float64]) -> Any:
+        if self.run.open:
+            # TensorFlow's own memory is used again.
+            self._steps.append([one.tolist() for one in seen])
+        return np.float32(0)
+
+    def take(self) -> list[list[Stamps]]:
+        """Return the steps done, and forget them."""
+        steps, offset_s = [], self.run.offset_s() if self._steps else NAN
+        while self._steps:
+            seen = self._steps.popleft()
+            reduced_s = seen[0][FIRST_READY + self._sites :]
+            steps.append([_stamps(one, reduced_s, offset_s) for one in seen])
         return steps
 
 
-class Replica:
-    """One replica in one trace: puts the marks in, and keeps what they read."""
+def _stamps(own: list[float], reduced_s: list[float], offset_s: float) -> Stamps:
+    """Read what `Replica.seen` and `Trace.reduced` have become in one step."""
+    began_s, samples, data_s, delay_s, loss = own[:FIRST_READY]
+    ready_s = own[FIRST_READY : FIRST_READY + len(reduced_s)]
+    blocked_s = [max(0.0, after - before) for after, before in zip(reduced_s, ready_s, strict=True)]
+    return Stamps(
+        # A delay of the data is spent later, with the others.
+        began_s=began_s + data_s + offset_s,
+        ready_s=ready_s[-1] - sum(blocked_s[:-1]) + offset_s,
+        exposed_s=sum(blocked_s),
+        loss=loss,
+        samples=int(samples),
+        injected_s=delay_s,
+    )
 
-    def __init__(self, trace: Trace, index: int, device: str, faults: FaultInjector) -> None:
-        self._trace, self._index, self._device, self._faults = trace, index, device, faults
-        self._began: deque[tuple[float, int]] = deque()
-        self._ready: list[deque[float]] = []  # one queue per all-reduce of the step
-        self._losses: deque[float] = deque()
-        self._injected_s = 0.0
-        self._token: Any = None
+
+class Replica:
+    """One replica in one trace: puts the marks in."""
+
+    def __init__(self, trace: Trace, index: int) -> None:
+        self._trace, self._index = trace, index
+        self._host = trace.run.hosts[index]
+        self._graph: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all tensors: they keep their graph alive."""
+        self._began: Any = NAN
+        self._samples: Any = 0.0
+        self._delays: Any = np.zeros(2)
+        self._mean: Any = NAN
         self._loss: tuple[Any, bool] | None = None  # tensor, whether a part of the global loss
+        self.ready: list[Any] = []  # when each all-reduce of the step could begin
 
     @property
-    def queues(self) -> list[deque[Any]]:
-        """What every step must have left a stamp in."""
-        return [self._began, *self._ready]
-
-    def clear(self) -> None:
-        """Forget all stamps."""
-        for queue in (*self.queues, self._losses):
-            queue.clear()
-        self._injected_s = 0.0
-
-    def stamps(self, step: int, count: int) -> Stamps:
-        """Return one of the `count` steps of which the stamps are there."""
-        began_s, samples = self._began[step]
-        blocked_s = [
-            max(0.0, reduced[step] - ready[step])
-            for ready, reduced in zip(self._ready, self._trace.reduced, strict=True)
-        ]
-        loss = self._losses[step] if len(self._losses) == count else NAN
-        ready_s = self._ready[-1][step] - sum(blocked_s[:-1])
-        return Stamps(began_s, ready_s, sum(blocked_s), loss, samples, self._injected_s / count)
+    def seen(self) -> Any:
+        """Return (5 + all-reduces,): began, samples, delays of data and of work, loss, ready."""
+        first, last = [self._began, self._samples], [self._mean, *self.ready]
+        if self._trace.eager:
+            return [*first, *self._delays, *last]
+        with tf.device(self._host):
+            return tf.concat([tf.stack(first), self._delays, tf.stack(last)], 0)
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Trace (or eagerly run) this replica's step."""
         outer, _here.replica = getattr(_here, "replica", None), self
+        self._graph = None if self._trace.eager else tf.compat.v1.get_default_graph()
+        leaves = tf.nest.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        batch = next((tensor for tensor in tensors if tensor.shape.rank), None)
+        self._began = self._now(tensors)
+        if batch is not None:
+            self._samples = _number(batch.shape[0] or tf.shape(batch)[0])
         try:
-            if self._trace.eager:
-                self._on_began(_batch_of(_tensors(args, kwargs)))
-                return fn(*args, **kwargs)
-            return self._call_marked(fn, args, kwargs)
+            return fn(*args, **kwargs)
         finally:
             _here.replica = outer
-            self._token = self._loss = None  # tensors keep their graph alive
-
-    def _call_marked(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _tensors(args, kwargs)
-        batch = _batch_of(tensors)
-        if batch is None:  # a constant would be folded away, and the mark with it
-            source = [tf.numpy_function(lambda: np.float32(0), [], tf.float32)]
-        elif "CPU" in self._device:
-            source = [batch]
-        else:  # looking at the batch must not bring it to the host
-            source = [tf.reshape(batch, [-1])[:1], tf.shape(batch, tf.int64)[0]]
-        self._token = tf.numpy_function(self._on_began, source, tf.float32, stateful=False)
-        with tf.control_dependencies([self._token]):
-            if not tensors:
-                return fn(*args, **kwargs)
-            args, kwargs = tf.nest.map_structure(_held_back, (args, kwargs))
-        return fn(*args, **kwargs)
+            self._graph = None
 
     def see_loss(self, loss: Any, *, part: bool) -> None:
         """Remember the loss of the step; a mean that was named goes before a `part`.
@@ -169,64 +211,81 @@ class Replica:
 
         One mark says for all replicas of this engine when it was done.
         """
-        trace, site = self._trace, len(self._ready)
-        self._ready.append(deque())
-        if len(trace.reduced) == site:
-            trace.reduced.append(deque())
-        loss, factor = self._loss_at(op)
-        extras = [extra for extra in (loss, self._token) if extra is not None]
-        on_ready = self._on_ready(site, factor if loss is not None else None)
-        value = _pass_through(on_ready, value, extras)
+        leaves = tf.nest.flatten(value)
+        in_branch = not self._trace.eager and self._graph is not tf.compat.v1.get_default_graph()
+        if not leaves or in_branch:  # what is inside a branch cannot be seen from outside
+            return original(context, op, value, options)
+        if not self.ready:
+            value = self._delayed(value, leaves)
+        if self._loss is not None and _usable(self._loss[0]):
+            (loss, part), self._loss = self._loss, None
+            summed = str(getattr(op, "value", op)).upper() == "SUM"
+            factor = self._trace.run.total if part and summed else 1
+            self._mean = _number(loss) * factor
+        self.ready.append(self._now(self._arrived(tf.nest.flatten(value))))
         result = original(context, op, value, options)
         if self._index == 0:
-            _run_behind(self._on_reduced(site), result, trace.run.anchor)
+            self._trace.reduced.append(self._now(self._arrived(tf.nest.flatten(result))))
         return result
 
-    def _loss_at(self, op: Any) -> tuple[Any, float]:
-        """Return the loss, if it can be read here, and what makes it the replica's mean."""
-        if self._loss is None or not _usable(self._loss[0]):
-            return None, 1.0
-        (loss, part), self._loss = self._loss, None
-        summed = str(getattr(op, "value", op)).upper() == "SUM"
-        return loss, float(self._trace.run.total) if part and summed else 1.0
+    def _now(self, after: list[Any]) -> Any:
+        """Return the time, in seconds since 1970, when all of `after` is there."""
+        if self._trace.eager:
+            return time.time()
+        with tf.device(self._host), tf.control_dependencies(after):
+            stamp = tf.timestamp()
+        # It would be run in one chain with everything that has an effect, over all replicas.
+        manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(stamp.op)
+        return stamp
 
-    def _on_began(self, batch: Any, length: Any = None) -> Any:
-        if self._trace.run.open:
-            self._spend("data")
-            if self._ready or self._trace.eager:  # else an evaluation
-                if length is None:
-                    length = batch.shape[0] if getattr(batch, "ndim", 0) else 0
-                self._began.append((clock(), int(length)))
-            self._spend("forward")
-        return np.float32(0)
+    def _arrived(self, leaves: list[Any]) -> list[Any]:
+        """Return what is there when all leaves are; a GPU's are there when they can be copied."""
+        if not self._trace.run.on_gpus or self._trace.eager:
+            return leaves
+        leaf = min(leaves, key=_size)
+        with tf.control_dependencies(leaves):
+            last = tf.identity(leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf)
+        with tf.device(self._host):
+            return [tf.identity(last)]
 
-    def _on_ready(self, site: int, factor: float | None) -> Callable[..., Any]:
-        run, queue = self._trace.run, self._ready[site]
+    def _delayed(self, value: Any, leaves: list[Any]) -> Any:
+        """Return the value, held back for as long as the injector says.
 
-        def on_ready(passing: Any, *seen: Any) -> Any:
-            if run.open:
-                if site == 0:
-                    self._spend("backward")
-                if factor is not None:
-                    self._losses.append(float(seen[0]) * factor)
-                queue.append(clock())
-            return passing
+        The injector is asked only while it has something to do.
+        """
+        run = self._trace.run
+        if self._trace.eager:
+            self._delays = self._spend()
+            return value
+        chosen = min(range(len(leaves)), key=lambda i: _size(leaves[i]))
+        leaf = leaves[chosen]
+        sliced = isinstance(leaf, tf.IndexedSlices)
+        tensor = leaf.values if sliced else leaf
+        arrived = self._arrived(leaves)
+        with tf.control_dependencies(arrived), tf.device(self._host):
+            slowed = tf.identity(run.slowed[self._index].read_value())
+            first = arrived[0].values if isinstance(arrived[0], tf.IndexedSlices) else arrived[0]
+            delays = tf.cond(
+                slowed,
+                # Without an input it would be a constant, and spent while the graph is optimised.
+                lambda: tf.numpy_function(self._spend, [first], tf.float64, stateful=False),
+                lambda: tf.zeros(2, tf.float64),
+            )
+        self._delays = tf.ensure_shape(delays, (2,))
+        with tf.control_dependencies([delays]):
+            tensor = tf.identity(tensor)
+        kept = tf.IndexedSlices(tensor, leaf.indices, leaf.dense_shape) if sliced else tensor
+        return tf.nest.pack_sequence_as(value, [*leaves[:chosen], kept, *leaves[chosen + 1 :]])
 
-        return on_ready
-
-    def _on_reduced(self, site: int) -> Callable[..., Any]:
-        run, queue = self._trace.run, self._trace.reduced[site]
-
-        def on_reduced(*seen: Any) -> Any:
-            if run.open:
-                queue.append(clock())
-            return np.float32(0)
-
-        return on_reduced
-
-    def _spend(self, phase: str) -> None:
-        if self._faults.active:
-            self._injected_s += self._faults.spend(phase)
+    def _spend(self, *seen: Any) -> Any:
+        """Spend this replica's delays; return the seconds for data, and for its work."""
+        faults = self._trace.run.faults[self._index]
+        if not (self._trace.run.open and faults.active):
+            return np.zeros(2)
+        data_s = faults.spend("data")
+        return np.array([data_s, faults.spend("forward") + faults.spend("backward")])
 
 
 def in_replica() -> Replica | None:
@@ -235,40 +294,8 @@ def in_replica() -> Replica | None:
     return replica
 
 
-def _pass_through(mark: Callable[..., Any], value: Any, extras: list[Any]) -> Any:
-    """Return `value` behind a mark that runs when all of it, and `extras`, are there."""
-    leaves = tf.nest.flatten(value)
-    if not leaves or tf.executing_eagerly():
-        mark(None, *extras)
-        return value
-    chosen = min(range(len(leaves)), key=lambda i: _size(leaves[i]))
-    leaf = leaves[chosen]
-    others = [one for i, one in enumerate(leaves) if i != chosen]
-
-    @tf.custom_gradient
-    def identity(tensor: Any) -> Any:
-        with tf.control_dependencies(others):
-            out = tf.numpy_function(mark, [tensor, *extras], tensor.dtype, stateful=False)
-        out.set_shape(tensor.shape)
-        return out, lambda gradient: gradient
-
-    if isinstance(leaf, tf.IndexedSlices):
-        leaves[chosen] = tf.IndexedSlices(identity(leaf.values), leaf.indices, leaf.dense_shape)
-    else:
-        leaves[chosen] = identity(leaf)
-    return tf.nest.pack_sequence_as(value, leaves)
-
-
-def _run_behind(mark: Callable[..., Any], value: Any, anchor: Any) -> None:
-    """Run a mark when all of `value` is there; `anchor`, a variable, needs its result."""
-    leaves = tf.nest.flatten(value)
-    if not leaves or tf.executing_eagerly():
-        mark()
-        return
-    leaf = min(leaves, key=_size)
-    source = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
-    with tf.control_dependencies(leaves):
-        anchor.assign(tf.numpy_function(mark, [source], tf.float32, stateful=False))
+def _number(value: Any) -> Any:
+    return float(value) if tf.executing_eagerly() else tf.cast(value, tf.float64)
 
 
 def _size(leaf: Any) -> float:
@@ -276,21 +303,6 @@ def _size(leaf: Any) -> float:
         return float("inf")
     size = leaf.shape.num_elements()
     return 1e18 if size is None else float(size)
-
-
-def _held_back(leaf: Any) -> Any:
-    return tf.identity(leaf) if isinstance(leaf, (tf.Tensor, *_COMPOSITE)) else leaf
-
-
-def _tensors(args: Any, kwargs: Any) -> list[Any]:
-    leaves = tf.nest.flatten((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-
-
-def _batch_of(tensors: list[Any]) -> Any:
-    """Return the first tensor with a batch axis, else the first, else None."""
-    with_axis = [tensor for tensor in tensors if tensor.shape.rank]
-    return next(iter(with_axis + tensors), None)
 
 
 def _usable(tensor: Any) -> bool:

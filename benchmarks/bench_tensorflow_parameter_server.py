@@ -1,0 +1,128 @@
+"""Closures per second under TensorFlow's parameter server, against TensorFlow's tutorial loop.
+
+All ways train the same model with the same batch on the same cluster: one coordinator, the workers
+and one server, each an engine of its own. The tutorial loop runs TensorFlow's own code: our records
+and controls are taken out of the coordinator meanwhile.
+
+    for _ in range(steps):
+        coordinator.schedule(step, args=(per_worker_iterator,))
+    coordinator.join()
+
+Against it: the same loop, recorded; `wb.fit`; `model.fit`, which Keras 3 cannot do by itself. They
+take turns within one cell, so that they meet the same noise; the table shows medians of the ratios
+of neighbouring turns; "again", the tutorial's second turn, shows the noise. A turn of `wb.fit` or
+`model.fit` includes tracing the model.
+
+    python benchmarks/bench_tensorflow_parameter_server.py --workers 2 --steps 200 --turns 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+
+import workbench as wb
+
+CELL = """
+import time
+import keras, numpy as np, tensorflow as tf, workbench as wb
+
+x = np.random.default_rng(0).random((4096, 28, 28), np.float32)
+y = np.random.default_rng(1).integers(0, 10, 4096)
+batch, steps, workers = {batch}, {steps}, world_size
+
+def make():
+    model = keras.Sequential([
+        keras.Input((28, 28)), keras.layers.Flatten(),
+        keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10),
+    ])
+    return model, keras.optimizers.SGD(0.01)
+
+loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model, optimizer = make()
+optimizer.build(model.trainable_variables)
+
+@tf.function
+def step(iterator):
+    def replica(pair):
+        a, b = pair
+        with tf.GradientTape() as tape:
+            loss = loss_fn(b, model(a, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+    return strategy.run(replica, args=(next(iterator),))
+
+data = lambda: tf.data.Dataset.from_tensor_slices((x, y)).shuffle(4096).repeat().batch(batch)
+iterator = iter(coordinator.create_per_worker_dataset(data))
+cluster = coordinator._cluster
+
+def tutorial(number):
+    ours = {{name: vars(cluster).pop(name) for name in ("schedule", "join")}}
+    recorded(number)
+    vars(cluster).update(ours)
+
+def recorded(number):
+    for _ in range(number):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+
+fitted, _ = make()
+compiled, opt = make()
+compiled.compile(optimizer=opt, loss=loss_fn)
+
+def wb_fit(number):
+    wb.fit(fitted, (x, y), loss=loss_fn, optimizer=lambda p: keras.optimizers.SGD(0.01),
+           batch_size=batch * workers, steps=number // workers)
+
+def model_fit(number):
+    closures = workers * -(-4096 // (batch * workers))  # of an epoch
+    compiled.fit(x, y, batch_size=batch * workers, epochs=max(1, round(number / closures)))
+    return closures * max(1, round(number / closures))
+
+WAYS = dict(
+    recorded=recorded, tutorial=tutorial, again=tutorial, wb_fit=wb_fit, model_fit=model_fit,
+)
+seconds = {{name: [] for name in WAYS}}
+for way in WAYS.values():
+    way(20)
+for turn in range({turns}):
+    for name, way in WAYS.items():
+        began = time.perf_counter()
+        done = way(steps) or steps
+        seconds[name].append((time.perf_counter() - began) * steps / done)
+seconds
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="samples per closure")
+    parser.add_argument("--steps", type=int, default=200, help="closures per turn")
+    parser.add_argument("--turns", type=int, default=9)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cell = CELL.format(batch=args.batch, steps=args.steps, turns=args.turns)
+    with wb.Cluster(1, devices="cpu", framework="tensorflow") as cluster:
+        cluster.run(cell, strategy="parameter_server", workers=args.workers).wait()
+        seconds = cluster.pull(["seconds"], ids=cluster.worker_ids)[0]["seconds"]
+    print(f"{args.workers} workers, batches of {args.batch}, {args.turns} turns of {args.steps}")
+    print(f"{'':12}{'closures/s':>12}{'x tutorial':>12}")
+    ratios = {}
+    for name, taken in seconds.items():
+        ratios[name] = statistics.median(
+            base / own for base, own in zip(seconds["tutorial"], taken, strict=True)
+        )
+        rate = args.steps / statistics.median(taken)
+        print(f"{name:12}{rate:12.0f}{ratios[name]:12.2f}")
+    noise = abs(1 - ratios["again"])
+    reached = ratios["recorded"] >= 1 - noise
+    print(
+        f"{'reached' if reached else 'MISSED '}  recorded >= 1 x tutorial, within {noise:.2f} noise"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Engines whose death a run survives."""
+
+import pytest
+
+from workbench.cluster.calls import Call
+from workbench.errors import ClusterError
+from workbench.session.task import Task
+
+
+class Engines:
+    """Engines that do nothing but remember who was asked."""
+
+    def __init__(self):
+        self.calls = {}
+        self.interrupted = []
+
+    def submit(self, engine, name, args, on_output):
+        self.calls[engine] = Call(engine)
+        return self.calls[engine]
+
+    def interrupt(self, ids):
+        self.interrupted += ids
+
+    def signal(self, engine, sig):
+        raise AssertionError("nobody has to be killed here")
+
+
+@pytest.fixture
+def lost():
+    return []
+
+
+@pytest.fixture
+def task(lost):
+    """Engine 0 runs the cell, 1 and 2 are workers, 3 is a server."""
+    labels = {0: "replicas 0-1 · cpu", 1: "worker 0", 2: "worker 1", 3: "server s0"}
+    return Task(
+        Engines(), {engine: {} for engine in range(4)}, labels, spare=[1, 2], on_loss=lost.append
+    )
+
+
+def dies(task, engine):
+    task.engines.calls[engine].finish(ClusterError(f"Engine {engine} died."))
+
+
+def ends(task, *engines):
+    for engine in engines:
+        task.engines.calls[engine].finish({"status": "ok"})
+
+
+def test_one_of_several_may_die(task, lost):
+    dies(task, 2)
+    ends(task, 0, 1, 3)
+    assert task.is_over
+    assert task.failure() is None
+    assert lost == ["Worker 1 is gone, the others go on: Engine 2 died."]
+
+
+def test_the_last_one_may_not(task, lost):
+    dies(task, 2)
+    dies(task, 1)
+    assert len(lost) == 1
+    ends(task, 0, 3)
+    assert "Worker 0 is gone" in str(task.failure())
+
+
+def test_a_server_may_not(task, lost):
+    dies(task, 3)
+    ends(task, 0, 1, 2)
+    assert not lost
+    assert "Server s0 is gone" in str(task.failure())
