@@ -20,7 +20,16 @@ from typing import Any
 
 import numpy as np
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "workbench.strategies.torch.mirrored"]
+from workbench import catalog
+
+# What runs would import otherwise, each process for itself.
+PRELOAD = [
+    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.fx",
+    "workbench.engine.fit", "workbench.engine.prepare", "workbench.engine.watch",
+    "workbench.engine.runtime", "workbench.engine.torch_support", "workbench.data.torch_sets",
+    *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
+]  # fmt: skip
 
 
 @dataclass
@@ -189,6 +198,9 @@ def _left(before: dict[str, Any]) -> list[str]:
 
 
 def _serve(pipe: Any) -> None:
+    # As in an engine: what is there now stays, so the collector need not look through it again.
+    # Else most of the suite's time is spent in that.
+    gc.freeze()
     while True:
         try:
             job = pipe.recv()

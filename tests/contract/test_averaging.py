@@ -80,6 +80,7 @@ def test_compressed_training_comes_close(workers: Workers, compress: str) -> Non
 WAITS = [*OWN, "fp16", "topk:0.5", "powersgd:1"]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
 @pytest.mark.parametrize("way", WAITS)
 def test_waits_stay_true(workers: Workers, way: str, own_loop: bool) -> None:
@@ -153,6 +154,7 @@ def test_topk_has_no_use_for_an_all_reduce(workers: Workers) -> None:
     assert all("topk gathers" in str(report.error) for report in reports)
 
 
+@pytest.mark.timing
 def test_latency_is_simulated_and_counts_as_transfer(workers: Workers) -> None:
     options, faults = {"allreduce": "ring"}, ("latency=10ms",)
     reports = clean(workers.run("mirrored", cells.train, workers=3, options=options, faults=faults))
@@ -160,6 +162,7 @@ def test_latency_is_simulated_and_counts_as_transfer(workers: Workers) -> None:
     assert transfer_ms == pytest.approx(40, abs=8)  # 2 (n-1) rounds
 
 
+@pytest.mark.timing
 def test_auto_avoids_what_the_simulated_link_makes_slow(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", cells.train, workers=3, faults=("latency=20ms",)))
     (note,) = [fields["text"] for fields in reports[0].emitted("note")]

@@ -129,6 +129,7 @@ def test_what_cannot_be_laid_out_is_refused_everywhere(workers: Workers, kind: s
         assert [says in report.value for report in reports] == [True, True], reports[0].value
 
 
+@pytest.mark.timing
 def test_local_sgd_sends_and_waits_at_the_end_of_a_round_alone(workers: Workers) -> None:
     faults = ("slow=1:20ms",)
     reports = clean(
@@ -214,6 +215,7 @@ def test_drifting_replicas_learn(workers: Workers, name: str) -> None:
     assert loss[-1] < 0.7 * loss[0]
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", ["sharded", "tensor_parallel", "hybrid", "local_sgd", "gossip"])
 def test_a_simulated_link_takes_its_time(workers: Workers, name: str) -> None:
     options = {"every": "1"} if name == "local_sgd" else {}
@@ -255,6 +257,7 @@ def test_replicas_that_drift_reach_one_devices_loss_within_half_again_its_sample
     assert max(report.value for report in reports) <= truth.value
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("slow", range(4))
 def test_a_slow_worker_anywhere_in_the_grid_is_the_others_wait(workers: Workers, slow: int) -> None:
     """2 pipelines x 2 stages: its neighbour waits in the pipeline, the others in the sum.

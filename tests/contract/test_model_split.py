@@ -102,6 +102,7 @@ def test_state_is_that_of_one_device_whatever_the_number_of_workers(workers: Wor
         assert abs(merged[name] - value).max() <= 1e-10
 
 
+@pytest.mark.timing
 def test_naive_hands_an_injected_delay_on_in_full(workers: Workers) -> None:
     bubbles = []
     for faults in ((), ("slow=1:50ms",)):
@@ -129,6 +130,7 @@ def test_naive_hands_an_injected_delay_on_in_full(workers: Workers) -> None:
     assert abs(bubbles[1] - bubbles[0])[1] < 5
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_others_bubble_names_the_slow_stage(workers: Workers, schedule: str) -> None:
     reports = clean(
@@ -143,6 +145,7 @@ def test_the_others_bubble_names_the_slow_stage(workers: Workers, schedule: str)
     assert np.median(derived.blamed_s, axis=0) * 1e3 == pytest.approx([50, 0, 50], abs=5)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b", 8), ("naive", 1)])
 def test_the_bubble_is_near_the_schedules_ideal(
     workers: Workers, schedule: str, microbatches: int

@@ -40,6 +40,7 @@ def blamed_by_others(reports: list[Report], rank: int) -> np.ndarray:
 # -- each worker at its own pace -------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("entry", FREE, **NAME)
 def test_unbounded_staleness_is_n_minus_1_on_average(
@@ -53,6 +54,7 @@ def test_unbounded_staleness_is_n_minus_1_on_average(
         assert (report.rows["wait_s"] == 0).all()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("entry", FREE, **NAME)
 def test_a_slow_worker_is_nobodys_wait_and_has_stale_gradients(
     workers: Workers, entry: catalog.Strategy
@@ -70,6 +72,7 @@ def test_a_slow_worker_is_nobodys_wait_and_has_stale_gradients(
     assert all((one_by_one(report).blamed_rank == -1).all() for report in reports)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("bound", [0, 2, 3])
 @pytest.mark.parametrize("entry", FREE, **NAME)
 def test_bounded_staleness_blocks_the_fast_ones_for_the_slow_one(
@@ -99,6 +102,7 @@ def test_bounded_staleness_blocks_the_fast_ones_for_the_slow_one(
     assert (one_by_one(reports[1]).blamed_rank == -1)[steady].mean() >= 0.95
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("options", [{}, {"servers": 2, "max_staleness": 4}], ids=["free", "bound"])
 @pytest.mark.parametrize("entry", FREE, **NAME)
 def test_the_loss_of_one_device_is_reached_within_half_again_its_samples(
@@ -117,6 +121,7 @@ def test_the_loss_of_one_device_is_reached_within_half_again_its_samples(
     assert reports[0].value <= truth.value
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("entry", FREE, **NAME)
 def test_rows_of_free_workers_cover_their_run(workers: Workers, entry: catalog.Strategy) -> None:
     reports = clean(workers.run(entry.name, cells.slow_steps, False, 30, 12, workers=2))
@@ -361,6 +366,7 @@ def test_a_killed_process_ends_in_a_named_error(entry: catalog.Strategy, who: st
         pool.close()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("fault", "ms"), [("latency=10ms", 20), ("bandwidth=1MB/s", 20)])
 @pytest.mark.parametrize("entry", [e for e in SERVED if e.links], **NAME)
 def test_a_simulated_link_shows_as_transfer_and_is_labelled(

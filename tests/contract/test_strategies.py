@@ -144,6 +144,7 @@ def test_an_own_loop_trains_as_fit_does(
         assert reports[0].trained == len(truth.rows)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("entry", "count", "own_loop"), in_every_way(CASES))
 def test_records_cover_the_run(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
@@ -164,6 +165,7 @@ def test_records_cover_the_run(
         assert step_s.sum() == pytest.approx(report.train_s, rel=0.01)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("entry", "count", "own_loop", "place"),
     [
@@ -188,6 +190,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
     assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("entry", "count"), [case for case in SEVERAL if case.values[0].takes_turns]
@@ -216,6 +219,7 @@ def test_an_injected_delay_is_read_back_as_the_others_bubble(
     assert idle_ms[1] == pytest.approx(later_ms[1] - 50, abs=5)
 
 
+@pytest.mark.timing
 def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
     for place, column in (("data", "data_wait_s"), ("backward", "compute_s")):
         faults = (f"slow=0:20ms/{place}",)
@@ -340,6 +344,7 @@ def test_a_loop_with_its_own_ddp_is_recorded_as_it_is(workers: Workers) -> None:
     assert reports[0].value == ["DataLoader", True]
 
 
+@pytest.mark.timing
 def test_a_blocked_collective_raises_when_its_sockets_are_shut(workers: Workers) -> None:
     waited, _ = clean(workers.run("mirrored", cells.blocked, workers=2))
     assert 0.1 < waited.value < 5

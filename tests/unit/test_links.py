@@ -178,13 +178,17 @@ def test_a_rank_is_let_in_once(serve: Callable[[int], Server]) -> None:
 
 def test_a_false_server_is_found_out() -> None:
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=auth.prove_server, args=(theirs, b"another key"))
+
+    def refuse() -> None:
+        assert auth.prove_server(theirs, b"another key") is None
+        theirs.close()  # as a server does with whom it does not let in
+
+    thread = threading.Thread(target=refuse)
     thread.start()
     with pytest.raises(LinkError):
         auth.prove_worker(ours, KEY, 0)
     ours.close()
     thread.join()
-    theirs.close()
     # One that cannot check proofs, but lets everybody in.
     ours, theirs = socket.socketpair()
     theirs.sendall(b"n" * 32 + b"p" * 32)
