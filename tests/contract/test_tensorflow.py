@@ -286,7 +286,20 @@ def test_a_model_of_the_cell_before_trains_on() -> None:
     names = {"model": first.names["model"], "x": first.names["x"], "y": first.names["y"]}
     report = clean(run("mirrored", "model.fit(x, y, batch_size=24)", 2, names=names))
     assert report.trained == 4
+    assert np.isfinite(report.rows["compute_s"]).all()
     assert any("trained by an earlier run" in e["text"] for e in report.emitted("warning"))
+
+
+def test_a_function_traced_in_an_earlier_run_is_still_seen() -> None:
+    names = {"MILLIS": 1, "STEPS": 4}
+    first = clean(run("mirrored", tf_cells.SLEEPY_WAYS["loop"], 2, names=names))
+    kept = {name: first.names[name] for name in ("train_step", "data")}
+    again = "for batch in strategy.experimental_distribute_dataset(data):\n    train_step(batch)"
+    report = clean(run("mirrored", again, 2, names=kept, faults=("slow=1:30ms",)))
+    assert report.trained == 4
+    wait_ms = 1e3 * np.median(metrics.derive(report.rows).sync_wait_s, axis=0)
+    assert wait_ms == pytest.approx([30, 0], abs=5)
+    first.names.clear()
 
 
 WRONG = {

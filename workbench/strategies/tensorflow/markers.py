@@ -83,6 +83,9 @@ class Measured:
 class Markers:
     """Marks in every step that is traced while this is entered.
 
+    It may be entered again for another run under the same strategy: functions that were traced in
+    an earlier one (`model.fit`'s, a `tf.function` of an earlier cell) are marked already.
+
     Args:
         strategy: The tf.distribute strategy of the run.
         faults: One injector per replica that this engine holds, in the order of their ranks.
@@ -94,6 +97,13 @@ class Markers:
         self._traces: list[Trace] = []
         self._traced = False
         self._undo: list[tuple[Any, str, Any]] = []
+        self._left: list[weakref.ref[Trace]] = []  # of earlier runs; they live with their graphs
+
+    def watch(self, faults: Sequence[FaultInjector]) -> Markers:
+        """Serve another run: its injectors take the places of those before."""
+        self._run.faults = tuple(faults)
+        self._run.look_at_faults()
+        return self
 
     def __enter__(self) -> Markers:
         """Patch TensorFlow: what is traced from now on is marked."""
@@ -102,15 +112,19 @@ class Markers:
         self._patch(one_device, "_call_for_each_replica", self._one_replica)
         self._patch(distribute_lib.ReplicaContextBase, "all_reduce", _marked_all_reduce)
         self._patch(tf.GradientTape, "gradient", _watched_gradient)
+        self._run.open = True
+        self._traces = [trace for ref in self._left if (trace := ref()) is not None]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo the patches; marks in functions that were traced do nothing any more."""
+        """Undo the patches; marks in functions that were traced do nothing for now."""
         self._run.open = False
         for owner, name, before in reversed(self._undo):
             setattr(owner, name, before)
         self._undo.clear()
-        self._traces.clear()
+        self.take(NAN, NAN)
+        self._left = [weakref.ref(trace) for trace in self._traces]
+        self._traces = []
 
     def take(self, start_s: float, end_s: float) -> list[Measured]:
         """Return the steps done since the last call, oldest first.
