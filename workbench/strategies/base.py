@@ -83,6 +83,8 @@ class StepResult:
             live on the device).
         replicas: One result per replica where this engine holds several; `samples` and `loss` are
             then those of the engine, and each replica has a row of its own.
+        set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
+            count to no step.
     """
 
     samples: int
@@ -96,6 +98,7 @@ class StepResult:
     bubble_s: float = NAN
     deferred: Deferred | None = None
     replicas: tuple[StepResult, ...] = ()
+    set_up_s: float = 0.0
 
 
 class Strategy(ABC):

@@ -67,10 +67,11 @@ class Measured:
         start_s, end_s: When the step began and ended on this engine. Of several steps in one call
             (`steps_per_execution`) one ends where the first replica begins the next.
         data_wait_s: By replica, from `start_s` until its inputs were there; NaN in a step that was
-            also traced, which takes longer than any data.
+            also traced, since nobody knows which it waited for.
         results: By replica; `samples` is 0 and `loss` NaN where they could not be seen.
         eager: Whether no tf.function was used: TensorFlow then runs the replicas one after the
             other, and the first waits for the computation of all others.
+        set_up_s: How long the step was traced before it began.
     """
 
     start_s: float
@@ -78,6 +79,7 @@ class Measured:
     data_wait_s: tuple[float, ...]
     results: tuple[StepResult, ...]
     eager: bool = False
+    set_up_s: float = 0.0
 
 
 class Markers:
@@ -162,7 +164,10 @@ class Markers:
         waits = [NAN if traced else one.began_s - start_s for one in step]
         if eager:  # the later replicas were kept waiting by the earlier ones, not by data
             waits = [min(waits)] * len(waits)
-        return Measured(start_s, end_s, tuple(waits), tuple(results), eager)
+        began_s = min(one.began_s for one in step) if traced else start_s
+        return Measured(
+            began_s, end_s, tuple(waits), tuple(results), eager, set_up_s=began_s - start_s
+        )
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         before = getattr(owner, name)

@@ -97,6 +97,7 @@ class Replicated(Strategy):
             context.weights = self.weights
             stack.enter_context(distribution.scope())
             yield {"strategy": distribution}
+        steps.say_set_up()
         if not context.trained:
             note_keras_2(context)
 
@@ -141,10 +142,13 @@ class Replicated(Strategy):
         self.synchronise()
         end = clock()
         seen = self._watched.markers.take(began, end)
-        replicas = self.results(seen[-1].results if seen else (), samples, losses, end - began)
+        measured, set_up_s = (seen[-1].results, seen[-1].set_up_s) if seen else ((), 0.0)
+        self._watched.set_up(set_up_s)
+        replicas = self.results(measured, samples, losses, end - began - set_up_s)
         return StepResult(
-            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas
-        )
+            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas,
+            set_up_s=set_up_s,
+        )  # fmt: skip
 
     def results(
         self,
