@@ -35,6 +35,7 @@ class RunContext:
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
             reads `wb.options`.
         initial_read: Whether a model was given the weights that `--init-from` names.
+        failed: Whether the cell ended in an error or was interrupted; known once it has ended.
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
@@ -56,6 +57,7 @@ class RunContext:
     started_s: float = 0.0
     options_read: bool = False
     initial_read: bool = False
+    failed: bool = False
     fetch_s: float = 0.0
     train_s: float = 0.0
     eval_s: float = 0.0

@@ -138,6 +138,7 @@ def _train(
             shell.namespace.update(names)
             injected.update(names)
             outcome = _execute(shell, framework, request)
+            run.failed = outcome["status"] not in ("ok", "stopped")
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained

@@ -186,8 +186,16 @@ def destroy_group() -> None:
 
 
 def shutdown_group_sockets(*, store: bool = False) -> int:
-    """Do nothing: one engine's replicas have no sockets; return how many were shut."""
-    return 0
+    """Break collectives in which this engine waits for others; return in how many clusters.
+
+    Called from another thread than the one that waits. TensorFlow itself notices after seconds that
+    a worker is dead, and never that one has stalled.
+    """
+    context = _context()
+    if context._context_handle is None or context._collective_ops_server_def is None:
+        return 0
+    context.abort_collective_ops(tf.errors.UNAVAILABLE, "the workbench ended this run")
+    return 1
 
 
 def names(spec: RunSpec) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class Training:
             context.fetch_s = fed - asked
             result = strategy.step(share)
             end = clock()
+            start += result.set_up_s
             for rank, one in enumerate(result.replicas or (result,), first_rank):
                 record(
                     step, one.samples, start, end, data_wait_s=fed - asked,

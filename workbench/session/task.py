@@ -217,7 +217,8 @@ class Task:
         own = [i for i in failed if not COLLATERAL.search(_words(self.outcomes[i]))]
         assert self.first_failed is not None
         if died:
-            return died[0]
+            # Who died later may have been ended because it waited for the first.
+            return self.first_failed if self.first_failed in died else died[0]
         return self.first_failed if self.first_failed in own or not own else own[0]
 
 

@@ -84,6 +84,8 @@ class StepResult:
         replicas: One result per replica where this engine holds several; `samples` and `loss` are
             then those of the engine, and each replica has a row of its own.
         waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
+        set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
+            count to no step.
     """
 
     samples: int
@@ -98,6 +100,7 @@ class StepResult:
     waited_for: int = -1
     deferred: Deferred | None = None
     replicas: tuple[StepResult, ...] = ()
+    set_up_s: float = 0.0
 
 
 class Strategy(ABC):

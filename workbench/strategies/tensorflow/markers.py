@@ -67,10 +67,11 @@ class Measured:
         start_s, end_s: When the step began and ended on this engine. Of several steps in one call
             (`steps_per_execution`) one ends where the first replica begins the next.
         data_wait_s: By replica, from `start_s` until its inputs were there; NaN in a step that was
-            also traced, which takes longer than any data.
+            also traced, since nobody knows which it waited for.
         results: By replica; `samples` is 0 and `loss` NaN where they could not be seen.
         eager: Whether no tf.function was used: TensorFlow then runs the replicas one after the
             other, and the first waits for the computation of all others.
+        set_up_s: How long the step was traced before it began.
     """
 
     start_s: float
@@ -78,10 +79,14 @@ class Measured:
     data_wait_s: tuple[float, ...]
     results: tuple[StepResult, ...]
     eager: bool = False
+    set_up_s: float = 0.0
 
 
 class Markers:
     """Marks in every step that is traced while this is entered.
+
+    It may be entered again for another run under the same strategy: functions that were traced in
+    an earlier one (`model.fit`'s, a `tf.function` of an earlier cell) are marked already.
 
     Args:
         strategy: The tf.distribute strategy of the run.
@@ -94,6 +99,13 @@ class Markers:
         self._traces: list[Trace] = []
         self._traced = False
         self._undo: list[tuple[Any, str, Any]] = []
+        self._left: list[weakref.ref[Trace]] = []  # of earlier runs; they live with their graphs
+
+    def watch(self, faults: Sequence[FaultInjector]) -> Markers:
+        """Serve another run: its injectors take the places of those before."""
+        self._run.faults = tuple(faults)
+        self._run.look_at_faults()
+        return self
 
     def __enter__(self) -> Markers:
         """Patch TensorFlow: what is traced from now on is marked."""
@@ -102,15 +114,19 @@ class Markers:
         self._patch(one_device, "_call_for_each_replica", self._one_replica)
         self._patch(distribute_lib.ReplicaContextBase, "all_reduce", _marked_all_reduce)
         self._patch(tf.GradientTape, "gradient", _watched_gradient)
+        self._run.open = True
+        self._traces = [trace for ref in self._left if (trace := ref()) is not None]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo the patches; marks in functions that were traced do nothing any more."""
+        """Undo the patches; marks in functions that were traced do nothing for now."""
         self._run.open = False
         for owner, name, before in reversed(self._undo):
             setattr(owner, name, before)
         self._undo.clear()
-        self._traces.clear()
+        self.take(NAN, NAN)
+        self._left = [weakref.ref(trace) for trace in self._traces]
+        self._traces = []
 
     def take(self, start_s: float, end_s: float) -> list[Measured]:
         """Return the steps done since the last call, oldest first.
@@ -148,7 +164,10 @@ class Markers:
         waits = [NAN if traced else one.began_s - start_s for one in step]
         if eager:  # the later replicas were kept waiting by the earlier ones, not by data
             waits = [min(waits)] * len(waits)
-        return Measured(start_s, end_s, tuple(waits), tuple(results), eager)
+        began_s = min(one.began_s for one in step) if traced else start_s
+        return Measured(
+            began_s, end_s, tuple(waits), tuple(results), eager, set_up_s=began_s - start_s
+        )
 
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         before = getattr(owner, name)

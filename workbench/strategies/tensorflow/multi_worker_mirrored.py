@@ -78,16 +78,17 @@ class MultiWorkerMirrored(Replicated):
     def around_cell(self) -> Iterator[dict[str, Any]]:
         """Join the other workers, let the cell run in the strategy's scope, take the model home."""
         before = listening()
-        ended = False
         with self._tf_config():
             try:
                 self._begin_anew()
                 with super().around_cell() as names, multi_worker(self.distribution, self._note):
                     seed_all(int(self.context.spec.overrides.get("seed", 0)))
                     yield names
-                    ended = True
+            except BaseException:
+                self.context.failed = True
+                raise
             finally:
-                self._leave(ended, before)
+                self._leave(before)
 
     @contextlib.contextmanager
     def _tf_config(self) -> Iterator[None]:
@@ -132,12 +133,10 @@ class MultiWorkerMirrored(Replicated):
         if self.rank == 0:
             self.context.emit("note", rank=0, text=text)
 
-    def _leave(self, ended: bool, before: set[tuple[int, str]]) -> None:
+    def _leave(self, before: set[tuple[int, str]]) -> None:
         """Bring the model home, then forget the cluster.
 
         Args:
-            ended: Whether the cell did; else nobody is waited for, so that those who still wait for
-                this worker learn at once that it is gone.
             before: Sockets that are none of the run's.
         """
         if self.world_size == 1:
@@ -147,13 +146,22 @@ class MultiWorkerMirrored(Replicated):
             home.pack(self._trained, self._loop and self._loop.optimizer)
             self._final = home.weights
         self.distribution = None
-        if ended:  # the others may still be fetching what this worker has sent
+        try:
+            self._let_others_finish()
+        finally:  # also where an interrupt comes first
+            reset()
+            shut(listening() - before)
+            home.unpack()
+
+    def _let_others_finish(self) -> None:
+        """Wait for the others, who may still be fetching what this worker has sent.
+
+        After a failure nobody is waited for: those who wait for this worker are to learn of it.
+        """
+        if not self.context.failed:
             self.context.post("left")
             with contextlib.suppress(ClusterError):
                 self.context.board.wait("left", range(self.world_size), LEAVE_S)
-        reset()
-        shut(listening() - before)
-        home.unpack()
 
     @property
     def _trained(self) -> Any:

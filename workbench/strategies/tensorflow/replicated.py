@@ -71,6 +71,11 @@ class Replicated(Strategy):
         """Return the tf.distribute strategy over this engine's devices."""
 
     @property
+    def _key(self) -> tuple[Any, ...]:
+        """What the tf.distribute strategy is built from."""
+        return (type(self), *self.devices, *sorted(self.options.items()))
+
+    @property
     def portion(self) -> tuple[int, int]:
         """Which share of each batch this engine takes: (index, number of engines)."""
         held = len(self.devices)
@@ -80,8 +85,7 @@ class Replicated(Strategy):
     def around_cell(self) -> Iterator[dict[str, Any]]:
         """Set up what the cell runs in; yields the names it finds."""
         context = self.context
-        key = (type(self), *self.devices, *sorted(self.options.items()))
-        self.distribution = distribution = built(key, self.build)
+        self.distribution = distribution = built(self._key, self.build)
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
@@ -93,12 +97,15 @@ class Replicated(Strategy):
             context.weights = self.weights
             stack.enter_context(distribution.scope())
             yield {"strategy": distribution}
+        steps.say_set_up()
         if not context.trained:
             note_keras_2(context)
 
     def marks(self) -> Markers:
         """Return what measures the steps."""
-        return Markers(self.distribution, self.context.faults.replicas)
+        faults, distribution = self.context.faults.replicas, self.distribution
+        marks: Markers = built(("marks", self._key), lambda: Markers(distribution, faults))
+        return marks.watch(faults)
 
     def _trains(self, model: Any) -> None:
         self._model, self._optimizer = model, getattr(model, "optimizer", None)
@@ -135,10 +142,13 @@ class Replicated(Strategy):
         self.synchronise()
         end = clock()
         seen = self._watched.markers.take(began, end)
-        replicas = self.results(seen[-1].results if seen else (), samples, losses, end - began)
+        measured, set_up_s = (seen[-1].results, seen[-1].set_up_s) if seen else ((), 0.0)
+        self._watched.set_up(set_up_s)
+        replicas = self.results(measured, samples, losses, end - began - set_up_s)
         return StepResult(
-            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas
-        )
+            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas,
+            set_up_s=set_up_s,
+        )  # fmt: skip
 
     def results(
         self,

@@ -23,6 +23,8 @@ clock = time.perf_counter
 
 UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
 
+WORTH_SAYING_S = 0.1
+
 
 class Steps:
     """The steps of one cell.
@@ -41,15 +43,15 @@ class Steps:
         self.context, self.markers, self.synchronise = context, markers, synchronise
         self.start_s = NAN
         self._called_s = NAN
+        self._traced_s, self._traces = 0.0, 0
         self.announced = False
         self.batch: int | None = None
         self._unseen = False
 
     def announce(self, parameters: int, **counts: Any) -> None:
-        """Tell the kernel that training begins, once per cell."""
-        if not self.announced:
-            self.announced = True
-            announce(self.context, parameters, **counts)
+        """Tell the kernel that training begins, or goes on with another `fit`."""
+        self.announced = True
+        announce(self.context, parameters, **counts)
 
     def begin(self) -> None:
         """Ask whether the next step may start; a pause is waited for here.
@@ -109,9 +111,26 @@ class Steps:
             self._record(step, busy_s)
             busy_s = 0.0
         if steps:
-            self.context.train_s += end_s - start_s
+            self.set_up(sum(step.set_up_s for step in steps))
+            self.context.train_s += end_s - start_s - sum(step.set_up_s for step in steps)
             self.start_s = end_s
         return len(steps)
+
+    def set_up(self, seconds: float) -> None:
+        """Take note of time that a step was traced: it belongs to no step."""
+        if seconds:
+            self._traced_s, self._traces = self._traced_s + seconds, self._traces + 1
+            self.context.eval_s += seconds
+
+    def say_set_up(self) -> None:
+        """Tell the user how long tracing took."""
+        if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
+            often = "once" if self._traces == 1 else f"{self._traces} times"
+            text = (
+                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in all; "
+                "that time belongs to no step."
+            )
+            self.context.emit("note", rank=0, text=text)
 
     def unmarked(self, samples: int, loss: float) -> Measured:
         """Return a step of which nothing is known but its samples and loss, shared evenly."""
