@@ -93,7 +93,7 @@ def test_stages_take_turns_and_the_parts_fill_the_step():
     rows = clean(train("model_split", WIDE, 3)).rows
     spent_s = (rows["end_s"] - rows["start_s"])[:, 0]
     assert spent_s[0] < 10 * np.median(spent_s)  # tracing belongs to no step, so to no bubble
-    assert (rows[0]["bubble_s"] < spent_s[0]).all()
+    assert (rows[0]["bubble_s"] <= spent_s[0]).all()
     rows = rows[4:]
     step_s = rows["end_s"] - rows["start_s"]
     parts_s = rows["data_wait_s"] + rows["compute_s"] + rows["bubble_s"]
