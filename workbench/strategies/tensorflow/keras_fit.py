@@ -175,7 +175,8 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
     def _train(self, iterator: Any) -> Any:
         """Train for one batch or several; hold or end `fit` where that was asked for."""
         steps, model = self._steps, self.model
-        steps.called()
+        if self._done:  # before an epoch's first batch Keras makes the iterator: a wait for data
+            steps.called()
         logs = self._original(iterator)
         steps.synchronise()
         self._done += steps.end(lambda: self._unmarked(logs))

@@ -261,8 +261,7 @@ class StageMarks(Markers):
         spans, injected = seen
         update = (whole.ready_s + whole.exposed_s, step.end_s)
         wait_s = step.data_wait_s[0]
-        # While a step is traced no stage has anything to do yet: that is nobody's bubble.
-        given_s = spans[0][0][0] if wait_s != wait_s else step.start_s + wait_s
+        given_s = step.start_s if wait_s != wait_s else step.start_s + wait_s
         results = []
         for stage, own in enumerate(spans):
             busy_s = covered([*own, update])
