@@ -201,6 +201,9 @@ def _serve(pipe: Any) -> None:
     # As in an engine: what is there now stays, so the collector need not look through it again.
     # Else most of the suite's time is spent in that.
     gc.freeze()
+    # An engine's loaders fork; who was started by a fork server would ask one for each loader,
+    # which then imports the framework.
+    multiprocessing.set_start_method("fork", force=True)
     while True:
         try:
             job = pipe.recv()
@@ -216,6 +219,8 @@ class Workers:
         import torch.distributed as dist
 
         os.environ["OMP_NUM_THREADS"] = "1"
+        # A cell begins when all are in the group: one that fails at once would keep others out.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []

@@ -88,7 +88,7 @@ def test_waits_stay_true(workers: Workers, way: str, own_loop: bool) -> None:
     faults = ("slow=1:50ms/backward",)
     reports = clean(
         workers.run(
-            "mirrored", cells.slow_steps, own_loop, 30, 2,
+            "mirrored", cells.slow_steps, own_loop, 20, 2,
             workers=3, options=options, faults=faults,
         )
     )  # fmt: skip

@@ -268,7 +268,7 @@ def test_a_slow_worker_anywhere_in_the_grid_is_the_others_wait(workers: Workers,
     for faults in ((), (f"slow={slow}:50ms",)):
         reports = clean(
             workers.run(
-                "hybrid", split_cells.sleeping, 3, 2, 4, 34, workers=4, options={"stages": 2},
+                "hybrid", split_cells.sleeping, 3, 2, 4, 24, workers=4, options={"stages": 2},
                 faults=faults,
             )
         )  # fmt: skip

@@ -133,8 +133,6 @@ def test_an_own_loop_trains_as_fit_does(
         "processes": int(loader == "processes"),
         "epochs": 1 if loader == "processes" else 3,
     }
-    if loader == "processes" and count != 2:
-        pytest.skip("starting processes is slow; two workers show it")
     (truth,) = clean(workers.run("one_device", cells.train_from_loader, False, keywords=keywords))
     for own_loop in (True, False):
         reports = clean(
@@ -180,7 +178,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
 ) -> None:
     faults = (f"slow=1:50ms/{place}",)
     reports = clean(
-        run(workers, entry, cells.slow_steps, own_loop, 30, 2, workers=count, faults=faults)
+        run(workers, entry, cells.slow_steps, own_loop, 20, 2, workers=count, faults=faults)
     )
     derived = metrics.derive(joined(reports))
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
@@ -205,7 +203,7 @@ def test_an_injected_delay_is_read_back_as_the_others_bubble(
     bubble_ms, busy_ms, step_ms = [], [], []
     for faults in ((), (f"slow=1:50ms/{place}",)):
         reports = clean(
-            run(workers, entry, cells.slow_steps, False, 30, 6, workers=count, faults=faults)
+            run(workers, entry, cells.slow_steps, False, 20, 6, workers=count, faults=faults)
         )
         rows = joined(reports)
         bubble_ms.append(np.median(rows["bubble_s"], axis=0) * 1e3)
