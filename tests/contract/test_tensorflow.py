@@ -139,6 +139,7 @@ def test_a_strategy_without_all_reduce_is_caught(monkeypatch: pytest.MonkeyPatch
     assert furthest(train("mirrored", "fit", 2), truth) > 1e-3
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("entry", "count", "way"), in_every_way(CASES))
 def test_records_cover_the_run(entry: catalog.Strategy, count: int, way: str) -> None:
     cell = tf_cells.SLEEPY_WAYS[way]
@@ -160,6 +161,7 @@ def test_records_cover_the_run(entry: catalog.Strategy, count: int, way: str) ->
     assert {fields["batch_size"] for fields in begun} == {12}
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(("entry", "count", "way"), in_every_way(SEVERAL))
 def test_an_injected_delay_is_read_back_as_the_others_wait(
     entry: catalog.Strategy, count: int, way: str
@@ -260,6 +262,7 @@ def test_keras_fit_works_unchanged(call: str, every: int) -> None:
     assert first.mean() == pytest.approx(history["loss"][0], rel=1e-4)
 
 
+@pytest.mark.timing
 def test_how_long_tracing_took_is_said() -> None:
     source = KERAS + FIT_CALLS["arrays"]
     report = clean(run("mirrored", source, 3, names={"EVERY": 1}))
@@ -300,6 +303,7 @@ def test_a_model_of_the_cell_before_trains_on() -> None:
     assert any("trained by an earlier run" in e["text"] for e in report.emitted("warning"))
 
 
+@pytest.mark.timing
 def test_a_function_traced_in_an_earlier_run_is_still_seen() -> None:
     names = {"MILLIS": 1, "STEPS": 4}
     first = clean(run("mirrored", tf_cells.SLEEPY_WAYS["loop"], 2, names=names))

@@ -89,6 +89,7 @@ def test_weights_and_their_slots_are_on_the_devices_of_their_stages(functional):
     assert "not time" in report.emitted("note")[0]["text"]
 
 
+@pytest.mark.timing
 def test_stages_take_turns_and_the_parts_fill_the_step():
     rows = clean(train("model_split", WIDE, 3)).rows
     spent_s = (rows["end_s"] - rows["start_s"])[:, 0]
@@ -106,6 +107,7 @@ def test_stages_take_turns_and_the_parts_fill_the_step():
     assert np.median(rows["bubble_s"][:, 1] / step_s[:, 1]) > 0.2
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_slow_stage_is_busy_for_longer_and_the_others_stand_idle(stage):
     normal = clean(train("model_split", WIDE, 3)).rows[4:]

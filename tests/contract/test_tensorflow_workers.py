@@ -56,6 +56,7 @@ def test_trains_exactly_as_one_device_does(
     assert np.allclose(loss, true_loss, rtol=0, atol=max(10 * tolerance, 1e-6))
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("way", WAYS)
 def test_an_injected_delay_is_read_back_as_the_others_wait(pair: Workers, way: str) -> None:
     cell, names = tf_cells.SLEEPY_WAYS[way], {"MILLIS": 2, "STEPS": 30}
@@ -116,6 +117,7 @@ told = np.abs(np.asarray(model(x[:8])) - before[2][:8]).max(), strategy.num_repl
     assert report.names["told"][1] == 1
 
 
+@pytest.mark.timing
 def test_a_worker_that_dies_is_noticed_and_the_other_goes_on() -> None:
     pair = Workers(2)
     try:
