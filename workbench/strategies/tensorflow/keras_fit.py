@@ -34,7 +34,6 @@ from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
 from ..base import NAN
-from .keras_batches import DEFAULT_BATCH as DEFAULT_BATCH
 from .keras_batches import Batches
 from .markers import Measured
 from .mistakes import check_call
