@@ -170,7 +170,8 @@ def test_the_bubble_is_near_the_schedules_ideal(
 def test_a_model_larger_than_a_workers_memory_trains() -> None:
     """640 MB of weights; a worker may take 500 MB more than it has, weights and gradients."""
     pool = Workers(4)  # limits do not suit processes that others use
-    options = {"microbatches": 4}
+    # Cut evenly: by measured times, a busy machine may give one of them too many.
+    options = {"microbatches": 4, "split_at": "3,6,9"}
     try:
         whole = pool.run("one_device", cells.memory, 640, 12, 500)
         assert any("memory" in error.lower() for error in failures(whole))
