@@ -16,12 +16,3 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             if name not in os.environ:
                 patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run side by side, one worker alone loads TensorFlow, which takes seconds."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.get_closest_marker("tensorflow"):
-                item.add_marker(pytest.mark.xdist_group("tensorflow"))
