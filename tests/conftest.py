@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +17,9 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             if name not in os.environ:
                 patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield
+
+
+def pytest_configure() -> None:
+    """Heed SIGINT as an engine does: shells have jobs in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -36,7 +36,6 @@ def test_an_interrupted_run_start_leaves_optimizers_that_work() -> None:
     script = """
 import importlib, signal, torch
 from workbench.engine import torch_imports
-signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
 
 class Interrupting:
     def find_spec(self, name, *rest):
