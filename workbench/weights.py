@@ -1,7 +1,7 @@
 """Weights of one model put into another of the same form, also across frameworks; pure.
 
-Within a framework weights are found by name, or in their order where the names differ (a model that
-was built a second time may be called `sequential_1`). Across frameworks they are found in order:
+Within a framework weights are found by name; Keras's in their order where the names differ (a model
+that was built a second time may be called `sequential_1`). Across frameworks they are found in order:
 layer after layer, and within a layer in the order both frameworks use (matrix, bias; scale, shift,
 mean, variance). What differs is how a layer's matrix lies in memory:
 
@@ -44,7 +44,7 @@ def fit_weights(
         PlanError: The models are not of the same form.
     """
     if source == target:
-        found = _same_framework(arrays, shapes)
+        found = _same_framework(arrays, shapes, numbered=target == "tensorflow")
     else:
         found = _across(arrays, source, shapes, target)
     for name, array in found.items():
@@ -53,10 +53,12 @@ def fit_weights(
     return found
 
 
-def _same_framework(arrays: Arrays, shapes: Shapes) -> dict[str, NDArray[Any]]:
+def _same_framework(
+    arrays: Arrays, shapes: Shapes, *, numbered: bool
+) -> dict[str, NDArray[Any]]:
     if set(arrays) == set(shapes):
         return {name: arrays[name] for name in shapes}
-    if len(arrays) != len(shapes):
+    if not numbered or len(arrays) != len(shapes):
         strange = sorted(set(arrays) ^ set(shapes))
         raise _unlike(", ".join(strange[:6]), "the same weights")
     return dict(zip(shapes, arrays.values(), strict=True))

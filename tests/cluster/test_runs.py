@@ -344,7 +344,7 @@ def test_weights_come_back_load_and_are_saved(cluster, tmp_path):
     assert run.load_into(model) is model
     np.testing.assert_array_equal(model.weight.detach().numpy(), weights["weight"])
     with pytest.raises(PlanError, match="not the run's"):
-        run.load_into(torch.nn.Linear(64, 11))
+        run.load_into(torch.nn.Sequential(torch.nn.Linear(64, 10)))
     with pytest.raises(RunError, match="of rank 1"):
         run.weights(rank=1)
     folder = run.save(tmp_path / "kept")
