@@ -1,7 +1,7 @@
 """Weights of one model put into another of the same form, also across frameworks; pure.
 
-Within a framework weights are found by name; Keras's in their order where the names differ (a model
-that was built a second time may be called `sequential_1`). Across frameworks they are found in order:
+Within a framework weights are found by name; those of Keras in their order where the names differ
+(a model built a second time may be called `sequential_1`). Across frameworks they come in order:
 layer after layer, and within a layer in the order both frameworks use (matrix, bias; scale, shift,
 mean, variance). What differs is how a layer's matrix lies in memory:
 
@@ -53,9 +53,7 @@ def fit_weights(
     return found
 
 
-def _same_framework(
-    arrays: Arrays, shapes: Shapes, *, numbered: bool
-) -> dict[str, NDArray[Any]]:
+def _same_framework(arrays: Arrays, shapes: Shapes, *, numbered: bool) -> dict[str, NDArray[Any]]:
     if set(arrays) == set(shapes):
         return {name: arrays[name] for name in shapes}
     if not numbered or len(arrays) != len(shapes):
