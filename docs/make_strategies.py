@@ -119,6 +119,7 @@ def facts(entry) -> str:
         lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
     if entry.links:
         lines.append("- `--inject bandwidth=...` and `latency=...` are simulated on its links")
+    lines.append(f"- lost at most when a run goes on from its last checkpoint: {entry.loses}")
     if entry.max_workers == 1:
         return "\n".join(lines)
     if entry.exact_with is None:

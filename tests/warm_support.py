@@ -1,8 +1,13 @@
 """Engines on a warm parent, without the rest of the workbench."""
 
 import contextlib
+import json
 import logging
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 
 import ipyparallel
 import psutil
@@ -64,3 +69,22 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextlib.contextmanager
+def kernel(code, **words):
+    """Run code that stands in for a notebook's kernel; yield (process, what it printed first).
+
+    Args:
+        code: A template; what it prints first is JSON. `paths` is where these tests' modules are.
+    """
+    code = textwrap.dedent(code).format(paths=[str(Path(__file__).parent)], **words)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        line = process.stdout.readline()
+        assert line, "the kernel's stand-in did not come up"
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -19,6 +19,8 @@ _LAZY = {
     "runs": "workbench.session.registry",
     "compare": "workbench.session.compare",
     "load": "workbench.session.load",
+    "attach": "workbench.session.attach",
+    "resume": "workbench.session.resume",
     "strategies": "workbench.session.compare",
     "calibrate": "workbench.session.calibrate",
     # engines
@@ -27,6 +29,8 @@ _LAZY = {
     "watch": "workbench.engine.watch",
     "log": "workbench.engine.logging",
     "options": "workbench.engine.logging",
+    "checkpoint": "workbench.engine.checkpoints",
+    "resumed_step": "workbench.engine.checkpoints",
     # both
     "data": "workbench",
     "RunStopped": "workbench.errors",

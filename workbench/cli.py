@@ -1,4 +1,4 @@
-"""`workbench demo` and `workbench lab`: the main job from a shell."""
+"""`workbench demo`, `lab`, `ps` and `stop`: the main job from a shell."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import cli_clusters
 from .errors import WorkbenchError
 
 if TYPE_CHECKING:
@@ -30,10 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
     demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
+    cli_clusters.add_commands(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if given.command in ("ps", "stop"):
+            return cli_clusters.run(given)
         return _demo(given.out) if given.command == "demo" else _lab(rest)
     except WorkbenchError as error:
         print(error, file=sys.stderr)

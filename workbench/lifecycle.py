@@ -5,19 +5,31 @@ from __future__ import annotations
 from typing import Literal
 
 State = Literal[
-    "pending", "starting", "running", "paused", "stopping", "finished", "stopped", "failed"
-]
-Event = Literal["submit", "start", "pause", "resume", "stop", "finish", "fail"]
+    "pending", "starting", "running", "paused", "recovering", "stopping", "finished", "stopped",
+    "failed",
+]  # fmt: skip
+Event = Literal["submit", "start", "pause", "resume", "recover", "stop", "finish", "fail"]
+"""`recover`: an engine died, and the run goes on without it or with another in its place."""
 
 OVER: frozenset[State] = frozenset({"finished", "stopped", "failed"})
 
 _NEXT: dict[State, dict[Event, State]] = {
     "pending": {"submit": "starting", "fail": "failed", "stop": "stopped"},
-    "starting": {"start": "running", "fail": "failed", "stop": "stopping", "finish": "finished"},
-    "running": {"pause": "paused", "stop": "stopping", "finish": "finished", "fail": "failed"},
-    "paused": {"resume": "running", "stop": "stopping", "fail": "failed", "finish": "finished"},
+    "starting": {
+        "start": "running", "recover": "recovering", "fail": "failed", "stop": "stopping",
+        "finish": "finished",
+    },
+    "running": {
+        "pause": "paused", "recover": "recovering", "stop": "stopping", "finish": "finished",
+        "fail": "failed",
+    },
+    "paused": {
+        "resume": "running", "recover": "recovering", "stop": "stopping", "fail": "failed",
+        "finish": "finished",
+    },
+    "recovering": {"start": "running", "stop": "stopping", "fail": "failed", "finish": "finished"},
     "stopping": {"finish": "stopped", "fail": "failed"},
-}
+}  # fmt: skip
 
 
 class InvalidTransitionError(Exception):
@@ -50,6 +62,8 @@ _REPEATS: frozenset[tuple[State, Event]] = frozenset(
         ("running", "resume"),
         ("paused", "pause"),
         ("paused", "start"),
+        ("recovering", "recover"),
+        ("recovering", "resume"),
         ("stopping", "stop"),
         ("stopping", "start"),
         ("stopping", "pause"),

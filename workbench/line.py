@@ -5,21 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from . import catalog
 from .errors import PlanError, unknown
 from .faults import Fault, parse_fault
+from .windows import Window, parse_window
 
 PLOTS = ("auto", "widget", "svg", "text", "off")
-_LATER = {
-    "checkpoint": "checkpoints",
-    "checkpoint_every": "checkpoints",
-    "on_failure": "going on after a failure",
-    "keep": "keeping a cluster beyond its notebook",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +50,10 @@ class CellLine:
     plot: str = "auto"
     recipe: str | None = None
     init_from: str = ""
+    checkpoint: str = ""
+    checkpoint_every: int | None = None
+    on_failure: str = ""
+    profile: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,14 @@ class ClusterLine:
     launcher: str = "local"
     hosts: str = ""
     framework: str | None = None
+    commands: tuple[str, ...] = ()
+    port: int | None = None
+    follow: bool = False
+    lines: int | None = None
+    keep: bool = False
+    idle_timeout: str | None = None
+    take: bool = False
+    cluster: str = ""
 
 
 def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
@@ -124,9 +131,15 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
         help="slow=1:50ms, jitter=20ms, kill=2@100",
     )
     add("--plot", default="auto", choices=PLOTS, help="how the live dashboard is shown")
-    add("--checkpoint", metavar="DIR", help="(not there yet)")
-    add("--checkpoint-every", metavar="N", help="(not there yet)")
-    add("--on-failure", metavar="WHAT", help="stop (the others are not there yet)")
+    add("--profile", metavar="A:B", help="profile steps A to B-1 on every rank")
+    add("--checkpoint", default="", metavar="DIR", help="write checkpoints into this folder")
+    add("--checkpoint-every", metavar="N", help="steps between two checkpoints (100)")
+    add(
+        "--on-failure",
+        default="",
+        metavar="WHAT",
+        help="when an engine dies: stop, continue with fewer, or replace it (with --checkpoint)",
+    )
     return parser
 
 
@@ -134,18 +147,34 @@ def cluster_parser() -> argparse.ArgumentParser:
     """Return the parser of `%cluster`."""
     parser = _Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
     add = parser.add_argument
-    add("action", nargs="?", default="status", help="start, status, restart, logs, free, stop")
-    add("values", nargs="*", help="start: number of engines; restart, logs: engine ids")
+    add("action", nargs="?", default="status", help=", ".join(ACTIONS))
+    add("values", nargs="*", help="start: number of engines; else: engine ids")
     add("--devices", default="auto", help="auto, cpu, cuda, or GPU numbers 0,1")
     add("--launcher", default="local", help="local, or one of ipyparallel's: slurm, ssh, mpi, ...")
     add("--hosts", default="", help="interface to listen on when engines run on other hosts")
     add("--framework", metavar="NAME", help="framework to have ready: torch or tensorflow")
-    add("--keep", action="store_true", help="(not there yet)")
+    add("--keep", action="store_true", help="start: outlive this notebook; attach finds it again")
+    add("--idle-timeout", metavar="T", help="start: end when nothing ran for so long: 30m, never")
+    add("--take", action="store_true", help="attach: also from a notebook that has it")
+    _debug_flags(add)
     return parser
 
 
-ACTIONS = ("start", "status", "restart", "logs", "free", "stop")
-LATER_ACTIONS = ("stacks", "attach")
+def _debug_flags(add: Callable[..., Any]) -> None:
+    add(
+        "-c",
+        "--command",
+        action="append",
+        default=[],
+        metavar="CMD",
+        help="debug: a command of pdb or an expression, instead of a prompt; may be repeated",
+    )
+    add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
+    add("-f", "--follow", action="store_true", help="logs: go on showing lines until interrupted")
+    add("-n", "--lines", metavar="N", help="logs: how many lines to begin with (40)")
+
+
+ACTIONS = ("start", "status", "restart", "logs", "stacks", "debug", "free", "attach", "stop")
 
 
 def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
@@ -155,10 +184,9 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         PlanError: Saying what was not understood and what is allowed.
     """
     given = vars(cell_parser(prog).parse_args(_tokens(line)))
-    _refuse_later(given)
     whole = {
         key: _whole(f"--{key.replace('_', '-')}", text, least=0 if key == "seed" else 1)
-        for key in ("workers", "epochs", "steps", "batch_size", "seed", "seeds")
+        for key in ("workers", "epochs", "steps", "batch_size", "seed", "seeds", "checkpoint_every")
         if (text := given[key]) is not None
     }
     return CellLine(
@@ -168,6 +196,7 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         framework=given["framework"],
         options=dict(_option(text) for text in given["option"]),
         seeds=whole.pop("seeds", None),
+        checkpoint_every=whole.pop("checkpoint_every", None),
         overrides=whole,
         name=given["name"],
         local=given["local"],
@@ -176,6 +205,9 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         plot=given["plot"],
         recipe=given["recipe"],
         init_from=given["init_from"],
+        checkpoint=given["checkpoint"],
+        on_failure=given["on_failure"],
+        profile=parse_window(given["profile"]) if given["profile"] else None,
     )
 
 
@@ -185,17 +217,21 @@ def parse_cluster_line(line: str) -> ClusterLine:
     Raises:
         PlanError: Saying what was not understood and what is allowed.
     """
-    given = vars(cluster_parser().parse_args(_tokens(line)))
-    _refuse_later(given)
+    given = vars(cluster_parser().parse_intermixed_args(_tokens(line)))
     action, values = given["action"], given["values"]
-    if action in LATER_ACTIONS:
-        raise PlanError(f"%cluster {action} is not there yet.", allowed=", ".join(ACTIONS))
     if action not in ACTIONS:
         raise unknown("%cluster action", action, ACTIONS)
     count = None
     if action == "start" and values:
         count = _whole("the number of engines", values[0])
-    ranks = tuple(i for text in values for i in parse_ranks(text)) if action != "start" else ()
+    if action == "attach" and len(values) != 1:
+        raise PlanError(
+            "Which cluster?",
+            allowed="%cluster attach ID",
+            next_step="workbench ps, in a terminal, lists them",
+        )
+    numbers = () if action in ("start", "attach") else values
+    ranks = tuple(i for text in numbers for i in parse_ranks(text))
     return ClusterLine(
         action,
         count,
@@ -204,7 +240,22 @@ def parse_cluster_line(line: str) -> ClusterLine:
         given["launcher"],
         given["hosts"],
         given["framework"],
+        tuple(given["command"]),
+        None if given["port"] is None else _port(given["port"]),
+        given["follow"],
+        None if given["lines"] is None else _whole("--lines", given["lines"], least=0),
+        keep=given["keep"],
+        idle_timeout=given["idle_timeout"],
+        take=given["take"],
+        cluster=values[0] if action == "attach" else "",
     )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
+        allowed = "1024 to 65535, or 0 for any that is free"
+        raise PlanError("--port is no port.", seen=text, allowed=allowed)
+    return int(text)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -215,9 +266,13 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """
     found: list[int] = []
     for part in text.strip().strip("[]").split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part)
         if not match:
-            raise PlanError("Ranks were not understood.", seen=text, allowed="0,2 or 0-2 or [0,2]")
+            raise PlanError(
+                "Ranks were not understood.",
+                seen=_short(text),
+                allowed="0,2 or 0-2 or [0,2], with numbers up to 9999",
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PlanError("A range of ranks goes upwards.", seen=part.strip(), allowed="0-2")
@@ -246,10 +301,14 @@ def _tokens(line: str) -> Sequence[str]:
 
 
 def _whole(what: str, text: str, least: int = 1) -> int:
-    if not text.lstrip("-").isdigit() or int(text) < least:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
         allowed = f"a whole number, at least {least}"
-        raise PlanError(f"{what} must count something.", seen=text, allowed=allowed)
+        raise PlanError(f"{what} must count something.", seen=_short(text), allowed=allowed)
     return int(text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _strategies(text: str, framework: str | None) -> tuple[str, ...]:
@@ -263,19 +322,3 @@ def _option(text: str) -> tuple[str, str]:
     if not equals or not key.strip():
         raise PlanError("An option has a name and a value.", seen=text, allowed="-o bucket_mb=10")
     return key.strip(), value.strip()
-
-
-def _refuse_later(given: dict[str, Any]) -> None:
-    for flag, what in _LATER.items():
-        value = given.get(flag)
-        if not value or (flag == "on_failure" and value == "stop"):
-            continue
-        if flag == "on_failure" and value not in ("continue", "replace"):
-            raise PlanError(
-                "--on-failure was not understood.", seen=value, allowed="stop, continue, replace"
-            )
-        raise PlanError(
-            f"--{flag.replace('_', '-')} is not there yet: {what} will come in a later version.",
-            seen=value,
-            next_step="leave the flag away",
-        )

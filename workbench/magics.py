@@ -23,6 +23,10 @@ from .line import (
 )
 from .recipe import Recipe
 from .session import registry
+from .session.attach import kept_words, show_attached
+from .session.debug import debug
+from .session.logs import logs as show_logs
+from .session.prompt import say as write
 from .session.state import Session, session
 from .session.values import pull_values, push_values
 from .views.blocks import ProgressLine, show
@@ -48,6 +52,8 @@ class WorkbenchMagics(Magics):
         asked = parse_cluster_line(line)
         if asked.action == "start":
             self._start(asked)
+        elif asked.action == "attach":
+            self._attach(asked)
         elif asked.action == "stop":
             session.stop()
             print("cluster stopped")  # noqa: T201 - the answer to a command
@@ -56,8 +62,13 @@ class WorkbenchMagics(Magics):
             cluster.restart(asked.ranks or None)
             show(cluster.status())
         elif asked.action == "logs":
-            for engine in asked.ranks or session.need_cluster().ids:
-                print(f"--- engine {engine}\n{session.need_cluster().logs(engine)}")  # noqa: T201
+            show_logs(
+                session.need_cluster(), asked.ranks, asked.lines, write, following=asked.follow
+            )
+        elif asked.action == "stacks":
+            show(session.need_cluster().stacks(asked.ranks or None))
+        elif asked.action == "debug":
+            debug(session.need_cluster(), asked)
         elif asked.action == "free":
             session.need_cluster().free()
             print("the cells' variables are gone on all engines")  # noqa: T201
@@ -66,8 +77,9 @@ class WorkbenchMagics(Magics):
 
     def _start(self, asked: ClusterLine) -> None:
         progress = ProgressLine()
-        settings = {"devices": asked.devices, "framework": asked.framework}
+        settings: dict[str, Any] = {"devices": asked.devices, "framework": asked.framework}
         settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+        settings |= {"keep": asked.keep, "idle_timeout": asked.idle_timeout}
         try:
             cluster = session.start(asked.count or 2, progress=progress, **settings)
         except BaseException:
@@ -77,6 +89,15 @@ class WorkbenchMagics(Magics):
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
+        if asked.keep:
+            print(kept_words(cluster))  # noqa: T201
+
+    def _attach(self, asked: ClusterLine) -> None:
+        cluster = session.attach(asked.cluster, take=asked.take)
+        show(cluster.status())
+        run = show_attached(cluster)
+        if run is not None:
+            self.shell.user_ns["_run"] = run
 
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from . import catalog
+from . import catalog, checkpoints, windows
 from .errors import PlanError
 from .faults import Fault, parse_fault
 from .recipe import Recipe
@@ -28,6 +28,10 @@ class Plan:
             what the cell passes to `wb.fit`.
         name: Name of the run; empty for one made from the strategy.
         init_from: Name of the run whose final weights the model starts from; empty: none.
+        checkpoint: Folder that checkpoints are written to; empty: none are.
+        checkpoint_every: Steps between two checkpoints; 0 without.
+        on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
+        profile: First step to profile, and the step before which it ends.
     """
 
     recipe: Recipe
@@ -39,6 +43,10 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     name: str = ""
     init_from: str = ""
+    checkpoint: str = ""
+    checkpoint_every: int = 0
+    on_failure: str = "stop"
+    profile: windows.Window | None = None
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -103,6 +111,7 @@ class Plan:
         """Rebuild what `to_wire` gave."""
         known = dict(data)
         known["recipe"] = Recipe(**known["recipe"])
+        known["profile"] = tuple(known["profile"]) if known.get("profile") else None
         known["faults"] = tuple(parse_fault(text) for text in known["faults"])
         return Plan(**known)
 
@@ -118,11 +127,18 @@ def make_plan(
     faults: tuple[Fault, ...] = (),
     name: str = "",
     init_from: str = "",
+    checkpoint: str = "",
+    checkpoint_every: int | None = None,
+    on_failure: str = "",
+    profile: windows.Window | None = None,
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
     Args:
         workers: Engines at hand or asked for; a strategy with a lower limit takes fewer.
+        checkpoint: Folder for checkpoints; a path is taken from the notebook's folder.
+        on_failure: By default `replace` with checkpoints, `stop` without.
+        profile: First step to profile, and the step before which it ends.
 
     Raises:
         PlanError: Naming the value seen, what is allowed and the next step.
@@ -137,7 +153,36 @@ def make_plan(
         if key not in OVERRIDES:
             raise PlanError("There is no such override.", seen=key, allowed=", ".join(OVERRIDES))
         given[key] = check_seed(value) if key == "seed" else check_count(key, value)
-    batch = given.get("batch_size")
+    _check_layout(entry, settings, count, given.get("batch_size"))
+    for fault in faults:
+        fault.check(count, links=entry.links)
+    if not recipe.source.strip():
+        raise PlanError(
+            "The cell is empty: there is nothing to train.",
+            next_step="write the training below the magic",
+        )
+    windows.check_window(profile, given.get("steps"))
+    saving = checkpoints.settings(checkpoint, checkpoint_every, on_failure)
+    _check_on_failure(entry, saving[2], count)
+    return Plan(
+        recipe,
+        entry.name,
+        framework,
+        count,
+        settings,
+        given,
+        faults,
+        name,
+        init_from,
+        *saving,
+        profile=profile,
+    )
+
+
+def _check_layout(
+    entry: catalog.Strategy, settings: dict[str, Any], count: int, batch: int | None
+) -> None:
+    """Raise PlanError where so many workers, these options and the batch do not go together."""
     if batch is not None and entry.data_parallel and batch < count:
         raise PlanError(
             "The global batch is smaller than the number of workers, so some would have no sample.",
@@ -148,14 +193,25 @@ def make_plan(
     if entry.rules:
         module, _, rule = entry.rules.partition(":")
         getattr(importlib.import_module(module), rule)(settings, count, batch)
-    for fault in faults:
-        fault.check(count, links=entry.links)
-    if not recipe.source.strip():
+
+
+def check_fewer(plan: Plan, workers: int) -> None:
+    """Raise PlanError where a plan cannot go on with fewer workers."""
+    _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
+
+
+def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
+    if on_failure != "continue":
+        return
+    one = "one engine holds all its replicas" if entry.one_engine else ""
+    one = one or ("it has one worker" if count == 1 else "")
+    if one:
         raise PlanError(
-            "The cell is empty: there is nothing to train.",
-            next_step="write the training below the magic",
+            f"{entry.name} cannot continue with fewer workers: {one}.",
+            seen="--on-failure continue",
+            allowed="stop; replace, with --checkpoint DIR",
+            next_step="--checkpoint DIR --on-failure replace",
         )
-    return Plan(recipe, entry.name, framework, count, settings, given, faults, name, init_from)
 
 
 def check_count(what: str, value: object) -> int:

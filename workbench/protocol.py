@@ -3,6 +3,7 @@
 Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
 (packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
 unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
+`seal.py` adds what makes a signed message good once only.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ UpKind = Literal[
     "event",  # run, name, plus the event's own fields (see EVENTS)
     "position",  # answer to `halt`: the step this rank has reached
     "pong",
+    "where",  # answer to `where`: ask, engine, then `engine.stacks.where`
+    "stacks",  # answer to `stacks`: ask, engine, at, text
 ]
 DownKind = Literal[
     "welcome",
@@ -62,6 +65,8 @@ DownKind = Literal[
     "inject",  # run, faults: list of texts
     "told",  # run, rank, topic, value: what another engine of the run had to say (event `post`)
     "ping",
+    "where",  # ask: a number that comes back; where is the main thread, what does it wait in?
+    "stacks",  # ask: the stacks of all threads
 ]
 
 EVENTS: dict[str, str] = {
@@ -77,9 +82,12 @@ EVENTS: dict[str, str] = {
     "ideal_bubble: the schedule's share of idle time with equal stages",
     "server": "rank, server, parameters_bytes, optimizer_bytes, gradients_bytes: what server "
     "number `server` holds; gradients: where the workers' pushes arrive",
+    "checkpoint": "rank, step, path, seconds: from the copy to the whole checkpoint on disk; "
+    "stall_s: how long training stood still for the copy, size_bytes",
     "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
     "paused": "rank, step",
     "resumed": "rank, step",
+    "left": "rank, status: its cell is through; what follows is weights and clearing away",
     "run_finished": "rank, t_s, steps, stopped, eval_s, train_s, weights: file name or None",
     "error": "rank, ename, evalue",
     "post": "rank, topic, value: passed on to all engines of the run (`engine/board.py`)",
@@ -129,8 +137,10 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
     try:
         body = json.loads(bytes(frames[1]))
         version, kind = body.pop("v"), body.pop("kind")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise BadMessageError("header") from error
+    if not isinstance(kind, str):
+        raise BadMessageError("kind")
     if version != VERSION:
         raise BadMessageError(f"version {version}, this side speaks {VERSION}")
     return Message(kind, body, tuple(frames[2:]))
@@ -167,6 +177,14 @@ class RunSpec:
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
         init_from: Folder of the run whose final weights the model starts from; empty: none.
+        checkpoint: Folder that checkpoints are written to every `checkpoint_every` steps; empty:
+            none.
+        resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
+        lane: Rank under which this engine's rows are kept, where the run has gone on with fewer
+            workers and ranks were given anew; -1: its own.
+        rows_from: Rows of earlier steps are not recorded: the run's history has them already.
+        profile: First step to profile, and the step before which it ends; empty: none.
+        rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks.
         threads: CPU threads of this worker; `cores` are what all of them have together.
@@ -203,10 +221,22 @@ class RunSpec:
     servers: int = 0
     key: str = field(default="", repr=False)
     init_from: str = ""
+    checkpoint: str = ""
+    checkpoint_every: int = 0
+    resume: str = ""
+    lane: int = -1
+    rows_from: int = 0
+    rescue: bool = False
     replicas: int = 1
     devices: tuple[str, ...] = ()
     part: str = ""
     cores: int = 0
+    profile: tuple[int, ...] = ()
+
+    @property
+    def kept_as(self) -> int:
+        """Rank under which this engine's rows are kept, for the whole of the run."""
+        return self.rank if self.lane < 0 else self.lane
 
     @property
     def held(self) -> range:
@@ -221,7 +251,7 @@ class RunSpec:
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
         known = dict(data)
-        for key in ("ranks", "faults", "hosts", "devices"):
+        for key in ("ranks", "faults", "hosts", "devices", "profile"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

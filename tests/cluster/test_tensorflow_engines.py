@@ -1,18 +1,13 @@
 """Engines with TensorFlow: forked, swapped, importing beside, replaced, killed."""
 
-import contextlib
 import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 from notebook_shell import notebook, soon
-from warm_support import gone
+from warm_support import gone, kernel
 
 from workbench.errors import RunError
 
@@ -131,7 +126,9 @@ def test_a_killed_engine_ends_in_a_named_failure_and_the_next_run_works(book, cl
     run = book["wb"].runs["doomed"]
     assert soon(lambda: run.history.totals.steps > 0)
     os.kill(pids(cluster)[0], signal.SIGKILL)
-    with pytest.raises(RunError, match=r"Replicas 0-1 are gone: Engine 0 .* died: SIGKILL"):
+    with pytest.raises(
+        RunError, match=r"Replicas 0-1 are gone: Engine 0 .* died: killed by SIGKILL"
+    ):
         run.wait()
     assert run.state == "failed"
     book.ok(FIT.format(flags="", epochs=1))  # on the engine that is left
@@ -167,22 +164,8 @@ ENGINES = """
 """
 
 
-@contextlib.contextmanager
-def kernel():
-    code = textwrap.dedent(ENGINES).format(paths=[str(Path(__file__).parents[1])])
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        line = process.stdout.readline()
-        assert line, "the kernel's stand-in did not come up"
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def test_neither_parent_outlives_a_killed_kernel():
-    with kernel() as (process, about):
+    with kernel(ENGINES) as (process, about):
         assert about["hazards"] == [None, None]
         assert about["guards"][0] == about["guards"][1]
         assert len(set(about["pids"])) == 5

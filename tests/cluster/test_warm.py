@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import queue
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from warm_support import gone
+from warm_support import gone, kernel
 
 from workbench.cluster import profile
 from workbench.cluster.warm_client import WarmParent, can_fork
@@ -201,7 +200,8 @@ KERNEL = """
     client = cluster.connect_client_sync()
     client.wait_for_engines(2, timeout=60)
     keeper = warm.fork_keeper()[0]
-    warm.keep({keep})
+    if {keep}:
+        warm.keep(folder)
     def busy():
         import signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -218,23 +218,8 @@ KERNEL = """
 """
 
 
-@contextlib.contextmanager
-def kernel(*, early=False, keep=False):
-    tests = str(Path(__file__).parents[1])
-    code = textwrap.dedent(KERNEL).format(paths=[tests], early=early, keep=keep)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        line = process.stdout.readline()
-        assert line, "the kernel's stand-in did not come up"
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def test_nothing_survives_a_killed_kernel():
-    with kernel() as (process, about):
+    with kernel(KERNEL, early=False, keep=False) as (process, about):
         assert len(about["pids"]) > 6
         process.kill()
         process.wait()
@@ -244,7 +229,7 @@ def test_nothing_survives_a_killed_kernel():
 
 
 def test_a_kernel_killed_while_the_framework_loads_leaves_no_warm_parent():
-    with kernel(early=True) as (process, about):
+    with kernel(KERNEL, early=True, keep=False) as (process, about):
         process.kill()
         process.wait()
         assert not gone(about["pids"], timeout_s=10)
@@ -310,7 +295,7 @@ def test_only_controllers_of_the_folder_are_found(tmp_path):
 
 
 def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():
-    with kernel(keep=True) as (process, about):
+    with kernel(KERNEL, early=False, keep=True) as (process, about):
         process.kill()
         process.wait()
         others = set(about["pids"]) - set(about["engines"])

@@ -89,6 +89,8 @@ def run_here(
         namespace.update(rank=spec.rank, world_size=spec.world_size, device=spec.device)
         exec(compile(source, "<cell>", "exec"), namespace)
         report.value = namespace[call](*args, **keywords)
+        if run.checkpoints is not None:
+            run.checkpoints.conclude(failed=False)
         if run.strategy is not None:
             report.weights = run.strategy.weights()
         elif run.weights is not None:
@@ -252,6 +254,7 @@ class Workers:
         faults: tuple[str, ...] = (),
         keywords: dict[str, Any] | None = None,
         init_from: str = "",
+        **told: Any,
     ) -> list[Report]:
         """Run `function(*args, **keywords)` as a cell on the first `workers` processes."""
         from workbench import catalog
@@ -271,6 +274,7 @@ class Workers:
                 run_id=f"run{self.runs}", strategy=entry.name,
                 options=settings, overrides=overrides or {}, faults=faults, servers=servers,
                 key=key, init_from=init_from, role="worker" if rank < workers else "server",
+                **told,
             )  # fmt: skip
             self.pipes[rank].send(
                 (spec.to_wire(), recipe.source, function.__name__, args, keywords or {})

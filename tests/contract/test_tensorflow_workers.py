@@ -39,13 +39,14 @@ def rows_of(reports: list[Report]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "tolerance"), [("SGD", 2e-7), ("Adam", 5e-5)], ids=["SGD", "Adam"]
+    ("optimizer", "dtype", "tolerance"),
+    [("SGD", "float32", 2e-7), ("Adam", "float32", 5e-5), ("Adam", "float64", 1e-10)],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_exactly_as_one_device_does(
-    pair: Workers, way: str, optimizer: str, tolerance: float
+    pair: Workers, way: str, optimizer: str, dtype: str, tolerance: float
 ) -> None:
-    names = settings(OPTIMIZER=optimizer)
+    names = settings(OPTIMIZER=optimizer, DTYPE=dtype)
     truth = clean(pair.run("one_device", WAYS[way], workers=1, names=names)[0])
     reports = [clean(report) for report in pair.run(STRATEGY, WAYS[way], names=names)]
     first, second = (report.weights for report in reports)

@@ -51,11 +51,13 @@ def run(
     rank: int = 0,
     board: Any = None,
     post: Any = None,
+    told: dict[str, Any] | None = None,
 ) -> Report:
     """Run the source of a cell under a strategy, as one engine of the run does.
 
     Args:
         rank: This engine, where it holds one replica of several.
+        told: Further fields of the RunSpec.
         board, post: What it hears of the other engines, and how it speaks to them.
     """
     from workbench import catalog
@@ -75,7 +77,7 @@ def run(
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
         options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
         init_from=init_from, replicas=held, devices=("cpu",) * held,
-        hosts=("here",) * workers,
+        hosts=("here",) * workers, **(told or {}),
     )  # fmt: skip
     report = Report()
 
@@ -108,6 +110,8 @@ def run(
             # As IPython does: autograph reads the source of what it converts.
             linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
             exec(compile(cell, file, "exec"), report.names)
+            if context.checkpoints is not None:
+                context.checkpoints.conclude(failed=False)
         if context.weights is not None:
             report.weights = context.weights()
     except BaseException as error:

@@ -1,9 +1,13 @@
+import json
+import os
+import subprocess
 import sys
 
 import nbformat
 import pytest
 
 from workbench import cli
+from workbench.cluster import kept, profile
 from workbench.errors import WorkbenchError
 
 
@@ -78,3 +82,91 @@ def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main([])
     assert "demo" in capsys.readouterr().err
+
+
+# -- clusters --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile.tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def sleeper():
+    """A process that stands for an engine, and its owner's description."""
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def cluster(process, **about):
+    folder = profile.create()
+    who = profile.identity(process.pid)
+    kept.write(
+        folder,
+        {
+            "engines": {"0": who}, "parents": {}, "controller": None, "owner": None, "kept": True,
+            "since": 0.0, "framework": "torch", "notebook": "a.ipynb", **about,
+        },
+    )  # fmt: skip
+    page = {"busy": True, "since": 1.0, "what": "run base", "pid": process.pid}
+    profile.write_json(folder / kept.DOING / "engine-0.json", page)
+    return kept.cluster_id(folder)
+
+
+@pytest.mark.usefixtures("folders")
+def test_ps_lists_clusters_and_what_they_do(sleeper, capsys):
+    assert cli.main(["ps"]) == 0
+    assert capsys.readouterr().out == "no clusters\n"
+    name = cluster(sleeper)
+    assert cli.main(["ps"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["id", "since", "engines"]
+    for word in (name, "torch", "run base", "nobody, kept", "a.ipynb"):
+        assert word in row
+    assert cli.main(["ps", "--json"]) == 0
+    (about,) = json.loads(capsys.readouterr().out)
+    assert (about["id"], about["engines"], about["idle_s"]) == (name, 1, 0.0)
+
+
+@pytest.mark.usefixtures("folders")
+def test_stop_ends_what_was_named_and_nothing_else(sleeper, capsys):
+    name, other = cluster(sleeper), cluster(subprocess.Popen(["sleep", "60"]))
+    assert cli.main(["stop"]) == 1
+    assert "Which cluster" in capsys.readouterr().err
+    assert cli.main(["stop", "nope"]) == 1
+    assert other in capsys.readouterr().err
+    assert cli.main(["stop", name]) == 0
+    assert sleeper.wait(10) == -9
+    assert [one.id for one in kept.clusters()] == [other]
+    assert cli.main(["stop", "--all"]) == 0
+    assert kept.clusters() == []
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_reused_pid_is_neither_listed_nor_ended(sleeper):
+    who = profile.identity(sleeper.pid)
+    wrong = {**who, "create_time": who["create_time"] - 60}
+    assert cluster(sleeper, engines={"0": wrong})
+    assert kept.clusters() == []
+    name = cluster(sleeper, engines={"0": wrong, "1": profile.identity(os.getpid())})
+    found = {one.id: one for one in kept.clusters()}[name]
+    assert found.engines == [1]
+    kept.write(found.folder, {**found.about, "engines": {"0": wrong}})
+    kept.stop(kept.Found(found.folder, {**found.about, "engines": {"0": wrong}}, {}))
+    assert sleeper.poll() is None
+
+
+@pytest.mark.parametrize(
+    "about",
+    ["", "{", "[]", '{"version": 1}', '{"version": 9}', '{"version": 1, "engines": [1]}',
+     '{"version": 1, "engines": {"x": {}}, "parents": {}, "since": "soon"}'],
+)  # fmt: skip
+@pytest.mark.usefixtures("folders")
+def test_a_damaged_description_is_no_cluster(about):
+    folder = profile.create()
+    (folder / kept.ABOUT).write_text(about)
+    assert kept.look(folder) is None
+    assert kept.clusters() == []

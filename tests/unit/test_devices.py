@@ -164,3 +164,33 @@ def test_an_older_cgroups_quota_limits_the_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "CGROUP_V1", tmp_path)
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _pid: set(range(64)))
     assert devices.cpu_count() == 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "limit", "expected"),
+    [
+        (None, "1,2", [(1, "H1"), (2, "H2")]),
+        ("3,2,1", "1,2", [(1, "H2"), (2, "H1")]),  # numbers as CUDA counts; the limit is NVML's
+        ("3", "1,2", []),
+        (None, "GPU-333", [(3, "H3")]),
+        (None, "cpu", []),
+        (None, "all", [(0, "H0"), (1, "H1"), (2, "H2"), (3, "H3")]),
+    ],
+)
+def test_the_administrators_limit_counts_as_nvml_does(nvml, monkeypatch, visible, limit, expected):
+    nvml()
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("WORKBENCH_DEVICES", limit)
+    assert [(gpu.index, gpu.name) for gpu in devices.discover()] == expected
+
+
+def test_a_gpu_beyond_the_limit_is_refused_by_name_of_the_limit(nvml, monkeypatch):
+    nvml()
+    monkeypatch.setenv("WORKBENCH_DEVICES", "1")
+    with pytest.raises(PlanError, match="WORKBENCH_DEVICES"):
+        devices.parse_devices("0")
+    monkeypatch.setenv("WORKBENCH_DEVICES", "cpu")
+    with pytest.raises(ClusterError, match="WORKBENCH_DEVICES"):
+        devices.parse_devices("cuda")
+    assert devices.parse_devices("auto") == "cpu"

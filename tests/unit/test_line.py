@@ -72,22 +72,12 @@ def test_cluster_lines_are_read():
     assert parse_cluster_line("logs 1  # why?").ranks == (1,)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--checkpoint d",
-        "--checkpoint-every 3",
-        "--on-failure continue",
-        "--on-failure replace",
-    ],
-)
-def test_flags_that_are_not_there_yet_say_so(line):
-    with pytest.raises(PlanError, match="not there yet"):
-        parse_cell_line(f"mirrored {line}")
-
-
-def test_stopping_on_failure_is_what_happens_anyway():
-    assert parse_cell_line("mirrored --on-failure stop").strategies == ("mirrored",)
+def test_checkpoints_and_failures_are_read():
+    line = parse_cell_line("mirrored --checkpoint d --checkpoint-every 3 --on-failure continue")
+    assert (line.checkpoint, line.checkpoint_every, line.on_failure) == ("d", 3, "continue")
+    assert line.overrides == {}
+    with pytest.raises(PlanError, match="--checkpoint-every must count"):
+        parse_cell_line("mirrored --checkpoint d --checkpoint-every 0")
 
 
 def test_help_is_made_from_the_catalog():

@@ -67,8 +67,27 @@ def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):
     shown(engines, 7, "ValueError", "mine")
     engines.calls[7].finish(error("ValueError", "mine"))
     assert "Rank 1 (engine 7) failed: ValueError: mine" in str(task.failure())
-    assert "1 other rank was ended" in str(task.failure())
-    assert "Connection closed" not in task.board.text()
+    said = "with it: rank 0: Connection closed by peer"
+    assert said in str(task.failure())
+    assert task.board.text().splitlines() == ["[rank 1] ValueError: mine", said]
+    assert "<details" in task.board.html()
+    assert task.board.html().index("mine") < task.board.html().index("pair.cc")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("DeadlineExceededError", "Collective has timed out"), "Rank 1 stalled"),
+        (("ValueError", "mine"), "Rank 0 (engine 0) failed: ValueError: mine"),
+    ],
+)
+def test_who_is_ended_for_silence_is_the_reason_unless_another_failed(engines, words, reason):
+    task, _ = start(engines, 0, 1)
+    engines.calls[0].finish(error(*words))
+    task._kill_rest()
+    assert len(engines.interrupted) == 1
+    engines.calls[1].finish(ClusterError("Engine 1 died: SIGKILL."))
+    assert str(task.failure()).startswith(reason)
 
 
 def test_when_nobody_knows_the_reason_every_rank_is_heard(engines):

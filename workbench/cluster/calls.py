@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ipyparallel import Client
-from ipyparallel.serialize import PrePickled
+from ipyparallel.serialize import PrePickled, serialize_object
 
 TELEMETRY = "workbench_telemetry"
 OUTPUTS = frozenset(
@@ -24,6 +24,15 @@ def enter(name: str, args: tuple[Any, ...]) -> Any:
 
 
 _ENTER = PrePickled(enter)
+
+
+def travels(value: Any) -> bool:
+    """Whether a value can be sent to an engine."""
+    try:
+        serialize_object(value)
+    except Exception:  # what __getstate__ raises is up to the value
+        return False
+    return True
 
 
 @dataclass

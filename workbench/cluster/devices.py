@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from .. import limits
 from ..errors import ClusterError, PlanError
 
 Choice: TypeAlias = Literal["cpu"] | tuple[int, ...]
@@ -75,7 +76,8 @@ def discover() -> list[Device]:
 
     CUDA_VISIBLE_DEVICES is honoured as CUDA does: numbers or (prefixes of) UUIDs, in their order,
     up to the first that does not exist. The numbers are NVML's (PCI bus) order, which is CUDA's
-    with CUDA_DEVICE_ORDER=PCI_BUS_ID and on machines whose GPUs are all alike.
+    with CUDA_DEVICE_ORDER=PCI_BUS_ID and on machines whose GPUs are all alike. GPUs that the
+    administrator's limits (`limits.py`) do not permit are left out; the others keep their numbers.
     """
     try:
         import pynvml
@@ -92,7 +94,10 @@ def discover() -> list[Device]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-    return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    allowed = limits.load()
+    permitted = {gpu.uuid for gpu in found if allowed.permits(gpu.index, gpu.uuid)}
+    visible = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return [gpu for gpu in visible if gpu.uuid in permitted]
 
 
 def _describe(pynvml: Any, index: int) -> Device:
@@ -186,7 +191,7 @@ def parse_devices(devices: str | Sequence[int], found: Sequence[Device] | None =
         raise ClusterError(
             "GPUs were asked for, but none was found.",
             seen=devices,
-            allowed="GPUs that NVML reports, within CUDA_VISIBLE_DEVICES",
+            allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
             next_step="--devices cpu trains on the CPU; nvidia-smi shows what the driver sees",
         )
     if isinstance(wanted, str):
@@ -198,10 +203,16 @@ def parse_devices(devices: str | Sequence[int], found: Sequence[Device] | None =
             raise PlanError(
                 "There is no such GPU, or it was named twice.",
                 seen=index,
-                allowed=", ".join(map(str, known)),
+                allowed=", ".join(map(str, known)) + _limit(),
                 next_step="numbers count within CUDA_VISIBLE_DEVICES; leave --devices out for auto",
             )
     return wanted
+
+
+def _limit() -> str:
+    """Return who else has a say, for the end of a sentence about what is allowed."""
+    source = limits.load().sources.get("devices")
+    return f", and the administrator's limit ({source})" if source else ""
 
 
 def _words(devices: str | Sequence[int]) -> str | tuple[int, ...]:

@@ -21,13 +21,16 @@ from typing import Any
 
 from ..errors import ClusterError
 from ..protocol import Message
-from . import calls
+from . import calls, deaths, kept, profile
 from .calls import Call
 from .ground import Ground
 from .router import ControlRouter
 
 log = logging.getLogger("workbench.cluster")
 START_TIMEOUT_S = 120.0
+ORPHAN_S = 3.0
+"""How long an engine that was not forked does without its kernel before it ends."""
+_KNOWN = ("uuid", "pid", "host", "python", "device")
 
 
 @dataclass
@@ -49,6 +52,7 @@ class EngineInfo:
     state: str = "idle"
     exit: str = ""
     frameworks: set[str] = field(default_factory=set)
+    began: float = 0.0  # its start time, which tells it from a later process with the same pid
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Listeners:
 
     message: Callable[[int, Message], None]
     death: Callable[[EngineInfo], None]
+    helper: Callable[[str], None] = lambda text: None
+    """Told, in words, when a process of the cluster that is no engine ended."""
 
 
 class Engines:
@@ -66,6 +72,7 @@ class Engines:
         framework: What engines have imported when they start, unless another one is asked for.
         launcher: `local`, or the name of one of ipyparallel's engine launchers.
         hosts: Interface the controller listens on when engines run elsewhere.
+        folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
     """
 
     def __init__(
@@ -75,16 +82,27 @@ class Engines:
         framework: str = "torch",
         launcher: str = "local",
         hosts: str = "",
+        folder: Path | None = None,
+        key: bytes | None = None,
     ) -> None:
         self._listeners = listeners
         self.launcher = launcher
-        self._ground = Ground(framework, launcher, hosts, self._engine_left)
+        self._hosts = hosts
+        self._ground = self._make_ground(framework, folder)
         self._calls: dict[int, list[Call]] = {}
-        self.router = ControlRouter(self._heard, host="*" if hosts else "127.0.0.1")
+        self.router = ControlRouter(self._heard, hosts or "127.0.0.1", key)
         self.engines: dict[int, EngineInfo] = {}
+        self.idle_timeout_s: float | None = None  # of a kept cluster
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when engines were started."""
         self._lock = threading.Lock()
         self._stopping = False
         self._next_id = 0
+
+    def _make_ground(self, framework: str, folder: Path | None = None) -> Ground:
+        return Ground(
+            framework, self.launcher, self._hosts, self._engine_left, self._helper_left, folder
+        )
 
     def listen(self, listeners: Listeners) -> None:
         """Tell others from now on; for engines that were prepared before their cluster existed."""
@@ -138,7 +156,11 @@ class Engines:
         found = {i: EngineInfo(id=i, uuid=u) for i, u in uuids.items()}
         with self._lock:
             self.engines.update(found)
+        if self.idle_timeout_s is not None:
+            ground.parents.keep(ground.folder, self.idle_timeout_s)
+            self.invite()
         self._attach(sorted(found))
+        self.on_change()
         return sorted(found)
 
     def _attach(self, ids: Sequence[int]) -> None:
@@ -147,15 +169,106 @@ class Engines:
             "key": self.router.key.hex(),
             "cwd": os.getcwd(),
             "sys_path": list(sys.path),
+            **self._home(),
         }
         replies = self.call(
             ids, "workbench.engine.entry:attach", lambda i: ({**info, "engine": i},)
         )
         for engine, about in replies.items():
             self.engines[engine].pid = about["pid"]
+            self.engines[engine].began = about["began"]
             self.engines[engine].host = about["host"]
             self.engines[engine].python = about["python"]
             self.engines[engine].frameworks = set(about["frameworks"])
+
+    def _home(self) -> dict[str, Any]:
+        """Return what engines are told about their end, and where they write what they do."""
+        if not self._ground.forks:
+            return {"patience_s": ORPHAN_S}
+        return {"folder": str(self._ground.folder), "kept": self.kept}
+
+    # -- kept clusters -----------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> bool:
+        """Whether the engines outlive this kernel."""
+        return self.idle_timeout_s is not None
+
+    def keep(self, idle_timeout_s: float) -> None:
+        """Let engines that are started from now on outlive this kernel; before the first one.
+
+        Raises:
+            ClusterError: They are not forked here, so nobody would look after them.
+        """
+        if not self._ground.forks:
+            raise ClusterError(
+                "This cluster cannot be kept.",
+                seen=self._ground.why_not,
+                allowed="engines forked on this machine (--launcher local, on Linux)",
+            )
+        self.idle_timeout_s = idle_timeout_s
+
+    def about(self) -> dict[str, Any]:
+        """Return what the cluster's folder says about its processes (`kept.py`)."""
+        return {
+            **self._ground.about(),
+            "engines": {str(i): _about(one) for i, one in self.engines.items()},
+            "next_id": self._next_id,
+            "key": self.router.key.hex() if self.kept else "",
+            "framework": self.framework,
+            "launcher": self.launcher,
+        }
+
+    def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:
+        """Become the owner of the engines that another kernel left.
+
+        Raises:
+            ClusterError: They are gone, or have an owner.
+        """
+        ground = self._ground
+        self.idle_timeout_s = float(about["idle_timeout_s"])
+        self._next_id = int(about["next_id"])
+        for number, one in about["engines"].items():
+            known = {key: value for key, value in one.items() if key in _KNOWN}
+            info = EngineInfo(int(number), **known, frameworks=set(one["frameworks"]))
+            info.began = float(one["create_time"])
+            if not kept.alive(one):
+                info.state, info.exit = "dead", "ended while no notebook was there"
+            self.engines[info.id] = info
+        ground.take_over(about, take=take)
+        self.invite()
+
+    def invite(self) -> None:
+        """Say in the cluster's folder where engines reach this kernel."""
+        profile.write_json(self.folder() / kept.CONTROL, {"url": self.router.url})
+
+    def expect(self, engine: int) -> Call:
+        """Return a call that stands for what another kernel began; somebody else finishes it."""
+        call, info = Call(engine), self.engines.get(engine)
+        if info is None or info.state == "dead":
+            call.finish(ClusterError(f"Engine {engine} died: {info.exit if info else 'gone'}."))
+            return call
+        info.state = "busy"
+        with self._lock:
+            self._calls.setdefault(engine, []).append(call)
+        call.when_done(self._settle)
+        return call
+
+    def when_taken(self, callback: Callable[[int], None]) -> None:
+        """Have the pid told of a kernel that takes the cluster over from us."""
+        self._ground.parents.on_taken = callback
+
+    def release(self, reason: str) -> None:
+        """Let go of all processes, which go on without us; what waits for them here is told why."""
+        self._stopping = True
+        with self._lock:
+            stranded = [c for waiting in self._calls.values() for c in waiting]
+        for call in stranded:
+            call.finish(ClusterError(reason))
+        self._ground.release()
+        self.engines.clear()
+        with contextlib.suppress(Exception):
+            self.router.close()
 
     def submit(
         self,
@@ -166,18 +279,20 @@ class Engines:
     ) -> Call:
         """Call `module:function` in one engine; returns at once."""
         info = self.engines.get(engine)
-        if info is None or info.state == "dead":
+        if info is not None and info.state == "dead":
+            raise deaths.EngineDiedError(f"Engine {engine}", info.pid, info.exit)
+        if info is None:
             raise ClusterError(
                 "That engine is not there.",
                 seen=engine,
                 allowed=f"one of {self.ids}",
                 next_step=f"%cluster restart {engine}",
             )
-        info.state = "busy"
         call = calls.submit(
             self._ground.client, self._ground.socket, info.uuid, engine, name, args,
             on_output, self.router.feed,
         )  # fmt: skip
+        info.state = "busy"
         with self._lock:
             self._calls.setdefault(engine, []).append(call)
         call.when_done(self._settle)
@@ -230,14 +345,21 @@ class Engines:
             self.signal(engine, signals.SIGINT)
 
     def restart(self, ids: Iterable[int], framework: str = "") -> list[int]:
-        """End engines and start fresh ones in their places, under the same ids."""
+        """End engines and start fresh ones in their places, under the same ids.
+
+        Where none can be reached any more, since the controller died, all of them give way.
+        """
         gone = list(ids)
         for engine in gone:
             self.known(engine)
+        if self._ground.broken:
+            gone = sorted(self.engines)
+            self._ground.stop()
+            self._ground = self._make_ground(self.framework)
         for engine in gone:
             info = self.engines[engine]
             if info.state != "dead":
-                self._lost(info, "restarted")
+                self._lost(info, deaths.RESTARTED)
                 self._ground.end(engine, info.pid)
         return self._start_ids(gone, lambda text: None, framework)
 
@@ -271,16 +393,37 @@ class Engines:
             return
         self._lost(info, how)
 
+    def _helper_left(self, what: str, pid: int, how: str) -> None:
+        """A process that is no engine ended; without the controller no engine is of use."""
+        if self._stopping:
+            return
+        self._listeners.helper(f"{what[0].upper()}{what[1:]} (pid {pid}) died: {how}.")
+        if self._ground.broken:
+            for info in list(self.engines.values()):
+                if info.state != "dead":
+                    self._ground.signal(info.id, info.pid, signals.SIGKILL)
+                    self._lost(info, f"out of reach, since {self._ground.broken}")
+
     def _lost(self, info: EngineInfo, how: str) -> None:
         """Settle what an engine that is no more leaves behind."""
         info.state, info.exit = "dead", how
         self.router.forget(info.id)
         with self._lock:
             stranded = list(self._calls.pop(info.id, []))
-        error = ClusterError(f"Engine {info.id} (pid {info.pid}) died: {how}.")
+        log = deaths.excerpt(self.log_tail(info.id, 200))
+        error = deaths.EngineDiedError(f"Engine {info.id}", info.pid, how, log)
         self._listeners.death(info)
         for call in stranded:
             call.finish(error)
+
+    def log_path(self, engine: int) -> Path:
+        """Return where an engine's log is.
+
+        Raises:
+            ClusterError: There never was an engine of that id.
+        """
+        self.known(engine)
+        return self._ground.log_path(engine)
 
     def log_tail(self, engine: int, lines: int = 40) -> str:
         """Return the last lines of an engine's log."""
@@ -304,3 +447,12 @@ class Engines:
         self.engines.clear()
         with contextlib.suppress(Exception):
             self.router.close()
+
+
+def _about(info: EngineInfo) -> dict[str, Any]:
+    """Return what another kernel must know of an engine."""
+    return {
+        **{name: getattr(info, name) for name in _KNOWN},
+        "frameworks": sorted(info.frameworks),
+        "create_time": info.began,
+    }

@@ -13,21 +13,22 @@ import signal as signals
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
-from traitlets.config import Config
+import psutil
 
 from ..errors import ClusterError
-from . import profile
+from . import controller, deaths, profile
 from .launcher import CLUSTER_SETTINGS, ENGINE_ARGS, WarmEngineSetLauncher
 from .parents import Parents
 from .warm_client import Exit, WarmParent, start_keeper
 
 log = logging.getLogger("workbench.cluster")
 REGISTER_POLL_S = 0.01
+REAPED_S = 0.5
 
 
 class Ground:
@@ -35,25 +36,41 @@ class Ground:
 
     Args:
         on_exit: `on_exit(engine, how)` when an engine's process ended or its heart stopped.
+        on_helper_exit: `on_helper_exit(what, pid, how)` when another process of the cluster did.
+        folder: Of a kept cluster that is taken over (`take_over`); by default a fresh one.
+
+    Attributes:
+        broken: Why no engine can be reached any more, in words; empty while all is well.
     """
 
     def __init__(
-        self, framework: str, launcher: str, hosts: str, on_exit: Callable[[int, str], None]
+        self,
+        framework: str,
+        launcher: str,
+        hosts: str,
+        on_exit: Callable[[int, str], None],
+        on_helper_exit: Callable[[str, int, str], None] = lambda what, pid, how: None,
+        folder: Path | None = None,
     ) -> None:
         self.framework, self.launcher, self.hosts = framework, launcher, hosts
-        self.parents = Parents(launcher, self._child_left)
+        self.folder = folder or profile.create()
+        self.parents = Parents(launcher, self._child_left, self.folder)
         self.why_not = self.parents.why_not(framework)
         self.forks = not self.why_not
-        self.folder: Path = profile.create()
         self.client: Any = None
         self.socket: Any = None
         self.cluster: Any = None
-        self._on_exit = on_exit
+        self.broken = ""
+        self._on_exit, self._on_helper_exit = on_exit, on_helper_exit
+        self._memory = deaths.MemoryWatch()
+        self._ended_by_us: dict[int, str] = {}  # pid -> why
+        self._stopping = False
         self._pids: dict[int, int] = {}
         self._highest = -1
         self._logs: dict[int, str] = {}
         self._keeper: subprocess.Popen[bytes] | None = None
         self._store: tuple[str, int] | None = None
+        self._store_pid = 0
         self._prepared: threading.Thread | None = None
         self._error: Exception | None = None
         self._changed = threading.Event()
@@ -95,7 +112,7 @@ class Ground:
             ClusterError: They did not come up.
         """
         self.prepare_in_background()
-        if self.warm is not None:
+        if self.warm is not None and self.warm.alive:  # else another one is started below
             self.warm.soon()
         assert self._prepared is not None
         self._prepared.join()
@@ -107,6 +124,19 @@ class Ground:
             ) from self._error
 
     def _prepare(self) -> None:
+        try:
+            if self.forks:  # before there is a controller that could be left behind
+                self.parents.guard_dir(self.folder)
+            self.cluster = self._ipyparallel()
+            self.cluster.start_controller_sync()
+            deaths.watch(self.cluster.controller.pid, self._controller_left)
+            if self.forks:
+                self.parents.guard(self.cluster.controller.pid)
+            self._connect()
+        except Exception as error:
+            self._error = error
+
+    def _ipyparallel(self) -> Any:
         quiet = logging.getLogger("workbench.ipyparallel")
         quiet.setLevel(logging.CRITICAL)
         settings: dict[str, Any] = {**CLUSTER_SETTINGS}
@@ -114,28 +144,76 @@ class Ground:
             settings["engines"] = self.launcher
         if self.hosts:
             settings["controller_ip"] = self.hosts
+        return ipyparallel.Cluster(
+            profile_dir=str(self.folder),
+            cluster_id="",
+            config=controller.config(self.folder),
+            log=quiet,
+            n=0,
+            shutdown_atexit=False,
+            **settings,
+        )
+
+    def _connect(self) -> None:
+        self.client = self.cluster.connect_client_sync()
+        self.client._registration_callbacks.append(self._registration)
+        # The stream that direct views send on; sending on the bare socket below it would eat
+        # the wake-up of a reply that arrives meanwhile.
+        self.socket = self.client._mux_stream
+
+    # -- kept clusters -----------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """Return what `take_over` needs to know; see `kept.py`."""
+        running = self.cluster.controller if self.cluster is not None else None
+        with self._lock:
+            store, store_pid = self._store, self._store_pid
+        return {
+            "parents": {name: _who(pid) for name, pid in self.parents.living.items()},
+            "controller": _who(running.pid) if running is not None else None,
+            "ipyparallel": running.to_dict() if running is not None else None,
+            "store": store,
+            "store_pid": store_pid,
+            "highest": self._highest,
+            "logs": {str(engine): path for engine, path in self._logs.items()},
+        }
+
+    def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:
+        """Stand on what another kernel left.
+
+        Raises:
+            ClusterError: It is gone, or has an owner.
+        """
+        for framework, who in about["parents"].items():
+            self.parents.adopt(framework, who, self.folder, about["idle_timeout_s"], take)
+            take = True  # who owns one owns all
+        self._pids = {int(i): int(one["pid"]) for i, one in about["engines"].items()}
+        self._logs = {int(i): str(path) for i, path in about["logs"].items()}
+        self._highest = int(about["highest"])
+        if about["store"] is not None and psutil.pid_exists(int(about["store_pid"])):
+            host, port = about["store"]
+            self._store, self._store_pid = (str(host), int(port)), int(about["store_pid"])
+        self._prepared = threading.Thread(target=self._reconnect, args=(about,), daemon=True)
+        self._prepared.start()
+        self.ensure()
+
+    def _reconnect(self, about: Mapping[str, Any]) -> None:
         try:
-            if self.forks:  # before there is a controller that could be left behind
-                self.parents.guard_dir(self.folder)
-            self.cluster = ipyparallel.Cluster(
-                profile_dir=str(self.folder),
-                cluster_id="",
-                config=Config(),
-                log=quiet,
-                n=0,
-                shutdown_atexit=False,
-                **settings,
-            )
-            self.cluster.start_controller_sync()
-            if self.forks:
-                self.parents.guard(self.cluster.controller.pid)
-            self.client = self.cluster.connect_client_sync()
-            self.client._registration_callbacks.append(self._registration)
-            # The stream that direct views send on; sending on the bare socket below it would eat
-            # the wake-up of a reply that arrives meanwhile.
-            self.socket = self.client._mux_stream
+            self.cluster = cluster = self._ipyparallel()
+            launcher = cluster.controller_launcher_class
+            cluster.controller = launcher.from_dict(about["ipyparallel"], parent=cluster)
+            deaths.watch(cluster.controller.pid, self._controller_left)
+            self._connect()
         except Exception as error:
             self._error = error
+
+    def release(self) -> None:
+        """Let go of everything; it goes on without us."""
+        self._stopping = True
+        self.parents.release()
+        if self.client is not None:
+            with contextlib.suppress(Exception):
+                self.client.close(linger=0)
 
     # -- engines -----------------------------------------------------------------------------------
 
@@ -152,6 +230,9 @@ class Ground:
             ClusterError: They did not come up; shows the end of their logs.
         """
         self._wait_unregistered(ids)
+        # The hub keeps an id for an engine that asked for it and died before its heart was heard,
+        # and would give another one to who asks next; it is told even where clients see none.
+        self._strike_off([i for i in ids if i <= self._highest])
         settings = self._launcher_settings(ids, framework or self.framework)
         sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
@@ -161,13 +242,16 @@ class Ground:
         while not set(ids) <= set(self.client.ids):
             self._changed.wait(REGISTER_POLL_S * 10)
             self._changed.clear()
-            dead = any(one.exits for one in warm_sets)
+            dead = {i: end for one in warm_sets for i, end in one.exits.items()}
             if dead or time.monotonic() > end:
                 missing = sorted(set(ids) - set(self.client.ids))
                 logs = "\n".join(one.get_output()[-2000:] for one in sets)
+                how = [f"engine {i} {self._words(end)}" for i, end in dead.items()]
+                for one in warm_sets:  # those that did start are nobody's
+                    one.signal(signals.SIGKILL)
                 raise ClusterError(
                     f"Engines {missing} did not start"
-                    + ("." if dead else f" within {timeout_s:g} s."),
+                    + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
                     seen=logs or "nothing in their logs",
                     next_step="%cluster stop, then start again",
                 )
@@ -194,6 +278,8 @@ class Ground:
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
         if engine in self._pids:
+            if sig == signals.SIGKILL:
+                self._ended_by_us[self._pids[engine]] = "by Workbench: it did not answer"
             self.parents.signal(self._pids[engine], sig)
         elif self.launcher == "local" and pid > 0:
             with contextlib.suppress(ProcessLookupError):
@@ -215,21 +301,41 @@ class Ground:
 
     def _unregister(self, engines: Sequence[int]) -> None:
         """Tell the hub that engines are gone, as ipyparallel's nanny would; heartbeats are slow."""
+        # Engines that end after the client was closed have no hub to be struck off from.
+        if not self.client._closed:
+            self._strike_off([i for i in engines if i in self.client.ids])
+
+    def _strike_off(self, engines: Sequence[int]) -> None:
         for engine in engines:
-            # Engines that end after the client was closed have no hub to be struck off from.
-            if not self.client._closed and engine in self.client.ids:
-                self.client._send(
-                    self.client._query_socket, "unregistration_request", {"id": engine}
-                )
+            self.client._send(self.client._query_socket, "unregistration_request", {"id": engine})
 
     # -- exits -------------------------------------------------------------------------------------
 
     def _child_left(self, end: Exit) -> None:
+        how = self._words(end)
         engine = next((i for i, pid in self._pids.items() if pid == end.pid), None)
         if engine is not None:
             self._pids.pop(engine)
+            # First: ipyparallel, once told, ends the engine's calls with words of its own.
+            self._on_exit(engine, how)
             self._unregister([engine])
-            self._on_exit(engine, end.text)
+        elif end.pid == self._store_pid:
+            self._store, self._store_pid = None, 0  # the next run gets a fresh one
+            if not self._stopping:
+                self._on_helper_exit("the store that workers meet at", end.pid, how)
+
+    def _controller_left(self, end: Exit) -> None:
+        if end.code is None and end.signal is None:  # ipyparallel has reaped it before we looked
+            with contextlib.suppress(Exception):
+                code = self.cluster.controller.process.wait(timeout=REAPED_S)
+                end = Exit(end.pid, code if code >= 0 else None, -code if code < 0 else None)
+        if not self._stopping:
+            self.broken = f"ipyparallel's controller (pid {end.pid}) died: {self._words(end)}"
+            self._on_helper_exit("ipyparallel's controller", end.pid, self._words(end))
+
+    def _words(self, end: Exit) -> str:
+        memory = self._memory.seen(end.pid, end.signal == signals.SIGKILL)
+        return deaths.words(end, memory, self._ended_by_us.pop(end.pid, ""))
 
     def _registration(self, event: dict[str, Any]) -> None:
         self._changed.set()
@@ -245,9 +351,13 @@ class Ground:
                 # The store is torch's: a parent that has imported it hosts one at once.
                 warm = self.parents.find("torch")
                 if warm is not None:
-                    _, host, port = warm.fork_keeper(str(self.folder / "log" / "keeper.log"))
+                    self._store_pid, host, port = warm.fork_keeper(
+                        str(self.folder / "log" / "keeper.log")
+                    )
                 else:
-                    self._keeper, host, port = start_keeper()
+                    self._keeper, host, port = start_keeper(str(self.folder))
+                    self._store_pid = self._keeper.pid
+                    deaths.watch(self._store_pid, self._child_left)
                 self._store = (host, port)
             return self._store
 
@@ -257,6 +367,7 @@ class Ground:
 
     def stop(self) -> None:
         """End everything; safe to call twice."""
+        self._stopping = True
         if self._prepared is not None:
             self._prepared.join(timeout=30)
         if self.client is not None:
@@ -272,12 +383,20 @@ class Ground:
                     self.cluster.stop_engines_sync()
                 self._end_controller()
         self.parents.stop()
+        profile.end_family(self.folder)  # what lost its parent, and what cells started
         profile.remove(self.folder)
 
     def _end_controller(self) -> None:
-        controller = self.cluster.controller
-        if controller is not None and controller.pid > 0:
+        running = self.cluster.controller
+        if running is not None and running.pid > 0:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(controller.pid, signals.SIGTERM)
+                os.kill(running.pid, signals.SIGTERM)
             with contextlib.suppress(Exception):
                 self.cluster.stop_controller_sync()
+
+
+def _who(pid: int) -> dict[str, Any] | None:
+    try:
+        return profile.identity(pid)
+    except psutil.Error:
+        return None

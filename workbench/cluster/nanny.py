@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from . import profile
 
 SECOND_LOOK_S = 0.3
@@ -30,15 +32,18 @@ class Nanny:
         """Whether `escalate` will have something to do soon."""
         return bool(self._doomed)
 
-    def reap(self) -> Iterator[tuple[int, int | None, int | None]]:
-        """Yield pid, exit code and signal of each child that has ended."""
+    def reap(self) -> Iterator[tuple[int, int | None, int | None, int]]:
+        """Yield pid, exit code, signal and the most memory (bytes) of each child that ended."""
         for pid in list(self.children):
-            done, status = os.waitpid(pid, os.WNOHANG)
+            done, status, used = os.wait4(pid, os.WNOHANG)
             if done:
                 del self.children[pid]
                 self._doomed.pop(pid, None)
                 code = os.waitstatus_to_exitcode(status)
-                yield (pid, code, None) if code >= 0 else (pid, None, -code)
+                held_bytes = used.ru_maxrss * 1024
+                yield (
+                    (pid, code, None, held_bytes) if code >= 0 else (pid, None, -code, held_bytes)
+                )
 
     def signal(self, pid: int, sig: int) -> bool:
         """Signal a child; False for anything else (a pid may belong to another by now)."""
@@ -78,36 +83,41 @@ class Nanny:
         for folder in self._folders:
             profile.own(Path(folder), pid)
 
+    def hand_over(self, pid: int) -> None:
+        """Kill children only: another process has the folders and all that is guarded."""
+        self.own_folders(pid)
+        for child in self.children:
+            kill_group(child)
+
     def end(self) -> None:
-        """Kill children and guarded processes, remove guarded folders."""
+        """Kill children, guarded processes and all that belongs to guarded folders; remove these.
+
+        The second look is for a controller that the kernel was starting when it died, before it was
+        a program of its own and carried the folder in its environment.
+        """
         for pid in self.children:
             kill_group(pid)
         for pid, create_time in self.guarded.items():
             if profile.same_process(pid, create_time):
                 kill_group(pid)
-        self._end_unnamed()
+        for wait_s in (0.0, SECOND_LOOK_S if len(self.guarded) < len(self._folders) else 0.0):
+            time.sleep(wait_s)
+            for folder in self._folders:
+                profile.end_family(folder)
         for folder in self._folders:
             profile.remove(folder)
 
-    def _end_unnamed(self) -> None:
-        """Kill controllers whose kernel died before it could name them.
-
-        They are known by the guarded folder in their environment. The kernel may have died while
-        one was being started, before it was a program of its own: hence a second look.
-        """
-        if len(self.guarded) >= len(self._folders):
-            return
-        for wait_s in (0.0, SECOND_LOOK_S):
-            time.sleep(wait_s)
-            for folder in self._folders:
-                for pid in profile.controllers(folder):
-                    kill_group(pid)
-
 
 def kill_group(pid: int) -> None:
-    """SIGKILL a process and, where it leads a group (all of ours do), what it started."""
+    """SIGKILL a process and, where it leads a group (all of ours do), what it started.
+
+    Not multiprocessing's resource trackers: they unlink shared memory and semaphores of whoever
+    started them, and end by themselves.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL)
+        leads = os.getpgid(pid) == pid
+        os.kill(pid, signal.SIGKILL)
+        for member in profile.group(pid) if leads else ():
+            if not profile.is_tracker(member):
+                with contextlib.suppress(psutil.Error):
+                    member.kill()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import ClusterError
 from .processes import ExitCallback
@@ -22,10 +24,16 @@ class Parents:
     Args:
         launcher: The cluster's launcher; only `local` engines are forked.
         on_exit: Called with the `Exit` of each child, whichever parent's.
+        home: The cluster's folder.
+
+    Attributes:
+        on_taken: Called with the pid of a kernel that took the kept cluster over from us.
     """
 
-    def __init__(self, launcher: str, on_exit: ExitCallback) -> None:
-        self._launcher, self._on_exit = launcher, on_exit
+    def __init__(self, launcher: str, on_exit: ExitCallback, home: Path | None = None) -> None:
+        self._launcher, self._on_exit, self._home = launcher, on_exit, home
+        self._keep: float | None = None  # the idle timeout of a kept cluster
+        self.on_taken: Callable[[int], None] = lambda pid: None
         self._parents: dict[str, WarmParent] = {}
         self._folder: Path | None = None
         self._controller: int | None = None
@@ -56,8 +64,8 @@ class Parents:
             if parent is None or not parent.alive:
                 if parent is not None:  # it ended, or could not import; so did its engines
                     parent.stop()
-                parent = WarmParent(framework=framework)
-                parent.on_exit(self._on_exit)
+                parent = WarmParent(framework=framework, folder=str(self._home or ""))
+                self._hear(parent)
                 parent.start()
                 self._parents[framework] = parent
                 self._guarding.discard(framework)
@@ -98,6 +106,57 @@ class Parents:
             pid, folder = self._controller, self._folder
         parent.guard_dir(folder)
         parent.guard(pid)
+        if self._keep is not None:
+            parent.keep(folder, self._keep)
+
+    def _hear(self, parent: WarmParent) -> None:
+        parent.on_exit(self._on_exit)
+        parent.on_taken = lambda pid: self.on_taken(pid)
+
+    # -- kept clusters -----------------------------------------------------------------------------
+
+    def keep(self, folder: Path, idle_timeout_s: float) -> None:
+        """Let the engines outlive this kernel, those of parents to come too."""
+        with self._lock:
+            self._keep = idle_timeout_s
+            # The others are told when they are ready.
+            parents = [self._parents[name] for name in self._guarding]
+        for parent in parents:
+            parent.keep(folder, idle_timeout_s)
+
+    def adopt(
+        self,
+        framework: str,
+        who: Mapping[str, Any],
+        folder: Path,
+        idle_timeout_s: float,
+        take: bool,
+    ) -> None:
+        """Become the owner of a kept cluster's parent.
+
+        Raises:
+            ClusterError: It is gone, or has an owner and `take` is false.
+        """
+        parent = WarmParent(framework=framework, folder=str(folder))
+        self._hear(parent)
+        parent.adopt(who, folder / f"warm-{framework}", take=take)
+        self._folder, self._keep = folder, idle_timeout_s
+        self._guarding.add(framework)
+        self._parents[framework] = parent
+
+    def release(self) -> None:
+        """Let go of all of them; they go on without us."""
+        with self._lock:
+            self._stopped = True
+            parents = list(self._parents.values())
+        for parent in parents:
+            parent.release()
+
+    @property
+    def living(self) -> dict[str, int]:
+        """Pid of each parent that runs, by framework."""
+        found = dict(self._parents)
+        return {name: one.pid for name, one in found.items() if one.alive and one.pid}
 
     def signal(self, pid: int, sig: int) -> None:
         """Signal a process through the parent that forked it; does nothing when it is gone."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import scratch
 from ..errors import ClusterError
 from ..frameworks import import_environment
 from . import keeper
@@ -35,11 +36,18 @@ _PARENT_ENV = {
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended: an exit code, or the number of the signal that killed it."""
+    """How a process ended: an exit code, or the number of the signal that killed it.
+
+    Attributes:
+        held_bytes: The most memory it ever had; 0 where that is not known.
+        parent: What took it along, in words; empty where it ended by itself.
+    """
 
     pid: int
     code: int | None
     signal: int | None
+    held_bytes: int = 0
+    parent: str = ""
 
     @property
     def text(self) -> str:
@@ -72,7 +80,7 @@ def installed(framework: str) -> bool:
         return False
 
 
-def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
+def start_keeper(folder: str = "") -> tuple[subprocess.Popen[bytes], str, int]:
     """Start a TCPStore keeper without a warm parent; returns process, host and port.
 
     It ends when its stdin is closed, which the end of this process does too.
@@ -83,7 +91,7 @@ def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
     process = subprocess.Popen(
         [sys.executable, "-m", "workbench.cluster.keeper"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment(), start_new_session=True,
+        env=environment(folder=folder), start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -97,11 +105,13 @@ def start_keeper() -> tuple[subprocess.Popen[bytes], str, int]:
     return process, str(answer["host"]), int(answer["port"])
 
 
-def environment(framework: str = "torch") -> dict[str, str]:
+def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:
     """The parent's own environment; our package must be importable where it is not installed."""
     wanted = import_environment(framework, os.environ)
     env = {**_DEFAULTS, **os.environ, **_PARENT_ENV, **wanted}
     root = str(Path(__file__).resolve().parents[2])
     if root not in site.getsitepackages():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+    if folder:
+        env[scratch.MARK] = folder
     return env

@@ -7,17 +7,23 @@ import json
 import os
 import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from ..scratch import MARK, TMP
 
 PREFIX = "workbench-"
 FOLDER_VARIABLE = "IPP_PROFILE_DIR"  # in which ipyparallel tells a controller its folder
 OWNER_FILE = "owner.json"
 # psutil derives start times from the wall clock, which may be adjusted in between.
 CLOCK_SLACK_S = 2.0
-_PARTS = ("security", "log", "pid", "startup")
+_PARTS = ("security", "log", "pid", "startup", TMP, "doing")
+END_S = 2.0
+UNFINISHED_S = 600.0
 
 
 def create() -> Path:
@@ -25,8 +31,9 @@ def create() -> Path:
 
     Folders that dead processes left are removed on the way.
 
-    It holds what ipyparallel expects of a profile (`security/`, `log/`, `pid/`, `startup/`) and
-    `owner.json`, which names the process that must be alive for the folder to be in use.
+    It holds what ipyparallel expects of a profile (`security/`, `log/`, `pid/`, `startup/`),
+    `owner.json`, which names the process that must be alive for the folder to be in use, `tmp/`
+    for sockets of a run, and `doing/`, where engines write what they do (`engine/diary.py`).
     """
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -38,8 +45,34 @@ def create() -> Path:
 
 def own(folder: Path, pid: int) -> None:
     """Say which process keeps the folder in use (the kernel; a kept cluster's warm parent)."""
-    owner = {"pid": pid, "create_time": psutil.Process(pid).create_time()}
-    (folder / OWNER_FILE).write_text(json.dumps(owner))
+    write_json(folder / OWNER_FILE, identity(pid))
+
+
+def owner(folder: Path) -> dict[str, Any] | None:
+    """Return pid and start time of the process that keeps the folder in use, None if unknown."""
+    found = read_json(folder / OWNER_FILE)
+    return found if isinstance(found, dict) and "pid" in found else None
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """Return what tells a process from a later one with the same pid."""
+    return {"pid": pid, "create_time": psutil.Process(pid).create_time()}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a small file in one go, readable by this user alone."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(value, file)
+    fresh.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Return what a small file holds; None where it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
@@ -79,14 +112,66 @@ def controllers(path: str | os.PathLike[str]) -> list[int]:
     return found
 
 
+def family(path: str | os.PathLike[str]) -> list[psutil.Process]:
+    """Return this user's processes that belong to a cluster, this one excepted.
+
+    They carry its folder in their environment: what the kernel started for it, and whatever cells
+    started in turn.
+    """
+    found, folder = [], os.fspath(path)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if (
+                process.pid != os.getpid()
+                and process.uids().real == os.getuid()
+                and process.environ().get(MARK) == folder
+            ):
+                found.append(process)
+    return found
+
+
+def end_family(path: str | os.PathLike[str]) -> None:
+    """SIGKILL a cluster's processes; again, as one may just have started another.
+
+    Resource trackers get a moment to unlink what the others had.
+    """
+    for _ in range(5):
+        left = family(path)
+        if not left:
+            return
+        for process in [one for one in left if not is_tracker(one)] or left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()  # psutil compares start times first
+        psutil.wait_procs(left, timeout=END_S)
+
+
+def group(leader: int) -> list[psutil.Process]:
+    """Return the other processes of a process group."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if pid != leader and os.getpgid(pid) == leader:
+                found.append(psutil.Process(pid))
+    return found
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether a process is multiprocessing's resource tracker."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
 def sweep() -> list[Path]:
-    """Remove the folders whose owner is dead; return them."""
+    """Remove the folders whose owner is dead, with what runs for them still; return them."""
     stale = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
         if is_ours(folder) and not _owner_alive(folder)
     ]
     for folder in stale:
+        end_family(folder)
         remove(folder)
     return stale
 
@@ -103,10 +188,24 @@ def same_process(pid: int, create_time: float) -> bool:
 
 def _owner_alive(folder: Path) -> bool:
     try:
-        owner: dict[str, Any] = json.loads((folder / OWNER_FILE).read_text())
-        return same_process(int(owner["pid"]), float(owner["create_time"]))
+        text = (folder / OWNER_FILE).read_text()
     except FileNotFoundError:
-        # Not written yet by a process that is just starting, or not ours after all: let it be.
-        return True
-    except (OSError, ValueError, KeyError, TypeError):
+        # Of a process that is just starting; or it died just then; or it is not ours after all.
+        return not _abandoned(folder)
+    except (OSError, ValueError):
         return False
+    try:
+        found = json.loads(text)
+        return same_process(int(found["pid"]), float(found["create_time"]))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether a folder without an owner is one that `create` began long ago and never finished."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+        age_s = time.time() - folder.stat().st_mtime
+    except OSError:
+        return False
+    return age_s > UNFINISHED_S and names <= {*_PARTS} and "security" in names

@@ -1,6 +1,7 @@
 """The kernel's end of the control path: one authenticated ROUTER on loopback, one thread.
 
-Messages that are not signed with the cluster's key are counted and dropped before they are parsed.
+Messages that are not signed with the cluster's key are counted and dropped before they are parsed,
+and so is one that was recorded and comes again (`seal.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Callable
 
 import zmq
 
-from ..protocol import BadMessageError, Message, new_key, pack, unpack
+from ..protocol import BadMessageError, Message, new_key
+from ..seal import Seal
 from ..wakeup import Wakeup
+from . import exposure
+from .questions import Questions
 
 log = logging.getLogger("workbench.cluster")
 
@@ -28,15 +32,25 @@ class ControlRouter:
     Args:
         on_message: Called with each authentic message.
         host: Interface to listen on; loopback unless engines run on other hosts.
+        key: The cluster's; by default a fresh one.
+
+    Attributes:
+        rejected: Messages that were not signed with the key, were malformed, or came again.
+        refused: The same as each engine counts it, with the connections that did not know a key.
     """
 
-    def __init__(self, on_message: OnMessage, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, on_message: OnMessage, host: str = "127.0.0.1", key: bytes | None = None
+    ) -> None:
         self._on_message = on_message
-        self.key = new_key()
+        self.key = key or new_key()
         self._outbox: deque[tuple[int, Message]] = deque()
-        self._peers: dict[int, bytes] = {}
+        self._peers: dict[int, tuple[bytes, str]] = {}  # address on the socket, nonce
+        self.questions = Questions(self.send)
         self._closed = False
+        self._seal = Seal(self.key, open_to_any=True)
         self.rejected = 0
+        self.refused: dict[int, int] = {}
         self.thread_s = 0.0
         self._wakeup = Wakeup()
         self._context = zmq.Context()
@@ -45,7 +59,7 @@ class ControlRouter:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.url = f"tcp://{host}:{port}"
+        self.url = f"tcp://{exposure.reachable(host)}:{port}"
         self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
         self._thread.start()
 
@@ -103,21 +117,37 @@ class ControlRouter:
 
     def _accept(self, identity: bytes, frames: list[bytes]) -> None:
         try:
-            message = unpack(frames, self.key)
+            message, nonce = self._seal.unpack(frames)
+            engine = self._engine_of(message)
         except BadMessageError:
             self.rejected += 1
             return
-        if message.kind == "hello":
-            engine = int(message.body["engine"])
-            if identity:
-                self._peers[engine] = identity
-                self._outbox.append((engine, Message("welcome", {})))
-        else:
-            engine = int(message.body.get("engine", -1))
+        if message.kind == "hello" and identity:
+            self._peers[engine] = identity, nonce
+            self._outbox.append((engine, Message("welcome", {})))
+        elif message.kind == "refused":
+            self._note_refused(engine, message)
+            return
         try:
+            if "ask" in message.body:
+                self.questions.heard(engine, message)
+                return
             self._on_message(engine, message)
         except Exception:  # one run's trouble must not deafen the others
             log.exception("A message of engine %d was not understood", engine)
+
+    def _note_refused(self, engine: int, message: Message) -> None:
+        count = message.body.get("count")
+        if type(count) is int:
+            self.refused[engine] = count
+
+    @staticmethod
+    def _engine_of(message: Message) -> int:
+        """Return which engine a message says it is from; -1 where it says nothing."""
+        engine = message.body.get("engine", None if message.kind == "hello" else -1)
+        if type(engine) is not int:
+            raise BadMessageError("engine")
+        return engine
 
     def _send_waiting(self) -> None:
         later = []
@@ -128,5 +158,7 @@ class ControlRouter:
                 later.append((engine, message))
                 continue
             with contextlib.suppress(zmq.Again):
-                self._socket.send_multipart([peer, *pack(message, self.key)], zmq.NOBLOCK)
+                identity, nonce = peer
+                frames = self._seal.pack(message, nonce)
+                self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         self._outbox.extend(later)

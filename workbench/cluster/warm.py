@@ -15,7 +15,10 @@ per run, by `torch.set_num_threads`.
     kernel -> warm   {"id", "cmd": fork_engine | fork_keeper | signal | stop | guard | guard_dir |
                       keep | soon | status, ...}
     warm -> kernel   {"id", ...the answer... | "error"},
-                     {"event": "ready" | "warmed" | "exit" | "failed", ...}
+                     {"event": "ready" | "warmed" | "exit" | "failed" | "taken", ...}
+
+A kept cluster's parent stays when its kernel goes, as long as there are engines, until another
+kernel takes it over (`door.py`) or nothing has run for too long (`owner.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from . import keeper, preload, warm_child
 from .nanny import Nanny
+from .owner import Owner
 
 PARENT_CHECK_S = 1.0
 IDLE_BEFORE_WARMING_S = 0.5
@@ -60,10 +65,10 @@ class WarmServer:
         self, sock: socket.socket, framework: str, extra: Sequence[str], log_path: str
     ) -> None:
         self._sock, self._framework, self._log_path = sock, framework, log_path
-        self._kernel_pid = os.getppid()
         self._nanny = Nanny()
-        self._alone = False  # the kernel is gone
-        self._kept = self._over = False
+        self._owner = Owner(self._nanny, framework)
+        self._over = False
+        self._report: Message = {}
         self._input = b""
         self._later = [*preload.second_stage(framework), *extra]
         self._quiet_until = 0.0
@@ -76,7 +81,7 @@ class WarmServer:
         """Import the first stage and say so; the kernel's death ends even this."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with preload.on_hangup(self._sock, self._end):
-            report = preload.first_stage(self._framework)
+            report = self._report = preload.first_stage(self._framework)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _wake_up)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -92,28 +97,59 @@ class WarmServer:
     def serve(self) -> Job | None:
         """Serve until the kernel is gone (None) or, in a fresh child, what the child must do."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._sock, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
             while not self._over:
+                self._listen_to(selector)
                 ready = {key.fd for key, _ in selector.select(self._timeout())}
                 self._reap()
-                self._alone |= os.getppid() != self._kernel_pid
+                self._owner.look()
                 if self._sock.fileno() in ready:
                     self._read()
                 if self._job is not None:
                     return self._job
+                door = self._owner.door
+                if door is not None and door.fileno() in ready:
+                    self._admit()
                 self._nanny.escalate()
                 self._warm_up()
-                if self._alone:
-                    with contextlib.suppress(KeyError):
-                        selector.unregister(self._sock)
-                    self._over |= not self._needed()
+                self._over |= self._owner.alone and not self._owner.needed()
         self._end()
         return None
 
-    def _needed(self) -> bool:
-        """Whether engines of a cluster that was to outlive its kernel are still there."""
-        return self._kept and "engine" in self._nanny.children.values()
+    def _listen_to(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector watch the owner, while there is one, and the door."""
+        wanted = {self._wake_in}
+        if not self._owner.alone:
+            wanted.add(self._sock.fileno())
+        if self._owner.door is not None:
+            wanted.add(self._owner.door.fileno())
+        watched = set(selector.get_map())
+        for fd in watched - wanted:
+            selector.unregister(fd)
+        for fd in wanted - watched:
+            selector.register(fd, selectors.EVENT_READ)
+
+    def _admit(self) -> None:
+        """Let the next owner in; the one before is told."""
+        came = self._owner.admit()
+        if came is None:
+            return
+        sock, message, refused = came
+        if refused:
+            with sock, contextlib.suppress(OSError):
+                answer = {"error": refused, "owner": self._owner.who}
+                sock.sendall(json.dumps(answer).encode() + b"\n")
+            return
+        with contextlib.suppress(OSError):
+            self._sock.sendall(
+                json.dumps({"event": "taken", "pid": message["pid"]}).encode() + b"\n"
+            )
+        # A fresh descriptor first: were the old one's number used again, nobody would notice.
+        old, self._sock, self._input = self._sock, sock, b""
+        old.close()
+        exits, self._owner.exits = self._owner.exits, []
+        children = {str(pid): what for pid, what in self._nanny.children.items()}
+        self._send({"children": children, "exits": exits, "report": self._report})
 
     def _on_term(self, _number: int, _frame: FrameType | None) -> None:
         self._over = True
@@ -121,7 +157,7 @@ class WarmServer:
     def _timeout(self) -> float:
         if self._nanny.busy:
             return ESCALATE_EVERY_S
-        if self._later and not self._alone:
+        if self._later and not self._owner.alone:
             return max(0.0, min(PARENT_CHECK_S, self._quiet_until - time.monotonic()))
         return PARENT_CHECK_S
 
@@ -130,7 +166,7 @@ class WarmServer:
 
     def _warm_up(self) -> None:
         """Import one module of the second stage when nobody wants anything."""
-        if not self._later or self._alone or time.monotonic() < self._quiet_until:
+        if not self._later or self._owner.alone or time.monotonic() < self._quiet_until:
             return
         preload.import_if_safe(self._later.pop(0))
         if not self._later:
@@ -141,7 +177,11 @@ class WarmServer:
     def _end(self) -> None:
         """Leave nothing of ours behind, and end."""
         self._drain_guards()
-        self._nanny.end()
+        successor = self._owner.successor()
+        if successor:
+            self._nanny.hand_over(successor)
+        else:
+            self._nanny.end()
         with contextlib.suppress(OSError):
             os.unlink(self._log_path)
         os._exit(0)
@@ -164,7 +204,8 @@ class WarmServer:
         try:
             self._sock.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            self._alone = True
+            self._owner.lost()
+        self._owner.tell_later(message)
 
     def _read(self) -> None:
         try:
@@ -172,7 +213,7 @@ class WarmServer:
         except OSError:
             chunk = b""
         if not chunk:
-            self._alone = True
+            self._owner.lost()
             return
         self._touch()
         *lines, self._input = (self._input + chunk).split(b"\n")
@@ -217,6 +258,7 @@ class WarmServer:
             self._job = job
             signal.set_wakeup_fd(-1)
             self._sock.close()
+            self._owner.leave()
             os.close(self._wake_in)
             os.close(self._wake_out)
             return 0
@@ -239,9 +281,10 @@ class WarmServer:
         return {}
 
     def _on_keep(self, message: Message) -> Message:
-        self._kept = bool(message["keep"])
-        # Whose death makes the folders stale: ours, once the kernel's no longer does.
-        self._nanny.own_folders(os.getpid() if self._kept else self._kernel_pid)
+        if message["keep"]:
+            self._owner.keep(Path(message["folder"]), float(message["idle_timeout_s"]))
+        else:
+            self._owner.let_go()
         return {}
 
     def _on_soon(self, _message: Message) -> Message:
@@ -259,8 +302,10 @@ class WarmServer:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_in, 4096)
-        for pid, code, number in self._nanny.reap():
-            self._send({"event": "exit", "pid": pid, "code": code, "signal": number})
+        for pid, code, number, held_bytes in self._nanny.reap():
+            self._send(
+                {"event": "exit", "pid": pid, "code": code, "signal": number, "held": held_bytes}
+            )
 
 
 def _wake_up(_number: int, _frame: FrameType | None) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 import psutil
 
 from ..errors import ClusterError
+from . import profile
+from .door import knock
 from .processes import Exit, ExitCallback, can_fork, environment, start_keeper
 
 __all__ = ["Exit", "WarmParent", "can_fork", "start_keeper"]
@@ -40,10 +42,13 @@ class WarmParent:
     Args:
         framework: `torch` or `tensorflow`: what it imports.
         preload: Further modules to import when idle.
+        folder: Of the cluster it belongs to, which also takes its log.
     """
 
-    def __init__(self, framework: str = "torch", preload: Sequence[str] = ()) -> None:
-        self.framework = framework
+    def __init__(
+        self, framework: str = "torch", preload: Sequence[str] = (), folder: str = ""
+    ) -> None:
+        self.framework, self.folder = framework, folder
         self.ready = threading.Event()
         """Set when engines can be forked, and also when that will never be."""
         self.warmed = threading.Event()
@@ -56,12 +61,15 @@ class WarmParent:
         self._callbacks: list[ExitCallback] = []
         self._forked: set[int] = set()
         self._exits: dict[int, Exit] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | psutil.Process | None = None
         self._sock: socket.socket | None = None
         self._reader: threading.Thread | None = None
         self._log_path = ""
         self._failure = ""
         self._stopped = False
+        self._kept = self._released = False
+        self.on_taken: Callable[[int], None] = lambda pid: None
+        """Called with the pid of a kernel that took the kept cluster over from us."""
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -78,7 +86,10 @@ class WarmParent:
             if not possible:
                 raise ClusterError("Engines cannot be forked from a warm parent.", seen=reason)
             ours, theirs = socket.socketpair()
-            log_fd, self._log_path = tempfile.mkstemp(prefix="workbench-warm-", suffix=".log")
+            where = os.path.join(self.folder, "log") if self.folder else None
+            log_fd, self._log_path = tempfile.mkstemp(
+                prefix="workbench-warm-", suffix=".log", dir=where
+            )
             with theirs, os.fdopen(log_fd, "ab") as log:
                 self._process = subprocess.Popen(
                     self._command(theirs.fileno()),
@@ -86,14 +97,57 @@ class WarmParent:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(self.framework),
+                    env=environment(self.framework, self.folder),
                     cwd="/",
                     start_new_session=True,
                 )
             self._sock = ours
+        self._begin_to_read()
+        return self
+
+    def adopt(self, who: Mapping[str, Any], door: Path, *, take: bool = False) -> WarmParent:
+        """Become the owner of a kept cluster's warm parent.
+
+        Args:
+            who: Its pid and start time.
+            door: Where it listens.
+            take: Also when somebody else owns it, who is then told.
+
+        Raises:
+            ClusterError: It is gone, or has an owner.
+        """
+        me = profile.identity(os.getpid())
+        try:
+            self._process = psutil.Process(int(who["pid"]))
+            sock, answer = knock(door, {**me, "take": take})
+        except (OSError, psutil.Error) as error:
+            raise ClusterError(
+                "The cluster's warm parent cannot be reached.",
+                seen=str(error),
+                next_step="workbench ps lists the clusters there are",
+            ) from error
+        if "error" in answer:
+            sock.close()
+            owner = answer["owner"]["pid"]
+            raise ClusterError(
+                "The cluster belongs to another notebook.",
+                seen=f"its kernel has pid {owner}",
+                next_step="%cluster attach ID --take takes it from there",
+            )
+        self._sock, self._kept = sock, True
+        self.report = answer["report"]
+        self._forked = {int(pid) for pid in answer["children"]}
+        self.ready.set()
+        self.warmed.set()
+        self._begin_to_read()
+        for end in answer["exits"]:
+            self._forked.add(end["pid"])
+            self._take(end)
+        return self
+
+    def _begin_to_read(self) -> None:
         self._reader = threading.Thread(target=self._read, name="workbench-warm", daemon=True)
         self._reader.start()
-        return self
 
     def _command(self, fd: int) -> list[str]:
         command = [sys.executable, "-m", "workbench.cluster.warm", "--fd", str(fd)]
@@ -130,10 +184,12 @@ class WarmParent:
         if process is None or sock is None:
             return
         with contextlib.suppress(OSError):
+            if self._kept:
+                sock.sendall(b'{"cmd": "keep", "keep": false}\n')
             sock.shutdown(socket.SHUT_RDWR)
         try:
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
             process.kill()
             process.wait()
         if self._reader is not None and self._reader is not threading.current_thread():
@@ -198,9 +254,23 @@ class WarmParent:
         """
         self.tell("guard_dir", path=os.fspath(path))
 
-    def keep(self, keep: bool = True) -> None:
-        """Let the engines outlive this kernel (or not); the parent then ends after the last one."""
-        self.ask("keep", keep=keep)
+    def keep(self, folder: Path, idle_timeout_s: float = 0.0) -> None:
+        """Let the engines outlive this kernel.
+
+        The parent then ends after the last engine, or when nothing has run for `idle_timeout_s`
+        (0: never) while nobody owned it.
+        """
+        self.ask("keep", keep=True, folder=str(folder), idle_timeout_s=idle_timeout_s)
+        self._kept = True
+
+    def release(self) -> None:
+        """Let go of a kept cluster's parent, which goes on without us."""
+        with self._lock:
+            self._stopped = self._released = True
+            sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def soon(self) -> None:
         """Say that engines will be wanted in a moment: idle imports are put off for 10 s."""
@@ -281,11 +351,14 @@ class WarmParent:
         for future in pending:
             future.set_result({"error": "it ended"})
         self.ready.set()
+        parent = ""
         if self._process is not None and not self._stopped:
-            self._process.wait()
+            code = self._process.wait() or 0  # None of a process that is not our child
+            end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
+            parent = f"the warm parent it was forked from (pid {end.pid}): {end.text}"
         # Its children died with it (PR_SET_PDEATHSIG) and nobody is left to tell us so.
-        for pid in self._forked - self._exits.keys():
-            self._ended(Exit(pid, None, signal.SIGKILL))
+        for pid in set() if self._released else self._forked - self._exits.keys():
+            self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))
 
     def _take(self, message: dict[str, Any]) -> None:
         event = message.get("event")
@@ -297,9 +370,14 @@ class WarmParent:
             if future is not None:
                 future.set_result(message)
         elif event == "exit":
-            self._ended(Exit(message["pid"], message["code"], message["signal"]))
+            self._ended(
+                Exit(message["pid"], message["code"], message["signal"], message.get("held", 0))
+            )
         elif event == "warmed":
             self.warmed.set()
+        elif event == "taken":
+            self._stopped = self._released = True
+            self.on_taken(int(message["pid"]))
         else:
             self.report = message
             if event == "failed":

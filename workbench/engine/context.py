@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..errors import RunError
@@ -14,6 +14,9 @@ from .gate import Gate
 from .injector import FaultInjector
 from .links import Hub, Link
 from .recorder import Recorder
+
+if TYPE_CHECKING:
+    from .checkpoints import Checkpoints
 
 Emit = Callable[..., None]
 """`emit(name, **fields)`: send an event of `protocol.EVENTS` to the kernel; never waits."""
@@ -40,6 +43,7 @@ class RunContext:
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
         board: What the engines of the run had to say to each other, by way of the kernel.
+        checkpoints: What writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
         weights: Called at the end of the run for the final weights; None when nothing was trained.
     """
@@ -64,6 +68,7 @@ class RunContext:
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
     board: Board = field(default_factory=Board)
+    checkpoints: Checkpoints | None = None
 
     def post(self, topic: str, value: Any = True) -> None:
         """Say something to all engines of the run (this one hears it too)."""
@@ -73,7 +78,7 @@ class RunContext:
         """Log what this worker holds between steps; NaN is not known."""
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
-            self.emit("log", rank=self.spec.rank, step=self.step, values=values)
+            self.emit("log", rank=self.spec.kept_as, step=self.step, values=values)
 
     @property
     def sync(self) -> bool:

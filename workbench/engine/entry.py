@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import multiprocessing
 import os
 import platform
 import socket
 import sys
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
-from . import frameworks
-from .interrupt import InterruptWatch
+import psutil
+
+from .. import scratch
+from . import attention, breakpoints, diary, frameworks, postmortem, tracebacks
+from .flood import held_back
+from .home import Home, KeptHome, LastHome
+from .interrupt import InterruptWatch, leave_signals_to_us
 from .link import ControlLink
 from .runtime import Engine, run_cell, support
 
 _engine: Engine | None = None
+_diary: diary.Diary | None = None
 
 TELEMETRY = "workbench_telemetry"
 """Message type that carries our frames over ipyparallel where the socket is out of reach."""
@@ -41,11 +50,14 @@ class IPythonShell:
         shell.execution_count = number
         # What the display hook looks at to see whether the cell ends in a semicolon.
         shell.history_manager.input_hist_parsed.append(source)
-        result = shell.run_cell(source, store_history=False)
+        with held_back():
+            result = shell.run_cell(source, store_history=False)
         self._show_figures()
         sys.stdout.flush()
         sys.stderr.flush()
         error: BaseException | None = result.error_before_exec or result.error_in_exec
+        # An error's frames hold the cell's variables; who may keep it is `postmortem`.
+        shell.last_execution_result = shell.InteractiveTB.tb = None
         return error
 
     def _show_figures(self) -> None:
@@ -81,10 +93,11 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     """Make this process an engine of the cluster: connect its control link.
 
     Args:
-        info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`.
+        info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`; of a cluster on this host `folder`
+            and `kept`; `patience_s` for an engine that nobody else ends.
 
     Returns:
-        `pid`, `host`, `python`, `frameworks` (what is imported already).
+        `pid`, `began` (start time), `host`, `python`, `frameworks` (what is imported already).
     """
     global _engine
     if info.get("cwd") and os.path.isdir(info["cwd"]):
@@ -96,14 +109,46 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     # prompt (Lightning) should see what torchrun's workers are.
     sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
-    answer = {**about, "frameworks": frameworks.imported()}
+    began = psutil.Process().create_time()
+    answer = {**about, "frameworks": frameworks.imported(), "began": began}
     if _engine is not None:
         _engine.link.close()
     link = ControlLink(
-        info["engine"], info["url"], bytes.fromhex(info["key"]), about, fallback=_over_ipyparallel()
+        info["engine"],
+        info["url"],
+        bytes.fromhex(info["key"]),
+        about,
+        fallback=_over_ipyparallel(),
+        home=_home(info),
     )
+    _keep_diary(info)
+    if scratch.folder() is not None:  # where multiprocessing puts its sockets
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = scratch.folder()
     _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
+    attention.install(info["engine"], lambda said: link.say("debugger", said))
+    breakpoints.install()
+    tracebacks.install(IPythonShell().shell)
+    leave_signals_to_us(IPythonShell().shell.kernel)
+    vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
     return answer
+
+
+def _home(info: Mapping[str, Any]) -> Home | None:
+    if info.get("kept"):
+        return KeptHome(Path(info["folder"]))
+    return LastHome(float(info["patience_s"])) if info.get("patience_s") else None
+
+
+def _keep_diary(info: Mapping[str, Any]) -> None:
+    """Write down what this engine does, where its cluster's folder is on this host."""
+    global _diary
+    folder = Path(info.get("folder") or "/nowhere")
+    if not folder.is_dir():
+        return
+    session = IPythonShell().shell.kernel.session
+    if _diary is None and info.get("kept"):
+        session.send = diary.tee(session.send, lambda: _diary)
+    _diary = diary.Diary(folder, info["engine"], outputs=bool(info.get("kept")))
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +157,19 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
         raise RuntimeError("this engine is not attached to a notebook")
     shell = IPythonShell()
     shell.autoreload(request.get("autoreload") or "0")
-    return run_cell(_engine, shell, request)
+    if _diary is None:
+        return run_cell(_engine, shell, request)
+    _diary.begin(str(request.get("call", "")), str(request.get("what", "a cell")))
+    outcome: dict[str, Any] = {
+        "status": "error",
+        "ename": "RuntimeError",
+        "evalue": "it was cut off",
+    }
+    try:
+        outcome = run_cell(_engine, shell, request)
+    finally:
+        _diary.end(outcome)
+    return outcome
 
 
 def push(values: Mapping[str, Any]) -> None:
@@ -139,6 +196,13 @@ def variables() -> list[str]:
     return sorted(n for n in shell.user_ns if n not in ours and not n.startswith("_"))
 
 
+def examine(name: str, *args: Any) -> Any:
+    """Look at the failure that is kept (`postmortem.frames`, `command`, `evaluate`)."""
+    watch = contextlib.nullcontext() if _engine is None else _engine.watch.armed()
+    with watch:
+        return getattr(postmortem, name)(*args)
+
+
 def load(framework: str) -> list[str]:
     """Import a framework beside the other one (see `frameworks.load`)."""
     return frameworks.load(framework)
@@ -148,6 +212,7 @@ def free() -> int:
     """Forget the user's variables and collect garbage; return how many names were dropped."""
     import gc
 
+    postmortem.clear()
     shell = IPythonShell().shell
     keep = set(shell.user_ns_hidden)
     names = [n for n in shell.user_ns if n not in keep and not n.startswith("_")]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import FitError
 from ..strategies.base import Job
-from . import settings
+from . import profiles, settings
 from .context import RunContext, require
 from .initial import initialise
 from .training import FitResult, Training
@@ -97,6 +97,7 @@ def fit(
     module, build = _model(context, model, optimizer, scheduler)
     steps_per_epoch = sources[0].steps_per_epoch
     total_steps = counts.steps or counts.epochs * steps_per_epoch
+    profiles.check(context, total_steps)
     job = Job(
         module, loss, step_fn, optimizer, sources[0].batch_size, total_steps,
         steps_per_epoch or total_steps, scheduler, clip_norm, accumulate, precision, compile,

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 GRACE_S = 0.2
 
@@ -33,19 +34,38 @@ class InterruptWatch:
         self._left = threading.Event()
         self._left.set()
         self.broke_out = False
+        self._shields = 0
         threading.Thread(target=self._main, name="workbench-interrupt", daemon=True).start()
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Watch the main thread until the block is left; call it from the main thread."""
+        """Watch the main thread until the block is left; call it from the main thread.
+
+        An interrupt that comes after the block finds nothing to end and is ignored.
+        """
         self.broke_out = False
         self._left.clear()
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGINT, self._handle)
         try:
             yield
         finally:
             self._left.set()
             signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGINT, handler)
+
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        """Let interrupts only break collectives, not raise: what must be done to the end."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+
+    def _handle(self, number: int, frame: object) -> None:
+        if not (self._left.is_set() or self._shields):
+            raise KeyboardInterrupt
 
     def _main(self) -> None:
         while data := self._reader.recv(64):
@@ -56,3 +76,17 @@ class InterruptWatch:
                     break
                 self.broke_out = True
                 self._break_out(harder)
+
+
+def leave_signals_to_us(kernel: Any) -> None:
+    """Have an engine ignore interrupts but while a cell runs; call it from the main thread.
+
+    ipykernel lets them raise for as long as it handles a message. One that comes before the cell
+    has begun would then end the handling itself: the request is gone, and nobody ever answers it.
+    """
+    kernel.pre_handler_hook = kernel.post_handler_hook = _nothing
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _nothing() -> None:
+    """Do nothing; in the place of ipykernel's hooks."""

@@ -16,9 +16,14 @@ from typing import Any, Protocol
 
 import zmq
 
-from ..protocol import RECORD, BadMessageError, Message, pack, unpack
+from ..errors import WorkbenchError
+from ..protocol import RECORD, BadMessageError, Message
+from ..seal import Seal
 from ..wakeup import Wakeup
+from . import attention, stacks
 from .context import RunContext
+from .home import Home
+from .links import auth
 
 DRAIN_S = 0.1
 IDLE_S = 1.0
@@ -50,6 +55,7 @@ class ControlLink:
         about: Fields of the `hello` message.
         fallback: Sends frames another way (through ipyparallel) where the socket cannot be
             reached within `WELCOME_S`.
+        home: Knows when the kernel is another one, or gone for good.
     """
 
     def __init__(
@@ -59,10 +65,13 @@ class ControlLink:
         key: bytes,
         about: Mapping[str, Any],
         fallback: Callable[[list[bytes | memoryview]], None] | None = None,
+        home: Home | None = None,
     ) -> None:
-        self._engine, self._url, self._key, self._about = engine, url, key, dict(about)
-        self._fallback = fallback
+        self._engine, self._url, self._about = engine, url, dict(about)
+        self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
+        self._fallback, self._home = fallback, home
         self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._sayings: deque[Message] = deque(maxlen=MAX_EVENTS)
         self._run: RunContext | None = None
         self._writer: Writer | None = None
         self._lost = 0
@@ -72,7 +81,7 @@ class ControlLink:
         self._flushed = threading.Event()
         self._flush_wanted = False
         self._wakeup = Wakeup()
-        self.rejected = 0
+        self.rejected = self._told_refused = 0
         self.using_fallback = False
         self._thread = threading.Thread(target=self._main, name="workbench-control", daemon=True)
         self._thread.start()
@@ -97,6 +106,11 @@ class ControlLink:
         self._events.append((run, name, fields))
         self._wake()
 
+    def say(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Send a message that belongs to no run; never waits."""
+        self._sayings.append(Message(kind, body))
+        self._wake()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything recorded so far is sent."""
         self._flushed.clear()
@@ -115,22 +129,20 @@ class ControlLink:
 
     def _main(self) -> None:
         context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, f"engine-{self._engine}-{os.getpid()}".encode())
-        socket.setsockopt(zmq.LINGER, 500)
-        socket.setsockopt(zmq.SNDHWM, 1000)
-        socket.connect(self._url)
         poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        self._socket = socket
-        self._send(Message("hello", {**self._about, "engine": self._engine}))
+        socket = self._connect(context, poller)
         began = time.monotonic()
         try:
             while not self._closed:
                 ready = dict(poller.poll(int(1e3 * (self._interval() if self._run else IDLE_S))))
                 if self._wakeup.fileno() in ready:
                     self._wakeup.clear()
+                if self._home is not None and (url := self._home.moved()) not in ("", self._url):
+                    poller.unregister(socket)
+                    socket.close(linger=0)
+                    self._url = url
+                    socket, ready = self._connect(context, poller), {}
                 if socket in ready:
                     self._receive(socket)
                 if self._early and self._run is not None:
@@ -143,6 +155,19 @@ class ControlLink:
             socket.close()
             context.term()
             self._wakeup.close()
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> Any:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"engine-{self._engine}-{os.getpid()}".encode())
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        if self._home is not None:
+            self._home.watch(socket)
+        socket.connect(self._url)
+        poller.register(socket, zmq.POLLIN)
+        self._socket = socket
+        self._send(Message("hello", {**self._about, "engine": self._engine}))
+        return socket
 
     def _interval(self) -> float:
         # Many workers together must not flood the kernel: 64 of them send 4 batches a second each.
@@ -157,6 +182,11 @@ class ControlLink:
         if run is not None:
             while rows := run.recorder.drain(final=wanted):
                 self._send_rows(run, rows)
+        if (count := self.rejected + auth.refused.count) != self._told_refused:
+            self._told_refused = count
+            self._send(Message("refused", {"engine": self._engine, "count": count}))
+        while self._sayings:
+            self._send(self._sayings.popleft())
         while self._events:
             number, name, fields = self._events.popleft()
             if self._writer is not None:
@@ -174,7 +204,9 @@ class ControlLink:
             self._lost += len(rows) // RECORD.itemsize
 
     def _send(self, message: Message) -> bool:
-        frames = pack(message, self._key)
+        if message.kind == "hello":
+            self._kernel = ""
+        frames = self._seal.pack(message, self._kernel)
         if self.using_fallback and self._fallback is not None:
             self._fallback(frames)
             return True
@@ -191,22 +223,40 @@ class ControlLink:
             except zmq.Again:
                 return
             try:
-                self._handle(unpack(frames, self._key))
+                message, sender = self._seal.unpack(frames)
             except BadMessageError:
                 self.rejected += 1
+                continue
+            if message.kind == "welcome":
+                self._kernel = sender
+            self._obey(message)
 
     def _catch_up(self) -> None:
         """Obey what came between the start of a run in the kernel and its start here."""
         early = list(self._early)
         self._early.clear()
         for message in early:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        """Handle a message; one that makes no sense must not end this thread."""
+        try:
             self._handle(message)
+        except (KeyError, ValueError, TypeError, AttributeError, WorkbenchError):
+            self.rejected += 1
 
     def _handle(self, message: Message) -> None:
         if message.kind == "welcome":
             self._welcomed, self.using_fallback = True, False
         elif message.kind == "ping":
             self._send(Message("pong", {"engine": self._engine}))
+        elif message.kind == "debugger":
+            attention.hear(message.body)
+        elif message.kind in ("halt", "halt_at") and message.body.get("purpose") == "stop":
+            attention.release("Stop was pressed")
+        elif message.kind in stacks.ANSWERS:
+            about = {"ask": message.body.get("ask"), "engine": self._engine}
+            self._send(Message(message.kind, {**stacks.answer(message.kind), **about}))
         run = self._run
         if run is None and "run" in message.body:
             self._early.append(message)  # Stop was pressed before this engine has begun

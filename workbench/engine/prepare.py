@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import FitError
 from . import settings
 from .announce import announce as announce_run
+from .checkpoints import checkpoints_of
 from .context import RunContext, require
 from .initial import initialise
 
 
-def prepare(model: Any, optimizer: Any, loader: Any = None) -> Any:
+def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
     """Hand a loop's model, optimizer and loader to the strategy; go on with what comes back.
 
     The model is the same module, moved to the device: it trains in parallel from now on, and is
@@ -23,6 +25,8 @@ def prepare(model: Any, optimizer: Any, loader: Any = None) -> Any:
         model: A module.
         optimizer: A built optimizer of its parameters.
         loader: A DataLoader; without one, the loop divides its data itself.
+        keep: What else a checkpoint must hold for the loop to go on from it: schedulers, loss
+            scalers, whatever has `state_dict` and `load_state_dict`.
 
     Returns:
         `(model, optimizer, loader)`, or `(model, optimizer)` without a loader.
@@ -50,10 +54,42 @@ def prepare(model: Any, optimizer: Any, loader: Any = None) -> Any:
     strategy = settings.load_strategy(context)
     context.strategy = strategy
     model, optimizer, shared = strategy.adopt(module, optimizer, source)
+    go_on(context, strategy, check_kept(keep))
     if spec.rank == 0 or not context.entry.data_parallel:
         context.weights = strategy.weights
     announce(context, module, None if source is None else source.batch_size)
     return (model, optimizer) if loader is None else (model, optimizer, shared)
+
+
+def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
+    """Let the loop be saved; set it to the checkpoint that the run goes on from, if any."""
+    checkpoints, loop = checkpoints_of(context), strategy.loop
+    loop.checkpoints = checkpoints
+    base = {"base": context.trained}
+    about = checkpoints.enter(
+        strategy, lambda: {**base, **loop.position()}, kept, ends_with_cell=True
+    )
+    if about is not None:
+        loop.go_on(about)
+        checkpoints.restore()
+        checkpoints.tell()
+
+
+def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a checkpoint is to hold besides model and optimizer.
+
+    Raises:
+        FitError: Something of it cannot be saved and loaded.
+    """
+    for thing in keep:
+        if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
+            raise FitError(
+                "A checkpoint cannot keep this.",
+                seen=type(thing).__name__,
+                allowed="objects with state_dict and load_state_dict, as schedulers are",
+                next_step="wb.prepare(model, optimizer, loader, keep=[scheduler])",
+            )
+    return tuple(keep)
 
 
 def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:

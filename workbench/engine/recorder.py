@@ -38,16 +38,27 @@ class Recorder:
         capacity: Rows held before the control thread must have drained some; rounded up to a
             power of two. At 1,000 steps/s and 10 drains/s 65,536 rows are 65 s of slack.
         flags: Written into each row.
+        first: Rows of earlier steps are left out.
+        lane: Rank that the rows name, where it is another (see `RunSpec.lane`).
     """
 
-    def __init__(self, run: int, rank: int, capacity: int = 1 << 16, flags: int = 0) -> None:
+    def __init__(
+        self,
+        run: int,
+        rank: int,
+        capacity: int = 1 << 16,
+        flags: int = 0,
+        lane: int | None = None,
+        first: int = 0,
+    ) -> None:
         size = 1 << (capacity - 1).bit_length()
         self._buffer = bytearray(size * RECORD.itemsize)
         self._mask = size - 1
         self._head = 0  # rows written so far; only the training thread changes it
         self._tail = 0  # rows drained so far; only the control thread changes it
         self._deferred: dict[int, Deferred] = {}
-        self._run, self._rank, self._flags = run, rank, flags
+        self._run, self._rank, self._flags = run, rank if lane is None else lane, flags
+        self._shift, self._first = self._rank - rank, first
         self.dropped = 0
 
     def add(
@@ -76,16 +87,19 @@ class Recorder:
             rank: Whose row it is, where this engine holds several replicas.
         """
         head = self._head
+        if step < self._first:
+            return
         if head - self._tail > self._mask:
             self.dropped += 1
             return
         if deferred is not None:
             self._deferred[head] = deferred
+        named = self._rank if rank is None else rank + self._shift
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, self._rank if rank is None else rank, self._flags, samples, start_s,
-            end_s, ready_s, data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness,
-            bubble_s, waited_for,
+            self._run, step, named, self._flags, samples, start_s, end_s, ready_s,
+            data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
+            waited_for,
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained
 

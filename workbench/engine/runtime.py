@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import EngineSpentError, RunStopped
+from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
-from . import settings
+from . import postmortem, profiles, rescue, settings
+from .advice import advice, plain
 from .context import RunContext
 from .gate import Gate
 from .injector import FaultInjector
@@ -80,7 +81,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
         return _serve(engine, spec, framework)
     injected = _inject(shell.namespace, spec, framework)
     outcome: dict[str, Any]
-    with engine.watch.armed(), _environment(framework.environ(spec)):
+    with engine.watch.armed(), _environment(framework.environ(spec)), postmortem.cell():
         try:
             if spec.mode == "run":
                 outcome = _train(engine, shell, spec, framework, request, injected)
@@ -95,6 +96,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
     if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out or lost:
         outcome["group_broken"] = True
+    outcome["cut_off"] = engine.watch.broke_out
     return outcome
 
 
@@ -119,17 +121,23 @@ def _train(
         spec=spec,
         # Clocks of several hosts cannot be compared: waits then follow the min rule.
         recorder=Recorder(
-            spec.run, spec.rank, flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0
+            spec.run,
+            spec.rank,
+            flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0,
+            lane=spec.kept_as,
+            first=spec.rows_from,
         ),
-        gate=Gate(),
+        gate=profiles.gate(spec, lambda text: engine.link.emit("note", rank=spec.rank, text=text)),
         faults=FaultInjector(spec.rank, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
     )
     run.gate.on_pause = lambda step: engine.link.emit("paused", rank=spec.rank, step=step)
     run.gate.on_resume = lambda step: engine.link.emit("resumed", rank=spec.rank, step=step)
-    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.rank) if spec.run_dir else None)
+    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None)
     run_context.set_current(run)
+    profiles.install(run)
+    kept = rescue.watch(run, framework)
     try:
         framework.setup(spec)
         _ensure_group(engine, spec, framework)
@@ -139,6 +147,11 @@ def _train(
             injected.update(names)
             outcome = _execute(shell, framework, request)
             run.failed = outcome["status"] not in ("ok", "stopped")
+            engine.link.emit("left", rank=spec.rank, status=outcome["status"])
+            if run.failed and run.checkpoints is not None and kept is not None:
+                outcome["kept_step"] = kept.keep(run.checkpoints)
+            if run.checkpoints is not None:
+                run.checkpoints.conclude(failed=run.failed)
         if outcome["status"] == "ok" and run.gate.stopping:
             outcome["status"] = "stopped"
         outcome["trained"] = run.trained
@@ -217,6 +230,11 @@ def serve(run: RunContext, framework: Any) -> None:
 
 def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
     """Leave the engine clean: wrappers first, then the group (the other way round deadlocks)."""
+    with engine.watch.shielded():
+        _undo(engine, run, framework)
+
+
+def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
     try:
         if run.strategy is not None:
             run.strategy.close()
@@ -293,6 +311,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """Run the cell; where its error has a well-known cause, say it below the traceback."""
     error = shell.execute(request["source"], request["number"])
+    postmortem.keep(error)
     explain = getattr(framework, "explain", None)
     if error is not None and explain is not None:
         with contextlib.suppress(Exception):  # a guess must not hide the error itself
@@ -312,8 +331,10 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "status": status,
         "ename": type(error).__name__,
-        "evalue": str(error),
+        "evalue": plain(str(error)),
     }
     if isinstance(error, EngineSpentError):
         outcome["replace"] = True
+    if not isinstance(error, WorkbenchError):  # ours say it themselves
+        outcome["advice"] = advice(f"{type(error).__name__}: {error}")
     return outcome

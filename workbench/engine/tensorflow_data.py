@@ -8,7 +8,7 @@ has an order of its own, and every engine reads all of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import count
+from itertools import islice
 from typing import Any
 
 import keras
@@ -18,39 +18,9 @@ import tensorflow as tf
 from ..errors import FitError
 from ..strategies.base import Share
 from .order import Order, make_order, share_bounds
+from .source import Source
 
 KINDS = "(x, y) arrays, a tf.data.Dataset, a keras.utils.PyDataset, or a data set with an index"
-
-
-class Source:
-    """Data in shares.
-
-    Attributes:
-        batch_size: Global batch size.
-        samples: Samples in one epoch; None where the data does not say.
-        steps_per_epoch: Global batches in one epoch; None where the data does not say.
-    """
-
-    batch_size: int
-    samples: int | None
-    steps_per_epoch: int | None
-
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
-        """Yield `rank`'s share of each global batch of one epoch; steps count from 0."""
-        raise NotImplementedError
-
-    def shares(self, rank: int, workers: int) -> Iterator[Share]:
-        """Yield `rank`'s share of each global batch, epoch after epoch, for ever."""
-        step = 0
-        for epoch in count():
-            for share in self.epoch(epoch, rank, workers):
-                share.step = step
-                step += 1
-                yield share
-
-    def peek(self) -> Any:
-        """Return a batch of one sample, of the right shapes."""
-        raise NotImplementedError
 
 
 class ArraySource(Source):
@@ -61,8 +31,9 @@ class ArraySource(Source):
         self.samples, self.batch_size = order.samples, order.batch_size
         self.steps_per_epoch = order.steps_per_epoch
 
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
-        for step, batch in enumerate(self.order.batches(epoch)):
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        batches = islice(enumerate(self.order.batches(epoch)), first, None)
+        for step, batch in batches:
             start, stop = share_bounds(len(batch), rank, workers)
             # An engine without a sample holds one that does not count.
             chosen = batch[start:stop] if stop > start else batch[:1]
@@ -88,14 +59,17 @@ class StreamSource(Source):
         self.data, self.batch_size = data, batch_size
         self.samples, self.steps_per_epoch = None, steps_per_epoch
 
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
         empty = True
         for step, batch in enumerate(self._batches()):
             empty = False
+            if step < first:
+                continue
             total = batch_length(batch)
             start, stop = share_bounds(total, rank, workers)
-            first, last = (start, stop) if stop > start else (0, 1)
-            yield Share(slice_batch(batch, first, last), stop - start, total, step, epoch)
+            # An engine without a sample holds one that does not count.
+            held = (start, stop) if stop > start else (0, 1)
+            yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
         if empty:
             raise FitError("The data set gave no sample.", seen=type(self.data).__name__)
 

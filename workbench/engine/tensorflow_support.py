@@ -26,12 +26,18 @@ import tensorflow as tf
 
 from ..errors import ClusterError, EngineSpentError, FitError
 from ..protocol import RunSpec
-from . import settings
+from . import settings, tensorflow_temp
 from .context import RunContext
 from .cores import limited
 
 LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
+
+MADE_ANEW = (
+    "TensorFlow had started with fewer devices than this run needs, so it was made anew with "
+    "{devices}: tensors, variables and models of earlier cells can no longer be used on this "
+    "engine."
+)
 
 
 @dataclass
@@ -40,6 +46,7 @@ class _Configured:
 
     devices: int = 0
     threads: int = 0
+    made_anew: bool = False  # for more devices, and nobody was told yet
 
 
 _configured = _Configured()
@@ -66,6 +73,7 @@ def setup(spec: RunSpec) -> None:
             allowed="no TF_CONFIG",
             next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
         )
+    tensorflow_temp.keep_to_cluster()
     # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
     configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads, spec.cores))
     if spec.mode == "run":
@@ -90,6 +98,7 @@ def configure(devices: int, threads: int) -> None:
             _configured.devices = have
             return
         reset()
+        _configured.made_anew = True
     try:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(
@@ -162,6 +171,9 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
     spec = run.spec
     engines = 1 if run.entry.remote_workers else spec.world_size // spec.replicas + spec.servers
     with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
+        if _configured.made_anew:
+            _configured.made_anew = False
+            run.emit("note", rank=spec.rank, text=MADE_ANEW.format(devices=_configured.devices))
         run.strategy = strategy = settings.load_strategy(run)
         with strategy.around_cell() as names:
             yield names
@@ -303,13 +315,18 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Raise FitError: in Keras the schedule is the optimizer's learning rate."""
-    if scheduler is not None:
+    """Raise FitError unless `scheduler` gives a learning rate for a step."""
+    if scheduler is None:
+        return
+    try:
+        float(scheduler(0))
+    except Exception as error:
         raise FitError(
-            "Keras keeps the schedule in the optimizer.",
-            seen="scheduler=...",
-            next_step="keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(...))",
-        )
+            "In TensorFlow a scheduler is a function of the step that returns the learning rate.",
+            seen=f"scheduler(0) raised {type(error).__name__}: {error}",
+            allowed="a function of the step, or one of keras.optimizers.schedules",
+            next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
+        ) from error
 
 
 def weight_names(model: Any) -> dict[str, Any]:
@@ -329,10 +346,20 @@ def weight_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(model: Any, arrays: dict[str, Any]) -> None:
-    """Give a model weights by name; those that are not named stay."""
-    variables = weight_names(model)
-    for name, array in arrays.items():
-        variables[name].assign(array)
+    """Give a model weights by name, also while a step is traced; those not named stay."""
+    variables, tracing = weight_names(model), not tf.executing_eagerly()
+    with tf.init_scope():
+        for name, array in arrays.items():
+            # In a replica's context a variable with copies would have to ask the other replicas.
+            for copy in _copies(variables[name].value) if tracing else [variables[name]]:
+                copy.assign(array)
+
+
+def _copies(value: Any) -> list[Any]:
+    """Return the variables of TensorFlow's own that a distributed one is made of."""
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.values)
+    return [getattr(value, "_v", value)]  # parameters on one device
 
 
 def parameter_count(model: Any) -> int:

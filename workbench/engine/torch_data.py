@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,40 +31,10 @@ from torch.utils.data import (
 from ..errors import FitError
 from ..strategies.base import Share
 from .order import Order, make_order, share_bounds
+from .source import Source
 from .torch_batches import batch_length, slice_batch
 
 KINDS = "a torch Dataset, (x, y) arrays or tensors, or a DataLoader"
-
-
-class Source:
-    """Data in shares.
-
-    Attributes:
-        batch_size: Global batch size.
-        samples: Samples in one epoch; None where a stream does not say.
-        steps_per_epoch: Global batches in one epoch; None where a stream does not say.
-    """
-
-    batch_size: int
-    samples: int | None
-    steps_per_epoch: int | None
-
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
-        """Yield `rank`'s share of each global batch of one epoch; steps count from 0."""
-        raise NotImplementedError
-
-    def shares(self, rank: int, workers: int) -> Iterator[Share]:
-        """Yield `rank`'s share of each global batch, epoch after epoch, for ever."""
-        step = 0
-        for epoch in count():
-            for share in self.epoch(epoch, rank, workers):
-                share.step = step
-                step += 1
-                yield share
-
-    def peek(self) -> Any:
-        """Return a batch of one sample without moving any random state; None for streams."""
-        return None
 
 
 class TensorSource(Source):
@@ -81,16 +50,16 @@ class TensorSource(Source):
         self.steps_per_epoch = order.steps_per_epoch
         self._device = tensors[0].device
 
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
         size, indices = self.order.batch_size, self.order.epoch(epoch)
         places = torch.from_numpy(indices).to(self._device)
-        for step in range(self.order.steps_per_epoch):
-            first = step * size
-            total = min(size, len(indices) - first)
+        for step in range(first, self.order.steps_per_epoch):
+            begin = step * size
+            total = min(size, len(indices) - begin)
             start, stop = share_bounds(total, rank, workers)
             samples = stop - start
             # A worker without a sample holds one that does not count.
-            chosen = places[first + start : first + stop] if samples else places[first : first + 1]
+            chosen = places[begin + start : begin + stop] if samples else places[begin : begin + 1]
             yield Share(self._take(chosen), samples, total, step, epoch)
 
     def _take(self, places: torch.Tensor) -> Any:
@@ -113,17 +82,19 @@ class IndexedSource(Source):
         self._chosen: list[list[int]] = []  # what the worker processes are to fetch
         self._fetching: Any = None
 
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
-        batches = self.order.batches(epoch)
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        batches = self.order.batches(epoch)[first:]
+        if not batches:
+            return
         if self.loader is None or not self.loader.num_workers:
-            for step, batch in enumerate(batches):
+            for step, batch in enumerate(batches, first):
                 chosen, samples = _share_of(batch, rank, workers)
                 yield Share(self._fetch(chosen), samples, len(batch), step, epoch)
             return
         chosen_of, samples_of = zip(*(_share_of(b, rank, workers) for b in batches), strict=True)
         fetched = self._processes(self.loader, list(chosen_of))
-        for step, data in enumerate(fetched):
-            yield Share(data, samples_of[step], len(batches[step]), step, epoch)
+        for place, data in enumerate(fetched):
+            yield Share(data, samples_of[place], len(batches[place]), first + place, epoch)
 
     def _processes(self, loader: DataLoader[Any], chosen: list[list[int]]) -> Any:
         """Return the batches of one epoch from worker processes like the user's loader's."""
@@ -164,10 +135,12 @@ class StreamSource(Source):
             self.steps_per_epoch = None
         self.samples = None
 
-    def epoch(self, epoch: int, rank: int, workers: int) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
         empty = True
         for step, data in enumerate(self.loader):
             empty = False
+            if step < first:
+                continue
             total = batch_length(data)
             start, stop = share_bounds(total, rank, workers)
             kept = (start, stop) if stop > start else (0, 1)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from ..errors import FitError
 from .skew import dirichlet_shards, skewed_order
-from .torch_data import IndexedSource, Source, TensorSource
+from .source import Source
+from .torch_data import IndexedSource, TensorSource
 
 CHUNK = 1024
 

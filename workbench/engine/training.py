@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import FitError
 from ..strategies.base import Job, Share, StepResult, Strategy
 from . import settings
 from .announce import announce
+from .checkpoints import checkpoints_of
 from .context import RunContext, current
 
 clock = time.perf_counter
@@ -63,7 +65,9 @@ class Training:
         self.base = context.trained  # steps of an earlier fit in the same cell
         self.logs: dict[str, float] = {}
         self.evaluated = -1
-        self.weighing_s = 0.0
+        self.weighing_s = self.saving_s = 0.0
+        self.checkpoints = checkpoints_of(context)
+        self.first = self.base  # the step to begin with
 
     def run(self, epochs: int | None) -> FitResult:
         """Train to the end, or until Stop."""
@@ -73,6 +77,7 @@ class Training:
         strategy.seed = self.job.seed
         source = strategy.deal(self.source)
         strategy.prepare(self.job)
+        shares = self._begin(strategy, source)
         if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
         announce(
@@ -86,15 +91,20 @@ class Training:
         if strategy.drives:
             last = strategy.drive(self)
         else:
-            last = self._steps(strategy, source.shares(*strategy.portion))
-            idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s + self.weighing_s
+            last = self._steps(strategy, shares)
+            idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
+            idle_s += self.weighing_s + self.saving_s
             context.train_s += clock() - began - idle_s
         result = self.result
         result.steps = context.trained - self.base
         result.loss = _loss(last)
         if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
             self._evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
-        strategy.finish()
+        if context.sync:
+            self.checkpoints.save()
+        strategy.finish()  # workers that meet nowhere have all pushed only now
+        if not strategy.drives:
+            self.checkpoints.save()
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
         return result
@@ -104,11 +114,12 @@ class Training:
         gate, faults, record = context.gate, context.faults, context.recorder.add
         per_epoch = self.job.steps_per_epoch
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
-        remembered = min(2, self.job.total_steps)  # when optimizers have their state
+        left = self.base + self.job.total_steps - self.first
+        remembered = self.first + min(2, left)  # when optimizers have their state
         result: StepResult | None = None
         first_rank = context.spec.rank
         start, paused_s = clock(), gate.paused_s
-        for step in range(self.base, self.base + self.job.total_steps):
+        for step in range(self.first, self.base + self.job.total_steps):
             if not gate.enter(step):
                 self.result.stopped = True
                 break
@@ -138,11 +149,48 @@ class Training:
             done = step - self.base + 1
             if after:
                 start = self._after_step(strategy, done, end, result)
-            if done == remembered:
+            if context.trained == remembered:
                 start = self._weigh(strategy)
             if done % per_epoch == 0:
                 self._end_epoch(done // per_epoch - 1)
+            if self.checkpoints.every:
+                start = self._checkpoint(start)
         return result
+
+    def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:
+        """Go on from the checkpoint, where there is one of this training; return the shares."""
+        job = self.job
+        batches = {
+            "base": self.base,
+            "batch_size": job.batch_size,
+            "per_epoch": self.source.steps_per_epoch,  # None: a stream does not say
+        }
+        about = self.checkpoints.enter(strategy, lambda: batches)
+        if about is None:
+            return self._shares(strategy, source, 0)
+        for name in ("batch_size", "per_epoch"):
+            if about[name] != batches[name]:
+                raise FitError(
+                    "The checkpoint was taken with other batches, so its place in the data is not "
+                    "one in these.",
+                    seen=f"{name} {batches[name]}",
+                    allowed=f"{name} {about[name]}",
+                    next_step="go on with the same data and batch size",
+                )
+        self.first = int(about["step"])
+        shares = self._shares(strategy, source, self.first - self.base)
+        self.checkpoints.restore()
+        self.context.trained = self.first
+        self.context.step = self.evaluated = self.first - 1
+        self.checkpoints.tell()
+        return shares
+
+    @staticmethod
+    def _shares(strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
+        if strategy.drives:  # it deals the data itself
+            return iter(())
+        shares: Iterator[Share] = source.shares(*strategy.portion, first)
+        return shares
 
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
         """Call hooks and evaluate; return when the next step begins."""
@@ -155,6 +203,15 @@ class Training:
             return end_s
         self._evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
         return clock()
+
+    def _checkpoint(self, start_s: float) -> float:
+        """Save if it is time; return when the next step begins."""
+        began = clock()
+        if not self.checkpoints.step_done():
+            return start_s
+        end = clock()
+        self.saving_s += end - began
+        return end
 
     def _weigh(self, strategy: Strategy) -> float:
         """Log what this worker holds between steps; return when the next step begins."""

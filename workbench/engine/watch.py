@@ -31,6 +31,14 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     """
     context = require("wb.watch")
     framework = context.spec.framework
+    if context.spec.checkpoint or context.spec.resume:
+        raise FitError(
+            "Checkpoints of a loop that distributes itself are its own affair: only it knows what "
+            "lies where.",
+            seen="--checkpoint with wb.watch",
+            allowed="--checkpoint with wb.fit or wb.prepare",
+            next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
+        )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.watched") is None:
         raise FitError(
             f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 META = "run.json"
 _ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
+PROFILES = "profiles"
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
 
 
@@ -128,9 +130,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
         joined=bool(meta.get("joined", True)),
         data_parallel=bool(meta.get("data_parallel", True)),
     )
-    _replay_records(folder, history)
-    for name, fields in read_events(folder):
-        history.event(name, fields)
+    history.read(folder, [(int(step), tuple(map(int, on))) for step, on in meta.get("phases", ())])
     history.finish()
     return meta, history
 
@@ -177,12 +177,20 @@ def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pat
         for pattern in _SAVED:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
+        if (source / PROFILES).is_dir():
+            shutil.copytree(source / PROFILES, fresh / PROFILES)
         if not (fresh / META).exists():
             write_meta(fresh, {})
         _swap(fresh, goal)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return goal
+
+
+def profiles(run_dir: Path) -> list[Path]:
+    """Return a run's Chrome traces, in the order of their first ranks."""
+    traces = (run_dir / PROFILES).glob("rank*.json")
+    return sorted(traces, key=lambda path: int("".join(re.findall(r"\d+", path.stem)[:1])))
 
 
 def records_path(run_dir: Path, rank: int) -> Path:
@@ -193,28 +201,6 @@ def records_path(run_dir: Path, rank: int) -> Path:
 def events_path(run_dir: Path, rank: int) -> Path:
     """Return the file of a rank's events."""
     return run_dir / f"events-rank{rank}.jsonl"
-
-
-def _replay_records(folder: Path, history: RunHistory) -> None:
-    """Append the ranks' rows in turns, so that steps complete as they did in the run."""
-    sources = [_rows_in(records_path(folder, rank), 4096) for rank in _ranks_on_disk(folder)]
-    while sources:
-        still = []
-        for source in sources:
-            rows = next(source, None)
-            if rows is not None:
-                history.append(rows)
-                still.append(source)
-        sources = still
-
-
-def _rows_in(path: Path, at_once: int) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        while packed := file.read(at_once * RECORD.itemsize):
-            whole = len(packed) // RECORD.itemsize
-            yield np.frombuffer(packed, RECORD, count=whole)
 
 
 def _ranks_on_disk(folder: Path) -> list[int]:

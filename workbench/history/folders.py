@@ -31,8 +31,15 @@ def runs_root() -> Path:
 
         base = Path(platformdirs.user_data_dir("workbench", appauthor=False))
     root = base / "runs"
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(root)
     return root
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and those above it, each for the user alone, whatever the umask."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def new_run_dir(name: str) -> Path:

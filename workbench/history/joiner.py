@@ -23,9 +23,14 @@ class Joiner:
     """
 
     def __init__(self, ranks: int, limit: int = PENDING_ROWS) -> None:
-        self._ranks = ranks
+        self._ranks = self._expected = ranks
         self._limit = max(limit, 4 * ranks)
         self._waiting: Rows = np.empty(0, RECORD)
+
+    def narrow(self, expected: int) -> None:
+        """Expect rows of so many ranks from now on; give up those that wait."""
+        self._expected = expected
+        self._waiting = self._waiting[:0]
 
     def add(self, rows: Rows) -> tuple[Rows, Rows]:
         """Take rows in; return what can be used now.
@@ -39,8 +44,8 @@ class Joiner:
         """
         rows, keys = self._sorted(np.concatenate([self._waiting, rows]))
         count = np.unique(keys // self._ranks, return_counts=True)[1]
-        whole = np.repeat(count == self._ranks, count)
-        complete = rows[whole].reshape(-1, self._ranks)
+        whole = np.repeat(count == self._expected, count)
+        complete = rows[whole].reshape(-1, self._expected)
         waiting = rows[~whole]
         excess = len(waiting) - self._limit
         if excess > 0:
@@ -56,6 +61,11 @@ class Joiner:
         """Give up waiting: return the rows of all incomplete steps."""
         rows, self._waiting = self._waiting, np.empty(0, RECORD)
         return rows
+
+    @property
+    def reached(self) -> int:
+        """Latest step of which rows wait; -1 where none do."""
+        return int(self._waiting["step"].max()) if len(self._waiting) else -1
 
     @property
     def waiting(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics import PARTS, derive
+from ..metrics import PARTS, Derived, derive
 from ..protocol import FLAG_SKEWED_CLOCK
 from .envelope import Envelope
+from .health import LossWatch
 from .joiner import Joiner
 from .recent import Recent
 from .table import STORED, RowTable
@@ -30,6 +32,7 @@ class Reducer:
     Attributes:
         last: Latest step and its loss; -1 and NaN before the first.
         skewed: Whether the ranks' clocks differ.
+        health: Where the loss of a synchronous run stopped being a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
     """
 
@@ -44,9 +47,11 @@ class Reducer:
         }
         self.skewed = False
         self.last = (-1, float("nan"))
+        self.health = LossWatch()
         self.invalid_rows = 0
         self._workers, self._joined, self._data_parallel = workers, joined, data_parallel
         self._joiner = Joiner(workers)
+        self._ranks = np.arange(workers)  # rank in the history of each worker there is now
 
     def add(self, rows: Rows) -> None:
         """Take in RECORD rows of shape (rows,)."""
@@ -61,6 +66,30 @@ class Reducer:
             self._take_alone(lost, lost=True)
         else:
             self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
+
+    def settle(self) -> None:
+        """Count the steps that wait for a row as done: who died had not sent it yet."""
+        rows = self._joiner.finish()
+        self._take_alone(rows, lost=True)
+        if self._joined:
+            self.totals.steps += len(np.unique(rows["step"]))
+
+    @property
+    def reached(self) -> int:
+        """Latest step that any worker has reported; -1 before the first."""
+        return max(self.last[0], self._joiner.reached)
+
+    def narrow(self, ranks: Sequence[int]) -> None:
+        """Go on with fewer workers: those that had these ranks, which their rows still name."""
+        self.settle()
+        self._ranks = np.asarray(ranks)
+        self._joiner.narrow(len(ranks))
+
+    def _blame(self, columns: Derived) -> Blame:
+        """Return who is to blame, by rank in the history; workers count themselves anew."""
+        known = (columns.blamed_rank >= 0) & (columns.blamed_rank < len(self._ranks))
+        named = np.where(known, self._ranks[np.where(known, columns.blamed_rank, 0)], -1)
+        return Blame(named.astype(np.int32), columns.blamed_s)
 
     def finish(self) -> None:
         """Take the rows of steps that some rank never reported."""
@@ -79,7 +108,7 @@ class Reducer:
         if not len(rows):
             return
         columns = derive(rows)
-        parts_s, blame = parts_of(columns), Blame.of(columns)
+        parts_s, blame = parts_of(columns), self._blame(columns)
         step, start, end = rows["step"][:, 0], rows["start_s"], rows["end_s"]
         flat = rows.reshape(-1)
         samples = rows["samples"].sum(axis=1)
@@ -88,24 +117,25 @@ class Reducer:
         self.totals.steps += len(rows)
         self.totals.samples += int(samples.sum())
         self._count(flat, parts_s.reshape(-1, len(PARTS)), blame.flat())
-        for rank in range(self._workers):
-            self.recent.add(rank, rows[:, rank], parts_s[:, rank], blame[:, rank])
+        for at, rank in enumerate(self._ranks):
+            self.recent.add(int(rank), rows[:, at], parts_s[:, at], blame[:, at])
         first, last = (start[:, 0], end[:, 0]) if self.skewed else (start.min(1), end.max(1))
         self.recent.tick(first, last, samples)
         spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
         self.curves["samples_per_s"].add(step, first, samples / spent, spent)
         self.curves["loss"].add(step, first, columns.loss)
+        self.health.look(step, columns.loss)
         if int(step[-1]) >= self.last[0]:
             self.last = (int(step[-1]), float(columns.loss[-1]))
-        self._store(flat, parts_s.reshape(-1, len(PARTS)), columns.blamed_rank.reshape(-1),
-                    np.repeat(columns.loss, self._workers))  # fmt: skip
+        self._store(flat, parts_s.reshape(-1, len(PARTS)), blame.rank.reshape(-1),
+                    np.repeat(columns.loss, len(self._ranks)))  # fmt: skip
 
     def _take_alone(self, rows: Rows, *, lost: bool) -> None:
         """Take RECORD rows (rows,) that stand alone, or whose step's other rows are lost."""
         if not len(rows):
             return
-        columns = derive(rows[:, None], workers=self._workers)
-        parts_s, blame = parts_of(columns)[:, 0], Blame.of(columns)[:, 0]
+        columns = derive(rows[:, None], workers=len(self._ranks))
+        parts_s, blame = parts_of(columns)[:, 0], self._blame(columns)[:, 0]
         step, start, end = rows["step"], rows["start_s"], rows["end_s"]
         loss = np.full(len(rows), np.nan) if lost else rows["local_loss"].copy()
         self._count(rows, parts_s, blame)

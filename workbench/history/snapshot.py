@@ -112,8 +112,8 @@ class Split:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Split:
-        """Return what a `split` event says."""
-        rows, pipelines = fields["stages"], int(fields["pipelines"])
+        """Return what a `split` event says; what it leaves open is NaN, and 0 where it counts."""
+        rows, pipelines = fields["stages"], int(fields.get("pipelines", 1))
         workers = 1 + max(int(row["rank"]) for row in rows)
         stages = (
             Stage(
@@ -121,14 +121,14 @@ class Split:
                 tuple(int(row["rank"]) + workers * other for other in range(pipelines)),
                 str(row["layers"]),
                 int(row["parameters"]),
-                float(row["microbatch_s"]),
-                int(row["handed_bytes"]),
+                float("nan" if row["microbatch_s"] is None else row["microbatch_s"]),
+                int(row["handed_bytes"] or 0),
             )
             for row in rows
         )
         return Split(
             tuple(stages), str(fields["schedule"]), int(fields["microbatches"]),
-            int(fields["microbatch_samples"]), pipelines, float(fields["ideal_bubble"]),
+            int(fields.get("microbatch_samples", 0)), pipelines, float(fields["ideal_bubble"]),
         )  # fmt: skip
 
 
@@ -152,6 +152,7 @@ class Snapshot:
         notes: Things the user should know.
         split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
+        banner: What holds the run up at the moment; empty when nothing does, and when it is over.
         unmeasured: Names of `metrics.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.
     """
@@ -183,4 +184,5 @@ class Snapshot:
     notes: tuple[str, ...] = ()
     split: Split | None = None
     parallelism: str = "data"
+    banner: str = ""
     unmeasured: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..metrics import PARTS
 from ..protocol import RECORD
-from . import views
+from . import disk, rewind, views
 from .logged import LoggedColumn
 from .reducer import Reducer
 from .snapshot import Snapshot
@@ -66,11 +67,12 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._lock = threading.RLock()
         self._queue: list[bytes] = []
         self._queued_rows = 0
-        self._reduced = Reducer(
-            len(self.engines), memory_limit_bytes, joined=joined, data_parallel=data_parallel
-        )
+        self._shape = (len(self.engines), memory_limit_bytes)
+        self._reduced = Reducer(*self._shape, joined=joined, data_parallel=data_parallel)
         self._table = self._reduced.table
         self._logged: dict[str, LoggedColumn] = {}
+        self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
+        self._counted = 0  # rows of earlier steps are left out: they are there already
         self._sorted: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
 
     # --- in ---------------------------------------------------------------------------------
@@ -94,11 +96,55 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._reduced.totals.eval_s = self.story.eval_s
             self._reduced.totals.paused_s = self.story.paused_s
 
+    def read(self, folder: Path, phases: Sequence[rewind.Phase] = ()) -> None:
+        """Take in all rows and events of a run's folder.
+
+        Args:
+            phases: From which step on the run had which workers, where that changed.
+        """
+        with self._lock:
+            self._phases = list(phases)
+            self._rebuild(folder)
+            for name, fields in disk.read_events(folder):
+                if name != "log":
+                    self.event(name, fields)
+
+    @property
+    def phases(self) -> list[rewind.Phase]:
+        """From which step on the run had fewer workers, and which ranks they had."""
+        return list(self._phases)
+
     def finish(self) -> None:
         """Stop waiting for missing rows: those of incomplete steps become rows of their own."""
         with self._lock:
             self._fold()
             self._reduced.finish()
+
+    def rewind(self, step: int, folder: Path, ranks: Sequence[int] | None = None) -> int:
+        """Let the run go on from `step`: its rows and events from there on will come again.
+
+        Args:
+            folder: The run's, where engines keep all rows.
+            ranks: Ranks of the workers that go on; None leaves them as they are.
+
+        Returns:
+            How many steps some worker had done and will be done again.
+        """
+        with self._lock:
+            self._fold()
+            lost_steps = max(0, self._reduced.reached + 1 - step)
+            writers = {self.engines.index(engine) for engine in self.engines}
+            if rewind.cut(folder, writers, step):
+                self._phases = rewind.phases_before(self._phases, step)
+                self._rebuild(folder)
+                self._reduced.settle()
+                self.story.rewind(step)
+            else:
+                self._counted = self._reduced.last[0] + 1
+                step = max(step, self._counted)
+            if ranks is not None:
+                self._narrow(step, ranks)
+            return lost_steps
 
     # --- out --------------------------------------------------------------------------------
 
@@ -222,7 +268,31 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return
         rows = np.frombuffer(b"".join(self._queue), RECORD)
         self._queue, self._queued_rows = [], 0
+        if self._counted:
+            rows = rows[rows["step"] >= self._counted]
         self._reduced.add(rows)
+        if note := self._reduced.health.note:
+            self.story.fold("note", {"text": note}, 0.0)
+
+    def _narrow(self, step: int, ranks: Sequence[int]) -> None:
+        self._phases.append((step, tuple(ranks)))
+        self._reduced.narrow(ranks)
+
+    def _rebuild(self, folder: Path) -> None:
+        """Read everything anew from a run's folder but what is told of the run as a whole."""
+        kept = self._reduced.totals
+        self._reduced = Reducer(*self._shape, joined=self.joined, data_parallel=self.data_parallel)
+        self._reduced.totals.eval_s, self._reduced.totals.paused_s = kept.eval_s, kept.paused_s
+        self._table, self._sorted = self._reduced.table, ((0, 1), np.empty(0, np.intp))
+        self._queue, self._queued_rows, self._logged = [], 0, {}
+        for first, end, ranks in rewind.spans(self._phases):
+            if ranks is not None:
+                self._reduced.narrow(ranks)
+            for rows in rewind.replay(folder, range(len(self.engines)), first, end):
+                self._reduced.add(rows)
+        for name, fields in disk.read_events(folder):
+            if name == "log":
+                self._log(fields, float(fields.get("t_s") or 0.0))
 
     def _column(self, name: str) -> NDArray[Any]:
         if name in self._logged:

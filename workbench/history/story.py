@@ -21,6 +21,7 @@ class Story:
         devices: Device by rank.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes and warnings, each text once.
+        checkpoints: How many were written.
         split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
         memory_bytes: What each rank holds between steps.
@@ -35,6 +36,8 @@ class Story:
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.checkpoints = 0
+        self._last_checkpoint = ""
         self.split: Split | None = None
         self.unmeasured: dict[str, str] = {}
         self.memory_bytes: dict[int, float] = {}
@@ -56,6 +59,8 @@ class Story:
             self._evaluate(fields)
         elif name in ("note", "warning"):
             self._note(str(fields.get("text", "")))
+        elif name == "checkpoint":
+            self._checkpoint(fields)
         elif name == "epoch":
             self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
         elif name == "split":
@@ -74,6 +79,12 @@ class Story:
         elif name == "error":
             self.errors[int(fields.get("rank", 0))] = dict(fields)
 
+    def rewind(self, step: int) -> None:
+        """Forget evaluations of `step` and later, and how the run ended before it went on."""
+        self.evals = [one for one in self.evals if one["step"] < step]
+        self.finished.clear()
+        self.errors.clear()
+
     def _start(self, fields: Mapping[str, Any]) -> None:
         rank = int(fields.get("rank", 0))
         if not self.started or rank <= int(self.started.get("rank", 0)):
@@ -89,6 +100,19 @@ class Story:
         self.evals.sort(key=lambda one: one["step"])
         del self.evals[:-MOST_EVALS]
         self.eval_s += float(fields.get("seconds") or 0.0)
+
+    def _checkpoint(self, fields: Mapping[str, Any]) -> None:
+        """Show the newest checkpoint, in the place of the one before."""
+        self.checkpoints += 1
+        stall_ms, seconds = 1e3 * float(fields["stall_s"]), float(fields["seconds"])
+        text = (
+            f"Checkpoint at step {fields['step']}: {int(fields['size_bytes']) / 1e6:.3g} MB, on "
+            f"the disk after {seconds:.2g} s; training stood still for {stall_ms:.2g} ms "
+            f"({fields['path']})."
+        )
+        self.notes = [note for note in self.notes if note != self._last_checkpoint]
+        self._last_checkpoint = text
+        self._note(text)
 
     def _note(self, text: str) -> None:
         if text and text not in self.notes and len(self.notes) < MOST_NOTES:

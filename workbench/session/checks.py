@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .. import catalog
+from .. import catalog, limits
+from ..cluster import census, exposure
+from ..cluster.calls import travels
 from ..cluster.processes import installed
 from ..errors import ClusterError, PlanError, unknown
 from ..plan import check_count
 from ..recipe import Recipe
 
 MAX_ENGINES = 256
+
+
+def check_travels(values: Mapping[str, object]) -> None:
+    """Raise PlanError where a value cannot be sent to another process."""
+    for name, value in values.items():
+        if not travels(value):
+            raise PlanError(
+                f"{name} cannot be sent to the engines: it cannot be pickled.",
+                seen=type(value).__name__,
+                allowed="data, arrays, models, functions and classes",
+                next_step="make it there: put the line that makes it under %%distributed",
+            )
 
 
 def check_size(what: str, count: object) -> int:
@@ -28,6 +42,22 @@ def check_size(what: str, count: object) -> int:
             allowed=f"1 to {MAX_ENGINES}",
         )
     return checked
+
+
+def check_limits(wanted: int, own: Sequence[int] = (), *, hosts: str = "") -> None:
+    """Raise PlanError where so many more engines are beyond the administrator's limits.
+
+    Who asks to listen beyond loopback, and may, is told what that exposes.
+
+    Args:
+        own: Pids of the engines that the cluster has already.
+        hosts: What is to be listened on beyond loopback.
+    """
+    allowed = limits.load()
+    allowed.check_hosts(hosts)
+    exposure.warn(hosts)
+    if allowed.max_engines is not None:  # the census looks at every process of the machine
+        allowed.check_engines(wanted + len(own), census.elsewhere(own))
 
 
 def check_members(ids: Sequence[int], members: Sequence[int]) -> None:

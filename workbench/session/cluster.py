@@ -8,35 +8,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .. import catalog
-from ..cluster import devices as device_pool
+from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
-from ..errors import ClusterError, RunError, WorkbenchError
+from ..errors import RunError
 from ..faults import parse_fault
 from ..history import disk
-from ..plan import Plan, check_count, make_plan
+from ..plan import Plan, make_plan
 from ..protocol import Message
 from ..recipe import Recipe
-from . import registry
-from .checks import check_framework, check_members, check_size, to_recipe
-from .frameworks import bring, default_framework
-from .replace import Replacer, spent, words
-from .requests import (
-    ARGS,
-    FREE,
-    PULL,
-    PUSH,
-    RESULT,
-    TAKE,
-    Specs,
-    cell_requests,
-    labels,
-    make_specs,
-    run_requests,
-)
+from ..windows import parse_window
+from . import checkpoints, hangs, registry
+from .checks import (
+    check_framework,
+    check_limits,
+    check_members,
+    check_size,
+    check_travels,
+    to_recipe,
+)  # fmt: skip
+from .frameworks import default_framework
+from .interrupts import deferred
+from .keeping import Keeping, task_record
+from .launch import Launch
+from .paused import Paused
+from .pool import Pool
+from .postmortem import PostMortem
+from .replace import spent
+from .requests import FREE, PULL, PUSH, cell_requests, labels
 from .run import Run
+from .stacks import Stacks, gather
 from .task import Task
-from .verdicts import outcome_error, outcome_notes
 
 
 class Cluster:
@@ -48,6 +49,9 @@ class Cluster:
             numbers as `0,1`.
         launcher: `local`, or one of ipyparallel's launchers by name.
         framework: What engines have imported when they start; by default torch, where installed.
+        keep: Whether it outlives this kernel; `wb.attach` takes it over then.
+        idle_timeout: `30m`, `never`, or seconds, after which a cluster in which nothing runs ends;
+            by default never, or after a day for a kept one.
 
     Raises:
         PlanError: The number of engines or the devices make no sense.
@@ -67,41 +71,44 @@ class Cluster:
         hosts: str = "",
         framework: str | None = None,
         engines: Engines | None = None,
+        keep: bool = False,
+        idle_timeout: str | float | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         count = check_size("The number of engines", workers)
-        self.devices_asked, self.launcher = devices, launcher
-        self.devices = device_pool.parse_devices(devices)
-        self._leases: dict[int, device_pool.Leases] = {}
+        check_limits(count, hosts=hosts)
+        self.launcher = launcher
+        self._pool = pool = Pool(devices)
         self._runs: dict[int, Run] = {}
         self._number = itertools.count(1)
-        self._generation = itertools.count(1)
-        self._group: tuple[str, tuple[str | int, ...]] = ("", ())  # prefix; framework, engines
-        self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
-        self._replacer = Replacer()
-        self._begun_again: set[int] = set()  # runs whose engines were replaced, once each
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
-        self.lease(count)
+        self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
+        pool.lease(count)
         framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
         self._engines = engines or Engines(
             self.listeners(), framework=framework, launcher=launcher, hosts=hosts
         )
+        pool.engines = self._engines
         if engines is not None:
             engines.listen(self.listeners())
             engines.framework = framework
         try:
-            self._engines.start(count, progress)
+            self.keeping = Keeping(self, keep, idle_timeout)
+            pool.on_task = self.keeping.begun
+            if not self._engines.engines:  # else they were there before us
+                self._engines.start(count, progress)
         except BaseException:
             self._engines.stop()
             raise
+        self.keeping.begin()
         registry.add_cluster(self)
 
     def listeners(self) -> Listeners:
         """Where the engines' messages go."""
-        return Listeners(message=self._message, death=self._death)
+        return Listeners(message=self._message, death=self._death, helper=self._helper_gone)
 
     # -- engines ----------------------------------------------------------------------------------
 
@@ -113,22 +120,21 @@ class Cluster:
     @property
     def engines(self) -> list[EngineInfo]:
         """Every engine, dead ones too, by id."""
-        return [self._engines.engines[i] for i in sorted(self._engines.engines)]
+        return self._pool.all
 
     @property
     def worker_ids(self) -> list[int]:
         """Ids of the living engines that run cells; the others were started as servers."""
-        return [engine for engine in self.ids if engine not in self._servers]
+        return self._pool.worker_ids
 
-    def lease(self, workers: int) -> device_pool.Leases:
-        """Return which device each of so many workers gets; the same answer every time.
+    @property
+    def devices_asked(self) -> str:
+        """What `devices` said."""
+        return self._pool.devices_asked
 
-        A worker's variables live on its device from one cell to the next, so ranks keep theirs
-        although `auto` would see other memory in use by then.
-        """
-        if workers not in self._leases:
-            self._leases[workers] = device_pool.lease(self.devices, workers)
-        return self._leases[workers]
+    def lease(self, workers: int) -> Leases:
+        """Return which device each of so many workers gets; the same answer every time."""
+        return self._pool.lease(workers)
 
     @property
     def framework(self) -> str:
@@ -146,7 +152,7 @@ class Cluster:
 
     def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids."""
-        return self._engines.start(check_count("The number of engines", count), framework=framework)
+        return self._pool.add(count, framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
         """Replace engines (all, or those named) by fresh ones under the same ids.
@@ -156,7 +162,7 @@ class Cluster:
         Raises:
             ClusterError: There is no engine of that id.
         """
-        self._group = ("", ())
+        self._pool.drop_group()
         return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
 
     def free(self) -> dict[int, int]:
@@ -177,12 +183,37 @@ class Cluster:
         self._engines.known(engine)
         return self._engines.log_tail(engine)
 
+    def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
+        """Return where the engines' threads are, now; also while a cell or a run goes on.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
+        return gather(self, ids)
+
+    def debug(self, rank: int | None = None) -> PostMortem:
+        """Return the frames of the rank whose cell failed (by default the first to fail).
+
+        Raises:
+            RunError: It keeps no failure, or a cell is going on.
+        """
+        from .debug import post_mortem
+
+        return post_mortem(self, rank)
+
     def status(self) -> Any:
         """A table: a row per engine."""
         from ..views.tables import cluster_table
-        from .status import rows
+        from .status import notes, rows
 
-        return cluster_table(rows(self))
+        return cluster_table(rows(self), notes=notes(self))
+
+    @property
+    def rejected(self) -> int:
+        """Messages and connections that were refused: they knew no key, or were sent again."""
+        from .status import rejected
+
+        return rejected(self)
 
     def stop(self) -> None:
         """End every process of the cluster."""
@@ -190,7 +221,17 @@ class Cluster:
         if isinstance(busy, Run) and not busy.is_over:
             busy.stop()
         registry.remove_cluster(self)
+        self.keeping.end()
         self._engines.stop()
+
+    def release(self, reason: str = "This kernel ended.") -> None:
+        """Let go of a kept cluster, which goes on without this kernel; any other one is stopped."""
+        if not self.keeping.kept:
+            self.stop()
+            return
+        registry.remove_cluster(self)
+        self.keeping.end()
+        self._engines.release(reason)
 
     def __enter__(self) -> Cluster:
         return self
@@ -213,8 +254,10 @@ class Cluster:
 
         Raises:
             RunError: A cell or a run is going on.
+            PlanError: A value cannot be sent.
         """
         self._claim()
+        check_travels(values)
         self._engines.call(ids or self.ids, PUSH, (dict(values),))
 
     def pull(
@@ -242,6 +285,10 @@ class Cluster:
         name: str = "",
         inject: Sequence[str] = (),
         init_from: str = "",
+        checkpoint: str = "",
+        checkpoint_every: int | None = None,
+        on_failure: str = "",
+        profile: str = "",
         number: int = 1,
         autoreload: str = "",
         **overrides: Any,
@@ -253,6 +300,9 @@ class Cluster:
             workers: Replicas; by default as many as there are engines. More than there are
                 engines adds engines.
             init_from: Name of a run; the model starts from the weights that run ended with.
+            checkpoint: Folder that checkpoints go to, every `checkpoint_every` steps (100).
+            on_failure: When an engine dies: `stop`, `continue` with fewer, or `replace` it.
+            profile: Steps to profile on every rank: `10:15`.
             overrides: `epochs`, `steps`, `batch_size`, `seed`.
 
         Raises:
@@ -269,19 +319,27 @@ class Cluster:
             faults=tuple(parse_fault(text) for text in inject),
             name=name,
             init_from=init_from,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            on_failure=on_failure,
+            profile=parse_window(profile) if profile else None,
         )
         return self.start(plan, number=number, autoreload=autoreload)
 
-    def start(self, plan: Plan, *, number: int = 1, autoreload: str = "") -> Run:
-        """Start a validated plan; returns at once (see `run`)."""
+    def start(
+        self, plan: Plan, *, number: int = 1, autoreload: str = "", resume_from: str = ""
+    ) -> Run:
+        """Start a validated plan, from a checkpoint if one is named; returns at once."""
         self._claim()
+        checkpoints.claim(plan, resume_from)
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
-        leases = self.lease(plan.workers)
+        pool = self._pool
+        leases = pool.lease(plan.workers)
         plan.check_devices([lease.device for lease in leases.leases])
-        ids = self._ids_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
-        servers = self._servers_for(len(plan.helpers), plan.framework)
-        self._bring([*dict.fromkeys(ids), *servers], plan.framework)
+        ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
+        servers = pool.servers_for(len(plan.helpers), plan.framework)
+        pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
         if leases.warning:
@@ -289,95 +347,20 @@ class Cluster:
         with self._lock:
             self._runs[run.number] = run
         disk.write_meta(run.folder, run.meta())
+        run.resume_from = resume_from
         run.advance("submit")
         self._busy = run
         try:
-            self._submit(run, servers, leases, number=number, autoreload=autoreload)
+            checkpoints.describe(run)
+            launch = Launch(pool, run, servers, leases, number, autoreload, self._renumber)
+            with deferred():
+                launch.submit()
+        except KeyboardInterrupt:
+            raise  # it is under way, and its engines are told to end by who hears of this
         except BaseException as error:
             run.finish(error if isinstance(error, RunError) else RunError(str(error)))
             raise
         return run
-
-    def _submit(
-        self,
-        run: Run,
-        servers: Sequence[int],
-        leases: device_pool.Leases,
-        *,
-        number: int,
-        autoreload: str,
-    ) -> None:
-        ids = [*run.members, *servers]
-        if run.plan.recipe.function:
-            self._engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
-        prefix = f"run-{run.number}-{next(self._generation)}"
-        specs = self._specs(ids, run.plan, leases, prefix, run.plan.framework)
-        asked = run_requests(run, specs, number, autoreload)
-        self._group = ("", ())
-        again = partial(self._submit, run, servers, leases, number=number, autoreload=autoreload)
-        run.open_board(self._engines.router.send, ids)
-        run.task = Task(
-            self._engines,
-            asked,
-            labels(specs),
-            lambda task: self._run_over(run, task, again),
-            spare=servers[: run.plan.workers] if run.plan.entry.remote_workers else (),
-            on_loss=run.note,
-        )
-
-    def _run_over(self, run: Run, task: Task, again: Callable[[], None]) -> None:
-        """Settle a run; on the thread that hears the engines, so it may not wait for them."""
-        run.task = task
-        if self._replace(run, task, again):
-            return
-        error = task.failure()
-        if run.state == "stopping" and error is not None and task.first_failed is None:
-            error = None  # an agreed stop that needed an interrupt is still a stop
-        error = error or outcome_error(run, task.outcomes)
-        for text in outcome_notes(task.outcomes):
-            run.note(text)
-        if run.plan.recipe.function:
-            threading.Thread(
-                target=self._fetch_results, args=(run, error), name="workbench-results", daemon=True
-            ).start()
-        else:
-            run.finish(error)
-
-    def _replace(self, run: Run, task: Task, again: Callable[[], None]) -> bool:
-        """Replace engines that say they must be; return whether the run begins again on them."""
-        found = spent(task.outcomes)
-        if not found:
-            return False
-        ids = list(found)
-        run.note(words(ids, found[ids[0]]))
-        begins_again = run.state == "starting" and run.number not in self._begun_again
-        self._begun_again.add(run.number)
-
-        def then(error: ClusterError | None) -> None:
-            try:
-                if error is not None:
-                    raise error
-                again()
-            except WorkbenchError as failure:
-                run.finish(RunError(str(failure)))
-
-        framework = run.plan.framework
-        if begins_again:
-            self._replacer.begin(self._engines, ids, framework, then)
-        else:
-            self._replacer.begin(self._engines, ids, framework)
-        return begins_again
-
-    def _fetch_results(self, run: Run, error: RunError | None) -> None:
-        """Bring a function's return values into `run.results`, and its names off the engines."""
-        try:
-            living = [i for i in run.members if i in self.ids]
-            taken = self._engines.call(living, TAKE, ([RESULT, ARGS],))
-            run.results = [taken.get(i, {}).get(RESULT) for i in run.members]
-        except ClusterError as failure:
-            run.note(f"What the function returned could not be fetched: {failure.what}")
-        finally:
-            run.finish(error)
 
     def execute(
         self,
@@ -400,42 +383,47 @@ class Cluster:
         self._claim()
         framework = framework or self.framework
         check_framework(framework)
-        members = self._ids_for(workers or len(self.worker_ids), framework)
+        pool = self._pool
+        members = pool.workers_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
-        self._bring(members, framework)
-        fresh = self._group[1] != (framework, *members) or not self._group[0]
-        if fresh:
-            self._group = (f"spmd-{next(self._generation)}", (framework, *members))
-        specs = self._specs(members, None, self.lease(len(members)), self._group[0], framework)
-        if fresh and set(targets) != set(members):
-            # A collective on some ranks needs a group that all ranks have joined.
-            self._settle_group(specs)
+        pool.bring(members, framework)
+        specs = pool.cell_specs(members, targets, framework)
         asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
-        self._busy = task = Task(
-            self._engines,
-            asked,
-            labels(specs, targets),
-            partial(self._cell_over, framework=framework),
-        )
+        pool.on_task(task_record(asked, labels(specs, targets), framework=framework))
+        over = partial(self._cell_over, framework=framework)
+        with deferred():
+            self._busy = task = Task(self._engines, asked, labels(specs, targets), over)
+        hangs.watch(task, self._engines.router.questions.ask)
         return task
-
-    def _settle_group(self, specs: Specs) -> None:
-        task = Task(self._engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})
-        task.over.wait()
-        if (error := task.failure()) is not None:
-            raise error
 
     def _cell_over(self, task: Task, framework: str) -> None:
         if found := spent(task.outcomes):
-            self._replacer.begin(self._engines, list(found), framework)
+            self._pool.replacer.begin(self._engines, list(found), framework)
         if task.group_broken:
-            self._group = ("", ())
+            self._pool.drop_group()
+        self._pool.on_task(None)
+
+    @property
+    def busy(self) -> Run | Task | None:
+        """The run or the cell that goes on, or went on last."""
+        return self._busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cell or a run is going on."""
+        return self._busy is not None and not self._busy.is_over
+
+    @property
+    def last_task(self) -> Task | None:
+        """The cell that runs, or ran last, be it a run's or not."""
+        return self._busy.task if isinstance(self._busy, Run) else self._busy
 
     def _claim(self) -> None:
+        self.keeping.touch()
         busy = self._busy
         if busy is None or busy.is_over:
-            self._replacer.wait()
+            self._pool.replacer.wait()
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise RunError(
@@ -445,55 +433,31 @@ class Cluster:
             else "wait for it, or interrupt it",
         )
 
-    def _bring(self, ids: Sequence[int], framework: str) -> None:
-        """Have the framework on engines; those replaced for that leave no process group."""
-        if bring(self._engines, ids, framework):
-            self._group = ("", ())
-
-    def _ids_for(self, count: int, framework: str) -> list[int]:
-        check_size("The number of workers", count)
-        dead = [e.id for e in self.engines if e.state == "dead"]
-        if not self.ids and dead:
-            raise ClusterError("All engines are dead.", next_step="%cluster restart")
-        missing = count - len(self.worker_ids)
-        if missing > 0:
-            self.add(missing, framework)
-        return self.worker_ids[:count]
-
-    def _servers_for(self, count: int, framework: str) -> list[int]:
-        """Return engines to be servers; the first run that needs them starts them."""
-        missing = count - len(self._servers & set(self.ids))
-        if missing > 0:
-            self._servers |= set(self.add(missing, framework))
-        return sorted(self._servers & set(self.ids))[:count]
-
-    def _specs(
-        self,
-        ids: Sequence[int],
-        plan: Plan | None,
-        leases: device_pool.Leases,
-        prefix: str,
-        framework: str,
-    ) -> Specs:
-        """Return what each engine is told; of a cell without a strategy where `plan` is None."""
-        hosts = {i: self._engines.engines[i].host for i in ids}
-        return make_specs(
-            hosts,
-            len(ids) if plan is None else plan.workers,
-            leases,
-            store=self._engines.store() if framework in catalog.MEET_IN_STORE else None,
-            framework=framework,
-            prefix=prefix,
-            one_engine=plan is not None and plan.entry.one_engine,
-            helpers=() if plan is None else plan.helpers,
-        )
-
     # -- events ------------------------------------------------------------------------------------
 
     def _message(self, engine: int, message: Message) -> None:
+        if message.kind == "debugger":
+            self.paused.hear(engine, message.body)
+            return
         run = self._runs.get(int(message.body.get("run", 0) or 0))
         if run is not None:
             run.receive(message)
 
+    def _renumber(self, run: Run) -> int:
+        """Give a run that is begun again another number: nothing of before reaches it then."""
+        number = next(self._number)
+        with self._lock:
+            self._runs.pop(run.number, None)
+            self._runs[number] = run
+        return number
+
     def _death(self, engine: EngineInfo) -> None:
-        self._group = ("", ())
+        self.paused.forget(engine.id)
+        self._pool.drop_group()
+        if isinstance(self._busy, Run):
+            self._busy.died(engine)
+
+    def _helper_gone(self, text: str) -> None:
+        self._pool.drop_group()
+        if isinstance(self._busy, Run) and not self._busy.is_over:
+            self._busy.note(text)

@@ -115,4 +115,4 @@ def running_clusters() -> list[Any]:
 def _stop_all() -> None:
     for cluster in running_clusters():
         with contextlib.suppress(Exception):
-            cluster.stop()
+            cluster.release()

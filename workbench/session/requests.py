@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import devices as device_pool
+from ..plan import Plan
 from ..protocol import RunSpec
 from ..recipe import Recipe
 
@@ -75,9 +76,16 @@ def make_specs(
     return specs
 
 
-def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[int, dict[str, Any]]:
-    """Return each engine's request for a training run."""
-    plan, recipe = run.plan, run.plan.recipe
+def run_requests(
+    run: Run, specs: Specs, number: int, autoreload: str, plan: Plan | None = None
+) -> dict[int, dict[str, Any]]:
+    """Return each engine's request for a training run.
+
+    Args:
+        plan: Under which it runs now, where it has fewer workers or faults than it began with.
+    """
+    plan = plan or run.plan
+    recipe = plan.recipe
     source = recipe.numbered
     if recipe.function:
         source += f"\n{RESULT} = {recipe.function}(*{ARGS})\n"
@@ -92,14 +100,22 @@ def run_requests(run: Run, specs: Specs, number: int, autoreload: str) -> dict[i
         "options": plan.options,
         "overrides": plan.overrides,
         "init_from": run.init_from,
+        "checkpoint": plan.checkpoint,
+        "checkpoint_every": plan.checkpoint_every,
+        "resume": run.resume_from,
+        "rows_from": run.rows_from,
+        "rescue": plan.on_failure == "continue" and plan.entry.replicated,
+        "profile": list(plan.profile or ()),
         "faults": [fault.text for fault in plan.faults],
         "servers": plan.servers,
         "key": secrets.token_hex(32) if plan.servers else "",
     }
-    return {
-        engine: _request(source, number, autoreload, {**spec.to_wire(), **about})
-        for engine, spec in specs.items()
-    }
+    found = {}
+    for engine, spec in specs.items():
+        lane = run.engines.index(engine) if engine in run.engines else -1
+        wire = {**spec.to_wire(), **about, "lane": lane}
+        found[engine] = _request(source, number, autoreload, wire)
+    return found
 
 
 def cell_requests(
@@ -127,4 +143,12 @@ def _label(spec: RunSpec) -> str:
 
 
 def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"source": source, "number": number, "autoreload": autoreload, "spec": spec}
+    name = spec.get("name")
+    return {
+        "source": source,
+        "number": number,
+        "autoreload": autoreload,
+        "spec": spec,
+        "call": secrets.token_hex(6),
+        "what": f"run {name}" if name else f"cell {number}",
+    }

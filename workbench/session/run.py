@@ -7,12 +7,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import lifecycle
+from ..cluster.engines import EngineInfo
 from ..errors import RunError
 from ..faults import parse_fault
 from ..history import disk
@@ -20,14 +22,13 @@ from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
 from ..plan import Plan
 from ..protocol import Message, records_from
-from .agreement import Agreement, Purpose
+from .halting import Halting
+from .prompt import attend, unattended
 from .task import Task
 
 if TYPE_CHECKING:
     from ..history.snapshot import Snapshot
-
-ANSWER_S = 1.0
-REACH_S = 2.5
+    from .recover import Recovery
 
 
 class Run:
@@ -40,7 +41,9 @@ class Run:
         members: The engines that run the cell, each once: who is asked, agreed with and stopped.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
+        recoveries: Each time that the run went on after the death of an engine.
         init_from: Folder of the run whose weights the model starts from; empty: none.
+        resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
     """
 
@@ -60,7 +63,7 @@ class Run:
         self.folder = folder
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
-        self.init_from = ""
+        self.init_from = self.resume_from = ""
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
@@ -68,20 +71,24 @@ class Run:
         self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()
-        self._agreement: Agreement | None = None
+        self.recoveries: list[Recovery] = []
+        self.rows_from = 0
+        self._halting = self._make_halting()
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._paused_ranks: set[int] = set()
-        self._timers: list[threading.Timer] = []
         self._everyone: tuple[int, ...] = ()
         self._deliver: Callable[[int, Message], None] = lambda engine, message: None
         self.began = time.time()
+
+    def _make_halting(self) -> Halting:
+        return Halting(self.plan.sync, len(self.members), self._send, self._interrupt, self._pace_s)
 
     # -- life ---------------------------------------------------------------------------------
 
     @property
     def state(self) -> lifecycle.State:
-        """pending, starting, running, paused, stopping, finished, stopped or failed."""
+        """pending, starting, running, paused, recovering, stopping, finished, stopped or failed."""
         return self._state
 
     def advance(self, event: lifecycle.Event) -> None:
@@ -105,16 +112,41 @@ class Run:
         end = None if timeout is None else time.monotonic() + timeout
         # Short waits, so that an interrupt of the notebook is noticed at once.
         while not self._over.wait(0.1):
+            attend()
             if end is not None and time.monotonic() > end:
+                unattended()
                 raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
+        unattended()
         if self.error is not None:
             raise self.error
         return self
 
+    @property
+    def held(self) -> bool:
+        """Whether it stands still because its user wants it to."""
+        return self._state in ("paused", "stopping")
+
+    def go_on(self, number: int, members: Sequence[int], resume_from: str, step: int) -> None:
+        """Be begun again by these engines from `step`; what the old ones still send is not heard.
+
+        Args:
+            number: Fresh: messages and rows of before name another.
+        """
+        with self._lock:
+            self._halting.close()
+            self.number, self.members = number, tuple(members)
+            self.resume_from, self.rows_from = resume_from, step
+            self._paused_ranks.clear()
+            self._halting = self._make_halting()
+
+    def halt_again(self) -> None:
+        """Stop, if that was asked for while no engine could hear it."""
+        if self._state == "stopping":
+            self._halting.halt("stop")
+
     def finish(self, error: RunError | None) -> None:
         """Settle the run; called once by the cluster that runs it."""
-        for timer in self._timers:
-            timer.cancel()
+        self._halting.close()
         self.error = error
         stopped = self.task is not None and any(
             o["status"] == "stopped" for o in self.task.outcomes.values()
@@ -142,13 +174,15 @@ class Run:
 
     def receive(self, message: Message) -> None:
         """Take a message of this run; called on the router's thread."""
+        if self.task is not None and message.kind in ("records", "event"):
+            self.task.moved()
         if message.kind == "records":
             rows = records_from(message.payload[0])
             self.history.append(rows)
             if len(rows):
                 self._dropped[int(rows["rank"][0])] = int(message.body["dropped"])
         elif message.kind == "position":
-            self._position(int(message.body["rank"]), int(message.body["step"]))
+            self._halting.position(int(message.body["rank"]), int(message.body["step"]))
         elif message.kind == "event":
             fields = {k: v for k, v in message.body.items() if k not in ("run", "name")}
             self._event(str(message.body["name"]), fields)
@@ -159,11 +193,16 @@ class Run:
             return
         self.history.event(name, fields)
         if name == "run_started":
-            if self._state == "starting":
+            if self._state in ("starting", "recovering"):
                 self.advance("start")
+        elif name == "left":
+            self._halting.arrived(int(fields["rank"]))
+            if fields.get("status") == "error" and self.task is not None:
+                self.task.end_soon(but=self.engines[int(fields["rank"])])
         elif name == "paused":
             self._paused_ranks.add(int(fields["rank"]))
-            if len(self._paused_ranks) == len(self.members) and self._state == "running":
+            lost = 0 if self.task is None else self.task.lost
+            if len(self._paused_ranks) >= len(self.members) - lost and self._state == "running":
                 self.advance("pause")
         elif name == "resumed":
             self._paused_ranks.discard(int(fields["rank"]))
@@ -178,6 +217,17 @@ class Run:
         """Send to all engines of the run, also to those that do not run the cell."""
         for engine in self._everyone:
             self._deliver(engine, Message(kind, {**body, "run": self.number}))
+
+    def died(self, engine: EngineInfo) -> None:
+        """Name an engine of the run that has ended, while the others are still at it."""
+        if engine.id in self._everyone and not self.is_over:
+            self.note(f"{self.called(engine.id)} is gone: {engine.exit}.")
+
+    def called(self, engine: int) -> str:
+        """How an engine of the run is called: `Rank 1 (engine 1)`, `Engine 4`."""
+        if engine not in self.engines:
+            return f"Engine {engine}"
+        return f"Rank {self.engines.index(engine)} (engine {engine})"
 
     def note(self, text: str) -> None:
         """Add something the user should know about this run."""
@@ -196,20 +246,18 @@ class Run:
             if self.is_over or self._state == "stopping":
                 return
             self.advance("stop")
-            self._halt("stop")
+            self._halting.halt("stop")
 
     def pause(self) -> None:
         """Hold the run after a step all workers agree on; returns at once."""
         with self._lock:
             if self.is_over or self._state in ("paused", "stopping"):
                 return
-            self._halt("pause")
+            self._halting.halt("pause")
 
     def resume(self) -> None:
         """Go on after a pause."""
-        with self._lock:
-            self._agreement = None
-            self._send("resume")
+        self._halting.resume()
 
     def step(self, steps: int = 1) -> None:
         """While paused: do so many steps, then pause again."""
@@ -232,47 +280,20 @@ class Run:
             for engine in self.members:
                 self.task.engines.router.send(engine, Message(kind, {"run": self.number, **body}))
 
-    def _halt(self, purpose: Purpose) -> None:
-        if not self.plan.sync:
-            self._send("halt_at", purpose=purpose, step=-1)
-            self._expect_end(purpose)
-            return
-        self._agreement = Agreement(purpose, len(self.members))
-        self._send("halt", purpose=purpose)
-        if purpose == "stop":
-            self._later(ANSWER_S, self._interrupt_unless_agreed)
-
-    def _position(self, rank: int, step: int) -> None:
-        with self._lock:
-            agreement = self._agreement
-            common = agreement.answer(rank, step) if agreement is not None else None
-        if agreement is not None and common is not None:
-            self._send("halt_at", purpose=agreement.purpose, step=common)
-            self._expect_end(agreement.purpose)
-
-    def _expect_end(self, purpose: Purpose) -> None:
-        if purpose == "stop":
-            self._later(REACH_S, self._interrupt)
-
-    def _interrupt_unless_agreed(self) -> None:
-        if self._agreement is not None and self._agreement.silent:
-            self._interrupt()
+    def _pace_s(self) -> float:
+        """Seconds a step takes on the whole; NaN before the first."""
+        snapshot = self.history.snapshot()
+        return snapshot.elapsed_s / snapshot.step if snapshot.step else float("nan")
 
     def _interrupt(self) -> None:
         if self.task is not None and not self.is_over:
             self.task.interrupt()
 
-    def _later(self, delay_s: float, action: Any) -> None:
-        timer = threading.Timer(delay_s, action)
-        timer.daemon = True
-        self._timers.append(timer)
-        timer.start()
-
     # -- results --------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
         """The run at this moment, for views."""
-        return self.history.snapshot(
+        snapshot = self.history.snapshot(
             name=self.name,
             strategy=self.plan.strategy,
             framework=self.plan.framework,
@@ -280,6 +301,8 @@ class Run:
             dropped=sum(self._dropped.values()),
             plot_cpu=self.plot_cpu,
         )
+        banner = "" if self.task is None or self.is_over else self.task.banner
+        return replace(snapshot, banner=banner) if banner else snapshot
 
     def meta(self) -> dict[str, Any]:
         """What `run.json` says about the run."""
@@ -297,6 +320,7 @@ class Run:
             "ranks": list(self.engines),
             "joined": plan.sync,
             "data_parallel": plan.entry.data_parallel,
+            "phases": self.history.phases,
             "devices": list(self.devices),
             "state": self.state,
             "trained_before": self.trained_before,
@@ -361,6 +385,11 @@ class Run:
         from .into import load_into
 
         return load_into(model, self.weights(), self.plan.framework)
+
+    @property
+    def profiles(self) -> list[Path]:
+        """The Chrome traces that `--profile` has left, by rank."""
+        return disk.profiles(self.folder)
 
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""

@@ -10,6 +10,8 @@ from typing import Any
 from ..errors import RunError
 from ..views.blocks import Blocks
 from ..views.live import make_view
+from .interrupts import settle
+from .prompt import attend, unattended
 from .run import Run
 from .task import Task
 from .verdicts import outcome_notes
@@ -97,7 +99,7 @@ class RunView:
             self.run.wait()
         except KeyboardInterrupt:
             self.run.stop()
-            _settle(self.run)
+            settle(self.run._over, self.run._interrupt)
             raise RunError(
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
@@ -114,17 +116,6 @@ class RunView:
     def _follow(self) -> None:
         self.run._over.wait()
         self._finish()
-
-
-def _settle(run: Run) -> None:
-    """Wait for an interrupted run to end, without letting a second interrupt lose it."""
-    end = time.monotonic() + 15
-    while not run.is_over and time.monotonic() < end:
-        try:
-            run._over.wait(0.1)
-        except KeyboardInterrupt:  # noqa: PERF203 - the wait is what costs
-            if run.task is not None:
-                run.task.interrupt()
 
 
 class CellView:
@@ -149,8 +140,9 @@ class CellView:
             self._loop()
         except KeyboardInterrupt:
             self.task.interrupt()
-            self.task.over.wait(15)
+            settle(self.task.over, self.task.interrupt)
         finally:
+            unattended()
             self._finish()
         error = self.task.failure()
         if error is not None:
@@ -159,10 +151,12 @@ class CellView:
 
     def _loop(self) -> None:
         # A short cell must not pay for the rate limit: wait for its end, draw only in between.
+        attend()
         if self.task.over.wait(FIRST_S):
             return
         while not self.task.over.wait(FRAME_S):
             self._draw()
+            attend(self._draw)
 
     def follow(self) -> None:
         """Return at once; outputs go on appearing below the cell."""

@@ -12,8 +12,10 @@ from ..line import CellLine
 from ..plan import Plan, make_plan
 from ..recipe import Recipe
 from . import registry
+from .checkpoints import apart
 from .cluster import Cluster
 from .frameworks import default_framework, prewarmed
+from .interrupts import ending
 from .run import Run
 from .show import CellView, RunView, check_view
 from .task import Task
@@ -27,6 +29,7 @@ class Session:
     recipe: Recipe | None = None
     recipes: dict[str, Recipe] = field(default_factory=dict)
     prepared: Engines | None = None
+    lost: str = ""  # why the cluster is no longer there, when nobody stopped it
 
     # -- the cluster -------------------------------------------------------------------------------
 
@@ -59,7 +62,37 @@ class Session:
             self.prepared = None  # it was stopped with what failed
             raise
         self.prepared = None
-        return self.cluster
+        return self._have(self.cluster)
+
+    def attach(self, cluster: str, *, take: bool = False) -> Cluster:
+        """Take over a kept cluster (see `attach.attach`); the notebook may have no other one.
+
+        Raises:
+            ClusterError: It cannot be taken over, or the notebook has a cluster.
+        """
+        from .attach import attach
+
+        if self.cluster is not None:
+            raise ClusterError(
+                "This notebook has a cluster.",
+                seen=self.cluster.keeping.id,
+                next_step="%cluster stop ends it; or attach in another notebook",
+            )
+        found = attach(cluster, take=take)
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None:
+            threading.Thread(target=prepared.stop, daemon=True).start()
+        self.cluster = found
+        return self._have(found)
+
+    def _have(self, cluster: Cluster) -> Cluster:
+        self.lost = ""
+        cluster.keeping.on_end = lambda reason: self._lose(cluster, reason)
+        return cluster
+
+    def _lose(self, cluster: Cluster, reason: str) -> None:
+        if self.cluster is cluster:
+            self.cluster, self.lost = None, reason
 
     @staticmethod
     def _grow(cluster: Cluster, count: int, settings: dict[str, Any]) -> None:
@@ -71,6 +104,11 @@ class Session:
                     allowed=now,
                     next_step="%cluster stop, then start again",
                 )
+        if settings.get("keep") and not cluster.keeping.kept:
+            raise PlanError(
+                "The notebook's cluster was started without --keep.",
+                next_step="%cluster stop, then start again",
+            )
         if framework := settings.get("framework"):
             cluster.use(framework)
         missing = count - len(cluster.worker_ids)
@@ -93,8 +131,10 @@ class Session:
             ClusterError: None was started; offers the command.
         """
         if self.cluster is None:
+            gone = f"The notebook's cluster is gone: {self.lost}." if self.lost else ""
             raise ClusterError(
-                "No cluster is running in this notebook.", next_step="run %cluster start 2 first"
+                gone or "No cluster is running in this notebook.",
+                next_step="run %cluster start 2 first",
             )
         return self.cluster
 
@@ -108,20 +148,21 @@ class Session:
         """
         self._refuse_training_flags(line)
         cluster = self.need_cluster()
-        task = cluster.execute(
-            recipe.source,
-            framework=line.framework,
-            ids=line.ranks,
-            workers=line.workers,
-            number=number,
-            first_line=recipe.first_line,
-            autoreload=autoreload,
-        )
-        view = CellView(task)
-        if line.background:
-            view.follow()
-        else:
-            view.wait()
+        with ending(cluster):
+            task = cluster.execute(
+                recipe.source,
+                framework=line.framework,
+                ids=line.ranks,
+                workers=line.workers,
+                number=number,
+                first_line=recipe.first_line,
+                autoreload=autoreload,
+            )
+            view = CellView(task)
+            if line.background:
+                view.follow()
+            else:
+                view.wait()
         return task
 
     @staticmethod
@@ -133,6 +174,8 @@ class Session:
         ]
         given += ["inject"] if line.faults else []
         given += ["init-from"] if line.init_from else []
+        flags = ("checkpoint", "checkpoint_every", "on_failure", "profile")
+        given += [name for name in flags if getattr(line, name)]
         if given:
             raise PlanError(
                 "These flags belong to a training run, and the line names no strategy.",
@@ -162,9 +205,13 @@ class Session:
                 faults=line.faults,
                 init_from=line.init_from,
                 name=f"{line.name}-{strategy}" if several and line.name else line.name,
+                checkpoint=line.checkpoint,
+                checkpoint_every=line.checkpoint_every,
+                on_failure=line.on_failure,
+                profile=line.profile,
             )
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
-        return found
+        return apart(found)
 
     def train(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
         """Train a recipe under the line's strategies, one after the other, with a live view each.
@@ -182,14 +229,15 @@ class Session:
             )
         runs = []
         for plan in plans:
-            run = cluster.start(plan, number=number, autoreload=autoreload)
-            self.recipes[run.name] = recipe
-            runs.append(run)
-            view = RunView(run, line.plot)
-            if line.background:
-                view.follow()
-            else:
-                view.wait()
+            with ending(cluster):
+                run = cluster.start(plan, number=number, autoreload=autoreload)
+                self.recipes[run.name] = recipe
+                runs.append(run)
+                view = RunView(run, line.plot)
+                if line.background:
+                    view.follow()
+                else:
+                    view.wait()
             if run.state == "stopped":
                 break
         return runs

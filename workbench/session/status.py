@@ -26,10 +26,32 @@ def rows(cluster: Cluster) -> list[dict[str, Any]]:
                 "host": engine.host,
                 "device": ("server" if server else "") if rank is None else leases[rank].label,
                 "memory_bytes": memory_bytes(engine.pid) if engine.id in living else None,
-                "state": engine.state + (f" ({engine.exit})" if engine.exit else ""),
+                "state": engine.state + (f" ({_shortly(engine.exit)})" if engine.exit else ""),
             }
         )
     return found
+
+
+def _shortly(how: str) -> str:
+    """Return how an engine ended, without what is suspected: `SIGKILL`."""
+    return how.partition(" (")[0].removeprefix("killed by ")
+
+
+def rejected(cluster: Cluster) -> int:
+    """Return how many messages and connections did not know the cluster's or a run's key."""
+    router = cluster._engines.router
+    return int(router.rejected + sum(router.refused.values()))
+
+
+def notes(cluster: Cluster) -> list[str]:
+    """Return what stands below the table."""
+    count = rejected(cluster)
+    if not count:
+        return []
+    return [
+        f"{count} messages or connections were refused: they did not know the key, or were sent "
+        "again. Somebody else on this machine or network may be trying; docs/security.md."
+    ]
 
 
 def memory_bytes(pid: int) -> int | None:

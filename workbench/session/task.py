@@ -6,7 +6,6 @@ get a moment to fail by themselves, then they are interrupted.
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 import time
@@ -17,16 +16,13 @@ from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import ClusterError, RunError
 from ..views.output import OutputBoard, ranges
+from . import gone, reasons
 
 GRACE_S = 0.5
 KILL_S = 8.0
 CELL = "workbench.engine.entry:cell"
-COLLATERAL = re.compile(
-    r"Connection closed by peer|Connection reset|Broken pipe|Socket closed|Timed out"
-    r"|KeyboardInterrupt|DistBackendError|DistNetworkError|DistStoreError|gloo",
-    re.IGNORECASE,
-)
-"""What a rank says when another one has gone: never the reason that is shown first."""
+AGAIN_S = 1.5
+"""A cell may catch an interrupt and go on; so it is sent again until the engine is ended."""
 
 
 class Task:
@@ -36,7 +32,7 @@ class Task:
         requests: What each engine is asked to run, by engine id, in the order of the ranks.
         labels: How each engine is called in outputs.
         on_done: Called once, on a background thread, when every engine is done.
-        spare: Engines that may die while another one of them lives; `on_loss` hears of it.
+        spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
     """
 
     def __init__(
@@ -47,6 +43,7 @@ class Task:
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
         on_loss: Callable[[str], None] = lambda text: None,
+        least: int = 1,
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
@@ -61,9 +58,13 @@ class Task:
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._on_done = on_done
-        self._spare, self._on_loss = set(spare), on_loss
+        self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._lost: set[int] = set()  # of those
+        self._stalled: set[int] = set()  # answered nothing, so they were killed
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
+        self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
+        self._leaving: set[int] = set()  # failed, and clearing away
+        self.moved_at = self.began
         self._timers: list[threading.Timer] = []
         for call in [self._submit(i, requests[i]) for i in self.ids]:
             call.when_done(self._settled)
@@ -84,15 +85,37 @@ class Task:
             return
         self.board.message(engine, kind, content)
         self.changed.set()
+        self.moved()
+
+    def moved(self) -> None:
+        """Take note that something came from an engine: nothing hangs."""
+        self.moved_at = time.perf_counter()
+        if self.banner:
+            self.banner = ""
+
+    @property
+    def banner(self) -> str:
+        """What holds the cell up at the moment, in words; empty when nothing does."""
+        return self.board.banner
+
+    @banner.setter
+    def banner(self, text: str) -> None:
+        if text != self.board.banner:
+            self.board.banner = text
+            self.changed.set()
 
     def _settled(self, call: Call) -> None:
         outcome = call.result
         if isinstance(outcome, BaseException):
-            outcome = {"status": "died", "ename": type(outcome).__name__, "evalue": str(outcome)}
+            outcome = _early_interrupt(outcome) or gone.outcome(outcome)
+            if call.engine in self._ended:
+                outcome["ended"] = f"ended, since it did not answer an interrupt for {KILL_S:g} s"
+        self.moved()
         with self._lock:
             self.outcomes[call.engine] = outcome
             spared = outcome["status"] == "died" and self._can_spare(call.engine)
             bad = outcome["status"] in ("error", "died") and not spared
+            bad = bad and "ended" not in outcome
             first = bad and self.first_failed is None
             if first:
                 self.first_failed = call.engine
@@ -104,15 +127,21 @@ class Task:
         if complete:
             self._end()
         elif first or outcome["status"] == "interrupted":
-            self.end_soon(GRACE_S)
+            self.end_soon()
 
     def _can_spare(self, engine: int) -> bool:
         """Take note of an engine's death; return whether the others can do without it."""
         living = self._spare - self._lost - {engine}
-        if engine not in self._spare or not living or len(self.outcomes) == len(self.ids):
+        last = len(living) < self._least or (self._least and len(self.outcomes) == len(self.ids))
+        if engine not in self._spare or last:
             return False
         self._lost.add(engine)
         return True
+
+    @property
+    def lost(self) -> int:
+        """How many engines have died that the others could do without."""
+        return len(self._lost)
 
     def _end(self) -> None:
         self.seconds = time.perf_counter() - self.began
@@ -124,14 +153,55 @@ class Task:
         self.changed.set()
 
     def _show_errors(self) -> None:
-        """Show the reason; what only followed from it would bury it."""
-        cause = None if self.first_failed is None else self._root_cause()
-        if cause is not None and COLLATERAL.search(_words(self.outcomes[cause])):
-            cause = None  # nobody's own mistake: each rank may know a part of the story
+        """Show the reason first; what only followed from it would bury it and is folded."""
+        self.board.banner = ""
+        cause = self.cause
+        known = cause is None or not reasons.is_collateral(self.outcomes[cause])
+        # Where nobody made a mistake, each rank may know a part of the story.
+        followed = self._followed(cause) if known else []
+        self._errors.sort(key=lambda error: error[0] != cause)
         for engine, content in self._errors:
-            words = f"{content.get('ename')}: {content.get('evalue')}"
-            if cause is None or engine == cause or not COLLATERAL.search(words):
+            if engine in followed:
+                self.board.fold(engine, content)
+            else:
                 self.board.message(engine, "error", content)
+        if followed:
+            said = self._say(followed)
+            self.board.say_with_it(said if cause is None else f"with it: {said}")
+
+    def _followed(self, cause: int | None) -> list[int]:
+        """Engines whose end is only a consequence: of an interrupt, or of the cause's."""
+        return [
+            i
+            for i in self.ids
+            if i != cause
+            and self.outcomes[i]["status"] not in ("ok", "stopped")
+            and i not in self._lost
+            and (self.outcomes[i].get("ended") or reasons.is_collateral(self.outcomes[i]))
+        ]
+
+    def _say(self, engines: list[int]) -> str:
+        return reasons.with_it(self.outcomes, engines, self._call)
+
+    def _call(self, engines: Iterable[int]) -> str:
+        names = [self._name(i).lower() for i in engines]
+        if not all(name.startswith("rank ") for name in names):
+            return ", ".join(names)
+        numbers = [int(name.removeprefix("rank ")) for name in names]
+        return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+    @property
+    def cause(self) -> int | None:
+        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        if self.first_failed is None:
+            return None
+        cause = reasons.root_cause(self._by_rank(), self.first_failed, self._lost)
+        outcome = self.outcomes[cause]
+        mine = not (reasons.is_collateral(outcome) or outcome.get("ended"))
+        return cause if mine or not self.interrupted else None
+
+    def _by_rank(self) -> dict[int, dict[str, Any]]:
+        return {i: self.outcomes[i] for i in self.ids if i in self.outcomes}
 
     @property
     def is_over(self) -> bool:
@@ -143,8 +213,14 @@ class Task:
         with self._lock:
             return [i for i in self.ids if i not in self.outcomes]
 
-    def end_soon(self, grace_s: float) -> None:
-        """Interrupt whoever is still at it after `grace_s`, and end who does not answer."""
+    def end_soon(self, grace_s: float = GRACE_S, but: int | None = None) -> None:
+        """Interrupt whoever is still at it after `grace_s`, and end who does not answer.
+
+        Args:
+            but: The engine that failed: it clears away, an interrupt would hide its error.
+        """
+        if but is not None:
+            self._leaving.add(but)
         self._later(grace_s, self._interrupt_rest)
         self._later(grace_s + KILL_S, self._kill_rest)
 
@@ -155,10 +231,13 @@ class Task:
         self._later(KILL_S, self._kill_rest)
 
     def _interrupt_rest(self) -> None:
-        self.engines.interrupt(self.unfinished())
+        if unfinished := [i for i in self.unfinished() if i not in self._leaving]:
+            self.engines.interrupt(unfinished)
+            self._later(AGAIN_S, self._interrupt_rest)
 
     def _kill_rest(self) -> None:
         for engine in self.unfinished():
+            self._ended.add(engine)
             self.engines.signal(engine, signal.SIGKILL)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -174,32 +253,32 @@ class Task:
 
     def failure(self) -> RunError | None:
         """The error that the cell ends in, None when all went well."""
-        if self.first_failed is None:
-            if self.interrupted or any(
-                o["status"] == "interrupted" for o in self.outcomes.values()
-            ):
-                return RunError("Interrupted: the cell was ended on all its engines.")
-            return None
-        engine = self._root_cause()
+        engine = self.cause
+        if engine is None:
+            return self._interruption()
         outcome = self.outcomes[engine]
         bad = [
             i
-            for i, o in self.outcomes.items()
+            for i, o in self._by_rank().items()
             if o["status"] not in ("ok", "stopped") and i not in self._lost
         ]
-        same = [i for i in bad if _words(self.outcomes[i]) == _words(outcome)]
+        same = [i for i in bad if reasons.words(self.outcomes[i]) == reasons.words(outcome)]
         who = f"{self._name(engine)} (engine {engine})"
         if len(same) > 1:
             who = f"Ranks {ranges(self.ids.index(i) for i in same)}"
-        what = f"{who} failed: {_words(outcome)}"
+        what = f"{who} failed: {reasons.words(outcome)}"
         if outcome["status"] == "died":
-            name = self._name(engine)
-            what = f"{name} {'are' if name.startswith('Replicas') else 'is'} gone: "
-            what += str(outcome["evalue"])
-        others = len(bad) - len(same)
-        if others > 0:
-            what += f"\n  with it: {others} other rank{'s were' if others > 1 else ' was'} ended"
-        step = f"%cluster restart {engine}" if outcome["status"] == "died" else None
+            same = gone.of(self.outcomes)
+            what = gone.words(engine, self.outcomes, self._name)
+        if outcome.get("ended"):
+            what = f"{self._name(engine)} stalled: it took no step, heeded no interrupt, "
+            what += "and was ended"
+            same = [engine]
+        if others := [
+            i for i in bad if i not in same or (self.outcomes[i].get("ended") and i != engine)
+        ]:
+            what += f"\n  with it: {self._say(others)}"
+        step = gone.next_step(self.outcomes) or outcome.get("advice")
         error = RunError(what, next_step=step)
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
@@ -209,18 +288,42 @@ class Task:
         label = self._labels.get(engine) or f"rank {self.ids.index(engine)}"
         return label.partition(" · ")[0].capitalize()
 
-    def _root_cause(self) -> int:
-        """The engine whose error is not just a consequence of another's."""
-        failed = [i for i in self.ids if self.outcomes[i]["status"] in ("died", "error")]
-        failed = [i for i in failed if i not in self._lost]
-        died = [i for i in failed if self.outcomes[i]["status"] == "died"]
-        own = [i for i in failed if not COLLATERAL.search(_words(self.outcomes[i]))]
-        assert self.first_failed is not None
-        if died:
-            # Who died later may have been ended because it waited for the first.
-            return self.first_failed if self.first_failed in died else died[0]
-        return self.first_failed if self.first_failed in own or not own else own[0]
+    def label(self, engine: int) -> str:
+        """`rank 1`, or `server s0`."""
+        return self._name(engine).lower()
+
+    def _interruption(self) -> RunError | None:
+        """The error of a cell that ended because it was interrupted; None when all went well."""
+        ended = self.ended
+        if not (self.interrupted or ended) and all(
+            outcome["status"] != "interrupted" for outcome in self.outcomes.values()
+        ):
+            return None
+        what = "".join(f"\n  {text}" for text in ended)
+        return RunError(
+            f"Interrupted: the cell was ended on all its engines.{what}",
+            next_step=gone.next_step(self.outcomes),
+        )
+
+    @property
+    def ended(self) -> list[str]:
+        """What is to be said of engines that we killed, since no interrupt reached them."""
+        found = [i for i in self.ids if self.outcomes[i].get("ended")]
+        pids = {i: self.engines.engines[i].pid for i in found}
+        return [
+            f"{self._name(i)} (engine {i}, pid {pids[i]}) was {self.outcomes[i]['ended']}: "
+            f"%cluster restart {i}"
+            for i in found
+        ]
 
 
-def _words(outcome: Mapping[str, Any]) -> str:
-    return f"{outcome['ename']}: {outcome['evalue']}"
+def _early_interrupt(error: BaseException) -> dict[str, Any] | None:
+    """Return the outcome of a call that was interrupted before its cell began; None of others."""
+    if getattr(error, "ename", "") != "KeyboardInterrupt":
+        return None
+    return {
+        "status": "interrupted",
+        "ename": "KeyboardInterrupt",
+        "evalue": "",
+        "group_broken": True,
+    }

@@ -110,6 +110,7 @@ class Strategy(ABC):
         spans_cell: Whether one object serves the whole cell, made before the cell runs; else each
             `wb.fit` and `wb.prepare` of a cell gets one of its own.
         spends_delays: Whether it spends the delays that are injected into `data` by itself.
+        gathers: Whether `state` is a collective call.
         drives: Whether it takes all steps of a `wb.fit` by itself (`drive`), as its workers take
             them from one engine, each at its own pace.
     """
@@ -117,6 +118,7 @@ class Strategy(ABC):
     spans_cell = False
     spends_delays = False
     drives = False
+    gathers = False
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -170,6 +172,21 @@ class Strategy(ABC):
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave, possibly under another world size."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the whole: copies of what `state` gives.
+
+        Called on all ranks of a synchronous run, on rank 0 alone of another; rank 0's answer is
+        written, so the others need give none where nothing has to be gathered.
+        """
+        return self.state() if self.gathers or self.rank == 0 else {}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return copies of what this worker alone has; the same rank of as many gets it back."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+        """Go on from what `own_state` gave; called after `load_state`."""
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Take over a user's own loop (`wb.prepare`): return what the loop uses instead.

@@ -64,6 +64,10 @@ class Board(Protocol):
         """Outputs that need displays of their own (widgets, scripts), each once."""
 
     @property
+    def banner(self) -> str:
+        """What holds the cell up at the moment; empty when nothing does."""
+
+    @property
     def empty(self) -> bool:
         """Whether nothing has come yet."""
 
@@ -82,7 +86,7 @@ class Blocks:
 
     def update(self, board: Board, *, final: bool) -> None:
         """Show the board as it is now; in a terminal only the final one."""
-        if board.empty:
+        if board.empty and not (self._publish is not None and (board.banner or self._shown)):
             return
         if self._publish is None:
             if final:

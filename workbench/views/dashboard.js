@@ -695,8 +695,8 @@ class View {
     this.track.setAttribute("aria-valuetext", head.progress);
     this.drawButtons(head, busy);
     this.drawFigures(head.figures);
-    this.slow.hidden = !head.slow;
-    setText(this.slow, head.slow);
+    this.slow.hidden = !(head.banner || head.slow);
+    setText(this.slow, head.banner || head.slow); // what holds the run up counts first
     this.root.setAttribute("aria-label", `Training dashboard of run ${head.title}`);
   }
 

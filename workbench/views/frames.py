@@ -126,6 +126,7 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "fraction": snapshot.step / snapshot.total_steps if snapshot.total_steps else None,
         "figures": text.figures(snapshot),
         "slow": text.slow(snapshot),
+        "banner": snapshot.banner,
         "slow_rank": snapshot.slow_rank,
         "dropped": text.dropped(snapshot),
         "drawing": text.drawing(snapshot),

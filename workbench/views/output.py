@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from . import terminal
+from .failures import Failures
 from .theme import series
 
 Bundle = dict[str, Any]
@@ -22,6 +23,7 @@ _OWN_DISPLAY = re.compile(
     r"application/(?!pdf|json$|octet-stream).*|text/javascript|.*vega.*|.*plotly.*"
 )
 _RICH = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex")
+_BANNER = "border-left:3px solid #d99000;padding:2px 8px;margin:0 0 6px;font-size:90%"
 _BASE64 = re.compile(r"[^A-Za-z0-9+/=]")
 
 
@@ -42,21 +44,11 @@ class _Rich:
     own: bool  # shown in a display of its own
 
 
-@dataclass(frozen=True)
-class _Error:
-    """An exception that ended the cell."""
-
-    name: str
-    value: str
-    traceback: str
-
-
 @dataclass
 class _Rank:
     """Everything one worker put out."""
 
     items: list[_Stream | _Rich] = field(default_factory=list)
-    errors: list[_Error] = field(default_factory=list)
     clear_next: bool = False
 
 
@@ -72,13 +64,15 @@ class OutputBoard:
         self._labels = dict(labels)
         self._ranks: dict[int, _Rank] = {key: _Rank() for key in self._labels}
         self._republish: list[Bundle] = []
+        self._failures = Failures()
         self._lock = threading.Lock()
+        self.banner = ""  # what holds the cell up at the moment; never part of what stays
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to draw."""
         with self._lock:
-            return not any(rank.items or rank.errors for rank in self._ranks.values())
+            return not self._failures and not any(rank.items for rank in self._ranks.values())
 
     def message(self, rank: int, msg_type: str, content: Mapping[str, Any]) -> None:
         """Take in one message of Jupyter's protocol; other types than outputs are ignored."""
@@ -99,7 +93,17 @@ class OutputBoard:
             elif msg_type == "update_display_data":
                 self._update(state, content)
             elif msg_type == "error":
-                state.errors.append(_error(content))
+                self._failures.add(rank, content)
+
+    def fold(self, rank: int, content: Mapping[str, Any]) -> None:
+        """Take in an error that only followed from another one; shown on demand."""
+        with self._lock:
+            self._failures.add(rank, content, folded=True)
+
+    def say_with_it(self, headline: str) -> None:
+        """Say in one line what is folded."""
+        with self._lock:
+            self._failures.headline = headline
 
     def _rich(self, content: Mapping[str, Any]) -> _Rich:
         bundle = dict(content["data"])
@@ -138,9 +142,9 @@ class OutputBoard:
                 for keys, (_, plain) in groups
                 for line in plain.split("\n")
             ]
-            for error, keys in self._failures():
-                traceback = terminal.to_text(terminal.render(error.traceback))
-                lines += [f"[{self._names(keys)}] {line}" for line in traceback.split("\n")]
+            lines += self._failures.lines(self._names)
+        if self.banner and not final:
+            lines.append(f"⏳ {self.banner}")
         return "\n".join(lines)
 
     def html(self, final: bool = True) -> str:
@@ -150,10 +154,16 @@ class OutputBoard:
                 _block(self._heading(keys), body, self._place(keys[0]))
                 for keys, (body, _) in self._groups(final)
             ]
-            for error, keys in self._failures():
-                body = _pre(terminal.to_html(terminal.render(error.traceback)))
-                heading = f"{self._heading(keys, failed=True)} · {error.name}"
-                blocks.append(_block(heading, body, self._place(keys[0]), failed=True))
+            blocks.append(
+                self._failures.html(
+                    lambda keys: self._heading(keys, failed=True),
+                    lambda heading, body, keys: _block(
+                        heading, _pre(body), self._place(keys[0]), failed=True
+                    ),
+                )
+            )
+        if self.banner and not final:
+            blocks.append(f'<div role="status" style="{_BANNER}">⏳ {escape(self.banner)}</div>')
         return "".join(blocks)
 
     def _groups(self, final: bool) -> list[tuple[list[int], tuple[str, str]]]:
@@ -163,13 +173,6 @@ class OutputBoard:
             if rank.items:
                 found.setdefault(_draw_items(rank.items, final), []).append(key)
         return [(keys, drawn) for drawn, keys in found.items()]
-
-    def _failures(self) -> list[tuple[_Error, list[int]]]:
-        found: dict[_Error, list[int]] = {}
-        for key, rank in self._ranks.items():
-            for error in dict.fromkeys(rank.errors):
-                found.setdefault(error, []).append(key)
-        return list(found.items())
 
     def _place(self, key: int) -> int:
         return list(self._ranks).index(key)
@@ -208,12 +211,6 @@ def _add_text(state: _Rank, name: str, text: str) -> None:
         last = _Stream(name)
         state.items.append(last)
     last.screen.write(text)
-
-
-def _error(content: Mapping[str, Any]) -> _Error:
-    name, value = str(content.get("ename", "")), str(content.get("evalue", ""))
-    lines = [str(line) for line in content.get("traceback") or [f"{name}: {value}"]]
-    return _Error(name, value, "\n".join(lines))
 
 
 def _display_id(content: Mapping[str, Any]) -> str | None:

@@ -63,7 +63,9 @@ def caption(split: Split) -> str:
     if split.pipelines > 1:
         parts.append(f"{split.pipelines} pipelines")
     batches = f"{split.microbatches} microbatches" if split.microbatches != 1 else "1 microbatch"
-    parts += [split.schedule, f"{batches} of {split.microbatch_samples} samples", ideal(split)]
+    if split.microbatch_samples:
+        batches += f" of {split.microbatch_samples} samples"
+    parts += [split.schedule, batches, ideal(split)]
     return " · ".join(parts)
 
 
@@ -109,9 +111,10 @@ def sentences(split: Split) -> list[str]:
         who = "worker" if len(stage.ranks) == 1 else "workers"
         text = (
             f"Stage {stage.number} on {who} {', '.join(map(str, stage.ranks))}: "
-            f"{stage.layers}, {stage.parameters:,} parameters, "
-            f"{milliseconds(stage.microbatch_s * 1e3)} a microbatch"
+            f"{stage.layers}, {stage.parameters:,} parameters"
         )
+        if math.isfinite(stage.microbatch_s):
+            text += f", {milliseconds(stage.microbatch_s * 1e3)} a microbatch"
         found.append(
             text + (f", hands on {size(stage.handed_bytes)}." if stage.handed_bytes else ".")
         )

@@ -78,7 +78,7 @@ def _head(snapshot: Snapshot) -> tuple[list[str], float]:
         say(MARGIN, 44, " · ".join(found)),
     ]
     y = 60.0
-    lines = [text.slow(snapshot), text.dropped(snapshot), *snapshot.notes]
+    lines = [snapshot.banner, text.slow(snapshot), text.dropped(snapshot), *snapshot.notes]
     for index, line in enumerate(line for line in lines if line):
         slow = index == 0 and bool(text.slow(snapshot))
         body.append(say(MARGIN, y + 4, line, "w" if slow else "m", bold=slow))

@@ -93,7 +93,7 @@ def describe(snapshot: Snapshot) -> str:
     """Return the present figures as a sentence, for screen readers."""
     parts = [f"Run {title(snapshot)}, {snapshot.state}", progress(snapshot)]
     parts += [f"{label} {value}" for label, value in figures(snapshot).items()]
-    parts += [line for line in (slow(snapshot), dropped(snapshot)) if line]
+    parts += [line for line in (slow(snapshot), dropped(snapshot), snapshot.banner) if line]
     return ", ".join(parts) + "."
 
 
@@ -136,7 +136,7 @@ def progress_line(snapshot: Snapshot) -> str:
         clock, f"{number(rate)} steps/s", f"loss {number(snapshot.loss)}",
         f"{number(snapshot.samples_per_s)} samples/s", f"efficiency {percent(snapshot.efficiency)}",
     ]  # fmt: skip
-    fields += [line for line in (slow(snapshot), dropped(snapshot)) if line]
+    fields += [line for line in (slow(snapshot), dropped(snapshot), snapshot.banner) if line]
     return f"{snapshot.name} ({snapshot.strategy}): {head} [{', '.join(fields)}] {snapshot.state}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ... import scratch
 from .wire import LinkError
 
 BACKLOG = 1024
@@ -45,7 +46,9 @@ class Listeners:
     """
 
     def __init__(self, store_host: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="wb-link-")  # made with mode 0700
+        self._folder = tempfile.mkdtemp(
+            prefix="wb-link-", dir=scratch.folder()
+        )  # made with mode 0700
         self.sockets: list[socket.socket] = []
         self.about: dict[str, Any] = {"host": host_token(), "pid": os.getpid()}
         if hasattr(socket, "AF_UNIX"):

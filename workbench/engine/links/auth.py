@@ -16,6 +16,16 @@ from .wire import LinkError
 
 NONCE_BYTES = 32
 TIMEOUT_S = 10.0
+
+
+class _Refused:
+    """How many connections this process has turned away: their other end did not know a key."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+refused = _Refused()
 _RANK = struct.Struct("!I")
 _PROOF_BYTES = 32
 
@@ -42,6 +52,12 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
 
 def prove_server(sock: socket.socket, key: bytes) -> int | None:
     """Let a worker prove itself; return its rank, or None when it does not know the key."""
+    rank = _proven_rank(sock, key)
+    refused.count += rank is None
+    return rank
+
+
+def _proven_rank(sock: socket.socket, key: bytes) -> int | None:
     sock.settimeout(TIMEOUT_S)
     try:
         mine = secrets.token_bytes(NONCE_BYTES)

@@ -243,7 +243,7 @@ class _Peer:
     def _target(self, message: Message) -> Any:
         """Return where a payload goes; the size is checked before anything is read."""
         if message.kind == "load":  # a saved state, as large as it is
-            payload = bytearray(message.size_bytes)
+            payload = wire.room_for(message, self.name)
             message.meta = {**message.meta, "payload": payload}
             return payload
         wire.check_size(message, self._mailbox.size, self.name)

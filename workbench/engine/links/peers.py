@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
+from ... import scratch
 from .auth import TIMEOUT_S, prove_server, prove_worker
 from .wire import LinkError, closed, rest
 
@@ -45,7 +46,9 @@ class Doorway:
     def __init__(self) -> None:
         if not hasattr(socket, "AF_UNIX"):
             raise OSError("no Unix sockets")
-        self._folder = tempfile.mkdtemp(prefix="wb-peer-")  # made with mode 0700
+        self._folder = tempfile.mkdtemp(
+            prefix="wb-peer-", dir=scratch.folder()
+        )  # made with mode 0700
         self.path = os.path.join(self._folder, "s")
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

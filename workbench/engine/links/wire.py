@@ -20,6 +20,7 @@ _HEAD = struct.Struct("!4sIQ")  # magic, bytes of the header, bytes of the paylo
 HEAD_BYTES = _HEAD.size
 _MAGIC = b"wbL1"
 MAX_HEADER_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 1 << 40
 _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
@@ -77,9 +78,28 @@ def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
     try:
         meta = json.loads(header)
         kind = str(meta.pop("kind"))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise LinkError(f"{peer} sent a header that cannot be read.") from error
     return Message(kind, meta, size_bytes)
+
+
+def room_for(message: Message, peer: str) -> memoryview:
+    """Return memory for a payload whose size was not agreed before.
+
+    It is not touched here: what is announced and never comes takes no memory.
+
+    Raises:
+        LinkError: It announces more than there is.
+    """
+    try:
+        if message.size_bytes > MAX_PAYLOAD_BYTES:
+            raise MemoryError
+        return np.empty(message.size_bytes, np.uint8).data
+    except MemoryError:
+        raise LinkError(
+            f"{peer} announced a payload for {message.kind!r} that there is no memory for.",
+            seen=f"{message.size_bytes} bytes",
+        ) from None
 
 
 def check_size(message: Message, expected_bytes: int, peer: str) -> None:

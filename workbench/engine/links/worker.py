@@ -106,9 +106,13 @@ class Link:
             self.send("release")
 
     def read_bytes(self, message: Message) -> bytes:
-        """Return a payload that was sent on the stream."""
-        payload = bytearray(message.size_bytes)
-        wire.receive_into(self._sock, [memoryview(payload)], self.name)
+        """Return a payload that was sent on the stream.
+
+        Raises:
+            LinkError: The server is gone, or announced more than there is memory for.
+        """
+        payload = wire.room_for(message, self.name)
+        wire.receive_into(self._sock, [payload], self.name)
         return bytes(payload)
 
     def end_session(self) -> None:

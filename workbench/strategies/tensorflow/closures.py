@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
@@ -38,14 +38,12 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from ...engine.announce import announce
 from ...engine.context import RunContext
 from ...errors import ClusterError, RunStopped
-from ..base import NAN
+from .closure_rows import Rows
 from .delays import Delays
-from .fetching import Fetcher, Pending, Told
+from .fetching import Fetcher, Told
+from .loop import check_unsaved
 
 clock = time.perf_counter
-SHOW_S = 0.1
-"""How often an own loop's loss is fetched, and queue waits are logged, per worker."""
-
 STALL_S = 120.0
 """After how long one closure is taken for one that will never end."""
 
@@ -84,18 +82,15 @@ class Closures:
         self.samples = 0
         self._cluster = coordinator._cluster
         self._queue = self._cluster.closure_queue
-        workers = context.spec.world_size
         self._counts = threading.Condition()
         self._turn = threading.Lock()  # one thread at a time asks the gate
-        self._admitted = self._open = self._version = 0
-        self._steps = [0] * workers
-        self._free_s = [NAN] * workers  # since when a worker has had nothing to do
+        self._admitted = self._open = 0
+        self._rows = Rows(context)
         self._running: dict[int, float] = {}
-        self._shown_s = [0.0] * workers
-        self._queue_waits: list[list[float]] = [[] for _ in range(workers)]
         self._gradients = 0
         self._delays = Delays()
         self._trains: Any = weakref.WeakKeyDictionary()
+        self._graphs: Any = weakref.WeakKeyDictionary()  # by function: those of alike calls
         self._announced = False
         self._undo: list[Callable[[], None]] = []
         self._fetcher = Fetcher()
@@ -133,12 +128,15 @@ class Closures:
         *,
         told: Told | None = None,
         samples: int | None = None,
+        alike: Hashable = None,
     ) -> Any:
         """Queue a closure; return its RemoteValue.
 
         Args:
             told: Hears what it returned; by default a loss is looked for now and then.
             samples: How many it takes; by default what its data set says.
+            alike: Equal for calls of the function that the same graph serves: it is looked up
+                once. None: TensorFlow looks at the arguments each time.
 
         Raises:
             RunStopped: Stop was pressed.
@@ -151,7 +149,11 @@ class Closures:
         plain = not isinstance(function, polymorphic_function.Function)
         unseen = plain or chosen.experimental_get_tracing_count() > 0
         count = self.samples if samples is None else samples
-        step = Step(self, told, count, chosen, self._queue._cancellation_mgr, args, kwargs)
+        graphs = {} if plain or alike is None else self._graphs.setdefault(chosen, {})
+        known = graphs.get(alike, chosen)
+        step = Step(self, told, count, known, self._queue._cancellation_mgr, args, kwargs)
+        if known is chosen and not plain:
+            graphs[alike] = step._concrete_function
         if self._gradients > gradients:
             self._trains[function] = True
         step.trains = plain or self._trains.setdefault(function, unseen)
@@ -215,11 +217,18 @@ class Closures:
     def _announce(self) -> None:
         if self._announced:
             return
+        check_unsaved(self.context)
         self._announced = True
         variables = getattr(self.optimizer, "_trainable_variables", ())
         size = self.samples * self.context.spec.world_size
         count = sum(int(np.prod(variable.shape)) for variable in variables)
         announce(self.context, count, batch_size=size or None)
+
+    def go_on(self, steps: int) -> None:
+        """Count on from a checkpoint: so many steps of each worker lie before it."""
+        with self._counts:
+            self._rows.go_on(steps)
+            self._admitted = self._rows.version
 
     def announced(self) -> None:
         """Somebody who knows more has told the kernel that training begins."""
@@ -273,10 +282,10 @@ class Closures:
         self._admit()
         begin_s = clock()
         with self._counts:
-            version = self._version
+            version = self._rows.version
             self._running[rank] = begin_s
         told = step.told
-        if told is None and begin_s - self._shown_s[rank] >= SHOW_S and _is_loss(step.value):
+        if told is None and self._rows.due(rank, begin_s) and _is_loss(step.value):
             told = float
         value, step.value = (step.value if told is not None else None), None
         try:
@@ -292,8 +301,9 @@ class Closures:
         with self._counts:
             self._open -= 1
             if step.trains:
-                self._record(step, rank, version, (begin_s, end_s), late)
-            self._free_s[rank] = clock()
+                times = (step.scheduled_s, begin_s, end_s)
+                self._rows.add(rank, step.samples, times, version, late)
+            self._rows.free(rank)
             self._counts.notify_all()
 
     def _admit(self) -> None:
@@ -309,32 +319,7 @@ class Closures:
     def idle(self) -> None:
         """What lay between belongs to no step: an evaluation, a pause."""
         with self._counts:
-            self._free_s = [clock()] * len(self._free_s)
-
-    def _record(
-        self, step: Step, rank: int, version: int, ran: tuple[float, float], late: Pending | None
-    ) -> None:
-        context, (begin_s, end_s), number = self.context, ran, self._steps[rank]
-        start_s = self._free_s[rank]
-        if start_s != start_s or start_s > begin_s:
-            start_s = begin_s
-        context.recorder.add(
-            number, step.samples, start_s, end_s, data_wait_s=begin_s - start_s,
-            compute_s=end_s - begin_s, loss=NAN, wait_s=0.0, staleness=self._version - version,
-            rank=rank, deferred=late,
-        )  # fmt: skip
-        self._version += 1
-        self._steps[rank] += 1
-        workers = len(self._steps)
-        context.train_s += (end_s - start_s) / workers
-        context.trained = -(-self._version // workers)
-        context.step = max(self._steps) - 1
-        self._queue_waits[rank].append(begin_s - step.scheduled_s)
-        if end_s - self._shown_s[rank] >= SHOW_S:
-            self._shown_s[rank] = end_s
-            values = {"queue_wait_s": float(np.mean(self._queue_waits[rank]))}
-            self._queue_waits[rank].clear()
-            context.emit("log", rank=rank, step=number, values=values)
+            self._rows.idle()
 
 
 def _is_loss(value: Any) -> bool:

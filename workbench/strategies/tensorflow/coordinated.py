@@ -56,26 +56,35 @@ class Coordinated:
         resident = isinstance(source, ArraySource) and fits(source.data)
         feed: Any = Resident(self.closures.coordinator, source.data) if resident else Fed()
         train = feed.function(lambda batch: self.trainer._train_all(batch, 1.0))
-        pieces = dealt(feed, self._places(source) if resident else self._batches(source))
+        first, checkpoints = training.first - training.base, training.checkpoints
+        if first:
+            self.closures.go_on(training.first)
+        batches = self._places(source, first) if resident else self._batches(source, first)
+        pieces = dealt(feed, batches)
         waits = training.eval_source is not None or training.hooks.epoch_end
         every = training.eval_every or job.steps_per_epoch
         try:
-            for done in range(1, job.total_steps + 1):
+            for done in range(first + 1, job.total_steps + 1):
                 for args, samples in next(pieces):
                     self.closures.wait_for_room(AHEAD * self.workers)
-                    self._schedule(train, args, samples)
+                    self._schedule(train, args, samples, feed.kind)
                 ends = done % job.steps_per_epoch == 0
                 if waits and (ends or done % every == 0):
                     self.closures.join()
                     self._after(training, done, evaluates=done % every == 0)
                 if ends:
                     training._end_epoch(done // job.steps_per_epoch - 1)
+                if checkpoints.is_due(training.base + done):
+                    self.closures.join()  # no push is under way then
+                    checkpoints.save(training.base + done)
+                    self.closures.idle()
             self.closures.join()
+            checkpoints.save(training.base + job.total_steps)
         except RunStopped:
             training.result.stopped = True
         return self.last
 
-    def _schedule(self, function: Any, args: Any, samples: int) -> None:
+    def _schedule(self, function: Any, args: Any, samples: int, kind: Any) -> None:
         def told(loss: Any) -> float:
             self.last = StepResult(samples, float(loss), NAN)
             return self.last.loss
@@ -83,7 +92,9 @@ class Coordinated:
         self.closures.coordinator.strategy.extended._being_scheduled = True
         try:
             with self.closures.coordinator.strategy.scope():
-                self.closures.schedule(function, args, told=told, samples=samples)
+                self.closures.schedule(
+                    function, args, told=told, samples=samples, alike=kind and (kind, samples)
+                )
         finally:
             self.closures.coordinator.strategy.extended._being_scheduled = False
 
@@ -95,16 +106,17 @@ class Coordinated:
             )
             self.closures.idle()
 
-    def _places(self, source: Any) -> Iterator[list[tuple[Any, int]]]:
-        """Yield each global batch as the places of its samples, one piece per worker."""
-        for epoch in count():
-            for batch in source.order.batches(epoch):
+    def _places(self, source: Any, first: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yield each global batch from `first` on as its samples' places, a piece per worker."""
+        begin, skip = divmod(first, source.steps_per_epoch)
+        for epoch in count(begin):
+            for batch in source.order.batches(epoch)[skip if epoch == begin else 0 :]:
                 bounds = [share_bounds(len(batch), r, self.workers) for r in range(self.workers)]
                 yield [(np.asarray(batch[a:b], np.int64), b - a) for a, b in bounds if b > a]
 
-    def _batches(self, source: Any) -> Iterator[list[tuple[Any, int]]]:
-        """Yield each global batch in pieces."""
-        for share in source.shares(0, 1):
+    def _batches(self, source: Any, first: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yield each global batch from `first` on, in pieces."""
+        for share in source.shares(0, 1, first):
             bounds = [share_bounds(share.samples, r, self.workers) for r in range(self.workers)]
             yield [(slice_batch(share.data, a, b), b - a) for a, b in bounds if b > a]
 

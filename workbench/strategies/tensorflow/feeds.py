@@ -8,6 +8,7 @@ Whichever worker runs a closure, its samples are the same, so the order is that 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -33,6 +34,24 @@ def dealt(feed: Any, batches: Iterable[list[tuple[Any, int]]]) -> Iterator[list[
             yield [(next(args), samples) for _, samples in batch]
 
 
+ORDER = tf.TensorSpec([None, None], tf.int64)
+"""Places of samples, a row per piece: lengths are left open, or each would be traced for."""
+
+_placing: Any = weakref.WeakKeyDictionary()
+
+
+def _place(coordinator: Any, specs: tuple[Any, ...]) -> Any:
+    """Return the function that keeps arrays on a worker; traced once for each kind of them."""
+    kept = _placing.setdefault(coordinator, {})
+    if specs not in kept:
+        kept[specs] = tf.function(
+            lambda *parts: [tf.identity(part) for part in parts],
+            autograph=False,
+            input_signature=specs,
+        )
+    return kept[specs]
+
+
 class Resident:
     """Arrays that lie on every worker, and an order of their samples beside them.
 
@@ -41,18 +60,24 @@ class Resident:
 
     Args:
         arrays: Nested arrays of one length.
+
+    Attributes:
+        kind: Equal for data that the same graph can take; closures of as many samples are alike.
     """
 
     def __init__(self, coordinator: Any, arrays: Any) -> None:
-        self._workers = coordinator._cluster.workers
-        self._structure = arrays
-        self._place = tf.function(lambda *parts: [tf.identity(p) for p in parts], autograph=False)
-        self._data = self._on_all(*tf.nest.flatten(arrays))
+        self._coordinator = coordinator
+        self._structure = tf.nest.map_structure(lambda _: 0, arrays)
+        parts = [tf.convert_to_tensor(array) for array in tf.nest.flatten(arrays)]
+        specs = tuple(tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in parts)
+        self.kind = (str(self._structure), specs)
+        self._data = self._on_all(parts, specs)
 
-    def _on_all(self, *arrays: Any) -> Any:
-        parts = tuple(tf.convert_to_tensor(array) for array in arrays)
+    def _on_all(self, parts: list[Any], specs: tuple[Any, ...]) -> Any:
+        place = _place(self._coordinator, specs)
+        workers = self._coordinator._cluster.workers
         return values.PerWorkerValues(
-            tuple(worker.create_resource(self._place, args=parts) for worker in self._workers)
+            tuple(worker.create_resource(place, args=tuple(parts)) for worker in workers)
         )
 
     def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
@@ -62,23 +87,29 @@ class Resident:
         table = np.zeros((len(pieces), widest), np.int64)
         for row, piece in zip(table, pieces, strict=True):
             row[: len(piece)] = piece
-        order = self._on_all(table)
+        order = self._on_all([tf.constant(table)], (ORDER,))
         for number, size in enumerate(sizes):
             yield self._data, order, tf.constant(number), size
 
     def function(self, body: Callable[[Any], Any]) -> Any:
-        """Return the closure's function, from what it does with a batch."""
+        """Return the closure's function, from what it does with a batch.
+
+        It serves other data of the same `kind` as well.
+        """
+        structure = self._structure
 
         def closure(data: Any, order: Any, number: Any, size: int) -> Any:
-            places = order[0][number][:size]
+            places = tf.ensure_shape(order[0][number][:size], (size,))
             batch = [tf.gather(part, places) for part in data]
-            return body(tf.nest.pack_sequence_as(self._structure, batch))
+            return body(tf.nest.pack_sequence_as(structure, batch))
 
         return tf.function(closure, autograph=False)
 
 
 class Fed:
-    """Batches that travel with their closure."""
+    """Batches that travel with their closure; no two need to be alike."""
+
+    kind = None
 
     def args(self, pieces: list[Any]) -> Iterator[tuple[Any, ...]]:
         """Yield what the closure for each batch is called with."""

@@ -8,10 +8,8 @@
               callbacks' on_epoch_end, History as ever
 
 Closures of one epoch have no order. So there is nothing between two batches where a callback could
-be called; epoch-level callbacks are called as Keras does. Metrics are not kept on the servers,
-where workers would overwrite each other's: a closure computes how its batch changes their state
-from the initial one, the coordinator adds the changes up (right for every metric that counts or
-averages).
+be called; epoch-level callbacks are called as Keras does. `keras_closures.py` says what a closure
+computes.
 
 Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
 """
@@ -21,9 +19,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import threading
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import keras
@@ -32,39 +30,21 @@ import tensorflow as tf
 
 from ...engine import settings
 from ...engine.announce import announce
+from ...engine.checkpoints import checkpoints_of
 from ...engine.context import RunContext
 from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
-from ...errors import FitError, RunStopped
+from ..base import Strategy
 from .closures import Closures
 from .coordinated import AHEAD
 from .feeds import Fed, dealt
 from .keras_batches import DEFAULT_BATCH
+from .keras_closures import Graphs, Sums, logs_of
 from .keras_data import AdapterData, ArrayData, Data, as_arrays
 from .keras_fit import check_model
+from .mistakes import check_callbacks, check_steps
 
 clock = time.perf_counter
-BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-OWN_STEPS = ("train_step", "test_step", "compute_metrics")
-OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordinator.join()"
-
-
-class Sums:
-    """What closures returned, added up: loss, samples, changes of the metrics' state."""
-
-    def __init__(self) -> None:
-        self.loss, self.samples = 0.0, 0
-        self.changes: Any = 0.0
-        self._lock = threading.Lock()
-
-    def add(self, values: Any, samples: int) -> float:
-        """Add what one closure returned; return its loss."""
-        vector = np.asarray(values, np.float64)
-        with self._lock:
-            self.loss += float(vector[0]) * samples
-            self.samples += samples
-            self.changes = self.changes + vector[1:]
-        return float(vector[0])
 
 
 class CoordinatedFit:
@@ -72,12 +52,17 @@ class CoordinatedFit:
 
     Args:
         trained: Called with each model that `fit` has begun to train.
+        strategy: Whose state checkpoints hold.
     """
 
     def __init__(
-        self, context: RunContext, closures: Closures, trained: Callable[[Any], None]
+        self,
+        context: RunContext,
+        closures: Closures,
+        trained: Callable[[Any], None],
+        strategy: Strategy,
     ) -> None:
-        self.context, self.closures = context, closures
+        self.context, self.closures, self.strategy = context, closures, strategy
         self.workers = context.spec.world_size
         self._trained = trained
         self._owner = importlib.import_module("keras.src.backend.tensorflow.trainer")
@@ -85,6 +70,7 @@ class CoordinatedFit:
         self._tools = importlib.import_module("keras.src.trainers.data_adapters.data_adapter_utils")
         self._slicing = importlib.import_module("keras.src.trainers.data_adapters.array_slicing")
         self._originals: dict[str, Any] = {}
+        self._graphs = Graphs(closures.coordinator.strategy)
 
     def __enter__(self) -> CoordinatedFit:
         """Replace Keras' methods."""
@@ -107,7 +93,7 @@ class CoordinatedFit:
             given = signature.bind(model, *args, **keywords)
             given.apply_defaults()
             check_model(model, self.closures.coordinator.strategy)
-            _check_steps(model)
+            check_steps(model)
             return carry(model, given.arguments)
 
         return call
@@ -122,30 +108,33 @@ class CoordinatedFit:
         """
         settings.check_supported(self.context.entry, "keras", ())
         model._assert_compile_called("fit")
-        _check_callbacks(call["callbacks"])
+        check_callbacks(call["callbacks"])
         data, validation = self._data(call)
         self._build(model, data)
         initialise(self.context, model)
         settings.warn_if_trained(self.context, model)
         self._trained(model)
         total = self._limits(call, data)
+        first = self._go_on(model, call, data)
         self._announce(model, call, data, total)
+        total = None if total is None else total - self._done
         callbacks = call["callbacks"]
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
                 callbacks, add_history=True, add_progbar=False, verbose=0, model=model,
                 epochs=call["epochs"], steps=data.steps,
             )  # fmt: skip
-        train = data.feed.function(self._body(model, training=True))
+        train = self._graphs.function(model, data.feed, training=True)
         model.stop_training = False
         callbacks.on_train_begin()
         logs: dict[str, float] = {}
         for epoch in range(call["initial_epoch"], call["epochs"]):
             callbacks.on_epoch_begin(epoch)
-            sums, total = self._train(train, data, epoch, total)
+            sums, total = self._train(train, data, epoch, total, first)
+            first = 0
             if not sums.samples:
                 break
-            logs = self._logs(model, sums)
+            logs = logs_of(model, sums)
             step = self.context.step
             self.context.emit("epoch", rank=0, epoch=epoch, step=step)
             frequency = call["validation_freq"]
@@ -154,16 +143,22 @@ class CoordinatedFit:
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training or total == 0:
                 break
+        self._checkpoints.save(self._base + self._done)
         callbacks.on_train_end(logs=logs)
         return model.history
 
     def _train(
-        self, train: Any, data: Data, epoch: int, left: int | None
+        self, train: Any, data: Data, epoch: int, left: int | None, first: int = 0
     ) -> tuple[Sums, int | None]:
-        """Train one epoch, at most `left` global steps; return the sums and what is left then."""
+        """Train one epoch, at most `left` global steps; return the sums and what is left then.
+
+        Args:
+            first: Global batches of the epoch that were done before.
+        """
         sums, strategy = Sums(), self.closures.coordinator.strategy
         self.closures.idle()
-        for pieces in dealt(data.feed, data.batches(epoch, self.workers)):
+        batches = islice(data.batches(epoch, self.workers), first, None)
+        for at, pieces in enumerate(dealt(data.feed, batches), first + 1):
             if left == 0:
                 break
             for args, samples in pieces:
@@ -172,16 +167,47 @@ class CoordinatedFit:
                 self.closures.schedule(
                     train, args,
                     samples=samples,
+                    alike=data.feed.kind and (data.feed.kind, samples),
                     told=lambda values, n=samples: sums.add(values, n),  # type: ignore[misc]
                 )  # fmt: skip
                 strategy.extended._being_scheduled = False
             left = None if left is None else left - 1
+            self._step_done(epoch, at)
         self.closures.join()
         return sums, left
 
+    def _go_on(self, model: Any, call: dict[str, Any], data: Data) -> int:
+        """Go on from a checkpoint of this call, if any; return the batches to leave out."""
+        self._base, self._done, self._place = self.context.trained, 0, (call["initial_epoch"], 0)
+        base, self._per_epoch = {"base": self._base}, data.steps
+        self._checkpoints = checkpoints = checkpoints_of(self.context)
+        about = checkpoints.enter(
+            self.strategy,
+            lambda: {**base, "epoch": self._place[0], "batch": self._place[1]},
+        )
+        if about is None:
+            return 0
+        checkpoints.restore()
+        checkpoints.tell()
+        self._done = int(about["step"]) - self._base
+        self._place = int(about["epoch"]), int(about["batch"])
+        call["initial_epoch"] = self._place[0]
+        self.closures.go_on(int(about["step"]))
+        self.context.trained = int(about["step"])
+        return self._place[1]
+
+    def _step_done(self, epoch: int, batch: int) -> None:
+        """Count a global batch; save if it is time, when no push is under way."""
+        ended = batch == self._per_epoch
+        self._done, self._place = self._done + 1, (epoch + 1, 0) if ended else (epoch, batch)
+        if self._checkpoints.is_due(self._base + self._done):
+            self.closures.join()
+            self._checkpoints.save(self._base + self._done)
+            self.closures.idle()
+
     def _validate(self, model: Any, data: Data, epoch: int) -> dict[str, float]:
         began_s = clock()
-        values = self._logs(model, self._score(model, data))
+        values = logs_of(model, self._score(model, data))
         seconds = clock() - began_s
         self.context.eval_s += seconds
         self.context.emit(
@@ -191,7 +217,7 @@ class CoordinatedFit:
         return {f"val_{name}": value for name, value in values.items()}
 
     def _score(self, model: Any, data: Data) -> Sums:
-        score, sums = data.feed.function(self._body(model, training=False)), Sums()
+        score, sums = self._graphs.function(model, data.feed, training=False), Sums()
         waiting = []
         for pieces in dealt(data.feed, data.batches(0, 1)):
             for args, samples in pieces:
@@ -210,7 +236,7 @@ class CoordinatedFit:
         call["steps_per_epoch"] = call["steps"]
         data, _ = self._data(call)
         self._build(model, data)
-        logs = self._logs(model, self._score(model, data))
+        logs = logs_of(model, self._score(model, data))
         self.closures.idle()
         if call["return_dict"]:
             return logs
@@ -234,30 +260,6 @@ class CoordinatedFit:
         outputs = [value.fetch() for value in waiting]
         self.closures.idle()
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
-
-    # -- in the graph ------------------------------------------------------------------------------
-
-    def _body(self, model: Any, *, training: bool) -> Callable[[Any], Any]:
-        strategy, unpack = self.closures.coordinator.strategy, self._tools.unpack_x_y_sample_weight
-
-        def replica(batch: Any) -> Any:
-            x, y, weight = unpack(batch)
-            keywords = {"training": training} if model._call_has_training_arg else {}
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                if training:
-                    tape.watch([v.value for v in model.trainable_variables])
-                output = model(x, **keywords)
-                loss = model._compute_loss(
-                    x=x, y=y, y_pred=output, sample_weight=weight, training=training
-                )
-                scaled = model.optimizer.scale_loss(loss) if training else loss
-            if training:
-                variables = model.trainable_variables
-                gradients = tape.gradient(scaled, [v.value for v in variables])
-                model.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            return _vector(loss, _changes(model, y, output, weight))
-
-        return lambda batch: strategy.run(replica, args=(batch,))
 
     # -- around it ---------------------------------------------------------------------------------
 
@@ -332,68 +334,3 @@ class CoordinatedFit:
             self.context, parameter_count(model), batch_size=data.batch_size, total_steps=total,
             epochs=epochs,
         )  # fmt: skip
-
-    def _logs(self, model: Any, sums: Sums) -> dict[str, float]:
-        """Return loss and metrics as Keras names them, from what closures added up."""
-        if sums.samples == 0:
-            raise RunStopped
-        model.reset_metrics()
-        tracker, metrics = model._loss_tracker, model._compile_metrics
-        tracker.total.assign(sums.loss)
-        tracker.count.assign(sums.samples)
-        at = 0
-        for variable in metrics.variables if metrics is not None else ():
-            size = int(np.prod(variable.shape))
-            change = np.reshape(sums.changes[at : at + size], variable.shape)
-            variable.assign((np.asarray(variable) + change).astype(variable.dtype))
-            at += size
-        return {name: float(value) for name, value in model.get_metrics_result().items()}
-
-
-def _changes(model: Any, y: Any, output: Any, weight: Any) -> list[Any]:
-    """Return how one batch changes the state of the model's metrics, from the initial one."""
-    metrics = model._compile_metrics
-    if metrics is None:
-        return []
-    initial = metrics.stateless_reset_state()
-    state = metrics.stateless_update_state(initial, y, output, sample_weight=weight)
-    pairs = zip(state, initial, strict=True)
-    return [tf.cast(after, tf.float64) - tf.cast(before, tf.float64) for after, before in pairs]
-
-
-def _vector(loss: Any, changes: list[Any]) -> Any:
-    """Return everything in one tensor: one thing to fetch. (1 + sizes of the changes,)"""
-    return tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in (loss, *changes)], 0)
-
-
-def _check_steps(model: Any) -> None:
-    own = [
-        name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
-    ]
-    if own:
-        raise FitError(
-            "The model has steps of its own, which closures cannot carry.",
-            seen=f"{type(model).__name__}.{own[0]}",
-            allowed="models whose steps are Keras' own",
-            next_step=OTHER_WAY,
-        )
-
-
-def _check_callbacks(callbacks: Any) -> None:
-    """Raise FitError where one wants to be called between batches."""
-    given = getattr(callbacks, "callbacks", callbacks) or []
-    for callback in given if isinstance(given, (list, tuple)) else [given]:
-        kind = type(callback)
-        hooks = [
-            h for h in BATCH_HOOKS if getattr(kind, h) is not getattr(keras.callbacks.Callback, h)
-        ]
-        every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
-        if kind.__module__.startswith("keras.") and every in (None, "epoch"):
-            hooks = []  # Keras' own: what they do after batches is not needed for their purpose
-        if hooks:
-            raise FitError(
-                "Batches of a parameter server have no order, so none can be told to a callback.",
-                seen=f"{kind.__name__}.{hooks[0]}",
-                allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
-                next_step=OTHER_WAY,
-            )

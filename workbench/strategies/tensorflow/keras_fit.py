@@ -33,7 +33,8 @@ from ...engine.context import RunContext
 from ...engine.initial import initialise
 from ...engine.tensorflow_support import parameter_count
 from ...errors import FitError, RunStopped
-from ..base import NAN
+from ..base import NAN, Strategy
+from .fit_place import FitPlace
 from .keras_batches import Batches
 from .markers import Measured
 from .mistakes import check_call
@@ -47,15 +48,22 @@ class KerasFit:
 
     Args:
         trained: Called with each model that `fit` has begun to train.
+        strategy: Whose state checkpoints hold.
 
     Attributes:
         under_way: Whether a `fit` is going on.
     """
 
     def __init__(
-        self, context: RunContext, steps: Steps, distribution: Any, trained: Callable[[Any], None]
+        self,
+        context: RunContext,
+        steps: Steps,
+        distribution: Any,
+        trained: Callable[[Any], None],
+        strategy: Strategy,
     ) -> None:
         self.context, self.steps, self.distribution = context, steps, distribution
+        self.strategy = strategy
         self.under_way = False
         self._trained = trained
         self._trainer = importlib.import_module("keras.src.backend.tensorflow.trainer")
@@ -97,6 +105,7 @@ class KerasFit:
         batch.override()
         settings.warn_if_trained(self.context, model)
         callback = Reports(self, model, call, batch)
+        callback.place.find(call)
         if isinstance(call["callbacks"], keras.callbacks.CallbackList):
             call["callbacks"].append(callback)
         else:
@@ -108,7 +117,9 @@ class KerasFit:
         self.under_way = True
         self._trained(model)
         try:
-            return self._original(*given.args, **given.kwargs)
+            history = self._original(*given.args, **given.kwargs)
+            callback.place.end()
+            return history
         finally:
             self.under_way = False
             callback.let_go()
@@ -137,6 +148,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         self._owner, self._context, self._steps = owner, owner.context, owner.steps
         self._epochs = call["epochs"] - call["initial_epoch"]
         self._batch = batch
+        self.place = FitPlace(self._context, owner.strategy)
         self._base = self._context.trained
         self._done = 0  # batches of the epoch
         self._mean = (0, 0.0)  # samples and summed loss of the epoch, where it comes from the logs
@@ -147,6 +159,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         """Announce the run; a Stop that came before the first step ends it here."""
         model: Any = self._trains()
         initialise(self._context, model)
+        self.place.begin()
         per_epoch = self._batch.steps_per_epoch
         total = self._batch.total_steps or (per_epoch * self._epochs if per_epoch else None)
         self._steps.announce(
@@ -169,16 +182,23 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What lies between epochs belongs to no step."""
         self._done, self._mean = 0, (0, 0.0)
+        self.place.epoch = epoch
         self._steps.skip()
 
     def _train(self, iterator: Any) -> Any:
         """Train for one batch or several; hold or end `fit` where that was asked for."""
         steps, model = self._steps, self.model
+        if passed := self.place.pass_over(iterator, model.steps_per_execution):
+            self._done += passed
+            return model.get_metrics_result()
         if self._done:  # before an epoch's first batch Keras makes the iterator: a wait for data
             steps.called()
         logs = self._original(iterator)
         steps.synchronise()
         self._done += steps.end(lambda: self._unmarked(logs))
+        self.place.batch = self._done
+        if self.place.step_done():
+            steps.skip()
         limit = self._batch.total_steps
         done = limit is not None and self._context.trained - self._base >= limit
         if done or not steps.enter():

@@ -25,6 +25,10 @@ import numpy as np
 import tensorflow as tf
 
 from ...engine.context import RunContext
+from ...engine.initial import initialise
+from ...errors import FitError
+from .models import holder
+from .patches import Patches
 from .steps import Steps
 
 
@@ -51,7 +55,7 @@ class OwnLoop:
         self._steps_done = 0  # by the latest call
         self._trains: Any = weakref.WeakSet()
         self._eager = False  # whether a strategy.run outside of any tf.function has trained
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self.optimizer: Any = None
 
     def __enter__(self) -> OwnLoop:
@@ -59,23 +63,14 @@ class OwnLoop:
         function = importlib.import_module(
             "tensorflow.python.eager.polymorphic_function.polymorphic_function"
         ).Function
-        self._patch(function, "__call__", self._called)
-        self._patch(type(self.distribution), "run", self._ran)
-        self._patch(keras.optimizers.Optimizer, "apply", self._applied)
+        self._patches.replace(function, "__call__", self._called)
+        self._patches.replace(type(self.distribution), "run", self._ran)
+        self._patches.replace(keras.optimizers.Optimizer, "apply", self._applied)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo the patches."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before, own = getattr(owner, name), name in vars(owner)
-        setattr(owner, name, make(before))
-        self._undo.append(
-            (lambda: setattr(owner, name, before)) if own else lambda: delattr(owner, name)
-        )
+        self._patches.undo()
 
     def _called(self, original: Any) -> Any:
         loop = self
@@ -111,9 +106,31 @@ class OwnLoop:
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **keywords: Any) -> Any:
             loop.optimizer = optimizer
+            if loop.context.spec.init_from and not loop._elsewhere():
+                loop._start_from(optimizer, *args, **keywords)
             return original(optimizer, *args, **keywords)
 
         return apply
+
+    def _start_from(self, optimizer: Any, gradients: Any, variables: Any = None) -> None:
+        """Give the model the weights that the line names, while its first step is traced.
+
+        Raises:
+            FitError: The step is not traced: its gradients are those of the model's own weights.
+        """
+        if self.context.initial_read:
+            return
+        if tf.executing_eagerly():
+            raise FitError(
+                "The loop's first step was computed already, from the model's own weights.",
+                seen="--init-from, and a step without tf.function",
+                allowed="a step in a tf.function, wb.fit or model.fit",
+                next_step="put @tf.function on the function that calls strategy.run",
+            )
+        trained = variables or getattr(optimizer, "_trainable_variables", ())
+        model = holder({id(variable) for variable in trained})
+        if model is not None:
+            initialise(self.context, model)
 
     def _passive(self) -> bool:
         return self._inside or self._elsewhere() or not tf.executing_eagerly()
@@ -122,6 +139,7 @@ class OwnLoop:
         """Make a call from outside TensorFlow; record the steps it was made of."""
         steps = self.steps
         if trains:
+            check_unsaved(self.context)
             steps.begin()
         elif steps.start_s != steps.start_s:
             steps.skip()  # the loop's first call
@@ -145,4 +163,20 @@ class OwnLoop:
         trained = getattr(self.optimizer, "_trainable_variables", ())
         steps.announce(
             sum(int(np.prod(variable.shape)) for variable in trained), batch_size=steps.batch
+        )
+
+
+def check_unsaved(context: RunContext) -> None:
+    """Refuse checkpoints: what an own loop trains with is not known.
+
+    Raises:
+        FitError: They were asked for.
+    """
+    if context.spec.checkpoint or context.spec.resume:
+        raise FitError(
+            "Checkpoints of an own loop under TensorFlow are its own affair: only it knows what it "
+            "trains with.",
+            seen="--checkpoint with strategy.run",
+            allowed="--checkpoint with model.fit or wb.fit",
+            next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",
         )

@@ -17,8 +17,8 @@ work, which stands still while it is blocked.
 
 Each mark is a `tf.timestamp` that is *independent*: by itself TensorFlow runs all operations with
 an effect in one chain over all replicas, and everybody would read the straggler's time. The times
-of a step are gathered in one vector and handed to Python once, so that watching costs about 0.1 ms
-a step; a Python function in place of each timestamp costs four times that.
+of a step are kept beside the replicas and read when it has ended (`step_log.py`), so that watching
+costs some 0.05 ms a step; one call into Python from the graph would cost several times that.
 
 Delays injected into a replica are spent before its `ready`, whatever phase they are for: they lie
 on the same path. The graph asks for them only while there are any.
@@ -54,7 +54,8 @@ from tensorflow.python.ops import control_flow_util
 
 from ...engine.injector import FaultInjector
 from ..base import NAN, StepResult
-from .traced_step import Run, Stamps, Trace, in_replica
+from .step_log import Stamps
+from .traced_step import Run, Trace, in_replica
 
 clock = time.perf_counter
 
@@ -96,10 +97,8 @@ class Markers:
     def __init__(self, strategy: Any, faults: Sequence[FaultInjector]) -> None:
         devices = strategy.extended.worker_devices
         self._run = Run(int(strategy.num_replicas_in_sync), devices, faults)
-        self._traces: list[Trace] = []
         self._traced = False
         self._undo: list[tuple[Any, str, Any]] = []
-        self._left: list[weakref.ref[Trace]] = []  # of earlier runs; they live with their graphs
 
     def watch(self, faults: Sequence[FaultInjector]) -> Markers:
         """Serve another run: its injectors take the places of those before."""
@@ -114,8 +113,8 @@ class Markers:
         self._patch(one_device, "_call_for_each_replica", self._one_replica)
         self._patch(distribute_lib.ReplicaContextBase, "all_reduce", _marked_all_reduce)
         self._patch(tf.GradientTape, "gradient", _watched_gradient)
+        self._run.log.clear()  # functions that were traced in an earlier run may have run since
         self._run.open = True
-        self._traces = [trace for ref in self._left if (trace := ref()) is not None]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -124,9 +123,7 @@ class Markers:
         for owner, name, before in reversed(self._undo):
             setattr(owner, name, before)
         self._undo.clear()
-        self.take(NAN, NAN)
-        self._left = [weakref.ref(trace) for trace in self._traces]
-        self._traces = []
+        self._traced = False
 
     def take(self, start_s: float, end_s: float) -> list[Measured]:
         """Return the steps done since the last call, oldest first.
@@ -138,21 +135,18 @@ class Markers:
             end_s: When the last of them had ended.
         """
         self._run.look_at_faults()
-        steps = [step for trace in self._traces for step in trace.take()]
-        steps.sort(key=lambda step: step[0].began_s)
-        eager = any(trace.eager for trace in self._traces)
-        self._traces = [trace for trace in self._traces if not trace.eager]
+        steps = sorted(self._run.log.take(), key=lambda step: step[0].began_s)
         traced, self._traced = self._traced, False
         bounds = [start_s, *(min(one.began_s for one in step) for step in steps[1:]), end_s]
         return [
-            self._measured(step, bounds[i], bounds[i + 1], traced and i == 0, eager)
+            self._measured(step, bounds[i], bounds[i + 1], traced=traced and i == 0)
             for i, step in enumerate(steps)
         ]
 
     def _measured(
-        self, step: list[Stamps], start_s: float, end_s: float, traced: bool, eager: bool
+        self, step: list[Stamps], start_s: float, end_s: float, *, traced: bool
     ) -> Measured:
-        results = []
+        results, eager = [], step[0].eager
         for one, faults in zip(step, self._run.faults, strict=True):
             compute_s = end_s - one.began_s - one.exposed_s
             faults.compute_s = compute_s - one.injected_s
@@ -212,7 +206,6 @@ class Markers:
 
     def _marked(self, original: Any, owner: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         trace = Trace(self._run, eager=tf.executing_eagerly())
-        self._traces.append(trace)
         self._traced |= not trace.eager
         outcome = original(owner, trace.wrap(fn), args, kwargs)
         trace.end()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ...engine.context import RunContext
@@ -97,3 +98,42 @@ def _chain(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     yield data
     for one in data._inputs():
         yield from _chain(one)
+
+
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")
+OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordinator.join()"
+
+
+def check_steps(model: Any) -> None:
+    """Raise FitError where the model has steps of its own: closures carry Keras'."""
+    own = [
+        name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own:
+        raise FitError(
+            "The model has steps of its own, which closures cannot carry.",
+            seen=f"{type(model).__name__}.{own[0]}",
+            allowed="models whose steps are Keras' own",
+            next_step=OTHER_WAY,
+        )
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise FitError where one wants to be called between batches."""
+    given = getattr(callbacks, "callbacks", callbacks) or []
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        kind = type(callback)
+        hooks = [
+            h for h in BATCH_HOOKS if getattr(kind, h) is not getattr(keras.callbacks.Callback, h)
+        ]
+        every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
+        if kind.__module__.startswith("keras.") and every in (None, "epoch"):
+            hooks = []  # Keras' own: what they do after batches is not needed for their purpose
+        if hooks:
+            raise FitError(
+                "Batches of a parameter server have no order, so none can be told to a callback.",
+                seen=f"{kind.__name__}.{hooks[0]}",
+                allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
+                next_step=OTHER_WAY,
+            )

@@ -43,13 +43,27 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     slots = [] if optimizer is None else optimizer.variables
     return {
         "model": by_name(model),
-        "optimizer": [np.asarray(keras.ops.convert_to_numpy(slot)) for slot in slots],
+        "optimizer": [np.array(keras.ops.convert_to_numpy(slot)) for slot in slots],
+        "others": [np.array(keras.ops.convert_to_numpy(one)) for one in others(model)],
     }
+
+
+def others(model: Any) -> list[Any]:
+    """Return what a model has besides weights: seeds of its dropout, metrics of the epoch."""
+    weights = {id(variable) for variable in model.weights}
+    every = [*model.variables, *getattr(model, "metrics_variables", ())]
+    return list({id(one): one for one in every if id(one) not in weights}.values())
 
 
 def restore(model: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Go on from what `state_of` gave."""
     load_weights(model, state["model"])
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    rest = others(model)
+    if len(rest) == len(state.get("others", ())):  # another way of training has other metrics
+        for variable, array in zip(rest, state["others"], strict=True):
+            variable.assign(array)
     for slot, array in zip(
         [] if optimizer is None else optimizer.variables, state["optimizer"], strict=True
     ):

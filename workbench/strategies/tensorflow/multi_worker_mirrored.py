@@ -142,15 +142,18 @@ class MultiWorkerMirrored(Replicated):
         if self.world_size == 1:
             return
         home = Homecoming()
-        with contextlib.suppress(tf.errors.OpError):
-            home.pack(self._trained, self._loop and self._loop.optimizer)
-            self._final = home.weights
-        self.distribution = None
         try:
+            with contextlib.suppress(tf.errors.OpError):
+                home.pack(self._trained, self._loop and self._loop.optimizer)
+                self._final = home.weights
+            self.distribution = None
             self._let_others_finish()
         finally:  # also where an interrupt comes first
-            reset()
-            shut(listening() - before)
+            try:
+                self.distribution = None
+                reset()
+            finally:
+                shut(listening() - before)
             home.unpack()
 
     def _let_others_finish(self) -> None:

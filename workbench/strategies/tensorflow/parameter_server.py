@@ -17,7 +17,8 @@ worker takes fewer closures: each row of the history belongs to the worker that 
 push consumes batch/n samples.
 
 A worker's death is survived: its closure is run again elsewhere, so closures run at least once. A
-server's death ends the run, as its variables are gone.
+server's death ends the run, as its variables are gone: with `--checkpoint` a fresh one takes its
+place, and the run goes on from the last checkpoint.
 
     servers=2               variables are placed on two servers, in turn
     partitioner=fixed:2     each variable is cut in two along its first dimension
@@ -56,7 +57,7 @@ from .coordinated import Coordinated
 from .homecoming import Homecoming
 from .keras_coordinated import CoordinatedFit
 from .keras_fit import check_model
-from .models import owner
+from .models import owner, restore, state_of
 from .servers import MEET_S, check_alive, cluster_of, helpers, listening, serve, shut
 from .survivors import Survivors
 from .trainer import Trainer
@@ -90,6 +91,7 @@ class ParameterServer(Strategy):
         self._carried: Coordinated | None = None
         self._fit: CoordinatedFit | None = None
         self._model: Any = None
+        self._optimizer: Any = None
         self._sample: Any = None
         self._final: dict[str, NDArray[np.generic]] = {}
 
@@ -110,13 +112,13 @@ class ParameterServer(Strategy):
             self._connect()
             with contextlib.ExitStack() as stack:
                 self.closures = stack.enter_context(Closures(context, self.coordinator))
-                self._fit = CoordinatedFit(context, self.closures, self._trains)
+                self._fit = CoordinatedFit(context, self.closures, self._trains, self)
                 stack.enter_context(self._fit)
                 context.weights = self.weights
                 stack.enter_context(self.distribution.scope())
                 yield {"strategy": self.distribution, "coordinator": self.coordinator}
         finally:
-            self._disconnect(listening() - before)
+            self._disconnect(before)
             for name, value in environ.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -150,20 +152,26 @@ class ParameterServer(Strategy):
     def _parts(self) -> tuple[str, ...]:
         return self.context.entry.helpers(self.options, self.world_size)
 
-    def _disconnect(self, sockets: set[tuple[int, str]]) -> None:
-        """Bring the models home, then leave TensorFlow as if it had just been imported."""
+    def _disconnect(self, before: set[tuple[int, str]]) -> None:
+        """Bring the models home, then leave TensorFlow as if it had just been imported.
+
+        Args:
+            before: Sockets that are none of the run's.
+        """
         home = Homecoming()
-        with contextlib.suppress(tf.errors.OpError):  # a server that died took the values along
-            home.pack(*self._trained())
-        self._final = home.weights
-        if self.coordinator is not None:
-            self.coordinator._cluster.stop()
-        self.closures = self._carried = self._fit = None
-        self.distribution = self.coordinator = None
-        reset()
-        shut(sockets)
-        self.context.post("over")
-        home.unpack()
+        try:
+            with contextlib.suppress(tf.errors.OpError):  # a server that died took the values along
+                home.pack(*self._trained())
+            self._final = home.weights
+            if self.coordinator is not None:
+                self.coordinator._cluster.stop()
+            self.closures = self._carried = self._fit = None
+            self.distribution = self.coordinator = None
+            reset()
+        finally:  # also where an interrupt comes first: nothing stays open, nobody waits
+            shut(listening() - before)
+            self.context.post("over")
+            home.unpack()
 
     def _trained(self) -> tuple[Any, Any]:
         """Return the model and the optimizer that trained last."""
@@ -171,7 +179,7 @@ class ParameterServer(Strategy):
         return self._model or owner(optimizer), optimizer
 
     def _trains(self, model: Any) -> None:
-        self._model = model
+        self._model, self._optimizer = model, getattr(model, "optimizer", None)
 
     # -- wb.fit ------------------------------------------------------------------------------------
 
@@ -193,6 +201,7 @@ class ParameterServer(Strategy):
         self.closures.announced()
         trainer = Trainer(self.distribution, job, 1, self._sample)
         initialise(self.context, job.model)
+        self._optimizer = trainer.optimizer
         self._carried = Coordinated(self.closures, trainer, self.world_size)
 
     def drive(self, training: Any) -> StepResult | None:
@@ -223,14 +232,14 @@ class ParameterServer(Strategy):
         return self._final
 
     def state(self) -> dict[str, Any]:
-        """Return model and optimizer."""
-        raise NotImplementedError
+        """Return model and optimizer, as they are on the servers."""
+        return state_of(self._model, self._optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        raise NotImplementedError
+        restore(self._model, self._optimizer, state)
 
     def close(self) -> None:
         """Let go of the user's model."""
-        self._model = None
+        self._model = self._optimizer = None
         self._final = {}

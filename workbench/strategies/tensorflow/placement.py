@@ -24,6 +24,7 @@ from tensorflow.python.distribute import distribute_lib, one_device_strategy
 
 from .layers import Chain
 from .models import holder
+from .patches import Patches
 from .stages import Stages
 
 _here = threading.local()  # .depth: calls of layers around this one
@@ -60,27 +61,18 @@ class Placement:
         self._devices, self._cut, self._stages = devices, cut, stages
         self._stage_of: Any = weakref.WeakKeyDictionary()
         self._placed: Any = weakref.WeakSet()
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
 
     def __enter__(self) -> Placement:
         """Patch Keras."""
-        self._patch(keras.layers.Layer, "__call__", self._called)
-        self._patch(keras.optimizers.Optimizer, "build", self._builds)
+        self._patches.replace(keras.layers.Layer, "__call__", self._called)
+        self._patches.replace(keras.optimizers.Optimizer, "build", self._builds)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo the patches."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._patches.undo()
         self.model = None
-
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before, own = getattr(owner, name), name in vars(owner)
-        setattr(owner, name, make(before))
-        self._undo.append(
-            (lambda: setattr(owner, name, before)) if own else lambda: delattr(owner, name)
-        )
 
     def _called(self, original: Any) -> Any:
         placement = self

@@ -27,6 +27,7 @@ from ...engine.context import RunContext
 from ...engine.initial import initialise
 from ...engine.tensorflow_support import built
 from ..base import NAN, Job, Share, StepResult, Strategy
+from .iterators import datasets_kept
 from .keras_fit import KerasFit, check_model
 from .keras_patches import losses_noted
 from .loop import OwnLoop
@@ -48,6 +49,7 @@ class Replicated(Strategy):
     """
 
     spans_cell = spends_delays = True
+    gathers = True  # reading what is averaged when read is a collective
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -89,8 +91,9 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
+            stack.enter_context(datasets_kept())
             self._steps = steps = Steps(context, markers, self.synchronise)
-            self._fit = KerasFit(context, steps, distribution, self._trains)
+            self._fit = KerasFit(context, steps, distribution, self._trains, self)
             stack.enter_context(self._fit)
             self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
             stack.enter_context(self._loop)

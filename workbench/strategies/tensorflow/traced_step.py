@@ -7,53 +7,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 from tensorflow.python.ops import resource_variable_ops
 
 from ...engine.injector import FaultInjector
 from ..base import NAN
+from .step_log import StepLog
 
 _here = threading.local()  # .replica: the one being traced in this thread
-_CLOSE_S = 20e-6
-FIRST_READY = 5  # where ready times begin in `Replica.seen`
-
-
-@dataclass
-class Stamps:
-    """What was seen of one replica in one step.
-
-    Attributes:
-        ready_s: On the clock of the replica's own work, which stands still while it is blocked.
-        exposed_s: How long it was blocked in all-reduces.
-        injected_s: Delays it spent after it had begun.
-    """
-
-    began_s: float
-    ready_s: float
-    exposed_s: float
-    loss: float
-    samples: int
-    injected_s: float
 
 
 class Run:
     """What all traces of a run share.
 
     Attributes:
-        open: Whether steps are still kept; after the run they are dropped.
+        open: Whether the run is still under way; after it nobody is delayed.
         total: Replicas of the run, on all engines.
         hosts: By replica of this engine, the device for what is not computed on a GPU. A word
             from one device to another costs as much as all marks together.
         on_gpus: Whether replicas compute on GPUs.
         faults: By replica, its injector.
         slowed: By replica, a variable: whether the graph must ask its injector.
+        log: Where each step leaves what it saw.
     """
 
     def __init__(self, total: int, devices: Sequence[str], faults: Sequence[FaultInjector]) -> None:
@@ -68,7 +47,7 @@ class Run:
                 variable = resource_variable_ops.ResourceVariable(fault.active, trainable=False)
                 self.slowed.append(variable)
         self._known = [fault.active for fault in faults]
-        self._offset_s = NAN
+        self.log = StepLog(self.hosts)
 
     def look_at_faults(self) -> None:
         """Tell the graphs which injectors have something to do."""
@@ -76,16 +55,6 @@ class Run:
             if fault.active != self._known[index]:
                 self._known[index] = fault.active
                 self.slowed[index].assign(fault.active)
-
-    def offset_s(self) -> float:
-        """Return what is to be added to TensorFlow's time to get that of `perf_counter`."""
-        for _ in range(3):
-            before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
-            if after - before < _CLOSE_S or self._offset_s != self._offset_s:
-                self._offset_s = (before + after) / 2 - wall
-            if after - before < _CLOSE_S:
-                break
-        return self._offset_s
 
 
 class Trace:
@@ -95,8 +64,6 @@ class Trace:
         self.run, self.eager = run, eager
         self.replicas = [Replica(self, index) for index in range(len(run.faults))]
         self.reduced: list[Any] = []  # when each all-reduce of the step was done
-        self._sites = 0
-        self._steps: deque[list[list[float]]] = deque()
 
     def wrap(self, fn: Any) -> Any:
         """Return what each replica calls instead of `fn`."""
@@ -108,50 +75,14 @@ class Trace:
         return marked
 
     def end(self) -> None:
-        """Gather what the replicas saw; the one call into Python that a step makes."""
-        self._sites = len(self.reduced)
-        whole = self._sites and all(len(one.ready) == self._sites for one in self.replicas)
-        if whole:
-            self.replicas[0].ready += self.reduced
-            seen = [one.seen for one in self.replicas]
-            if self.eager:
-                self._keep(*map(np.array, seen))
-            else:
-                tf.numpy_function(self._keep, seen, tf.float32)
+        """Leave what the replicas saw in the log."""
+        count = len(self.reduced)
+        if count and all(len(one.ready) == count for one in self.replicas):
+            leave = self.run.log.keep if self.eager else self.run.log.append
+            leave([one.seen for one in self.replicas], self.reduced)
         for replica in self.replicas:
             replica.forget()
         self.reduced = []  # tensors keep their graph alive
-
-    def _keep(self, *seen: NDArray[np.float64]) -> Any:
-        if self.run.open:
-            # TensorFlow's own memory is used again.
-            self._steps.append([one.tolist() for one in seen])
-        return np.float32(0)
-
-    def take(self) -> list[list[Stamps]]:
-        """Return the steps done, and forget them."""
-        steps, offset_s = [], self.run.offset_s() if self._steps else NAN
-        while self._steps:
-            seen = self._steps.popleft()
-            reduced_s = seen[0][FIRST_READY + self._sites :]
-            steps.append([_stamps(one, reduced_s, offset_s) for one in seen])
-        return steps
-
-
-def _stamps(own: list[float], reduced_s: list[float], offset_s: float) -> Stamps:
-    """Read what `Replica.seen` and `Trace.reduced` have become in one step."""
-    began_s, samples, data_s, delay_s, loss = own[:FIRST_READY]
-    ready_s = own[FIRST_READY : FIRST_READY + len(reduced_s)]
-    blocked_s = [max(0.0, after - before) for after, before in zip(reduced_s, ready_s, strict=True)]
-    return Stamps(
-        # A delay of the data is spent later, with the others.
-        began_s=began_s + data_s + offset_s,
-        ready_s=ready_s[-1] - sum(blocked_s[:-1]) + offset_s,
-        exposed_s=sum(blocked_s),
-        loss=loss,
-        samples=int(samples),
-        injected_s=delay_s,
-    )
 
 
 class Replica:
@@ -174,12 +105,12 @@ class Replica:
 
     @property
     def seen(self) -> Any:
-        """Return (5 + all-reduces,): began, samples, delays of data and of work, loss, ready."""
+        """Return what a replica's row is made of (`step_log.py`): numbers, in a graph vectors."""
         first, last = [self._began, self._samples], [self._mean, *self.ready]
         if self._trace.eager:
             return [*first, *self._delays, *last]
         with tf.device(self._host):
-            return tf.concat([tf.stack(first), self._delays, tf.stack(last)], 0)
+            return [tf.stack(first), self._delays, tf.stack(last)]
 
     def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Trace (or eagerly run) this replica's step."""

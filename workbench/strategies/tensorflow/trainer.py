@@ -25,6 +25,7 @@ from ...engine.tensorflow_data import slice_batch
 from ...engine.tensorflow_support import foreign
 from ...errors import FitError
 from ..base import Job, Share
+from .numerics import Precision, Schedule, compiled
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -44,10 +45,13 @@ class Trainer:
         self._objective: Any = objective(job.loss) if job.loss is not None else None
         self._step_fn: Any = None if job.step_fn is None else converted(job.step_fn)
         self._metrics = {name: metric_function(name, m) for name, m in job.metrics.items()}
+        self._precision = Precision(job.model, job.precision)
         self._build(sample)
         self.optimizer = build_optimizer(job.optimizer, job.model, distribution)
+        self._schedule = Schedule(job.scheduler, self.optimizer)
         if job.clip_norm is not None:
             self.optimizer._all_reduce_sum_gradients = list  # done before clipping
+        self._gradients = compiled(self._differentiate, wanted=job.compile)
         self._train = tf.function(self._train_all, autograph=False)
         self._score = tf.function(self._score_all, autograph=False)
 
@@ -69,6 +73,7 @@ class Trainer:
         """Do one optimizer step; return samples and mean loss of each replica."""
         batch, samples = self._divide(share)
         weights = self._spread([n / share.global_samples for n in samples])
+        self._schedule.begin(share.step)
         losses = self._train(batch, weights)
         values = self.distribution.experimental_local_results(losses)
         return samples, [float(value) for value in values]
@@ -83,8 +88,9 @@ class Trainer:
         return dict(zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True))
 
     def close(self) -> None:
-        """Leave the user's optimizer as it was."""
+        """Leave the user's optimizer and layers as they were."""
         vars(self.optimizer).pop("_all_reduce_sum_gradients", None)
+        self._precision.restore()
 
     # -- dividing ----------------------------------------------------------------------------------
 
@@ -119,22 +125,26 @@ class Trainer:
         return self.distribution.run(self._train_replica, args=(batch, weights))
 
     def _train_replica(self, batch: Any, weight: Any) -> Any:
-        variables = self.model.trainable_variables
         parts = micro_batches(batch, self.job.accumulate)
         total, gradients = 0.0, None
         for part, fraction in parts:
-            with tf.GradientTape() as tape:
-                loss = self._loss(part)
-                scaled = loss * tf.cast(weight * fraction, loss.dtype)
-            found = tape.gradient(scaled, [v.value for v in variables])
+            loss, found = self._gradients(part, tf.cast(weight * fraction, tf.float64))
             gradients = found if gradients is None else _add(gradients, found)
-            total += tf.stop_gradient(loss) * fraction
-        self._apply(gradients, variables)
+            total += loss * fraction
+        self._apply(gradients, self.model.trainable_variables)
         return total
+
+    def _differentiate(self, part: Any, weight: Any) -> tuple[Any, list[Any]]:
+        """Return the loss of a micro-batch, and the gradients of its part of the global loss."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self._loss(part)
+            scaled = loss * tf.cast(weight, loss.dtype)
+        return tf.stop_gradient(loss), tape.gradient(scaled, [v.value for v in variables])
 
     def _loss(self, batch: Any) -> Any:
         if self._step_fn is not None:
-            loss = self._step_fn(self.model, batch)
+            loss = self._precision.widen(self._step_fn(self.model, batch))
         else:
             x, y = batch
             loss = self._objective(self._call(x, True), y)
@@ -143,7 +153,8 @@ class Trainer:
         return loss
 
     def _call(self, x: Any, training: bool) -> Any:
-        return self.model(x, training=training) if self._takes_training else self.model(x)
+        out = self.model(x, training=training) if self._takes_training else self.model(x)
+        return self._precision.widen(out)
 
     def _apply(self, gradients: Any, variables: Any) -> None:
         norm, optimizer = self.job.clip_norm, self.optimizer

@@ -8,6 +8,7 @@ else goes through `FlatGradients`, in one message after backward.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
 from .allreduce.links import Links
 from .allreduce.near import connect_near
-from .compression import make_compression, message_like
+from .compression import Compression, make_compression, message_like
 from .flat import FlatGradients, Mean, by_dtype
 from .replicas import check_alike
 
@@ -50,6 +51,7 @@ class Averaging:
                 next_step="leave out -o allreduce",
             )
         self._context, self._warned = context, False
+        self._compressions: list[Compression] = []  # one per dtype
         simulated = context.faults.on_links
         if asked == BACKEND and simulated:
             raise FitError(
@@ -106,6 +108,8 @@ class Averaging:
 
     def _make_mean(self, shapes: list[torch.Size]) -> Mean:
         compression = make_compression(self._compress, self.all_reduce, shapes)
+        if compression is not None:
+            self._compressions.append(compression)
         return self._beside(compression or self.all_reduce.mean)
 
     def _beside(self, task: Mean) -> Mean:
@@ -113,6 +117,17 @@ class Averaging:
         if not self._on_cpu:
             return task
         return lambda flat: self._aside.run(lambda: task(flat))
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what compression keeps on this worker from step to step."""
+        kept = [compression.state() for compression in self._compressions]
+        return {"compress": self._compress, "kept": kept} if kept else {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `own_state` gave under the same compression; else begin without."""
+        if state.get("compress") == self._compress:
+            for compression, kept in zip(self._compressions, state["kept"], strict=True):
+                compression.load_state(kept)
 
     def close(self) -> None:
         """Close the links of our own, which ends every wait for them, and the thread."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -43,11 +44,15 @@ class Compression(ABC):
     def __init__(self, all_reduce: AllReduce) -> None:
         self.all_reduce = all_reduce
         self.error: torch.Tensor | None = None
+        self._loaded: dict[str, Any] | None = None
 
     def __call__(self, flat: torch.Tensor) -> None:
         """Replace `flat`, shape (numbers,), by the mean of what the workers sent of it."""
         if self.all_reduce.links.size == 1:
             return
+        if self._loaded is not None:
+            self.place(self._loaded, flat)
+            self._loaded = None
         if self.error is None:
             self.error = torch.zeros_like(flat)
         flat += self.error
@@ -55,6 +60,18 @@ class Compression(ABC):
         self.mean(flat, self.error)
         # An infinite gradient (loss scaling looks for them) must not stay behind.
         torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of what is kept from step to step, on the CPU."""
+        return {"error": None if self.error is None else self.error.to("cpu", copy=True)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._loaded = state
+
+    def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
+        """Put a loaded state where the gradients are: known when the first ones come."""
+        self.error = None if state["error"] is None else state["error"].to(flat)
 
     @abstractmethod
     def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
@@ -148,6 +165,15 @@ class PowerSGD(Compression):
         ):
             error[part] = 0.0
             flat[part] = values
+
+    def state(self) -> dict[str, Any]:
+        """Return the error, and the factors that the next step begins with."""
+        return {**super().state(), "q": [factor.to("cpu", copy=True) for factor in self._q]}
+
+    def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
+        """Put a loaded state where the gradients are."""
+        super().place(state, flat)
+        self._q = [factor.to(flat) for factor in state["q"]]
 
     def _first_factors(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the first Q of each matrix, shape (k, rank): random, the same on every worker."""

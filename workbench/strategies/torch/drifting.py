@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..base import Job, Share, StepResult, Strategy
 from .loop import OwnLoop
 from .memory import held_bytes
+from .parts import copied_state, load_parts
 from .replicas import Message, begin_equal, broadcast
 from .trainer import Trainer
 
@@ -38,6 +39,7 @@ class DriftingReplicas(Strategy):
     model: torch.nn.Module | None = None
     done = 0
     equal = True
+    gathers = True
     sent_bytes = wait_s = 0.0
     _hook: Any = None
 
@@ -127,12 +129,57 @@ class DriftingReplicas(Strategy):
         return {} if self.trainer is None else self.trainer.weights()
 
     def state(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler; rank 0's optimizer stands for all."""
-        return self._trainer.state()
+        """Return this replica's model, optimizer and scheduler."""
+        return {**copied_state(self.loop or self._trainer), "done": self.done}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the mean of the replicas and of their optimizers' states. Collective."""
+        if self.world_size == 1:
+            return self.state()
+        if self.equal:
+            return self._mean_moments(self.state())
+        self.message.fill()
+        own = self.message.copy()
+        self.mean()
+        try:
+            return self._mean_moments(self.state())
+        finally:
+            self.message.restore(own)
+
+    def _mean_moments(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace the optimizer's tensors by their mean, where all workers have the same ones.
+
+        With an optimizer that is linear in the gradient, the mean of the moments is that of one
+        device. A worker that sat out every round has none: rank 0's then stand for all.
+        """
+        moments = [
+            tensor
+            for _, slots in sorted(state["optimizer"]["state"].items())
+            for _, tensor in sorted(slots.items())
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        ]
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, [tuple(tensor.shape) for tensor in moments])
+        if moments and all(shapes == every[0] for shapes in every):
+            for tensor in moments:
+                total = tensor.to(self.device) / self.world_size
+                dist.all_reduce(total)
+                tensor.copy_(total)
+        return state
+
+    def own_state(self) -> dict[str, Any]:
+        """Return this replica, which is not as the others' are."""
+        return {**self.state(), "equal": self.equal} if self.world_size > 1 else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self._trainer.load_state(state)
+        """Go on from what `state` gave, alike on all workers."""
+        load_parts(self.loop or self._trainer, state)
+        self.done = int(state.get("done", 0))
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Be the replica that this worker had."""
+        self.load_state(state)
+        self.equal = bool(state["equal"])
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop meet after its optimizer's steps.

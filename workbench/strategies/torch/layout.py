@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...engine.torch_batches import map_batch
 from ...errors import FitError
+from .parts import parts_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -229,10 +230,21 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], clip_norm: float) -
         own.mul_(scale.to(own.dtype))
 
 
-def whole_state(trainer: Trainer) -> dict[str, Any]:
-    """Return a trainer's state with every partitioned tensor gathered; collective."""
-    state = trainer.parts_state()
-    return map_batch(lambda t: gathered(t.detach()).cpu().clone(), state)  # type: ignore[no-any-return]
+def whole_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Any]:
+    """Return a trainer's state with every partitioned tensor gathered; collective.
+
+    Args:
+        keep: Whether this worker wants it: one that only helps to gather holds a tensor at a time.
+    """
+    state = parts_state(trainer)
+    if not keep:
+
+        def help_gather(tensor: torch.Tensor) -> None:
+            gathered(tensor.detach())
+
+        map_batch(help_gather, state)
+        return {}
+    return map_batch(lambda t: gathered(t.detach()).to("cpu", copy=True), state)  # type: ignore[no-any-return]
 
 
 def load_whole_state(trainer: Trainer, state: dict[str, Any]) -> None:

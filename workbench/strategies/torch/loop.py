@@ -12,16 +12,17 @@ Several backward calls before one `optimizer.step()` are one step: their losses 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...engine.checkpoints import Checkpoints
 from ...engine.context import RunContext
+from ...engine.source import Source
 from ...engine.torch_batches import batch_length, map_batch
-from ...engine.torch_data import Source
 from ...errors import RunStopped
 from ..base import NAN, Share, StepResult
 from .inplace import subclass
@@ -66,6 +67,7 @@ class OwnLoop:
         complete: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
         self.context, self.model, self.optimizer = context, model, optimizer
+        self.scheduler = self.scaler = None  # the user's, if any
         self.device = torch.device(context.spec.device)
         self.timer = make_timer(context, self.device)
         self.loader = None if source is None else SharedLoader(self, source)
@@ -84,6 +86,7 @@ class OwnLoop:
         if not self._counts:
             hook = _ForwardHook(self)
             self._undo.append(model.register_forward_pre_hook(hook).remove)
+        self.checkpoints: Checkpoints | None = None  # where the loop may be gone on with
         self._patch_backward()
         self._patch_scaler()
         if watched is not None:
@@ -132,6 +135,8 @@ class OwnLoop:
         if self._under_way:
             return
         context, step = self.context, self.context.trained
+        if self.checkpoints is not None and self.checkpoints.every:
+            self._checkpoint(self.checkpoints)
         if not context.gate.enter(step):
             raise RunStopped
         if context.gate.paused_s != self._paused_s:
@@ -142,6 +147,25 @@ class OwnLoop:
         context.faults.before_step(step)
         context.step = step
         self._under_way = True
+
+    def _checkpoint(self, checkpoints: Checkpoints) -> None:
+        """Save before a step begins: by now what the loop does after a step is done."""
+        began = clock()
+        if checkpoints.step_done():
+            spent_s = clock() - began
+            self.context.eval_s += spent_s
+            self._start += spent_s
+
+    def position(self) -> dict[str, Any]:
+        """Return where in the loader the loop stands."""
+        return {} if self.loader is None else self.loader.position()
+
+    def go_on(self, about: Mapping[str, Any]) -> None:
+        """Let the loader pass over what was done before the checkpoint."""
+        self.context.trained = int(about["step"])
+        self.context.step = self.context.trained - 1
+        if self.loader is not None:
+            self.loader.go_on(int(about["epoch"]), int(about["batch"]))
 
     def _feed(self) -> None:
         self._fed = True
@@ -259,10 +283,12 @@ class OwnLoop:
         return to_numpy(module.state_dict())
 
     def close(self) -> None:
-        """Take every hook out again."""
+        """Take every hook out again, and let the strategy go: the user's loader outlives it."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self.epoch_end = self._backward_ended = lambda: None
+        self._complete, self._sent_bytes = lambda result: None, NAN
 
 
 class _ForwardHook:
@@ -295,7 +321,8 @@ class SharedLoader:
 
     def __init__(self, loop: OwnLoop, source: Source) -> None:
         self._loop, self._source = loop, source
-        self._epoch = 0
+        self._epoch = self._served = 0
+        self._resumes_at: tuple[int, int] | None = None
         self.batch_size = source.batch_size
 
     def __len__(self) -> int:
@@ -305,17 +332,47 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         loop, spec = self._loop, self._loop.context.spec
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        epoch, self._epoch, self._served = self._epoch, self._epoch + 1, 0
+        first = self._passed_over(epoch)
+        if first is None:
+            return
         loop.epoch_begins()
-        shares = self._source.epoch(epoch, spec.rank, spec.world_size)
-        for _ in range(self._source.steps_per_epoch or 1 << 62):
+        shares = self._source.epoch(epoch, spec.rank, spec.world_size, first)
+        for _ in range(first, self._source.steps_per_epoch or 1 << 62):
             try:
                 share = loop.fetch(shares)
             except StopIteration:  # a stream that does not say how long it is
                 break
+            self._served += 1
             yield self._moved(share.data)
         loop.epoch_end()
         loop.context.emit("epoch", rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)
+
+    def _passed_over(self, epoch: int) -> int | None:
+        """Return the batch with which an epoch begins; None: all of it lies before the checkpoint.
+
+        The state is set again here: what the loop did between the epochs passed over (a step of a
+        scheduler, an evaluation) is part of what was saved.
+        """
+        if self._resumes_at is None:
+            return 0
+        at, batch = self._resumes_at
+        if epoch < at:
+            return None
+        self._resumes_at, self._served = None, batch
+        assert self._loop.checkpoints is not None
+        self._loop.checkpoints.restore()
+        return batch
+
+    def position(self) -> dict[str, Any]:
+        """Return the epoch under way and its batches that were given out."""
+        if self._served and self._served == self._source.steps_per_epoch:
+            return {"epoch": self._epoch, "batch": 0}
+        return {"epoch": max(0, self._epoch - 1), "batch": self._served}
+
+    def go_on(self, epoch: int, batch: int) -> None:
+        """Begin with this batch of this epoch; earlier epochs are empty."""
+        self._resumes_at = (epoch, batch)
 
     def _moved(self, data: Any) -> Any:
         device = self._loop.device

@@ -41,6 +41,7 @@ from .flat import FlatGradients
 from .inplace import InPlace
 from .loop import OwnLoop
 from .memory import held_bytes
+from .parts import copied_state, load_parts
 from .replicas import broadcast_buffers, broadcast_model
 from .trainer import Trainer
 
@@ -115,11 +116,20 @@ class Mirrored(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return model, optimizer and scheduler; any worker's stands for all."""
-        return self._trainer.state()
+        return copied_state(self.loop or self._trainer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self._trainer.load_state(state)
+        load_parts(self.loop or self._trainer, state)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what compression has not sent yet; nothing without."""
+        return {} if self.averaging is None else self.averaging.own_state()
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on with what was not sent yet."""
+        if self.averaging is not None:
+            self.averaging.load_own_state(state)
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop train in parallel: its model's forward now ends in the average."""

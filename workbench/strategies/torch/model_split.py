@@ -58,6 +58,7 @@ class ModelSplit(Strategy):
     pipeline: Pipeline | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
+    gathers = True
     _sample: Any = None
     _held: list[str] | None = None
 
@@ -244,7 +245,18 @@ class ModelSplit(Strategy):
         return checkpoint.gather(self.job.model, self.optimizer, self.scheduler)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take the own stages' part of what `state` gave."""
+        """Take the own stages' part of what `state` gave.
+
+        Raises:
+            FitError: The data is a stream: the model is cut at its first batch only.
+        """
+        if self.pipeline is None:
+            raise FitError(
+                "A pipeline fed by a stream cannot go on from a checkpoint: it is cut when the "
+                "first batch is seen.",
+                allowed="data with a length, of which a sample can be looked at",
+                next_step="give wb.fit a map-style dataset or arrays",
+            )
         checkpoint.take(state, self.job.model, self.optimizer, self.scheduler)
 
     def memory_bytes(self) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..base import Job, Share, StepResult, Strategy
 from .loop import OwnLoop
 from .memory import held_bytes
+from .parts import copied_state, load_parts
 from .trainer import Trainer
 
 
@@ -48,11 +49,11 @@ class OneDevice(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return model, optimizer and scheduler."""
-        return self._trainer.state()
+        return copied_state(self.loop or self._trainer)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self._trainer.load_state(state)
+        load_parts(self.loop or self._trainer, state)
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Watch a user's own loop; the model moves to the device and stays what it is."""

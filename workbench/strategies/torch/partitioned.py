@@ -22,6 +22,7 @@ class Partitioned(Strategy):
     trainer: Trainer | None = None
     layout: Layout | None = None
     mesh: DeviceMesh | None = None
+    gathers = True
 
     def equal_buffers(self) -> None:
         """Give all workers rank 0's buffers (BatchNorm's statistics): training reads none."""
@@ -45,6 +46,10 @@ class Partitioned(Strategy):
     def state(self) -> dict[str, Any]:
         """Return model, optimizer and scheduler, whole: independent of the world size."""
         return whole_state(self._trainer)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the same on rank 0; the others only help to gather it."""
+        return whole_state(self._trainer, keep=self.rank == 0)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave: each worker takes its part."""

@@ -29,6 +29,7 @@ from ..base import Job, Share, StepResult, Strategy
 from .holder import Holder, Policy, serve
 from .loop import OwnLoop
 from .memory import bytes_of
+from .parts import copied_state
 from .remote import Answer, Remote
 from .replicas import broadcast_buffers
 from .trainer import Trainer, to_numpy
@@ -176,15 +177,16 @@ class Served(Strategy):
         """Return model, optimizer and scheduler, what is on servers included."""
         assert self.remote is not None, "prepare comes first"
         self.remote.pull()
-        return {**self._trainer.state(), "optimizer": self.remote.optimizer_state()}
+        own = copied_state(self.loop or self._trainer)
+        return {**own, "optimizer": self.remote.optimizer_state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         assert self.remote is not None, "prepare comes first"
-        trainer = self._trainer
-        trainer.model.load_state_dict(state["model"])
-        if trainer.scheduler is not None and "scheduler" in state:
-            trainer.scheduler.load_state_dict(state["scheduler"])
+        parts = self.loop or self._trainer
+        parts.model.load_state_dict(state["model"])
+        if parts.scheduler is not None and state.get("scheduler") is not None:
+            parts.scheduler.load_state_dict(state["scheduler"])
         self.remote.load_optimizer_state(state["optimizer"])
 
     def memory_bytes(self) -> float:

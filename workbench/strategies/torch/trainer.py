@@ -21,6 +21,7 @@ from ...engine.torch_batches import map_batch, slice_batch
 from ...engine.torch_checks import check_closure
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
+from .parts import copied_state, load_parts
 from .timing import make_timer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -220,22 +221,11 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return model, optimizer, scheduler and scaler, on the CPU."""
-        return map_batch(lambda t: t.detach().cpu().clone(), self.parts_state())  # type: ignore[no-any-return]
-
-    def parts_state(self) -> dict[str, Any]:
-        """Return the same as it lies here: on the device, partitioned if the model is."""
-        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        state["model"] = self.model.state_dict()
-        return state
+        return copied_state(self)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
-            if part is not None and name in state:
-                part.load_state_dict(state[name])
+        load_parts(self, state)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -43,7 +43,7 @@ def gather(
     merged: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}}
     groups: list[dict[str, Any]] = merged["optimizer"]["param_groups"]
     for part in every:
-        merged["model"].update(part["model"])
+        merged["model"].update({n: t for n, t in part["model"].items() if n not in merged["model"]})
         merged["optimizer"]["state"].update(part["state"])
         for at, group in enumerate(part["groups"]):
             if at == len(groups):

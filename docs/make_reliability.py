@@ -1,0 +1,91 @@
+"""Writes the tables of docs/reliability.md from what benchmarks measured.
+
+python benchmarks/bench_faults.py --json docs/measured/faults.json
+python benchmarks/rivals.py --json docs/measured/rivals.json
+python docs/make_reliability.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE / "reliability.md"
+MEASURED = HERE / "measured"
+BEGIN, END = "<!-- {}: written by make_reliability.py -->", "<!-- end of {} -->"
+
+RIVALS = {
+    "raises": "one rank raises, three wait for it in `all_reduce`: until the cell ends",
+    "killed": "a worker is SIGKILLed while all `all_reduce`: until the cell ends",
+    "interrupted": "the stop button while three wait in `all_reduce`: until the cell ends",
+    "orphans": "processes left 10 s after the kernel is SIGKILLed",
+    "listens": "sockets that listen beyond loopback",
+}
+
+
+def seconds(value: float | None) -> str:
+    """Return a time in words that fit a table."""
+    if value is None:
+        return "–"
+    return f"{value * 1e3:.0f} ms" if value < 0.1 else f"{value:.2f} s"
+
+
+def faults(rows: list[dict[str, Any]]) -> str:
+    """Return the table of what was promised and measured."""
+    lines = [
+        "| fault | how to see it | promise | median | worst | of |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        command = f"`{row['command']}`" if row["command"] else ""
+        failed = f", {len(row['failed'])} failed" if row["failed"] else ""
+        lines.append(
+            f"| {row['fault']} | {command} | {row['promise_s']:g} s | {seconds(row['median_s'])} "
+            f"| {seconds(row['worst_s'])} | {row['repeats']}{failed} |"
+        )
+    return "\n".join(lines)
+
+
+def rivals(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the same faults in other tools."""
+    tools = list(dict.fromkeys(row["tool"] for row in rows))
+    lines = ["| fault | " + " | ".join(tools) + " |", "|---" * (len(tools) + 1) + "|"]
+    found = {(row["tool"], row["fault"]): row for row in rows}
+    for fault, words in RIVALS.items():
+        cells = [cell(fault, found.get((tool, fault))) for tool in tools]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(fault: str, row: dict[str, Any] | None) -> str:
+    """Return what one tool did."""
+    if row is None:
+        return "not run"
+    if fault in ("orphans", "listens"):
+        return "?" if row["median"] is None else f"{row['median']:g}"
+    ended = [one for one in row["figures"] if one is not None]
+    says = "; ".join(row["says"])
+    if not ended:
+        return f"not within {row['limit_s']:g} s ({says})"
+    return f"{seconds(row['median'])}, at most {seconds(max(ended))} ({says})"
+
+
+def put(page: str, name: str, table: str) -> str:
+    """Return the page with a table put between its marks."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def written() -> str:
+    """Return the page as it should be."""
+    page = PAGE.read_text()
+    page = put(page, "faults", faults(json.loads((MEASURED / "faults.json").read_text())["rows"]))
+    return put(page, "rivals", rivals(json.loads((MEASURED / "rivals.json").read_text())))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written())

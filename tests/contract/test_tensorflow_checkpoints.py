@@ -1,0 +1,91 @@
+"""TensorFlow's runs go on from a checkpoint as if never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tf_cells
+from tf_harness import Report, clean, run
+
+from workbench import catalog, checkpoints
+
+pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tensorflow
+
+WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT}
+ENTRIES = [
+    entry
+    for entry in catalog.strategies("tensorflow")
+    if entry.one_engine and entry.sync and entry.anywhere
+]
+DROPOUT = tf_cells.KERAS_FIT.replace(
+    'keras.layers.Dense(16, "tanh"),', 'keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.5),'
+).replace(
+    "history = model.fit(x, y,", "history = model.fit(x, y, validation_data=(x[:24], y[:24]),"
+)
+
+
+def train(name: str, cell: str, steps: int, workers: int = 2, **told: Any) -> Report:
+    workers = min(workers, catalog.lookup(name, "tensorflow").max_workers or workers)
+    names = {"SIZES": (120, 24), "DTYPE": "float64", "OPTIMIZER": "Adam", "EXTRA": {}}
+    report = run(name, cell, workers, names=names, overrides={"steps": steps}, told=told)
+    return clean(report)
+
+
+def apart(report: Report, truth: Report) -> float:
+    assert truth.weights
+    assert report.weights.keys() == truth.weights.keys()
+    return max(float(abs(report.weights[k] - truth.weights[k]).max()) for k in truth.weights)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_same_replicas_go_on_bit_for_bit(
+    tmp_path: Path, entry: catalog.Strategy, way: str
+) -> None:
+    whole = train(entry.name, WAYS[way], 20)
+    first = train(entry.name, WAYS[way], 13, checkpoint=str(tmp_path), checkpoint_every=6)
+    assert [one.step for one in checkpoints.found(tmp_path)] == [12, 13]
+    assert [e["step"] for e in first.emitted("checkpoint")] == [6, 12, 13]
+    again = train(entry.name, WAYS[way], 20, resume=str(tmp_path / "step-12"))
+    assert again.rows["step"][:, 0].tolist() == list(range(12, 20))
+    assert apart(again, whole) == 0.0
+    np.testing.assert_array_equal(again.rows["local_loss"], whole.rows["local_loss"][12:])
+
+
+def test_another_number_of_replicas_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    whole = train("one_device", tf_cells.WB_FIT, 20)
+    train("mirrored", tf_cells.WB_FIT, 13, checkpoint=str(tmp_path), checkpoint_every=6)
+    again = train("mirrored", tf_cells.WB_FIT, 20, workers=4, resume=str(tmp_path / "step-12"))
+    assert apart(again, whole) <= 1e-10
+
+
+def test_dropout_and_an_epochs_metrics_are_what_they_would_have_been(tmp_path: Path) -> None:
+    whole = train("mirrored", DROPOUT, 20)
+    train("mirrored", DROPOUT, 13, checkpoint=str(tmp_path), checkpoint_every=6)
+    again = train("mirrored", DROPOUT, 20, resume=str(tmp_path / "step-12"))
+    assert apart(again, whole) == 0.0
+    for name, values in again.names["history"].history.items():
+        np.testing.assert_allclose(values, whole.names["history"].history[name][2:], rtol=1e-12)
+
+
+def test_what_is_written_is_a_checkpoint_of_tensorflows(tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    report = train("one_device", tf_cells.WB_FIT, 6, checkpoint=str(tmp_path), checkpoint_every=6)
+    found = tf.train.load_checkpoint(str(tmp_path / "step-6" / "state" / "arrays"))
+    arrays = [found.get_tensor(name) for name in found.get_variable_to_shape_map()]
+    for weight in report.weights.values():
+        assert any(a.shape == weight.shape and (a == weight).all() for a in arrays)
+
+
+def test_an_own_loop_is_refused(tmp_path: Path) -> None:
+    names = {"SIZES": (120, 24), "DTYPE": "float64", "OPTIMIZER": "SGD", "EXTRA": {}}
+    report = run(
+        "mirrored", tf_cells.OWN_LOOP, 2, names={**names, "GRAPH": True, "STEPS": 5},
+        told={"checkpoint": str(tmp_path), "checkpoint_every": 5},
+    )  # fmt: skip
+    assert "leave --checkpoint out" in (report.error or "")

@@ -1,0 +1,64 @@
+"""TensorFlow's servers are shut when a run is over, also where an interrupt falls into its end."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.tensorflow
+pytest.importorskip("tensorflow")
+
+from workbench.strategies.tensorflow import multi_worker_mirrored, parameter_server  # noqa: E402
+from workbench.strategies.tensorflow.servers import listening  # noqa: E402
+
+
+class Interrupted:
+    """A model that is being fetched when the interrupt comes."""
+
+    weights: dict[str, Any] = {}  # noqa: RUF012
+
+    def pack(self, *parts: Any) -> None:
+        raise KeyboardInterrupt
+
+    def unpack(self) -> None:
+        self.weights = {}
+
+
+def _bare(strategy: Any) -> Any:
+    """A strategy in the middle of a run, as far as its end is concerned."""
+    made = object.__new__(strategy)
+    made.context = SimpleNamespace(failed=False, post=lambda *a: None, board=None)
+    made.distribution = made.coordinator = made.closures = None
+    made._model = made._loop = made._carried = made._fit = None
+    made.rank = 0
+    made.world_size = 2
+    return made
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "end"),
+    [
+        (multi_worker_mirrored, "MultiWorkerMirrored", "_leave"),
+        (parameter_server, "ParameterServer", "_disconnect"),
+    ],
+    ids=["multi_worker_mirrored", "parameter_server"],
+)
+def test_an_interrupt_at_the_end_leaves_no_socket_open(
+    module: Any, name: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Homecoming", Interrupted)
+    monkeypatch.setattr(module, "reset", lambda: None)
+    before = listening()
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(KeyboardInterrupt):
+            getattr(_bare(getattr(module, name)), end)(before)
+        assert listening() == before
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), 5)

@@ -1,0 +1,104 @@
+"""A user's engines are counted over all notebooks, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+
+from workbench.cluster import census
+from workbench.errors import PlanError
+from workbench.session.checks import check_limits
+
+WARM = ["python", "-m", "workbench.cluster.warm", "--fd", "7"]
+OWN = ["python", "-m", "ipyparallel.engine", "--profile-dir", "/tmp/workbench-abc"]
+OTHERS = ["python", "-m", "ipyparallel.engine", "--profile-dir", "/home/u/.ipython/profile_x"]
+
+
+class FakeProcess:
+    def __init__(self, pid, name, words, uid=None, status=psutil.STATUS_SLEEPING):
+        self.pid, self._name, self._words, self._status = pid, name, words, status
+        self._uid = os.getuid() if uid is None else uid
+
+    def uids(self):
+        return type("uids", (), {"real": self._uid})
+
+    def name(self):
+        return self._name
+
+    def cmdline(self):
+        if self._words is None:
+            raise psutil.AccessDenied(self.pid)
+        return self._words
+
+    def status(self):
+        return self._status
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    monkeypatch.setattr(
+        psutil,
+        "process_iter",
+        lambda: [
+            FakeProcess(1, "engine-0", WARM),
+            FakeProcess(2, "engine-1", WARM),
+            FakeProcess(3, "engine-0", WARM, uid=os.getuid() + 1),
+            FakeProcess(4, "engine-1", ["engine-1"]),  # of another program
+            FakeProcess(5, "python", OWN),
+            FakeProcess(6, "python", OTHERS),
+            FakeProcess(7, "python", WARM),  # the parent itself
+            FakeProcess(8, "engine-9", WARM, status=psutil.STATUS_ZOMBIE),
+            FakeProcess(9, "engine-9", None),
+        ],
+    )
+
+
+def test_engines_of_this_user_are_counted() -> None:
+    assert census.engines() == {1, 2, 5}
+    assert census.engines(os.getuid() + 1) == {3}
+    assert census.elsewhere([1, 2]) == 1
+
+
+def test_engines_of_other_notebooks_count_for_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "4")
+    check_limits(1)
+    check_limits(1, own=[1, 5])
+    with pytest.raises(
+        PlanError, match="limits engines to 4 per user; other clusters of yours have 3"
+    ):
+        check_limits(2)
+    with pytest.raises(PlanError, match="other clusters of yours have 1"):
+        check_limits(2, own=[1, 2])
+
+
+def test_a_cluster_beyond_the_limit_is_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import workbench as wb
+    from workbench.cluster import ground
+
+    def started(*args: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(ground.Ground, "prepare_in_background", started)
+    monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "4")
+    with pytest.raises(PlanError, match="limits engines to 4"):
+        wb.Cluster(2)
+    monkeypatch.setenv("WORKBENCH_HOSTS", "false")
+    with pytest.raises(PlanError, match="no engines on other hosts"):
+        wb.Cluster(1, hosts="*")
+
+
+def test_refused_messages_are_counted_below_the_table() -> None:
+    from types import SimpleNamespace
+
+    from workbench.session import status
+
+    router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
+    cluster = SimpleNamespace(_engines=SimpleNamespace(router=router))
+    assert status.rejected(cluster) == 5  # type: ignore[arg-type]
+    assert "5 messages or connections were refused" in status.notes(cluster)[0]  # type: ignore[arg-type]
+    router.rejected, router.refused = 0, {}
+    assert status.notes(cluster) == []  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Checkpoints on disk as both sides see them, and what a line may ask for."""
+
+import json
+import os
+
+import pytest
+
+from workbench import checkpoints
+from workbench.errors import PlanError, RunError
+from workbench.plan import Plan, make_plan
+from workbench.recipe import Recipe
+from workbench.session.checkpoints import apart, claim
+
+
+def plan(**given):
+    return make_plan(Recipe("wb.fit()"), "mirrored", workers=2, **given)
+
+
+def stored(folder, step, version=checkpoints.VERSION):
+    path = folder / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / checkpoints.MANIFEST).write_text(json.dumps({"version": version, "step": step}))
+    return path
+
+
+def test_defaults(tmp_path):
+    without = plan()
+    assert (without.checkpoint, without.checkpoint_every, without.on_failure) == ("", 0, "stop")
+    kept = plan(checkpoint=str(tmp_path / "new" / "deep"))
+    assert kept.checkpoint == str(tmp_path / "new" / "deep")
+    assert (kept.checkpoint_every, kept.on_failure) == (checkpoints.EVERY, "replace")
+    assert not (tmp_path / "new").exists()  # nothing is made by planning
+    assert Plan.from_wire(json.loads(json.dumps(kept.to_wire()))) == kept
+
+
+def test_a_path_is_taken_from_the_notebooks_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert plan(checkpoint="kept").checkpoint == str(tmp_path / "kept")
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for given, words in (
+        ({"checkpoint_every": 5}, "but not where"),
+        ({"on_failure": "pray"}, "stop, continue, replace"),
+        ({"on_failure": "replace"}, "--checkpoint DIR"),
+        ({"checkpoint": str(file)}, "this is a file"),
+        ({"checkpoint": str(file / "below")}, "cannot be written"),
+        ({"checkpoint": str(tmp_path), "checkpoint_every": -1}, "at least 1"),
+        ({"checkpoint": str(tmp_path), "checkpoint_every": 2.5}, "at least 1"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            plan(**given)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PlanError, match="cannot be written"):
+        plan(checkpoint=str(tmp_path / "kept"))
+
+
+def test_the_last_whole_one_is_found(tmp_path):
+    assert checkpoints.latest(tmp_path / "nowhere") is None
+    stored(tmp_path, 9)
+    stored(tmp_path, 120)
+    (tmp_path / "step-300.tmp").mkdir()
+    (tmp_path / "step-200").mkdir()  # no manifest: not ours
+    last = checkpoints.latest(tmp_path)
+    assert (last.step, last.path) == (120, str(tmp_path / "step-120"))
+    assert [one.step for one in checkpoints.found(tmp_path)] == [9, 120]
+    assert checkpoints.at(tmp_path).step == 120
+    assert checkpoints.at(tmp_path / "step-9").step == 9
+
+
+def test_none_and_another_version_are_errors(tmp_path):
+    with pytest.raises(RunError, match="no checkpoint here"):
+        checkpoints.at(tmp_path)
+    stored(tmp_path, 5, version=99)
+    with pytest.raises(RunError, match="version 99"):
+        checkpoints.at(tmp_path)
+
+
+def test_each_of_several_runs_has_a_folder_of_its_own(tmp_path):
+    one = plan(checkpoint=str(tmp_path))
+    assert apart([one]) == [one]
+    several = apart([one.with_seed(0), one.with_seed(1), plan()])
+    assert [each.checkpoint for each in several] == [
+        str(tmp_path / "mirrored-seed0"), str(tmp_path / "mirrored-seed1"), "",
+    ]  # fmt: skip
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    one = plan(checkpoint=str(tmp_path), name="base")
+    claim(one)
+    last, earlier = stored(tmp_path, 9), stored(tmp_path, 3)
+    with pytest.raises(PlanError, match=r"step 9(.|\n)*wb.resume\((.|\n)*begins anew"):
+        claim(one)
+    claim(one, resume_from=str(last))
+    with pytest.raises(PlanError, match=r"later checkpoints(.|\n)*keeps both"):
+        claim(one, resume_from=str(earlier))

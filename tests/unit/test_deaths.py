@@ -1,0 +1,119 @@
+"""How a process ended, in words."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from workbench.cluster import deaths
+from workbench.cluster.deaths import EngineDiedError, Memory
+from workbench.cluster.processes import Exit
+from workbench.session import gone
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("end", "memory", "said"),
+    [
+        (Exit(1, None, 9, 3 * GB), Memory(16 * GB), "killed by SIGKILL (perhaps out of memory: it held 3.0 GB)"),  # noqa: E501
+        (Exit(1, None, 9, GB), Memory(16 * GB), "killed by SIGKILL (it held 1.0 GB)"),
+        (Exit(1, None, 9, GB), Memory(16 * GB, kills=1), "killed by SIGKILL (out of memory, by the system's count of such kills: it held 1.0 GB)"),  # noqa: E501
+        (Exit(1, None, 9, GB), Memory(16 * GB, 1, logged=True), "killed by SIGKILL (out of memory, says the system's log: it held 1.0 GB)"),  # noqa: E501
+        (Exit(1, None, 9), Memory(), "killed by SIGKILL"),
+        (Exit(1, None, 6), Memory(), "killed by SIGABRT (native code gave up)"),
+        (Exit(1, 3, None), Memory(), "exited with code 3 (os._exit, or a library that ends the process)"),  # noqa: E501
+        (Exit(1, 0, None), Memory(), "exited with code 0"),
+        (Exit(1, None, None), Memory(), "how is not known"),
+        (Exit(1, None, 9, parent="the warm parent"), Memory(), "it ended with the warm parent"),
+        (Exit(1, None, 64), Memory(), "killed by SIGRTMAX"),
+    ],
+)  # fmt: skip
+def test_an_end_in_words(end, memory, said):
+    assert deaths.words(end, memory) == said
+
+
+def test_what_we_ended_ourselves_is_nobody_elses_doing():
+    assert deaths.words(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer") == (
+        "killed by SIGKILL (by Workbench: it did not answer)"
+    )
+
+
+CRASH = """2026-11-21 08:20:55.1 [IPEngine] Completed registration with id 1
+loading
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/tmp/ipykernel_31297/2634483265.py", line 4 in <module>
+  File "/env/IPython/core/interactiveshell.py", line 3823 in run_code
+
+Extension modules: numpy
+"""
+
+
+def test_a_crash_is_told_from_the_users_side():
+    assert deaths.excerpt(CRASH).splitlines() == [
+        "Fatal Python error: Segmentation fault",
+        '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at',
+        '  File "the cell", line 4 in <module>',
+    ]
+
+
+def test_without_a_crash_the_last_lines_are_told_and_no_noise():
+    log = "2026-11-21 08:20:55.1 [IPEngine] Completed registration\n" + "\n".join("abcdefghijkl")
+    assert deaths.excerpt(log, lines=3).splitlines() == ["j", "k", "l"]
+    assert deaths.excerpt("2026-11-21 08:20:55.1 [IPEngine] Completed registration") == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [("import os; os.kill(os.getpid(), 9)", (None, 9)), ("raise SystemExit(3)", (3, None))],
+)
+def test_the_end_of_a_process_is_seen_and_left_to_who_waits_for_it(code, seen):
+    process = subprocess.Popen([sys.executable, "-c", code])
+    heard, ends = threading.Event(), []
+    deaths.watch(process.pid, lambda end: (ends.append(end), heard.set()))
+    assert heard.wait(30)
+    assert (ends[0].code, ends[0].signal) == seen
+    assert process.wait() == (seen[0] if seen[1] is None else -seen[1])
+
+
+def test_only_a_kill_asks_the_system():
+    watch = deaths.MemoryWatch()
+    assert watch.seen(os.getpid(), killed=False).kills == 0
+    assert watch.seen(os.getpid(), killed=True).total_bytes > 0
+
+
+def died(engine: int, how: str = "killed by SIGKILL", log: str = "") -> dict:
+    return gone.outcome(EngineDiedError(f"Engine {engine}", 100 + engine, how, log))
+
+
+def test_several_deaths_are_named_one_by_one():
+    outcomes = {0: {"status": "error"}, 1: died(1, log="no more memory"), 2: died(2)}
+    text = gone.words(1, outcomes, lambda engine: f"Rank {engine}")
+    assert text.splitlines() == [
+        "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
+        "  its log ends:",
+        "    no more memory",
+        "  gone too: Rank 2 (engine 2): killed by SIGKILL",
+    ]
+    assert gone.next_step(outcomes) == "%cluster restart 1 2"
+    assert gone.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
+    assert gone.next_step({0: {"status": "ok"}}) is None
+
+
+def test_many_deaths_do_not_fill_the_screen():
+    outcomes = {i: died(i) for i in range(9)}
+    text = gone.words(0, outcomes, lambda engine: f"Rank {engine}")
+    assert text.endswith("gone too: 4 more")
+
+
+def test_signals_are_called_by_their_names():
+    assert Exit(1, None, signal.SIGSEGV).text == "SIGSEGV"

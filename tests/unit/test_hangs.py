@@ -1,0 +1,183 @@
+"""What is said of a hang, from where engines say they are; where this process says it is."""
+
+import threading
+import time
+
+import pytest
+
+from workbench.engine import attention, stacks, waits
+from workbench.engine.waits import Place, waiting_in
+from workbench.session.hangs import diagnose, patience_s
+
+NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2", 3: "rank 3", 9: "server s0"}
+
+
+def waits_in(what="in all_reduce"):
+    return {"state": "waits", "at": "cell line 9", "inside": "all_reduce", "waits_in": what}
+
+
+def busy(at="train.py:41 in load_batch", inside=""):
+    return {"state": "busy", "at": at, "inside": inside, "waits_in": ""}
+
+
+def said(places, waited_s=12.0, ended=(), limit_s=5.0):
+    waited = waited_s if isinstance(waited_s, dict) else dict.fromkeys(places, waited_s)
+    return diagnose(places, waited, NAMES, ended, limit_s)
+
+
+def test_who_waits_in_what_and_where_the_others_are():
+    places = {0: waits_in(), 1: busy(), 2: waits_in(), 3: waits_in()}
+    assert said(places) == (
+        "ranks 0, 2-3 have waited 12 s in all_reduce; rank 1 is at train.py:41 in load_batch"
+    )
+
+
+def test_what_a_library_does_for_the_line_is_said_too():
+    places = {0: waits_in(), 1: busy("cell line 7", "Linear.forward")}
+    assert said(places).endswith("rank 1 is at cell line 7, in Linear.forward")
+
+
+def test_a_rank_that_left_and_one_that_is_silent_are_named():
+    assert said({0: waits_in()}, ended=[1]).endswith("; rank 1 is through with the cell")
+    assert "rank 1 is silent: no answer in 2 s" in said({0: waits_in(), 1: None})
+    assert "server s0 is silent" in said({0: waits_in("for an answer of a server"), 9: None})
+
+
+def test_ranks_that_wait_in_different_collectives_wait_for_each_other():
+    text = said({0: waits_in(), 1: waits_in("in barrier")})
+    assert "rank 0 has waited 12 s in all_reduce, rank 1 has waited 12 s in barrier" in text
+    assert text.endswith("they wait for each other")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {0: busy(), 1: busy()},  # all compute
+        {0: waits_in(), 1: waits_in()},  # a large message, for all one knows
+        {0: waits_in(), 1: {**busy(), "state": "paused"}},  # by a debugger
+        {0: waits_in(), 1: {**busy(), "state": "held"}},  # by Pause
+        {0: busy(), 9: busy("")},
+    ],
+)
+def test_what_is_no_hang(places):
+    assert said(places) == ""
+
+
+def test_short_waits_are_none_and_long_ones_alike_are_said():
+    assert said({0: waits_in(), 1: busy()}, waited_s=4.9) == ""
+    assert "do not match" in said({0: waits_in(), 1: waits_in()}, waited_s=15.0)
+
+
+def test_seconds_are_those_that_all_of_them_have_waited():
+    places = {0: waits_in(), 1: busy(), 2: waits_in()}
+    assert "ranks 0, 2 have waited 7 s" in said(places, waited_s={0: 7.4, 1: 0.0, 2: 30.0})
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("", 5), ("2.5", 2.5), ("0", 0), ("soon", 5)])
+def test_patience_is_a_setting(monkeypatch, value, seconds):
+    monkeypatch.setenv("WORKBENCH_HANG_S", value)
+    assert patience_s() == seconds
+
+
+# -- where a process says it is --------------------------------------------------------------------
+
+
+def place(file, name, line=1):
+    return Place(f"/usr/lib/python3/site-packages/{file}", line, name)
+
+
+def test_a_thread_that_stands_still_is_told_from_one_that_computes():
+    leave = threading.Event()
+
+    def compute():
+        while not leave.is_set():
+            sum(range(1000))
+
+    still = threading.Thread(target=leave.wait, args=(60,))
+    busy = threading.Thread(target=compute)
+    for thread in (still, busy):
+        thread.start()
+    try:
+        assert waits.is_idle(still) is True
+        assert waits.is_idle(busy) is False
+    finally:
+        leave.set()
+        still.join()
+        busy.join()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_collective_counts_as_a_wait_while_its_thread_stands_still(monkeypatch, idle):
+    monkeypatch.setattr(waits, "is_idle", lambda thread: idle)
+    inner = [
+        place("torch/distributed/distributed_c10d.py", "barrier"),
+        place("torch/distributed/c10d_logger.py", "wrapper"),
+    ]
+    found = waiting_in(inner, None)
+    assert (found.label if found else None) == ("in barrier" if idle else None)
+    inner = [place("torch/autograd/graph.py", "_engine_run_backward")]
+    found = waiting_in(inner, None)
+    assert (found.label if found else None) == ("in backward (all_reduce)" if idle else None)
+
+
+def test_a_pause_of_the_run_is_the_users():
+    inner = [place("x/threading.py", "wait"), Place("/x/workbench/engine/gate.py", 1, "Gate._wait")]
+    found = waiting_in(inner, None)
+    assert found is not None
+    assert found.by_user
+
+
+def test_a_process_that_runs_no_cell_is_idle_and_its_stacks_are_told_all_the_same():
+    assert stacks.where()["state"] == "idle"
+    ready, leave = threading.Event(), threading.Event()
+
+    def named_function():
+        ready.set()
+        leave.wait(60)
+
+    thread = threading.Thread(target=named_function, name="beside")
+    thread.start()
+    ready.wait(60)
+    try:
+        text = stacks.dump()
+    finally:
+        leave.set()
+        thread.join()
+    assert text.startswith("main thread")
+    assert "thread beside" in text
+    assert "> " in text
+    assert "named_function" in text
+
+
+def test_an_answer_never_fails(monkeypatch):
+    monkeypatch.setattr(stacks, "_main_thread", lambda: 1 / 0)
+    assert stacks.answer("where")["state"] == "busy"
+
+
+def test_somebody_at_a_debugger_is_paused(monkeypatch):
+    monkeypatch.setattr(attention, "paused_by_user", lambda: "cell line 3")
+    monkeypatch.setattr(stacks, "_main_thread", lambda: [Place(__file__, 3, "step")])
+    assert stacks.where()["state"] == "paused"
+    assert stacks.where()["at"].endswith("test_hangs.py:3 in step")
+
+
+def test_a_question_is_answered_by_those_who_hear_it_in_time():
+    from workbench.cluster.questions import Questions
+    from workbench.protocol import Message
+
+    sent = []
+    questions = Questions(lambda engine, message: sent.append((engine, message)))
+
+    def answer_one():
+        while len(sent) < 2:
+            time.sleep(0.001)
+        number = sent[0][1].body["ask"]
+        questions.heard(0, Message("where", {"ask": number, "state": "busy"}))
+        questions.heard(5, Message("where", {"ask": number, "state": "busy"}))  # was not asked
+        questions.heard(1, Message("where", {"ask": number + 7}))  # nobody asks that
+
+    thread = threading.Thread(target=answer_one)
+    thread.start()
+    assert set(questions.ask("where", [0, 1], 0.5)) == {0}
+    thread.join()
+    assert questions.ask("where", [], 5.0) == {}

@@ -1,0 +1,64 @@
+"""Every strategy as data: names, options, roles, what it can do, where it is described.
+
+No code lives here and nothing is imported but the errors, so the kernel, the engines, the
+documentation and the tests read the same table. To add a strategy, add one entry in `torch.py` or
+`tensorflow.py` and one file under `strategies/`.
+"""
+
+from __future__ import annotations
+
+from ..errors import PlanError, unknown
+from .entry import FIT_FEATURES, FRAMEWORKS, MEET_IN_STORE, Framework, Option, Strategy, Way
+from .tensorflow import TENSORFLOW
+from .torch import COMPRESSIONS, TORCH
+
+__all__ = [
+    "CATALOG", "COMPRESSIONS", "FIT_FEATURES", "FRAMEWORKS", "MEET_IN_STORE", "Framework",
+    "Option", "Strategy", "Way", "canonical", "lookup", "names", "strategies",
+]  # fmt: skip
+
+CATALOG: tuple[Strategy, ...] = (*TORCH, *TENSORFLOW)
+
+
+def strategies(framework: str | None = None) -> list[Strategy]:
+    """Return the entries of the catalog, those of one framework where it is given."""
+    return [entry for entry in CATALOG if framework in (None, entry.framework)]
+
+
+def names(framework: str | None = None) -> list[str]:
+    """Return the names that `%%distributed` accepts, without aliases."""
+    return list(dict.fromkeys(entry.name for entry in strategies(framework)))
+
+
+def canonical(name: str, framework: str | None = None) -> str:
+    """Return the name that an alias stands for; in any framework where none is given.
+
+    Raises:
+        PlanError: No strategy has that name, or the framework has none of that name.
+    """
+    for entry in strategies() if framework is None else ():
+        if name == entry.name or name in entry.aliases:
+            return entry.name
+    return lookup(name, framework or FRAMEWORKS[0]).name
+
+
+def lookup(name: str, framework: str = "torch") -> Strategy:
+    """Return the entry for a name or alias.
+
+    Raises:
+        PlanError: No strategy has that name, or the framework has none of that name.
+    """
+    if framework not in FRAMEWORKS:
+        raise unknown("framework", framework, FRAMEWORKS)
+    for entry in strategies(framework):
+        if name == entry.name or name in entry.aliases:
+            return entry
+    elsewhere = [e.framework for e in CATALOG if name == e.name or name in e.aliases]
+    if elsewhere:
+        raise PlanError(
+            f"Strategy {name} is not available for {framework}.",
+            allowed=", ".join(names(framework)) or f"no strategy has a {framework} version yet",
+            next_step=f"use --framework {elsewhere[0]}",
+        )
+    every = [*names(framework), *(a for e in strategies(framework) for a in e.aliases)]
+    raise unknown("strategy", name, every, next_step="wb.strategies() describes them all")

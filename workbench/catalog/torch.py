@@ -1,0 +1,304 @@
+"""The entries of PyTorch's strategies."""
+
+from __future__ import annotations
+
+from .entry import FIT_FEATURES, Option, Strategy
+
+# topk's fraction: above 0, at most 1; an exponent is always negative.
+_FRACTION = r"1(\.0*)?|0?\.0*[1-9]\d*|[1-9](\.\d+)?e-\d+"
+COMPRESSIONS = rf"none|fp16|bf16|powersgd:0*[1-9]\d*|topk:({_FRACTION})"
+
+_PIPELINE_OPTIONS = (
+    Option(
+        "schedule", "choice", "1f1b",
+        choices=("naive", "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        help="the order of microbatches; naive passes the whole batch from stage to stage",
+    ),
+    Option(
+        "microbatches", "int", None, minimum=1, maximum=4096, optional=True,
+        help="parts a batch is cut into; none: two per worker (one for naive)",
+    ),
+    Option(
+        "stages_per_worker", "int", None, minimum=1, maximum=64, optional=True,
+        help="stages each worker holds (interleaved: 2 unless given; zero_bubble: 1)",
+    ),
+    Option(
+        "split_at", "str", None, optional=True,
+        help="layers that begin a stage, by name or number: 2,5 or conv2,fc1; none: "
+        "balanced from measured times",
+    ),
+)  # fmt: skip
+
+TORCH: tuple[Strategy, ...] = (
+    Strategy(
+        name="one_device",
+        framework="torch",
+        term="single-device training",
+        summary="One worker does all the work; the yardstick every other strategy is held against.",
+        module="workbench.strategies.torch.one_device:OneDevice",
+        suits="models that fit one device, and as the baseline of every comparison",
+        source="Robbins and Monro, A Stochastic Approximation Method, 1951",
+        max_workers=1,
+    ),
+    Strategy(
+        name="mirrored",
+        framework="torch",
+        term="synchronous data parallelism (all-reduce)",
+        summary="Each worker holds a copy and takes a share of the batch; gradients are averaged.",
+        module="workbench.strategies.torch.mirrored:Mirrored",
+        suits="models that fit one device, with steps long enough to hide an all-reduce",
+        source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
+        aliases=("ddp", "data_parallel"),
+        replicated=True,
+        exact_with=(("compress", "none"),),
+        loses="the steps since the last checkpoint; with another number of workers also the error "
+        "that compression has not sent yet",
+        links=True,
+        options=(
+            Option(
+                "allreduce", "choice", "auto",
+                choices=("auto", "backend", "ring", "hierarchical", "reduce_to_one",
+                         "recursive_doubling"),
+                help="how gradients are added up; auto measures, backend is gloo's or NCCL's own",
+            ),
+            Option(
+                "compress", "str", "none", pattern=COMPRESSIONS,
+                form="none, fp16, bf16, powersgd:RANK (1 or more), topk:FRACTION (above 0, to 1)",
+                help="send fewer bytes, feeding back the error: fp16, bf16, powersgd:2, topk:0.01",
+            ),
+            Option(
+                "bucket_mb", "float", 25.0, minimum=0.001, maximum=4096,
+                help="size of the buckets that the backend reduces while backward still runs",
+            ),
+            Option(
+                "find_unused_parameters", "bool", False,
+                help="search each step for parameters that took no part in the loss (slower)",
+            ),
+            Option(
+                "sync_batchnorm", "bool", False,
+                help="compute BatchNorm statistics over all workers (CUDA devices only)",
+            ),
+        ),
+    ),
+    Strategy(
+        name="central_storage",
+        framework="torch",
+        term="synchronous training with central variables",
+        summary="Weights and optimizer live on one host; workers pull them and push gradients.",
+        module="workbench.strategies.torch.central_storage:CentralStorage",
+        suits="few devices beside a host with memory to spare: optimizer state stays off them",
+        source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
+        aliases=("central",),
+        supports=FIT_FEATURES - {"sparse_gradients"},
+        servers=1,
+        links=True,
+        options=(
+            Option(
+                "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
+                help="what parameters and gradients travel through; auto takes the fastest",
+            ),
+        ),
+    ),
+    Strategy(
+        name="parameter_server",
+        framework="torch",
+        term="asynchronous data parallelism (parameter server)",
+        summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
+        module="workbench.strategies.torch.parameter_server:ParameterServer",
+        suits="workers of unequal speed, and to see what stale gradients do",
+        source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
+        "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
+        aliases=("ps",),
+        supports=FIT_FEATURES - {"sparse_gradients"},
+        sync=False,
+        servers_option="servers",
+        sync_option="sync",
+        loses="the steps since the last checkpoint, pushes under way when it was taken, and the "
+        "steps by which other workers were ahead of worker 0; with sync=true only the first",
+        links=True,
+        excludes=(
+            ("sync", "max_staleness"), ("sync", "staleness_aware_lr"), ("sync", "pull_every"),
+        ),
+        spares_workers=True,
+        options=(
+            Option(
+                "servers", "int", 1, minimum=1, maximum=64,
+                help="how many servers share the parameters, divided by bytes",
+            ),
+            Option(
+                "max_staleness", "int", None, minimum=0, optional=True,
+                help="steps that the fastest worker may be ahead of the slowest; none: any",
+            ),
+            Option(
+                "staleness_aware_lr", "bool", False,
+                help="divide the learning rate of each push by its staleness",
+            ),
+            Option(
+                "consistency", "choice", "latest", choices=("latest", "snapshot"),
+                help="latest: each server's newest; snapshot: the same version from all servers",
+            ),
+            Option(
+                "pull_every", "int", 1, minimum=1,
+                help="steps that a worker computes on one copy of the parameters",
+            ),
+            Option(
+                "sync", "bool", False,
+                help="all workers' gradients make one step (BSP); equal to one device",
+            ),
+            Option(
+                "link", "choice", "auto", choices=("auto", "shared_memory", "unix", "tcp"),
+                help="what parameters and gradients travel through; auto takes the fastest",
+            ),
+        ),
+    ),
+    Strategy(
+        name="sharded",
+        framework="torch",
+        term="fully sharded data parallelism (ZeRO)",
+        summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
+        "when they compute.",
+        module="workbench.strategies.torch.sharded:Sharded",
+        suits="models whose parameters and optimizer state do not fit one device",
+        source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
+        aliases=("fsdp", "zero"),
+        links=True,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
+        options=(
+            Option(
+                "unit_mb", "float", 1.0, minimum=0, maximum=65536,
+                help="smallest layer, in MB of parameters, that is gathered on its own",
+            ),
+            Option(
+                "reshard", "bool", True,
+                help="free gathered layers between forward and backward (ZeRO-3); false: ZeRO-2",
+            ),
+            Option(
+                "gather", "choice", "all", choices=("all", "first"),
+                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+            ),
+        ),
+    ),
+    Strategy(
+        name="model_split",
+        framework="torch",
+        term="pipeline (model) parallelism",
+        summary="The model is cut into stages over the workers; microbatches follow each other.",
+        module="workbench.strategies.torch.model_split:ModelSplit",
+        suits="models that do not fit one device, cut into layers of similar cost",
+        source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
+        aliases=("pipeline",),
+        links=True,
+        data_parallel=False,
+        whole=False,
+        takes_turns=True,
+        rules="workbench.pipelines:check",
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        options=_PIPELINE_OPTIONS,
+    ),
+    Strategy(
+        name="hybrid",
+        framework="torch",
+        term="data x model parallelism",
+        summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
+        "gradients are added up.",
+        module="workbench.strategies.torch.hybrid:Hybrid",
+        suits="models that do not fit one device, on more workers than stages are worth",
+        source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
+        aliases=("data_model",),
+        links=True,
+        whole=False,
+        takes_turns=True,
+        rules="workbench.pipelines:check",
+        ways=("fit",),
+        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile", "sparse_gradients"},
+        options=(
+            Option(
+                "stages", "int", None, minimum=1, maximum=4096, optional=True,
+                help="workers that form one pipeline; none: 2 where they divide evenly",
+            ),
+            *_PIPELINE_OPTIONS,
+        ),
+    ),
+    Strategy(
+        name="tensor_parallel",
+        framework="torch",
+        term="tensor (intra-layer model) parallelism",
+        summary="The weight matrices of a layer are divided over the workers, who compute it "
+        "together.",
+        module="workbench.strategies.torch.tensor_parallel:TensorParallel",
+        suits="wide layers, on workers with fast links between them",
+        source="Shoeybi et al., Megatron-LM, 2019, section 3",
+        aliases=("tp",),
+        links=True,
+        data_parallel=False,
+        ways=("fit",),
+        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
+        options=(
+            Option(
+                "plan", "str", "auto",
+                help="how layers are divided: auto, or NAME=col|row|gathered,.. (* matches any)",
+            ),
+            Option(
+                "gather", "choice", "all", choices=("all", "first"),
+                help="who gets the whole trained model at the end: all workers, or rank 0 alone",
+            ),
+        ),
+    ),
+    Strategy(
+        name="local_sgd",
+        framework="torch",
+        term="local SGD (federated averaging)",
+        summary="Workers train on their own for some steps, then average their parameters.",
+        module="workbench.strategies.torch.local_sgd:LocalSGD",
+        suits="slow links, and data that stays where it was collected",
+        source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
+        aliases=("fedavg",),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=(("every", 1),),
+        loses="the steps since the last checkpoint; with another number of workers also how the "
+        "replicas differed: all begin with their mean",
+        linear_only=True,
+        links=True,
+        options=(
+            Option(
+                "every", "int", 8, minimum=1,
+                help="steps between averages; 1 with SGD equals one device",
+            ),
+            Option(
+                "fraction", "float", 1.0, minimum=0.001, maximum=1,
+                help="part of the workers that is drawn for each round; the others sit it out",
+            ),
+            Option(
+                "skew", "float", None, minimum=0.001, optional=True,
+                help="deal samples out by class: Dirichlet's alpha, 0.1 is very uneven; none: even",
+            ),
+        ),
+    ),
+    Strategy(
+        name="gossip",
+        framework="torch",
+        term="decentralised SGD (gossip)",
+        summary="No centre: after each step a worker mixes its parameters with its neighbours'.",
+        module="workbench.strategies.torch.gossip:Gossip",
+        suits="many workers on links where an all-reduce is slow, and to see replicas drift",
+        source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
+        aliases=("decentralised", "decentralized"),
+        supports=FIT_FEATURES - {"clip_norm"},
+        exact_with=None,
+        loses="the steps since the last checkpoint; with another number of workers also how the "
+        "replicas differed: all begin with their mean",
+        links=True,
+        options=(
+            Option(
+                "graph", "choice", "ring", choices=("ring", "exponential"),
+                help="who meets whom: both neighbours on a ring, or one peer 1, 2, 4, .. hops away",
+            ),
+            Option(
+                "spread_every", "int", 10, minimum=1,
+                help="steps between two measurements of how far the replicas are apart",
+            ),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""What listens beyond loopback when `--hosts` is given, and how the user is told."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import warnings
+
+PAGE = "docs/security.md"
+EVERY = ("*", "0.0.0.0", "::")
+
+
+class ExposureWarning(UserWarning):
+    """Something is about to listen where other hosts can connect."""
+
+
+def beyond_loopback(hosts: str) -> bool:
+    """Whether listening on `hosts` can be reached from other machines; a name counts as such."""
+    if not hosts or hosts == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(hosts).is_loopback
+    except ValueError:
+        return True
+
+
+def words(hosts: str) -> str:
+    """Return what the user should know before listening on `hosts`."""
+    where = "on every interface" if hosts in EVERY else f"on {hosts}"
+    return (
+        f"--hosts {hosts}: ipyparallel's controller and our control socket listen {where}; both "
+        "take nothing that is not signed with the cluster's key, but nothing is encrypted. Between "
+        "hosts gradients travel by gloo, NCCL, the TCPStore or TensorFlow's gRPC, which have no "
+        "authentication at all: whoever can connect can read and change what is trained. Use it on "
+        f"a private network or behind a firewall only ({PAGE})."
+    )
+
+
+def warn(hosts: str) -> None:
+    """Tell the user, each time, where listening on `hosts` can be reached from other machines."""
+    if beyond_loopback(hosts):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", ExposureWarning)
+            warnings.warn(words(hosts), ExposureWarning, stacklevel=3)
+
+
+def reachable(host: str) -> str:
+    """Return the address under which other hosts reach what is bound to `host`."""
+    if host not in EVERY:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

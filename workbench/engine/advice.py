@@ -1,0 +1,82 @@
+"""What to do about errors of frameworks that name the trouble but no way out."""
+
+from __future__ import annotations
+
+import re
+
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        "the batch has {0} features, the Linear takes {1}: make it nn.Linear({0}, ...), or flatten "
+        "with nn.Flatten() before it",
+    ),
+    (
+        r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
+        r"(\([\d, ]+\))",
+        "the data is {2}, the layer was built for {1} on axis {0}: build the model for this data, "
+        "or reshape the data",
+    ),
+    (
+        r"Target (-?\d+) is out of bounds",
+        "class {0} needs an output of its own: the last layer has too few outputs, or the labels "
+        "do not begin at 0",
+    ),
+    (
+        r"expected target dtype to be Long|expected scalar type Long",
+        "classes are int64 for this loss: y = y.long()",
+    ),
+    (
+        r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
+        r"|must have the same dtype, but got Double and Float",
+        "NumPy's float64 meets a float32 model: x = x.float()",
+    ),
+    (
+        r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
+        "use the name device, which is this worker's: x.to(device)",
+    ),
+    (
+        r"CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|OOM when allocating",
+        "use a smaller batch, or a strategy that spreads the model: sharded, model_split",
+    ),
+    (
+        r"can't allocate memory|Cannot allocate memory|^MemoryError",
+        "use a smaller batch, or fewer engines; %cluster free drops the cells' variables",
+    ),
+    (
+        r"grad can be implicitly created only for scalar outputs",
+        "the loss must be one number: loss.mean(), or reduction='mean'",
+    ),
+    (
+        r"Cannot re-initialize CUDA in forked subprocess",
+        "start processes before the first use of the GPU, or with the method spawn: "
+        "DataLoader(..., multiprocessing_context='spawn')",
+    ),
+    (
+        r"^SystemExit",
+        "end a cell early with raise, or put the rest under if: exit() would end the engine",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "make room there, or write to another folder",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "use another port, or 0 for any that is free",
+    ),
+)
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(text: str) -> str:
+    """Return a message without the colours of a terminal (Keras puts them in)."""
+    return _COLOURS.sub("", text)
+
+
+def advice(words: str) -> str | None:
+    """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    for pattern, text in _KNOWN:
+        if found := re.search(pattern, words):
+            return text.format(*found.groups())
+    return None

@@ -1,0 +1,102 @@
+"""A state (nested dicts, lists, numbers, tensors) as JSON and a flat table of tensors, and back.
+
+What is written this way can be read without running code that came with it: nothing is pickled.
+Every container says its kind, so that tuples, dicts with numbers as keys and counters come back as
+what they were:
+
+    {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": <tensor>}
+    -> {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}], ["exp_avg", {"tensor": "0"}]]}
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import FitError
+
+
+def encode(
+    state: Any, is_tensor: Callable[[Any], bool], where: str = "state"
+) -> tuple[Any, dict[str, Any]]:
+    """Return what JSON can hold of a state, and its tensors and arrays by name.
+
+    Args:
+        is_tensor: Whether a value is one of the framework's tensors.
+        where: What the state is called in an error.
+
+    Raises:
+        FitError: Something in it is neither a number, a text, a tensor nor a container of these.
+    """
+    leaves: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray) or is_tensor(value):
+            name = str(len(leaves))
+            leaves[name] = value
+            return {"array" if isinstance(value, np.ndarray) else "tensor": name}
+        if isinstance(value, list):
+            return [walk(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        kind = _kind(value)
+        if kind is None:
+            raise FitError(
+                "A checkpoint cannot hold this part of the state.",
+                seen=f"{path}: {type(value).__name__}",
+                allowed="numbers, texts, tensors, arrays, and lists and dicts of these",
+            )
+        if isinstance(value, Mapping):
+            pairs = [[walk(k, path), walk(v, f"{path}[{k!r}]")] for k, v in value.items()]
+            return {kind: pairs}
+        return {kind: [walk(item, path) for item in value]}
+
+    return walk(state, where), leaves
+
+
+def decode(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
+    """Rebuild a state from what `encode` gave."""
+    if isinstance(skeleton, list):
+        return [decode(item, leaves) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    ((kind, inside),) = skeleton.items()
+    if kind in ("tensor", "array"):
+        return leaves[inside]
+    if kind == "bytes":
+        return bytes.fromhex(inside)
+    items = decode(inside, leaves)
+    if kind in ("dict", "counter"):
+        made = {_key(key): value for key, value in items}
+        return made if kind == "dict" else Counter(made)
+    return {"tuple": tuple, "set": set, "deque": deque}[kind](items)
+
+
+def arrays_in(skeleton: Any) -> set[str]:
+    """Return the names of the leaves that were NumPy arrays, not the framework's tensors."""
+    if isinstance(skeleton, list):
+        return set().union(*(arrays_in(item) for item in skeleton))
+    if not isinstance(skeleton, dict):
+        return set()
+    ((kind, inside),) = skeleton.items()
+    return {inside} if kind == "array" else arrays_in(inside)
+
+
+def _kind(value: Any) -> str | None:
+    for kind, cls in (
+        ("counter", Counter), ("dict", Mapping), ("tuple", tuple), ("set", set), ("deque", deque),
+    ):  # fmt: skip
+        if isinstance(value, cls):
+            return kind
+    return None
+
+
+def _key(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key

@@ -1,0 +1,159 @@
+"""Where this engine's threads are: one line for a banner, whole stacks on demand.
+
+Read by the control thread while the cell runs, from `sys._current_frames`. A main thread that
+holds the interpreter's lock in a call of C cannot be looked at: then nobody answers.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from . import attention, places
+from .waits import Place, waiting_in
+
+_PACKAGE = str(Path(__file__).parents[1])
+_CELL_ENTRY = (f"{_PACKAGE}/engine/runtime.py", "run_cell")
+_MACHINERY = ("IPython/core/", "ipykernel/", "workbench/engine/runtime.py", "engine/entry.py")
+"""Frames between the runtime's and the cell's own, which say nothing to a user."""
+
+
+def where() -> dict[str, Any]:
+    """Return where the main thread is.
+
+    Returns:
+        `state` (idle, busy, waits, held, paused), `at` (the innermost line of the user's, as
+        `train.py:41 in load_batch` or `cell line 7`), `inside` (what a library is doing there),
+        `waits_in` (the collective or whatever else it waits in).
+    """
+    stack = _main_thread()
+    if stack is None:
+        return {"state": "idle", "at": "", "inside": "", "waits_in": ""}
+    user = next((k for k, place in enumerate(stack) if places.is_yours(place.file)), None)
+    inner = stack[:user]
+    found = waiting_in(inner, stack[user] if user is not None else None)
+    at = _spell(stack, user) if user is not None else ""
+    inside = _inside(inner) if user is not None else _phase(inner)
+    state = "busy"
+    if attention.paused_by_user():
+        state = "paused"
+    elif found is not None:
+        state = "held" if found.by_user else "waits"
+    return {
+        "state": state,
+        "at": at,
+        "inside": inside,
+        "waits_in": "" if found is None else found.label,
+    }
+
+
+def dump() -> str:
+    """Return the stacks of all threads, the main thread's first; the user's lines are marked."""
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    others = [t for t in threading.enumerate() if t is not main and t.ident in frames]
+    parts = []
+    for thread in (main, *others):
+        if thread.ident is None or thread.ident not in frames:
+            continue
+        stack = _places(frames[thread.ident])
+        if thread is main:
+            stack = _below_entry(stack) or stack
+        head = "main thread" if thread is main else f"thread {thread.name}"
+        parts.append("\n".join([head, *_lines(stack)]))
+    return "\n".join(parts)
+
+
+def _lines(stack: list[Place]) -> list[str]:
+    """Return a stack as text, outermost first; lines of the user begin with `>`."""
+    lines = []
+    for k in range(len(stack) - 1, -1, -1):
+        place = stack[k]
+        mine = places.is_yours(place.file)
+        name = _spell(stack, k) if mine else f"{_short(place.file)}:{place.line} in {place.name}"
+        lines.append(f"{'>' if mine else ' '} {name}")
+        if source := linecache.getline(place.file, place.line).strip():
+            lines.append(f"      {source}")
+    return lines
+
+
+def _main_thread() -> list[Place] | None:
+    """Return the main thread's places within the cell, innermost first; None: it runs none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else _below_entry(_places(frame))
+
+
+def _below_entry(stack: list[Place]) -> list[Place] | None:
+    """Return what is called by the runtime, without its machinery."""
+    for k, place in enumerate(stack):
+        if (place.file, place.name.rpartition(".")[2]) == _CELL_ENTRY:
+            inner = stack[:k]
+            while len(inner) > 1 and any(part in inner[-1].file for part in _MACHINERY):
+                inner.pop()
+            return inner
+    return None
+
+
+def _places(frame: FrameType | None) -> list[Place]:
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        name = getattr(code, "co_qualname", code.co_name).replace(".<locals>", "")
+        found.append(Place(code.co_filename, frame.f_lineno or 0, name, frame))
+        frame = frame.f_back
+    return found
+
+
+def _spell(stack: list[Place], k: int) -> str:
+    """Return a line of the user's in words; a line of an earlier cell says so."""
+    place = stack[k]
+    words = places.where(place.file, place.line, place.name)
+    cells = [one.file for one in stack if places.is_cell(one.file)]
+    return words if not cells or place.file in (cells[-1], "") else _earlier(words)
+
+
+def _earlier(words: str) -> str:
+    return words.replace("cell line", "earlier cell, line", 1)
+
+
+def _inside(inner: list[Place]) -> str:
+    """Return which function of a library the user's line is in, empty where it is in none."""
+    for place in reversed(inner):  # the one that the user called
+        if not place.file.startswith("<") and place.name != "<module>":
+            return place.name
+    return ""
+
+
+def _phase(inner: list[Place]) -> str:
+    """Return what the engine does around the cell."""
+    names = {place.name for place in inner}
+    if "_undo" in names or "destroy_group" in names:
+        return "leaving the process group"
+    if "_save_weights" in names:
+        return "writing the final weights"
+    return "getting ready"
+
+
+def _short(file: str) -> str:
+    """Return a library's file without the folder that it is installed in."""
+    for folder in (f"{os.sep}site-packages{os.sep}", f"{os.path.dirname(os.__file__)}{os.sep}"):
+        if folder in file:
+            return file.partition(folder)[2]
+    return file.replace(str(Path(_PACKAGE).parent) + os.sep, "")
+
+
+ANSWERS = frozenset({"where", "stacks"})
+"""Questions of the kernel that are answered here."""
+
+
+def answer(kind: str) -> dict[str, Any]:
+    """Answer one; frames that change while they are read must not end the control thread."""
+    try:
+        return where() if kind == "where" else {**where(), "text": dump()}
+    except Exception as error:
+        return {"state": "busy", "at": "", "inside": "", "waits_in": "", "text": repr(error)}

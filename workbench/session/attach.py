@@ -1,0 +1,195 @@
+"""`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..cluster import kept
+from ..cluster.devices import Lease, Leases
+from ..cluster.engines import Engines, Listeners
+from ..errors import ClusterError, WorkbenchError
+from ..history import disk
+from ..plan import Plan
+from . import hangs, registry
+from .cluster import Cluster
+from .following import FINISHED, FollowedRun, FollowedTask, Follower
+from .keeping import words
+from .launch import Launch
+from .load import load
+from .run import Run
+from .show import CellView, RunView
+
+
+def attach(cluster: str, *, take: bool = False) -> Cluster:
+    """Take over a kept cluster whose notebook is gone.
+
+    Its engines keep their variables; a run that goes on is restored whole, as `wb.runs` and
+    `cluster.current`.
+
+    Args:
+        cluster: Its id, as `workbench ps` lists it.
+        take: Also when another notebook has it, which then no longer does.
+
+    Raises:
+        ClusterError: There is no such cluster, it was not kept, or it has an owner.
+    """
+    found = _find(cluster)
+    about = found.about
+    nobody = Listeners(message=lambda engine, message: None, death=lambda engine: None)
+    engines = Engines(
+        nobody,
+        framework=about["framework"],
+        launcher=about["launcher"],
+        folder=found.folder,
+        key=bytes.fromhex(about["key"]),
+    )
+    try:
+        engines.take_over(about, take=take)
+        return _restore(found, engines)
+    except BaseException:
+        engines.release("It could not be taken over.")
+        raise
+
+
+def _find(cluster: str) -> kept.Found:
+    found = kept.look(kept.folder_of(cluster))
+    if found is None or not found.kept:
+        ids = [one.id for one in kept.clusters() if one.kept]
+        raise ClusterError(
+            "There is no such kept cluster."
+            if found is None
+            else "That cluster ends with its notebook: it was started without --keep.",
+            seen=cluster,
+            allowed=", ".join(ids) or "no cluster is kept here; %cluster start 4 --keep starts one",
+            next_step="workbench ps lists all clusters",
+        )
+    if found.owner is not None and found.owner["pid"] == os.getpid():
+        raise ClusterError("This notebook has that cluster already.", seen=cluster)
+    return found
+
+
+def _restore(found: kept.Found, engines: Engines) -> Cluster:
+    about = found.about
+    cluster = Cluster(
+        max(1, len(engines.ids)),
+        devices=about["devices"],
+        launcher=about["launcher"],
+        framework=about["framework"],
+        engines=engines,
+        keep=True,
+        idle_timeout=about["idle_timeout_s"] or "never",
+    )
+    pool = cluster._pool
+    pool._servers = set(about["servers"])
+    pool._leases |= {int(n): _leases(one) for n, one in about["leases"].items()}
+    # Names of process groups that no other one had in the same store.
+    pool._generation = itertools.count(time.time_ns())
+    numbers = [int(number) for number, _ in about["runs"]]
+    cluster._number = itertools.count(1 + max(numbers, default=0))
+    cluster.keeping.since = float(about["since"])
+    for number, folder in about["runs"]:
+        _bring_run(cluster, int(number), Path(folder), about["task"] or {})
+    task = about["task"]
+    if task is not None and cluster._busy is None and not task["run"]:
+        _follow_cell(cluster, found.folder, task)
+    cluster.keeping.write()
+    return cluster
+
+
+def _leases(about: Mapping[str, Any]) -> Leases:
+    leases = tuple(Lease(**one) for one in about["leases"])
+    return Leases(leases, about["backend"], about["warning"])
+
+
+def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:
+    """Have a run of the cluster in `wb.runs`; the one that was not settled is followed."""
+    if any(run.folder == folder for run in registry.runs.values()):
+        return
+    try:
+        meta = disk.read_meta(folder)
+        if task.get("run") == number and meta.get("state") not in FINISHED:
+            _follow_run(cluster, folder, meta, task)
+        else:
+            registry.runs.add(load(folder))
+    except WorkbenchError:
+        return  # its folder was pruned, or is damaged
+
+
+def _follow_run(
+    cluster: Cluster, folder: Path, meta: Mapping[str, Any], task: Mapping[str, Any]
+) -> None:
+    pool, plan = cluster._pool, Plan.from_wire(meta["plan"])
+    run = FollowedRun(
+        plan=plan,
+        number=int(task["run"]),
+        name=str(meta["name"]),
+        engines=[int(engine) for engine in meta["ranks"]],
+        devices=meta["devices"],
+        folder=folder,
+    )
+    run.began = float(meta["began"])
+    run.advance("submit")
+    registry.runs.add(run)
+    cluster._runs[run.number] = run
+    cluster._busy = run
+    cluster.keeping.task = dict(task)
+    servers = [int(engine) for engine in task["servers"]]
+    launch = Launch(
+        pool, run, servers, pool.lease(plan.workers), task["number"], task["autoreload"],
+        cluster._renumber,
+    )  # fmt: skip
+    run.open_board(pool.engines.router.send, [*run.members, *servers])
+    follower = Follower(pool.engines.folder(), task, pool.engines)
+    spare = servers[: plan.workers] if plan.entry.remote_workers else ()
+    run.task = FollowedTask(
+        pool.engines, follower.calls, _labels(task), launch._over, spare, run.note
+    )
+    hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
+    follower.follow(run.task, run)
+
+
+def _follow_cell(cluster: Cluster, folder: Path, task: Mapping[str, Any]) -> None:
+    engines = cluster._engines
+    follower = Follower(folder, task, engines)
+    cluster.keeping.task = dict(task)
+    cluster._busy = followed = FollowedTask(
+        engines,
+        follower.calls,
+        _labels(task),
+        lambda one: cluster._cell_over(one, task["framework"]),
+    )
+    follower.follow(followed, None)
+
+
+def _labels(task: Mapping[str, Any]) -> dict[int, str]:
+    return {int(engine): str(label) for engine, label in task["labels"].items()}
+
+
+# -- in the notebook -------------------------------------------------------------------------------
+
+
+def show_attached(cluster: Cluster) -> Run | None:
+    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
+    busy = cluster._busy
+    if isinstance(busy, Run):
+        RunView(busy, "auto").follow()
+        return busy
+    if busy is not None:
+        CellView(busy).follow()
+    return None
+
+
+def kept_words(cluster: Cluster) -> str:
+    """Say how a kept cluster is found again, and when it ends."""
+    name, idle_s = cluster.keeping.id, cluster.keeping.idle_timeout_s
+    end = f"when nothing ran for {words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    return (
+        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
+        f"it ends with %cluster stop, with workbench stop {name}, or {end}"
+    )

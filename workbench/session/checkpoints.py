@@ -1,0 +1,119 @@
+"""Checkpoints of runs, for the notebook's side: whose a folder is, and what is kept beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoints import RUN, VERSION, Checkpoint, at, found, latest
+from ..errors import PlanError, RunError
+from ..plan import Plan
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Checkpoint", "apart", "at", "claim", "describe", "described", "found", "latest"]
+
+
+def apart(plans: Sequence[Plan]) -> list[Plan]:
+    """Give each of several plans a folder of its own for its checkpoints, below the one named."""
+    if len(plans) < 2:
+        return list(plans)
+    return [
+        replace(plan, checkpoint=str(Path(plan.checkpoint) / (plan.name or plan.strategy)))
+        if plan.checkpoint
+        else plan
+        for plan in plans
+    ]
+
+
+def claim(plan: Plan, resume_from: str = "") -> None:
+    """Refuse a folder that holds checkpoints which this run would mix with its own.
+
+    Args:
+        resume_from: The checkpoint that the run goes on from.
+
+    Raises:
+        PlanError: Saying whose they are, and how to go on or begin anew.
+    """
+    if not plan.checkpoint:
+        return
+    last = latest(plan.checkpoint)
+    if last is None or (resume_from and Path(last.path) == Path(resume_from)):
+        return
+    name = _name(plan.checkpoint)
+    if resume_from:
+        raise PlanError(
+            "The folder holds later checkpoints than the one to go on from.",
+            seen=f"{plan.checkpoint}: run {name} at step {last.step}",
+            next_step=f"wb.resume({plan.checkpoint!r}) goes on from there; checkpoint='another "
+            "folder' keeps both",
+        )
+    raise PlanError(
+        "The folder holds checkpoints already.",
+        seen=f"{plan.checkpoint}: run {name} at step {last.step}",
+        next_step=f"wb.resume({plan.checkpoint!r}) goes on with it; another --checkpoint DIR "
+        "begins anew",
+    )
+
+
+def describe(run: Run) -> None:
+    """Write what `wb.resume` starts again beside the run's checkpoints.
+
+    Raises:
+        PlanError: The folder cannot be made or written to.
+    """
+    plan = run.plan
+    if not plan.checkpoint:
+        return
+    folder = Path(plan.checkpoint)
+    about = {
+        "version": VERSION,
+        "name": run.name,
+        "plan": plan.to_wire(),
+        "arguments": len(plan.recipe.args),
+        "run": run.folder.name,
+    }
+    fresh = folder / f".{RUN}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(about, indent=1))
+        fresh.replace(folder / RUN)
+    except OSError as error:
+        raise PlanError(
+            "Checkpoints cannot be written there.",
+            seen=f"{type(error).__name__}: {error}",
+            next_step="name another folder",
+        ) from error
+
+
+def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `describe` wrote.
+
+    Raises:
+        RunError: It is not there, damaged, or another version's.
+    """
+    try:
+        about = json.loads((Path(folder) / RUN).read_text())
+        if about["version"] != VERSION:
+            raise ValueError(f"version {about['version']}, this is {VERSION}")
+        Plan.from_wire(about["plan"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            "The run that these checkpoints belong to is not on record here.",
+            seen=f"{Path(folder) / RUN}: {type(error).__name__}: {error}",
+            next_step="run its cell again with %%distributed, in another --checkpoint DIR",
+        ) from error
+    assert isinstance(about, dict)
+    return about
+
+
+def _name(folder: str) -> str:
+    try:
+        return str(described(folder)["name"])
+    except RunError:
+        return "unknown"

@@ -1,0 +1,56 @@
+"""What is said of engines that died while they ran a cell; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..cluster.deaths import RESTARTED, EngineDiedError
+from ..errors import WorkbenchError
+
+Outcomes = Mapping[int, Mapping[str, Any]]
+NAMED = 4
+"""Most engines that are named one by one when several died."""
+
+
+def outcome(error: BaseException) -> dict[str, Any]:
+    """Return the outcome of a call whose engine is no more, or was never reached."""
+    how, log, by_itself = str(error), "", False
+    if isinstance(error, EngineDiedError):
+        how, log, by_itself = error.how, error.log, error.how != RESTARTED
+    return {
+        "status": "died",
+        "ename": "ClusterError",
+        "evalue": error.what if isinstance(error, WorkbenchError) else str(error),
+        "how": how,
+        "log": log,
+        "recoverable": by_itself,
+    }
+
+
+def of(outcomes: Outcomes) -> list[int]:
+    """Return the engines that died."""
+    return [engine for engine, one in outcomes.items() if one["status"] == "died"]
+
+
+def words(first: int, outcomes: Outcomes, called: Callable[[int], str]) -> str:
+    """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
+    one, name = outcomes[first], called(first)
+    text = f"{name} {'are' if name.startswith('Replicas') else 'is'} gone: {one['evalue']}"
+    if log := str(one.get("log") or ""):
+        text += "\n  its log ends:" + "".join(f"\n    {line}" for line in log.splitlines())
+    others = [engine for engine in of(outcomes) if engine != first]
+    for engine in others[:NAMED]:
+        text += f"\n  gone too: {called(engine)} (engine {engine}): {outcomes[engine].get('how')}"
+    if len(others) > NAMED:
+        text += f"\n  gone too: {len(others) - NAMED} more"
+    return text
+
+
+def next_step(outcomes: Outcomes) -> str | None:
+    """Return the command that brings the dead back; None where all live."""
+    dead = sorted(of(outcomes))
+    if not dead:
+        return None
+    whole = len(dead) == len(outcomes) > 1
+    return "%cluster restart" + ("" if whole else " " + " ".join(map(str, dead)))

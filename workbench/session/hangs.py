@@ -1,0 +1,179 @@
+"""Names a hang while it lasts: who has waited for how long in what, and where the others are.
+
+Engines are asked only after nothing has come from any of them for a while. A rank that its user
+has paused is no hang, nor are ranks that all compute: nobody waits for anybody then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..views.output import ranges
+from .task import Task
+
+HANG_S = 5.0
+ASK_EVERY_S = 1.0
+ANSWER_S = 2.0
+ALIKE = 3
+"""All in the same collective may be a large message: said only after so many times `HANG_S`."""
+
+Where = Mapping[str, Any]
+Ask = Callable[[str, Iterable[int], float], Mapping[int, Where]]
+
+
+def patience_s() -> float:
+    """Return the seconds without progress after which a wait counts as a hang; 0: never.
+
+    `WORKBENCH_HANG_S` sets them.
+    """
+    try:
+        return max(0.0, float(os.environ.get("WORKBENCH_HANG_S", HANG_S)))
+    except ValueError:
+        return HANG_S
+
+
+def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> None:
+    """Keep `task.banner` true until the task is over.
+
+    Args:
+        ask: Asks engines (`cluster.questions.Questions.ask`).
+        held: Whether the run stands still because its user wants it to.
+    """
+    limit_s = patience_s()
+    if limit_s:
+        thread = threading.Thread(
+            target=_Watch(task, ask, held, limit_s).main, name="workbench-hangs", daemon=True
+        )
+        thread.start()
+
+
+class _Watch:
+    def __init__(self, task: Task, ask: Ask, held: Callable[[], bool], limit_s: float) -> None:
+        self._task, self._ask, self._held, self._limit_s = task, ask, held, limit_s
+        self._busy_at: dict[int, float] = {}  # when each engine was last seen not to wait
+
+    def main(self) -> None:
+        task, first_s = self._task, self._limit_s / 2
+        pause_s = first_s
+        while not task.over.wait(pause_s):
+            quiet_s = time.perf_counter() - task.moved_at
+            if self._held() or quiet_s < first_s:
+                self._busy_at.clear()
+                task.banner = ""
+                pause_s = ASK_EVERY_S if self._held() else first_s - quiet_s
+                continue
+            moved_at = task.moved_at
+            words = self._look(moved_at)
+            if task.moved_at == moved_at:  # else it went on meanwhile
+                task.banner = words
+            pause_s = min(ASK_EVERY_S, first_s)
+        task.banner = ""
+
+    def _look(self, moved_at: float) -> str:
+        task, now = self._task, time.perf_counter()
+        asked = task.unfinished()
+        places = dict.fromkeys(asked) | dict(self._ask("where", asked, ANSWER_S))
+        for engine, place in places.items():
+            if place is not None and place["state"] != "waits":
+                self._busy_at[engine] = now
+        waited_s = {i: now - max(moved_at, self._busy_at.get(i, 0.0)) for i in places}
+        names = {i: task.label(i) for i in task.ids}
+        ended = [i for i in task.ids if i not in asked]
+        return diagnose(places, waited_s, names, ended, self._limit_s)
+
+
+def diagnose(
+    places: Mapping[int, Where | None],
+    waited_s: Mapping[int, float],
+    names: Mapping[int, str],
+    ended: Iterable[int],
+    limit_s: float,
+) -> str:
+    """Return the hang in one sentence, empty where there is none.
+
+    Args:
+        places: Where each engine that is still at it says it is; None: no answer.
+        waited_s: How long each has waited.
+        names: `rank 1` or `server s0`, by engine.
+        ended: Engines that are through with the cell.
+        limit_s: Shorter waits are none.
+    """
+    workers = {i: p for i, p in places.items() if names[i].startswith("rank") or p is None}
+    states = {p["state"] for p in workers.values() if p is not None}
+    if states & {"paused", "held"}:
+        return ""
+    waiting = [
+        i for i, p in workers.items() if p and p["state"] == "waits" and waited_s[i] >= limit_s
+    ]
+    if not waiting:
+        return ""
+    others = [i for i in workers if i not in waiting]
+    waits = _waits(waiting, workers, waited_s, names)
+    elsewhere = _elsewhere(others, workers, names, ended)
+    if elsewhere:
+        return f"{waits}; {elsewhere}"
+    if len({str((workers[i] or {})["waits_in"]) for i in waiting}) > 1:
+        return f"{waits}: they wait for each other"
+    if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
+        return f"{waits}, and nobody is elsewhere: a large message, or tensors that do not match"
+    return ""
+
+
+def _waits(
+    waiting: list[int],
+    places: Mapping[int, Where | None],
+    waited_s: Mapping[int, float],
+    names: Mapping[int, str],
+) -> str:
+    groups: dict[str, list[int]] = {}
+    for engine in waiting:
+        groups.setdefault(str((places[engine] or {})["waits_in"]), []).append(engine)
+    parts = []
+    for what, engines in groups.items():
+        verb = "have" if len(engines) > 1 else "has"
+        seconds = min(waited_s[i] for i in engines)
+        parts.append(f"{called(engines, names)} {verb} waited {seconds:.0f} s {what}")
+    return ", ".join(parts)
+
+
+def _elsewhere(
+    others: Iterable[int],
+    places: Mapping[int, Where | None],
+    names: Mapping[int, str],
+    ended: Iterable[int],
+) -> str:
+    groups: dict[str, list[int]] = {}
+    for engine in others:
+        groups.setdefault(place_words(places[engine]), []).append(engine)
+    if ended := [i for i in ended if names[i].startswith("rank")]:
+        groups.setdefault("through with the cell", []).extend(ended)
+    parts = []
+    for what, engines in groups.items():
+        verb = "are" if len(engines) > 1 else "is"
+        parts.append(f"{called(engines, names)} {verb} {what}")
+    return ", ".join(parts)
+
+
+def place_words(place: Where | None) -> str:
+    """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
+    if place is None:
+        return f"silent: no answer in {ANSWER_S:g} s (a call into C that does not return?)"
+    if place["state"] == "idle":
+        return "idle"
+    if not place["at"]:
+        return str(place["inside"] or "busy")
+    inside = f", in {place['inside']}" if place["inside"] else ""
+    return f"at {place['at']}{inside}"
+
+
+def called(engines: Iterable[int], names: Mapping[int, str]) -> str:
+    """Return engines as `rank 1`, `ranks 0, 2-3`, `server s0`."""
+    heads = [names[i] for i in engines]
+    numbers = [head.removeprefix("rank ") for head in heads]
+    if not all(number.isdigit() for number in numbers):
+        return ", ".join(heads)
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(map(int, numbers))}"

@@ -1,0 +1,177 @@
+"""What a cluster's folder says about it, how long it may do nothing, and whose it is.
+
+`cluster.json` is written anew whenever something in it changes; `cluster/kept.py` reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .. import limits
+from ..cluster import kept, profile
+from ..errors import PlanError
+from .following import abandon
+from .run import Run
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+log = logging.getLogger("workbench.session")
+KEPT_IDLE_S = 24 * 3600.0
+"""After how long a kept cluster that was forgotten ends itself, unless the user says otherwise."""
+LOOKS = 20  # per idle timeout
+NOTEBOOK = "JPY_SESSION_NAME"  # which Jupyter sets to the notebook's path
+
+
+class Keeping:
+    """The bookkeeping of one cluster.
+
+    Args:
+        keep: Whether it outlives this kernel.
+        idle_timeout: `30m`, `never`, or seconds; by default a day for a kept cluster.
+
+    Attributes:
+        task: What was begun on the engines and not settled yet.
+        on_end: Told why when the cluster has ended, or is no longer ours, without being asked to.
+
+    Raises:
+        PlanError: The idle timeout was not understood.
+    """
+
+    def __init__(self, cluster: Cluster, keep: bool, idle_timeout: str | float | None) -> None:
+        self._cluster, self.kept = cluster, keep
+        self.idle_timeout_s = _idle_s(idle_timeout, keep)
+        self.since = time.time()
+        self.task: dict[str, Any] | None = None
+        self.on_end: Callable[[str], None] = lambda reason: None
+        self._last_work = time.monotonic()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        engines = cluster._engines
+        if keep and not engines.kept:
+            engines.keep(self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0)
+
+    @property
+    def id(self) -> str:
+        """What `%cluster attach` and `workbench stop` call the cluster."""
+        return kept.cluster_id(self._cluster._engines.folder())
+
+    def begin(self) -> None:
+        """The engines are there: describe them from now on, and look whether they are used."""
+        engines = self._cluster._engines
+        engines.on_change = self.write
+        engines.when_taken(self._taken)
+        self.write()
+        if math.isfinite(self.idle_timeout_s):
+            threading.Thread(target=self._watch, name="workbench-idle", daemon=True).start()
+
+    def end(self) -> None:
+        """The cluster is stopped, or let go of."""
+        self._over.set()
+
+    def touch(self) -> None:
+        """Something is done with the cluster."""
+        self._last_work = time.monotonic()
+
+    def begun(self, task: Mapping[str, Any] | None) -> None:
+        """Note what the engines are about to be asked to run; None: it is settled."""
+        self.task = None if task is None else dict(task)
+        self.touch()
+        self.write()
+
+    def write(self) -> None:
+        """Describe the cluster in its folder; trouble with that must not fail a cell."""
+        with self._lock:
+            try:
+                if not self._over.is_set():
+                    kept.write(self._cluster._engines.folder(), self._about())
+            except Exception:
+                log.warning("The cluster could not be described in its folder", exc_info=True)
+
+    def _about(self) -> dict[str, Any]:
+        cluster, pool = self._cluster, self._cluster._pool
+        runs = list(cluster._runs.values())
+        return {
+            **cluster._engines.about(),
+            "kept": self.kept,
+            "idle_timeout_s": self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0,
+            "since": self.since,
+            "owner": profile.identity(os.getpid()),
+            "notebook": os.environ.get(NOTEBOOK, ""),
+            "cwd": os.getcwd(),
+            "devices": cluster.devices_asked,
+            "servers": sorted(pool._servers),
+            "leases": {str(n): asdict(leases) for n, leases in pool._leases.items()},
+            "runs": [[run.number, str(run.folder)] for run in runs],
+            "task": self.task,
+        }
+
+    # -- doing nothing -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        look_s = min(10.0, max(0.05, self.idle_timeout_s / LOOKS))
+        while not self._over.wait(look_s):
+            if self._cluster.is_busy:
+                self.touch()
+            if time.monotonic() - self._last_work > self.idle_timeout_s:
+                self._cluster.stop()
+                self.on_end(
+                    f"it had done nothing for {words(self.idle_timeout_s)} (--idle-timeout)"
+                )
+                return
+
+    # -- another owner -----------------------------------------------------------------------------
+
+    def _taken(self, pid: int) -> None:
+        """Another kernel has the cluster now; on the thread that hears the warm parent."""
+        reason = f"it was taken over by another notebook (its kernel has pid {pid})"
+        threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
+
+    def _lose(self, reason: str) -> None:
+        busy = self._cluster._busy
+        if isinstance(busy, Run) and not busy.is_over:
+            abandon(busy, f"This notebook no longer has the cluster: {reason}.")
+        self._cluster.release(f"This notebook no longer has the cluster: {reason}.")
+        self.on_end(reason)
+
+
+def _idle_s(asked: str | float | None, keep: bool) -> float:
+    """Return the idle timeout that holds; an administrator's limit may make it shorter."""
+    given = KEPT_IDLE_S if keep else math.inf
+    if asked is not None:
+        try:
+            given = limits.duration_s(asked)
+        except (ValueError, TypeError):
+            raise PlanError(
+                "--idle-timeout was not understood.",
+                seen=asked,
+                allowed='a time: "45m", "2h", "90s", or "never"',
+            ) from None
+    return limits.load().idle_timeout(given)
+
+
+def words(seconds: float) -> str:
+    """Return a time in words: `45 s`, `12 min`, `3.5 h`, `2 d`."""
+    for size_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size_s:
+            return f"{seconds / size_s:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def task_record(
+    asked: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], **about: Any
+) -> dict[str, Any]:
+    """Return what another kernel must know to follow what was begun here."""
+    return {
+        "calls": {str(engine): request["call"] for engine, request in asked.items()},
+        "labels": {str(engine): label for engine, label in labels.items()},
+        "run": 0,
+        **about,
+    }

@@ -1,0 +1,156 @@
+"""A run on its engines: submitted, begun again where engines must give way, settled."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import checkpoints
+from ..cluster.devices import Leases
+from ..errors import ClusterError, RunError, WorkbenchError
+from . import hangs
+from .keeping import task_record
+from .pool import Pool
+from .recover import RESCUED, Recoverer
+from .replace import spent, words
+from .requests import ARGS, PUSH, RESULT, TAKE, labels, run_requests
+from .run import Run
+from .task import Task
+from .verdicts import outcome_error, outcome_notes
+
+
+@dataclass
+class Launch:
+    """One run on the engines it was given.
+
+    Attributes:
+        servers: Engines of the run that do not run its cell.
+        number: Of the cell, for tracebacks.
+    """
+
+    pool: Pool
+    run: Run
+    servers: Sequence[int]
+    leases: Leases
+    number: int = 1
+    autoreload: str = ""
+    renumber: Callable[[Run], int] = lambda run: run.number
+    begun_again: bool = False
+
+    def __post_init__(self) -> None:
+        self.plan = self.run.plan  # under which it runs now; a run may go on with fewer workers
+        self._recoverer = Recoverer(self)
+        self._token = ""  # of the unfinished checkpoints of its last submission
+
+    def narrow(self, members: Sequence[int]) -> None:
+        """Go on with these workers only, each on the device it had."""
+        ranks = [self.run.members.index(engine) for engine in members]
+        kept = tuple(self.leases.leases[rank] for rank in ranks)
+        self.leases = replace(self.leases, leases=kept)
+        self.plan = replace(self.plan, workers=len(members))
+
+    def submit(self) -> None:
+        """Start the run's cell on all its engines; returns at once."""
+        pool, run = self.pool, self.run
+        ids = [*run.members, *self.servers]
+        if run.plan.recipe.function:
+            pool.engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
+        prefix = pool.new_prefix(f"run-{run.number}")
+        self._token = checkpoints.token(prefix)
+        specs = pool.specs(ids, self.plan, self.leases, prefix, run.plan.framework)
+        asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
+        pool.drop_group()
+        about = {"number": self.number, "autoreload": self.autoreload}
+        about |= {"run": run.number, "servers": list(self.servers)}
+        pool.on_task(task_record(asked, labels(specs), **about))
+        run.open_board(pool.engines.router.send, ids)
+        run.task = Task(
+            pool.engines,
+            asked,
+            labels(specs),
+            self._over,
+            spare=self._spare(),
+            least=1 if run.plan.entry.remote_workers else 0,
+            on_loss=run.note,
+        )
+        hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
+
+    def _spare(self) -> Sequence[int]:
+        """Return the engines whose death the others survive without a pause."""
+        entry = self.plan.entry
+        if entry.remote_workers:
+            return self.servers[: self.plan.workers]
+        if entry.spares_workers and not self.plan.sync:
+            return self.run.members[1:]
+        return ()
+
+    def _over(self, task: Task) -> None:
+        """Settle the run; on the thread that hears the engines, so it may not wait for them."""
+        run = self.run
+        run.task = task
+        if self._replace(task.outcomes) or self._recoverer.begin(task):
+            return
+        shutil.rmtree(run.folder / RESCUED, ignore_errors=True)
+        self._sweep(task.outcomes)
+        error = task.failure()
+        if run.state == "stopping" and error is not None and task.cause is None:
+            error = None  # an agreed stop that needed an interrupt is still a stop
+            for text in task.ended:
+                run.note(text)
+        error = self._recoverer.explain(error) if error else outcome_error(run, task.outcomes)
+        for text in outcome_notes(task.outcomes):
+            run.note(text)
+        if run.plan.recipe.function:
+            threading.Thread(
+                target=self._fetch_results, args=(error,), name="workbench-results", daemon=True
+            ).start()
+        else:
+            run.finish(error)
+
+    def _sweep(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Remove parts that came after their checkpoint had been given up.
+
+        Only here is nobody writing any more; after a failure a slow write may still be under way.
+        """
+        folder = self.plan.checkpoint
+        if folder and all(one["status"] in ("ok", "stopped") for one in outcomes.values()):
+            checkpoints.sweep(folder, lambda _, token: token == self._token)
+
+    def _replace(self, outcomes: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Replace engines that say they must be; return whether the run begins again on them."""
+        found = spent(outcomes)
+        if not found:
+            return False
+        run, ids = self.run, list(found)
+        run.note(words(ids, found[ids[0]]))
+        begins_again = run.state == "starting" and not self.begun_again
+        self.begun_again = True
+        begin = self.pool.replacer.begin
+        if begins_again:
+            begin(self.pool.engines, ids, run.plan.framework, self._again)
+        else:
+            begin(self.pool.engines, ids, run.plan.framework)
+        return begins_again
+
+    def _again(self, error: ClusterError | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            self.submit()
+        except WorkbenchError as failure:
+            self.run.finish(RunError(str(failure)))
+
+    def _fetch_results(self, error: RunError | None) -> None:
+        """Bring a function's return values into `run.results`, and its names off the engines."""
+        run, engines = self.run, self.pool.engines
+        try:
+            living = [i for i in run.members if i in self.pool.ids]
+            taken = engines.call(living, TAKE, ([RESULT, ARGS],))
+            run.results = [taken.get(i, {}).get(RESULT) for i in run.members]
+        except ClusterError as failure:
+            run.note(f"What the function returned could not be fetched: {failure.what}")
+        finally:
+            run.finish(error)

@@ -1,0 +1,98 @@
+"""`%cluster logs`: an engine's last lines, and what comes after them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+LINES = 40
+POLL_S = 0.2
+
+
+class Tail:
+    """Reads what is added to a file; one that was replaced or cut is read from its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode = self._at = 0
+        self._rest = b""
+
+    def last(self, lines: int) -> list[str]:
+        """Return the last lines; what comes later is new."""
+        found = self.new()
+        return found[-lines:] if lines else []
+
+    def new(self, *, final: bool = False) -> list[str]:
+        """Return the complete lines that were added; the incomplete one as well when `final`."""
+        try:
+            with self.path.open("rb") as file:
+                status = self.path.stat()
+                if status.st_ino != self._inode or status.st_size < self._at:
+                    self._inode, self._at, self._rest = status.st_ino, 0, b""
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            data = b""
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if final and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.decode(errors="replace") for line in lines]
+
+
+def show(tails: Mapping[int, Tail], lines: int, write: Callable[[str], object]) -> None:
+    """Write the last lines of each log."""
+    for engine, tail in tails.items():
+        write(f"--- engine {engine}\n")
+        found = tail.last(lines)
+        write("".join(f"{line}\n" for line in found))
+
+
+def follow(
+    tails: Mapping[int, Tail],
+    alive: Callable[[int], bool],
+    write: Callable[[str], object],
+    wait: Callable[[float], object] = time.sleep,
+) -> None:
+    """Write lines as they come, until interrupted or until every engine is gone."""
+    named = len(tails) > 1
+    left = dict(tails)
+    try:
+        while left:
+            living = {engine: alive(engine) for engine in left}  # before its last words are read
+            for engine, tail in list(left.items()):
+                prefix = f"[{engine}] " if named else ""
+                lines = tail.new(final=not living[engine])
+                if lines:
+                    write("".join(f"{prefix}{line}\n" for line in lines))
+                if not living[engine]:
+                    write(f"--- engine {engine} is gone\n")
+                    del left[engine]
+            if left:
+                wait(POLL_S)
+    except KeyboardInterrupt:
+        write("--- no longer followed\n")
+
+
+def logs(
+    cluster: Cluster,
+    ranks: tuple[int, ...],
+    lines: int | None,
+    write: Callable[[str], object],
+    *,
+    following: bool = False,
+) -> None:
+    """Do what a `%cluster logs` line asks for.
+
+    Raises:
+        ClusterError: There is no engine of that id.
+    """
+    tails = {e: Tail(cluster._engines.log_path(e)) for e in ranks or cluster.ids}
+    show(tails, LINES if lines is None else lines, write)
+    if following:
+        follow(tails, lambda engine: engine in cluster.ids, write)

@@ -1,0 +1,153 @@
+"""Which engines and devices a cell or a run gets, and the process group among them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .. import catalog
+from ..cluster import devices as device_pool
+from ..cluster.engines import EngineInfo, Engines
+from ..errors import ClusterError
+from ..plan import Plan, check_count
+from ..recipe import Recipe
+from .checks import check_limits, check_size
+from .frameworks import bring
+from .replace import Replacer
+from .requests import Specs, cell_requests, make_specs
+from .task import Task
+
+NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
+
+
+class Pool:
+    """The engines of a cluster, as cells and runs are given them.
+
+    Attributes:
+        engines: The processes behind it.
+        replacer: Replaces engines in the background.
+    """
+
+    def __init__(self, devices: str) -> None:
+        self.devices_asked = devices
+        self.engines: Engines
+        self.replacer = Replacer()
+        self._devices = device_pool.parse_devices(devices)
+        self._leases: dict[int, device_pool.Leases] = {}
+        self._group = NO_GROUP  # prefix; framework, engines
+        self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
+        self._generation = itertools.count(1)
+        self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
+        """Told what engines are about to be asked to run; None when it is settled."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the living engines."""
+        return self.engines.ids
+
+    @property
+    def all(self) -> list[EngineInfo]:
+        """Every engine, dead ones too, by id."""
+        return [self.engines.engines[i] for i in sorted(self.engines.engines)]
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Ids of the living engines that run cells; the others were started as servers."""
+        return [engine for engine in self.ids if engine not in self._servers]
+
+    def lease(self, workers: int) -> device_pool.Leases:
+        """Return which device each of so many workers gets; the same answer every time.
+
+        A worker's variables live on its device from one cell to the next, so ranks keep theirs
+        although `auto` would see other memory in use by then.
+        """
+        if workers not in self._leases:
+            self._leases[workers] = device_pool.lease(self._devices, workers)
+        return self._leases[workers]
+
+    def add(self, count: int, framework: str = "") -> list[int]:
+        """Start more engines; return their ids.
+
+        Raises:
+            PlanError: They would be more than the administrator allows.
+        """
+        checked = check_count("The number of engines", count)
+        check_limits(checked, [engine.pid for engine in self.all if engine.state != "dead"])
+        return self.engines.start(checked, framework=framework)
+
+    def workers_for(self, count: int, framework: str) -> list[int]:
+        """Return the engines of so many workers; starts those that are missing.
+
+        Raises:
+            ClusterError: All engines are dead.
+        """
+        check_size("The number of workers", count)
+        if not self.ids and any(engine.state == "dead" for engine in self.all):
+            raise ClusterError("All engines are dead.", next_step="%cluster restart")
+        missing = count - len(self.worker_ids)
+        if missing > 0:
+            self.add(missing, framework)
+        return self.worker_ids[:count]
+
+    def servers_for(self, count: int, framework: str) -> list[int]:
+        """Return engines to be servers; the first run that needs them starts them."""
+        missing = count - len(self._servers & set(self.ids))
+        if missing > 0:
+            self._servers |= set(self.add(missing, framework))
+        return sorted(self._servers & set(self.ids))[:count]
+
+    def bring(self, ids: Sequence[int], framework: str) -> None:
+        """Have the framework on engines; those replaced for that leave no process group."""
+        if bring(self.engines, ids, framework):
+            self.drop_group()
+
+    # -- the process group -------------------------------------------------------------------------
+
+    def drop_group(self) -> None:
+        """Have the next cell make its process group anew."""
+        self._group = NO_GROUP
+
+    def new_prefix(self, what: str) -> str:
+        """Return a name for a process group that no other one had."""
+        return f"{what}-{next(self._generation)}"
+
+    def specs(
+        self,
+        ids: Sequence[int],
+        plan: Plan | None,
+        leases: device_pool.Leases,
+        prefix: str,
+        framework: str,
+    ) -> Specs:
+        """Return what each engine is told; of a cell without a strategy where `plan` is None."""
+        hosts = {i: self.engines.engines[i].host for i in ids}
+        return make_specs(
+            hosts,
+            len(ids) if plan is None else plan.workers,
+            leases,
+            store=self.engines.store() if framework in catalog.MEET_IN_STORE else None,
+            framework=framework,
+            prefix=prefix,
+            one_engine=plan is not None and plan.entry.one_engine,
+            helpers=() if plan is None else plan.helpers,
+        )
+
+    def cell_specs(self, members: Sequence[int], targets: Sequence[int], framework: str) -> Specs:
+        """Return what the members of a cell's process group are told, of whom some run the cell.
+
+        Raises:
+            RunError: The group could not be made.
+        """
+        key: tuple[str | int, ...] = (framework, *members)
+        fresh = self._group[1] != key or not self._group[0]
+        if fresh:
+            self._group = (self.new_prefix("spmd"), key)
+        specs = self.specs(members, None, self.lease(len(members)), self._group[0], framework)
+        if fresh and set(targets) != set(members):
+            # A collective on some ranks needs a group that all ranks have joined.
+            task = Task(self.engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})
+            task.over.wait()
+            if (error := task.failure()) is not None:
+                raise error
+        return specs

@@ -1,0 +1,246 @@
+"""A run whose engines died goes on: with fresh ones in their places, or with fewer.
+
+    running --an engine dies--> recovering --the cell has begun again--> running
+                                    |
+                                    +--no way to go on--> failed
+
+The cell is run again on all workers: the survivors keep their processes and variables, and the
+training goes on from the last checkpoint that this run has written (from its beginning where there
+is none yet). Steps that are done a second time replace the first ones in the history, so totals
+count each step once. Only the death of an engine is recovered from, never an error of the cell's
+code, and not more than `MOST` times in a run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..checkpoints import Checkpoint, found
+from ..errors import ClusterError, PlanError, RunError, WorkbenchError
+from ..plan import Plan, check_fewer
+from . import gone, reasons
+from .task import Task
+
+if TYPE_CHECKING:
+    from .launch import Launch
+    from .run import Run
+
+MOST = 3
+"""Recoveries of one run: what dies again and again dies for a reason."""
+LEND, BORROW = "workbench.engine.loans:lend", "workbench.engine.loans:borrow"
+RESCUE = "workbench.engine.rescue:write"
+RESCUED = "rescued"
+"""Folder, in the run's own, of what survivors held; gone with the run's end."""
+LOAN_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One time that a run went on after a death.
+
+    Attributes:
+        engines: Those that died.
+        how: What became of them, in words.
+        step: The step that the run went on from.
+        lost_steps: Steps that had been done and were done again.
+        workers: How many go on.
+        seconds: From the death's notice until the cell was begun again.
+    """
+
+    engines: tuple[int, ...]
+    how: str
+    step: int
+    lost_steps: int
+    workers: int
+    seconds: float
+
+
+def lost(task: Task) -> list[int]:
+    """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
+    outcomes = task.outcomes
+    dead = [i for i in gone.of(outcomes) if not outcomes[i].get("ended")]
+    if task.interrupted or not any(outcomes[i].get("recoverable") for i in dead):
+        return []
+    errors = [o for o in outcomes.values() if o["status"] == "error"]
+    if any(not reasons.is_collateral(one) for one in errors):
+        return []
+    return gone.of(outcomes)  # those that we had to end are gone as well
+
+
+class Recoverer:
+    """Decides whether a run goes on after a death, and sees to it on a thread of its own."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._origin = launch.run.resume_from
+        self._why_not = ""
+
+    def begin(self, task: Task) -> bool:
+        """Return whether the run goes on; if so, it is begun again in the background."""
+        launch, began = self._launch, time.perf_counter()
+        run, dead = launch.run, lost(task)
+        if not dead or launch.plan.on_failure == "stop" or run.state == "stopping":
+            return False
+        self._why_not = self._hopeless(dead)
+        if self._why_not:
+            return False
+        how = "; ".join(
+            f"{run.called(i)} was {task.outcomes[i].get('how') or 'lost'}" for i in dead
+        )
+        run.advance("recover")
+        threading.Thread(
+            target=self._go, args=(dead, how, began), name="workbench-recover", daemon=True
+        ).start()
+        return True
+
+    def explain(self, error: RunError) -> RunError:
+        """Add to the error of a death why the run did not go on."""
+        if not self._why_not:
+            return error
+        told = RunError(f"{error.what}\n  {self._why_not}", next_step=error.next_step)
+        vars(told).update({k: v for k, v in vars(error).items() if k == "outcome"})
+        return told
+
+    def _hopeless(self, dead: Sequence[int]) -> str:
+        """Return why the run cannot go on without these engines; empty where it can."""
+        launch = self._launch
+        if len(launch.run.recoveries) >= MOST:
+            return f"The run had gone on after {MOST} deaths already, which is the most."
+        if launch.plan.on_failure == "replace":
+            return ""
+        left = [i for i in launch.run.members if i not in dead]
+        try:
+            if not left or set(dead) & set(launch.servers):
+                raise PlanError("only workers can be done without, and one must be left")
+            check_fewer(launch.plan, len(left))
+        except PlanError as error:
+            return f"It could not go on with fewer workers: {error.what}"
+        return ""
+
+    def _go(self, dead: Sequence[int], how: str, began: float) -> None:
+        """Begin the run again; deaths meanwhile count as further recoveries."""
+        launch, run = self._launch, self._launch.run
+        while True:
+            try:
+                self._go_once(dead, how, began)
+                return
+            except WorkbenchError as error:  # noqa: PERF203 - it ends with the last try
+                needed = [*run.members, *launch.servers]
+                dead = [i for i in needed if i not in launch.pool.ids]
+                again = isinstance(error, ClusterError) and bool(dead)
+                why = self._hopeless(dead) if again else "It could not go on."
+                if why:
+                    run.finish(RunError(f"{how}.\n  {why}\n  {error}"))
+                    return
+                how = "; ".join(f"{run.called(i)} died while the run was recovering" for i in dead)
+
+    def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
+        launch, run = self._launch, self._launch.run
+        members = run.members
+        launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
+                                                  if i in run.engines])  # fmt: skip
+        start = self._start()
+        step = start.step if start else 0
+        if launch.plan.on_failure == "continue":
+            members = tuple(i for i in members if i not in dead)
+            launch.narrow(members)
+        run.go_on(launch.renumber(run), members, start.path if start else "", step)
+        if launch.plan.on_failure == "replace":
+            launch.pool.engines.restart(dead, launch.plan.framework)
+            self._lend(dead)
+        ranks = [rank for rank, i in enumerate(run.engines) if i in members]
+        for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up
+            stale.unlink()
+        lost_steps = run.history.rewind(step, run.folder, ranks)
+        if _stopping(run):
+            run.finish(None)
+            return
+        seconds = time.perf_counter() - began
+        done = Recovery(tuple(dead), how, step, lost_steps, len(members), seconds)
+        run.recoveries.append(done)
+        run.note(words(done, launch.plan.on_failure, bool(start)))
+        launch.submit()
+        run.halt_again()  # Stop was pressed while nobody could hear it
+
+    def _start(self) -> Checkpoint | None:
+        """Return where to go on from: what survivors hold, the last checkpoint, the first."""
+        run = self._launch.run
+        folder = self._launch.plan.checkpoint
+        own = [c for c in found(folder) if c.about.get("run") == run.folder.name] if folder else []
+        if rescued := self._rescue(own[-1].step if own else 0):
+            return rescued
+        if own:
+            return own[-1]
+        if self._origin:
+            return Checkpoint(self._origin, int(self._origin.rpartition("-")[2]))
+        return None
+
+    def _rescue(self, beyond: int) -> Checkpoint | None:
+        """Have the furthest survivor write down what it holds, if that is further than `beyond`."""
+        run, engines = self._launch.run, self._launch.pool.engines
+        if run.task is None or len({engines.engines[i].host for i in run.members}) > 1:
+            return None
+        kept = {i: int(o.get("kept_step", -1)) for i, o in run.task.outcomes.items()}
+        living = [i for i in kept if kept[i] > beyond and i in self._launch.pool.ids]
+        if not living:
+            return None
+        furthest = max(living, key=lambda i: kept[i])
+        try:
+            path = engines.call([furthest], RESCUE, (str(run.folder / RESCUED),), LOAN_TIMEOUT_S)
+        except ClusterError as error:
+            run.note(f"What {run.called(furthest)} held could not be written: {error.what}")
+            return None
+        return Checkpoint(str(path[furthest]), kept[furthest])
+
+    def _lend(self, fresh: Sequence[int]) -> None:
+        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        launch, run = self._launch, self._launch.run
+        living = [i for i in run.members if i not in fresh]
+        needy = [i for i in fresh if i in run.members]
+        if not living or not needy:
+            return
+        engines, source = launch.pool.engines, launch.plan.recipe.source
+        packed = engines.call(living[:1], LEND, (source,), LOAN_TIMEOUT_S)[living[0]]
+        if not packed:
+            return
+        missing = engines.call(needy, BORROW, (packed,), LOAN_TIMEOUT_S)
+        if names := sorted({name for one in missing.values() for name in one}):
+            run.note(
+                f"What earlier cells had defined was copied from {run.called(living[0])}, "
+                f"but not {', '.join(names)}: it cannot be copied."
+            )
+
+
+def _stopping(run: Run) -> bool:
+    return run.state == "stopping"
+
+
+def without_kills(plan: Plan, ranks: Sequence[int]) -> Plan:
+    """Return the plan without the faults that killed these ranks: a kill happens once."""
+    kept = tuple(f for f in plan.faults if f.kind != "kill" or f.rank not in ranks)
+    return replace(plan, faults=kept)
+
+
+def words(done: Recovery, on_failure: str, saved: bool) -> str:
+    """Tell the user what happened and what it cost."""
+    text = f"{done.how}. "
+    if on_failure == "continue":
+        text += f"{done.workers} worker{'s go' if done.workers > 1 else ' goes'} on"
+    elif len(done.engines) > 1:
+        text += "Fresh engines took their places, and the run went on"
+    else:
+        text += "A fresh engine took its place, and the run went on"
+    if not saved:
+        text += " from its beginning"
+    elif done.lost_steps == 0 and on_failure == "continue":
+        text += f" from step {done.step}, as the furthest of them had it"
+    else:
+        text += f" from the checkpoint of step {done.step}"
+    text += f" after {done.seconds:.1f} s; "
+    if done.lost_steps == 0:
+        return text + "no step is lost."
+    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} done again."
