@@ -101,9 +101,10 @@ def test_a_worker_that_dies_while_writing_leaves_the_last_good_one(book, cluster
 
 
 SLOWLY = """
-import os, threading
+import importlib, os, threading
 from pathlib import Path
 import workbench.engine.torch_checkpoints as writing
+importlib.reload(writing)  # whatever an earlier cell has left there
 whole = writing.write_state
 def half(folder, state):
     if rank == 0 and "step-10." in str(folder) and folder.name == "state":
@@ -125,8 +126,9 @@ def _resumed(folder: Path, cell: str, steps: int):
 
 
 FULL = """
-import errno
+import errno, importlib
 import workbench.engine.torch_checkpoints as writing
+importlib.reload(writing)  # whatever an earlier cell has left there
 whole = writing.write_state
 def full(folder, state):
     size = whole(folder, state)
@@ -151,10 +153,11 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(book, cluster, tmp_path, who
 
 
 LATE = """
-import errno, threading
+import errno, importlib, threading
 from pathlib import Path
 import workbench.engine.checkpoints as parts
 import workbench.engine.torch_checkpoints as writing
+importlib.reload(writing)  # whatever an earlier cell has left there
 whole, give_up = writing.write_state, parts.Checkpoints._give_up
 given_up = Path(FLAG)
 def late(folder, state):

@@ -128,6 +128,35 @@ def test_a_part_that_does_not_come_costs_the_checkpoint(tmp_path):
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_a_worker_that_fails_while_another_writes_costs_the_checkpoint_at_once(
+    tmp_path, monkeypatch
+):
+    """The failing worker must not pull the folder from under rank 0, nor be overheard by it."""
+    first, _, context, told = begun(tmp_path, workers=2)
+    other, _, beside, _ = begun(tmp_path, rank=1, workers=2)
+    writes, whole = [], torch_checkpoints.write_state
+
+    def full(folder, state):
+        whole(folder, state)
+        writes.append(folder.name)
+        if folder.name == ".rank-1":
+            raise OSError(28, "No space left on device")
+        if folder.name == ".rank-0":
+            beside.trained = 5
+            other.save()
+            other._wait()
+        return 0
+
+    monkeypatch.setattr(torch_checkpoints, "write_state", full)
+    context.trained = 5
+    first.save()
+    first._writing.join(10)
+    assert not first._writing.is_alive()
+    assert writes == [".rank-0", ".rank-1", "state"]
+    assert "another worker could not write its part" in told[-1][1]["text"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_index_that_would_run_code_is_refused(tmp_path):
     class Hostile:
         def __reduce__(self):

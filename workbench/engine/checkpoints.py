@@ -321,11 +321,13 @@ class Checkpoints:
     def _give_up(self, temporary: Path, step: int, error: Exception) -> None:
         """Leave nothing half-written; say what happened and what still stands."""
         assert self._folder is not None
-        shutil.rmtree(temporary, ignore_errors=True)
         rank = self.context.spec.rank
-        if rank:
-            with contextlib.suppress(OSError):  # rank 0 waits for a part that will not come
-                temporary.mkdir()
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:  # the folder is rank 0's: it may be writing there, and must hear of this in any case
+            shutil.rmtree(temporary / f".rank-{rank}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                temporary.mkdir(exist_ok=True)
                 (temporary / "failed").touch()
         if self._leaving.is_set():
             return
