@@ -8,6 +8,7 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from . import catalog
+from .cookbook import Recipe
 from .errors import PlanError, RunError
 from .line import (
     ACTIONS,
@@ -21,7 +22,6 @@ from .line import (
     parse_ranks,
     strip_comment,
 )
-from .recipe import Recipe
 from .session import registry
 from .session.attach import kept_words, show_attached
 from .session.debug import debug
@@ -127,6 +127,15 @@ class WorkbenchMagics(Magics):
             f"--ranks {','.join(map(str, parse_ranks(words[0])))} {' '.join(words[1:])}", "%%rank"
         )
         self._cell(asked, Recipe(cell, BODY_LINE, self._origin()), cell)
+
+    @line_magic
+    def panel(self, line: str) -> None:
+        """Show the panel: pick, run, compare and break strategies with the mouse."""
+        if rest := strip_comment(line).strip():
+            raise PlanError("%panel takes nothing.", seen=rest, next_step="%panel")
+        from .panels.show import panel
+
+        show(panel())
 
     @line_magic
     def push(self, line: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import catalog, checkpoints, windows
+from .cookbook import Recipe
 from .errors import PlanError
 from .faults import Fault, parse_fault
-from .recipe import Recipe
 
 OVERRIDES = ("epochs", "steps", "batch_size", "seed")
 

@@ -8,8 +8,8 @@ import pytest
 from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
 
 import workbench as wb
+from workbench.cookbook import Recipe
 from workbench.errors import PlanError, RunError
-from workbench.recipe import Recipe
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]

@@ -258,8 +258,8 @@ class Workers:
     ) -> list[Report]:
         """Run `function(*args, **keywords)` as a cell on the first `workers` processes."""
         from workbench import catalog
+        from workbench.cookbook import Recipe
         from workbench.protocol import RunSpec
-        from workbench.recipe import Recipe
 
         recipe = Recipe.from_function(function)
         entry = catalog.lookup(strategy)

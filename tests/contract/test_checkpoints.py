@@ -10,8 +10,8 @@ import pytest
 from harness import Workers, failures
 
 from workbench import catalog, checkpoints
+from workbench.cookbook import Recipe
 from workbench.plan import make_plan
-from workbench.recipe import Recipe
 
 TORCH = catalog.strategies("torch")
 SYNC = [entry.name for entry in TORCH if entry.sync]

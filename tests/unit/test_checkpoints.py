@@ -6,9 +6,9 @@ import os
 import pytest
 
 from workbench import checkpoints
+from workbench.cookbook import Recipe
 from workbench.errors import PlanError, RunError
 from workbench.plan import Plan, make_plan
-from workbench.recipe import Recipe
 from workbench.session.checkpoints import apart, claim
 
 

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workbench import catalog
+from workbench.cookbook import Recipe
 from workbench.errors import WorkbenchError
 from workbench.faults import parse_fault
 from workbench.line import (
@@ -23,7 +24,6 @@ from workbench.line import (
     strip_comment,
 )
 from workbench.plan import Plan, make_plan
-from workbench.recipe import Recipe
 
 LIMIT_S = 0.05
 FLAGS = sorted(

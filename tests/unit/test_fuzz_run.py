@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from workbench import lifecycle
+from workbench.cookbook import Recipe
 from workbench.errors import RunError
 from workbench.history.store import RunHistory
 from workbench.plan import make_plan
 from workbench.protocol import RECORD, Message
-from workbench.recipe import Recipe
 from workbench.session.agreement import Agreement
 from workbench.session.run import Run
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from workbench.cookbook import Recipe
 from workbench.errors import PlanError
 from workbench.faults import parse_fault
 from workbench.plan import Plan, make_plan
-from workbench.recipe import Recipe
 
 CELL = Recipe("wb.fit(...)", first_line=2, origin="In[3]")
 

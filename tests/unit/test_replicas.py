@@ -6,13 +6,13 @@ import pytest
 
 from workbench import catalog
 from workbench.cluster.devices import Lease, Leases
+from workbench.cookbook import Recipe
 from workbench.engine.injector import FaultInjector
 from workbench.engine.recorder import Recorder
 from workbench.errors import PlanError
 from workbench.line import parse_cell_line
 from workbench.plan import Plan, make_plan
 from workbench.protocol import RunSpec, records_from
-from workbench.recipe import Recipe
 from workbench.session.requests import labels, make_specs
 
 GPUS = Leases(tuple(Lease(f"cuda:{i}", f"cuda:{i} GPU") for i in range(3)), "nccl")

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch")
 
 from workbench import pipelines
+from workbench.cookbook import Recipe
 from workbench.engine.settings import check_supported
 from workbench.errors import FitError, PlanError
 from workbench.plan import make_plan
-from workbench.recipe import Recipe
 from workbench.strategies.torch.split.balance import balance, stage_times
 
 pytestmark = pytest.mark.torch

@@ -145,8 +145,8 @@ def test_a_stopped_loop_is_no_error_and_shows_none(engines):
 
 
 def run_with(tmp_path, **overrides):
+    from workbench.cookbook import Recipe
     from workbench.plan import make_plan
-    from workbench.recipe import Recipe
 
     plan = make_plan(Recipe("1"), "mirrored", workers=2, overrides=overrides)
     return Run(plan, number=1, name="r", engines=[0, 1], devices=["cpu"] * 2, folder=tmp_path)

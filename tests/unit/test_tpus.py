@@ -3,9 +3,9 @@
 import pytest
 
 from workbench import catalog, tpus
+from workbench.cookbook import Recipe
 from workbench.errors import PlanError
 from workbench.plan import make_plan
-from workbench.recipe import Recipe
 
 
 def test_signs_are_variables_and_device_files(tmp_path):

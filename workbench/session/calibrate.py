@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..cookbook import Recipe
 from ..errors import RunError
-from ..recipe import Recipe
 from .cluster import Cluster
 from .run import Run
 

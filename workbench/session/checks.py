@@ -9,9 +9,9 @@ from .. import catalog, limits
 from ..cluster import census, exposure
 from ..cluster.calls import travels
 from ..cluster.processes import installed
+from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError, unknown
 from ..plan import check_count
-from ..recipe import Recipe
 
 MAX_ENGINES = 256
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
+from ..cookbook import Recipe
 from ..errors import RunError
 from ..faults import parse_fault
 from ..history import disk
 from ..plan import Plan, make_plan
 from ..protocol import Message
-from ..recipe import Recipe
 from ..windows import parse_window
 from . import checkpoints, hangs, registry
 from .checks import (

@@ -9,9 +9,9 @@ from typing import Any
 from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines
+from ..cookbook import Recipe
 from ..errors import ClusterError
 from ..plan import Plan, check_count
-from ..recipe import Recipe
 from .checks import check_limits, check_size
 from .frameworks import bring
 from .replace import Replacer

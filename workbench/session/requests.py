@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import devices as device_pool
+from ..cookbook import Recipe
 from ..plan import Plan
 from ..protocol import RunSpec
-from ..recipe import Recipe
 
 if TYPE_CHECKING:
     from .run import Run

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cluster.engines import Engines, Listeners
+from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError
 from ..line import CellLine
 from ..plan import Plan, make_plan
-from ..recipe import Recipe
 from . import registry
 from .checkpoints import apart
 from .cluster import Cluster
