@@ -23,6 +23,7 @@ _LAZY = {
     "resume": "workbench.session.resume",
     "strategies": "workbench.session.compare",
     "calibrate": "workbench.session.calibrate",
+    "panel": "workbench.panels.show",
     # engines
     "fit": "workbench.engine.fit",
     "prepare": "workbench.engine.prepare",

@@ -43,7 +43,7 @@ class Dashboard(anywidget.AnyWidget):
     palette = traitlets.Dict().tag(sync=True)
 
     def __init__(self, title: str, on_command: OnCommand) -> None:
-        super().__init__(title=title, palette=_palette())
+        super().__init__(title=title, palette=palette())
         self._on_command = on_command
         self._lock = threading.Lock()
         self._latest: Snapshot | None = None
@@ -124,7 +124,7 @@ def deliver_while_busy(widget: Any) -> bool:
     return True
 
 
-def _palette() -> dict[str, Any]:
+def palette() -> dict[str, Any]:
     """Return the colours of both modes, with the phases in drawing order."""
     return {
         mode: {

@@ -1,0 +1,164 @@
+"""What the panel shows and does, whichever widgets show it.
+
+    browser --do--> PanelWidget --> Panel.do --> Part's method --> session (as the magics)
+    browser <-parts/frames- PanelWidget <-- Pump <-- Part.wire(), Run.snapshot()
+
+There is one `Panel` for a notebook's session, so two panels in one notebook show the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError, WorkbenchError
+from .choice import Choice
+
+if TYPE_CHECKING:
+    from ..session.state import Session
+    from .part import Action, Part, Wire
+
+Reply = Callable[[Any], None]
+NOTICES = 4
+"""Messages that are kept on show."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A message of the panel; shown by all its widgets until somebody closes it.
+
+    Attributes:
+        part: The section that it is about.
+        level: `error` or `info`.
+        detail: What can be unfolded: a traceback.
+    """
+
+    id: int
+    part: str
+    level: str
+    text: str
+    detail: str = ""
+
+
+class Panel:
+    """The panel's model.
+
+    Attributes:
+        session: The notebook's; what is clicked goes the same way as what is typed.
+        choice: What is picked: recipe, strategies with their options, workers, seeds.
+        parts: Its sections by name.
+        changed: Set when widgets should draw before the next tick.
+    """
+
+    def __init__(self, session: Session, parts: tuple[type[Part], ...]) -> None:
+        self.session = session
+        self.choice = Choice()
+        self.changed = threading.Event()
+        self.notices: list[Notice] = []
+        self.parts: dict[str, Part] = {part.name: part(self) for part in parts}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._slow: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
+        self._doing: list[str] = []
+        self._thread: threading.Thread | None = None
+
+    # -- what is shown -----------------------------------------------------------------------------
+
+    def wire(self) -> dict[str, Wire]:
+        """What the browser draws, by section; `panel` is about the whole."""
+        found = {name: _wire(part) for name, part in self.parts.items()}
+        with self._lock:
+            notices = [asdict(one) for one in self.notices]
+            found["panel"] = {"notices": notices, "doing": list(self._doing)}
+        return found
+
+    def say(self, part: str, text: str, *, level: str = "info", detail: str = "") -> None:
+        """Show a message; the oldest make room."""
+        notice = Notice(next(self._numbers), part, level, text, detail)
+        with self._lock:
+            same = [one for one in self.notices if (one.part, one.text) != (part, text)]
+            self.notices = [*same, notice][-NOTICES:]
+        self.changed.set()
+
+    def dismiss(self, notice: int) -> None:
+        """Take a message away."""
+        with self._lock:
+            self.notices = [one for one in self.notices if one.id != notice]
+        self.changed.set()
+
+    # -- what is done ------------------------------------------------------------------------------
+
+    def do(self, name: str, fields: Mapping[str, Any], reply: Reply = lambda value: None) -> None:
+        """Do what a control asks for: `cluster.start` with its fields. Never raises.
+
+        Args:
+            reply: Called with what the action returns, once it is done; not after a failure, which
+                becomes a message.
+        """
+        part, _, verb = name.partition(".")
+        if name == "panel.dismiss":
+            self.dismiss(int(fields.get("notice", 0)))
+            return
+        try:
+            if part not in self.parts:
+                raise PlanError("The panel has no such section.", seen=part)
+            found = self.parts[part].find(verb, fields)
+        except WorkbenchError as error:
+            self._failed(part, error)
+            return
+        if found.slow:
+            self._later(name, lambda: self._call(part, found, fields, reply))
+        else:
+            self._call(part, found, fields, reply)
+
+    def _call(self, part: str, found: Action, fields: Mapping[str, Any], reply: Reply) -> None:
+        try:
+            reply(found.call(**fields))
+        except Exception as error:  # shown; the panel stays usable
+            self._failed(part, error)
+        self.changed.set()
+
+    def _failed(self, part: str, error: Exception) -> None:
+        own = isinstance(error, WorkbenchError)
+        text = str(error) if own else f"{type(error).__name__}: {error}"
+        detail = "" if own else "".join(traceback.format_exception(error))
+        self.say(part, text, level="error", detail=detail)
+
+    def _later(self, name: str, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._doing.append(name)
+            self._slow.put((name, call))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="workbench-panel", daemon=True
+                )
+                self._thread.start()
+        self.changed.set()
+
+    def _work(self) -> None:
+        while True:
+            name, call = self._slow.get()
+            call()
+            with self._lock:
+                self._doing.remove(name)
+            self.changed.set()
+
+    def settled(self, timeout_s: float = 30.0) -> bool:
+        """Wait until nothing that was asked for is under way; for tests and scripts."""
+        end_s = time.monotonic() + timeout_s
+        while self._doing and time.monotonic() < end_s:
+            self.changed.wait(0.01)
+        return not self._doing
+
+
+def _wire(part: Part) -> Wire:
+    try:
+        return part.wire()
+    except Exception as error:  # one section's mistake leaves the others standing
+        return {"broken": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,1 @@
+"""The panel in the browser: one widget, a script per section."""
