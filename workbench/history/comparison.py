@@ -6,70 +6,20 @@ Speed-up is throughput over that of `one_device` (Amdahl, 1967); efficiency is s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import RunError
-from . import fairness
+from . import fairness, payoff, wire
+from .rows import ComparisonRow, Spread, row_of
 from .summary import LossCurve, RunSummary
 from .verdict import verdict_of
 
+__all__ = ["BASELINE", "Comparison", "ComparisonRow", "NamedCurve", "Spread", "compare"]
+
 BASELINE = "one_device"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over seeds (NaN for a single one)."""
-
-    mean: float
-    std: float = float("nan")
-    count: int = 1
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        """Summarise values; those that are not finite were not measured."""
-        known = np.array([v for v in values if np.isfinite(v)], float)
-        if not len(known):
-            return Spread(float("nan"), count=0)
-        std = float(known.std(ddof=1)) if len(known) > 1 else float("nan")
-        return Spread(float(known.mean()), std, len(known))
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One plan: a run, or the runs of one plan under several seeds.
-
-    Attributes:
-        names: Names of the runs in this row.
-        speedup: Throughput over `one_device`'s; None where the comparison has no such run.
-        relative: Throughput over the baseline's, whichever it is.
-        efficiency: `speedup / workers`; None with `speedup`.
-        parts_s: (5,) mean seconds per step in each of `metrics.PARTS`.
-        share: (5,) fractions of step time in each of `metrics.PARTS`.
-        evals: Metric -> values of the last evaluations.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    strategy: str
-    framework: str
-    workers: int
-    steps: int
-    samples_per_s: Spread
-    relative: float
-    speedup: float | None
-    efficiency: float | None
-    step_s: float
-    parts_s: tuple[float, ...]
-    share: tuple[float, ...]
-    unmeasured: tuple[str, ...]
-    final_loss: Spread
-    evals: dict[str, Spread]
-    wall_s: Spread
-    sent_bytes: float
-    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +41,8 @@ class Comparison:
         has_one_device: Whether that row is a one-device run, so that speed-ups exist.
         notes: What makes the comparison unfair or incomplete; empty for a fair one.
         verdict: One sentence from the measurements.
+        outlook: When distributing begins to pay; empty where the runs do not say.
+        metrics: Names of the metrics that any run evaluated.
     """
 
     rows: tuple[ComparisonRow, ...]
@@ -100,6 +52,11 @@ class Comparison:
     notes: tuple[str, ...] = ()
     verdict: str = ""
     metrics: tuple[str, ...] = field(default=())
+    outlook: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return everything a browser needs as plain JSON; see `wire.pack`."""
+        return wire.pack(self)
 
 
 def compare(runs: Sequence[RunSummary]) -> Comparison:
@@ -114,13 +71,18 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
     index = 0 if base is None else base
     rate = Spread.of([run.samples_per_s for run in groups[index]]).mean
-    rows = tuple(_row(group, rate, base is not None) for group in groups)
+    rows = _told_apart([row_of(group, rate, has_one_device=base is not None) for group in groups])
     notes = fairness.notes(groups)
     if base is None and len(rows) > 1:
         notes = (
             *notes,
             f"No {BASELINE} run is among them, so there is no speed-up; "
             f"throughput is relative to {rows[0].name}.",
+        )
+    if base is not None:
+        rows = tuple(
+            replace(row, payoff=payoff.payoff_of(rows[base], row)) if i != base else row
+            for i, row in enumerate(rows)
         )
     return Comparison(
         rows=rows,
@@ -132,7 +94,38 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         notes=notes,
         verdict=verdict_of(rows, index),
         metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
+        outlook="" if base is None else _outlook(rows, base),
     )
+
+
+def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
+    """Number the rows whose name another row has: runs that were loaded may bring the same."""
+    used: dict[str, int] = {}
+    found = []
+    for row in rows:
+        used[row.name] = count = used.get(row.name, 0) + 1
+        found.append(replace(row, name=f"{row.name} ({count})") if count > 1 else row)
+    return tuple(found)
+
+
+def _outlook(rows: Sequence[ComparisonRow], base: int) -> str:
+    """Return the payoff that matters most: of the fastest plan, else of the first to pay."""
+    plans = [row for row in rows if row.payoff is not None]
+    if not plans:
+        return ""
+    fastest = max(rows, key=lambda row: np.nan_to_num(row.samples_per_s.mean))
+    pays = [row for row in plans if row.payoff is not None and row.payoff.kind == "pays"]
+    if pays and fastest not in pays:
+        return ""  # the fastest plan's limit is not known, another one's would mislead
+    chosen = fastest if pays else min(plans, key=_comes_first)
+    assert chosen.payoff is not None
+    return payoff.sentence_of(chosen.payoff, rows[base], chosen)
+
+
+def _comes_first(row: ComparisonRow) -> tuple[int, float]:
+    assert row.payoff is not None
+    order = ("begins", "far", "undivided", "pays").index(row.payoff.kind)
+    return order, row.payoff.factor if order == 0 else -row.samples_per_s.mean
 
 
 def _by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
@@ -148,47 +141,3 @@ def _by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
         else:
             group.append(run)
     return list(groups.values())
-
-
-def _row(group: list[RunSummary], base_rate: float, has_one_device: bool) -> ComparisonRow:
-    first, rate = group[0], Spread.of([run.samples_per_s for run in group])
-    relative = rate.mean / base_rate if base_rate > 0 else float("nan")
-    names = dict.fromkeys(name for run in group for name in _metrics(run))
-    return ComparisonRow(
-        name=_common_name(group),
-        names=tuple(run.name for run in group),
-        strategy=first.strategy,
-        framework=first.framework,
-        workers=first.workers,
-        steps=first.steps,
-        samples_per_s=rate,
-        relative=relative,
-        speedup=relative if has_one_device else None,
-        efficiency=relative / first.workers if has_one_device else None,
-        step_s=float(np.mean([run.step_s for run in group])),
-        parts_s=tuple(np.mean([run.parts_s for run in group], axis=0).tolist()),
-        share=tuple(np.mean([run.share for run in group], axis=0).tolist()),
-        unmeasured=first.unmeasured,
-        final_loss=Spread.of([run.final_loss for run in group]),
-        evals={
-            name: Spread.of([_metrics(run).get(name, float("nan")) for run in group])
-            for name in names
-        },
-        wall_s=Spread.of([run.wall_s for run in group]),
-        sent_bytes=Spread.of([run.sent_bytes for run in group]).mean,
-        seeds=tuple(run.seed for run in group if run.seed is not None),
-    )
-
-
-def _metrics(run: RunSummary) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in run.evals.items()
-        if name not in ("step", "epoch") and isinstance(value, (int, float))
-    }
-
-
-def _common_name(group: list[RunSummary]) -> str:
-    """Return `base` for `base-seed0`, `base-seed1`; the name itself for a single run."""
-    first = group[0]
-    return first.plan_name if len(group) > 1 else first.name or first.strategy

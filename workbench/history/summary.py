@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..metrics import PARTS
 from .snapshot import Split, Worker
+from .staleness import Staleness
+from .steady import Steady, steady_of
 from .store import RunHistory
+from .totals import Totals
 
 Floats = NDArray[np.float64]
 
@@ -51,6 +55,11 @@ class RunSummary:
         workers_table: One row per worker, over the whole run.
         split: How a pipeline's model was cut; None elsewhere.
         servers: Per server the bytes it holds: parameters, optimizer, gradients.
+        bubble: Share of the workers' time in which a pipeline left them idle; NaN elsewhere.
+        staleness: Of the pushes of asynchronous workers; None where there are none.
+        steady: The typical step after warm-up; None where the run was too short for one.
+        threads: CPU threads of a worker; None where not known.
+        shares_batch: Whether workers take shares of the batch.
     """
 
     name: str
@@ -83,6 +92,22 @@ class RunSummary:
     split: Split | None = None
     servers: tuple[dict[str, Any], ...] = ()
     stride: int = 1
+    bubble: float = float("nan")
+    staleness: Staleness | None = None
+    steady: Steady | None = None
+    threads: int | None = None
+    shares_batch: bool = True
+
+    @property
+    def sent_step_bytes(self) -> float:
+        """Bytes that all workers together send in a step; NaN where not measured."""
+        return self.sent_bytes / self.steps if self.steps else float("nan")
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """What each worker holds of model, gradients and optimizer, where that was measured."""
+        held = (worker.memory_bytes for worker in self.workers_table)
+        return tuple(one for one in held if np.isfinite(one))
 
     @property
     def plan_name(self) -> str:
@@ -101,7 +126,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
     """
     snapshot = history.snapshot(state=str(meta.get("state", "finished")))
     totals, started = history.totals, history.story.started
-    rows = max(int(totals.rows.sum()), 1)
+    rows = int(totals.rows.sum()) or float("nan")  # without a row there is no mean, not one of 0
     parts = totals.parts_s.sum(axis=0)
     whole = float(parts.sum())
     waits_s = median_wait_s(history)
@@ -118,10 +143,10 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         steps=totals.steps,
         samples=totals.samples,
         samples_per_s=totals.samples_per_s,
-        wall_s=totals.wall_s,
+        wall_s=totals.wall_s if totals.rows.any() else float("nan"),
         step_s=float(totals.step_s.sum()) / rows,
         parts_s=tuple(float(part) / rows for part in parts),
-        share=tuple(float(part) / whole if whole > 0 else 0.0 for part in parts),
+        share=tuple(float(part) / whole if whole > 0 else float("nan") for part in parts),
         efficiency=snapshot.efficiency,
         final_loss=snapshot.loss,
         sent_bytes=float(sent.sum()) if len(sent) else float("nan"),
@@ -133,7 +158,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         options=dict(meta.get("options") or {}),
         faults=tuple(meta.get("faults") or ()),
         trained_before=bool(meta.get("trained_before", False)),
-        unmeasured=snapshot.unmeasured,
+        unmeasured=snapshot.unmeasured if totals.rows.any() else PARTS,
         notes=snapshot.notes,
         workers_table=tuple(
             _with_wait(worker, wait_s)
@@ -142,6 +167,11 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         split=snapshot.split,
         servers=tuple(dict(held) for _, held in sorted(history.story.servers.items())),
         stride=history.stride,
+        bubble=_bubble(totals),
+        staleness=Staleness.of(history["staleness"]),
+        steady=steady_of(history),
+        threads=int(started["threads"]) if started.get("threads") else None,
+        shares_batch=history.data_parallel,
     )
 
 
@@ -169,6 +199,12 @@ def _loss_curve(history: RunHistory) -> LossCurve:
         curve.low,
         curve.high,
     )
+
+
+def _bubble(totals: Totals) -> float:
+    seen = np.isfinite(totals.bubble_s)
+    whole = float(totals.step_s[seen].sum())
+    return float(totals.bubble_s[seen].sum()) / whole if whole > 0 else float("nan")
 
 
 def _with_wait(worker: Worker, wait_s: float) -> Worker:

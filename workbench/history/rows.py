@@ -1,0 +1,218 @@
+"""The rows of a comparison: one plan each, with mean and spread over its seeds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..metrics import PARTS
+from .payoff import Payoff
+from .staleness import Staleness
+from .steady import Steady, mean_of
+from .summary import RunSummary
+
+SHARES = ("data_wait_s", "compute_s", "sync_wait_s", "bubble_s", "transfer_s", "other_s")
+"""What a comparison divides step time into; pipelines have a bubble in the place of sync wait."""
+
+_NAN = float("nan")
+_DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds (NaN for a single one).
+
+    Attributes:
+        count: How many seeds were measured.
+        values: What was measured for each.
+    """
+
+    mean: float
+    std: float = _NAN
+    count: int = 1
+    values: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Summarise values; those that are not finite were not measured."""
+        known = np.array([v for v in values if np.isfinite(v)], float)
+        if not len(known):
+            return Spread(_NAN, count=0)
+        std = float(known.std(ddof=1)) if len(known) > 1 else _NAN
+        return Spread(float(known.mean()), std, len(known), tuple(known.tolist()))
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One plan: a run, or the runs of one plan under several seeds.
+
+    Attributes:
+        names: Names of the runs in this row.
+        states: How each of them ended: finished, stopped, failed.
+        speedup: Throughput over `one_device`'s; None where the comparison has no such run.
+        relative: Throughput over the baseline's, whichever it is.
+        efficiency: `speedup / workers`; None with `speedup`.
+        parts_s: (5,) mean seconds per step in each of `metrics.PARTS`; 0 where not measured.
+        share: (5,) fractions of step time in each of `metrics.PARTS`; 0 where not measured.
+        unmeasured: Names of the parts that no run of the row measured.
+        shares: Fraction of step time in each of `SHARES`; NaN for what was not measured or does
+            not apply. What is known adds up to 1.
+        evals: Metric -> values of the last evaluations.
+        sent_bytes: Bytes sent by all workers in the whole run.
+        sent_step_bytes: Bytes sent by all workers in a step.
+        memory_bytes: What each worker holds, mean over seeds; empty where not measured.
+        staleness: Of asynchronous pushes, over all seeds; None where there are none.
+        payoff: Where this plan and `one_device` break even; None where the runs do not say.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    strategy: str
+    framework: str
+    workers: int
+    steps: int
+    samples_per_s: Spread
+    relative: float
+    speedup: float | None
+    efficiency: float | None
+    step_s: float
+    parts_s: tuple[float, ...]
+    share: tuple[float, ...]
+    unmeasured: tuple[str, ...]
+    final_loss: Spread
+    evals: dict[str, Spread]
+    wall_s: Spread
+    sent_bytes: float
+    seeds: tuple[int, ...] = ()
+    states: tuple[str, ...] = ()
+    shares: dict[str, float] = field(default_factory=dict)
+    sent_step_bytes: float = _NAN
+    memory_bytes: tuple[float, ...] = ()
+    staleness: Staleness | None = None
+    steady: Steady | None = None
+    payoff: Payoff | None = None
+    threads: int | None = None
+    devices: tuple[str, ...] = ()
+    shares_batch: bool = True
+    faults: tuple[str, ...] = ()
+    recipe: str = ""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all its workers are known to compute on the CPU."""
+        return bool(self.devices) and all(d.lower().startswith("cpu") for d in self.devices)
+
+    @property
+    def state(self) -> str:
+        """How its runs ended, in words: `finished`, `2 finished, 1 failed`."""
+        kinds = dict.fromkeys(self.states)
+        if len(kinds) < 2:
+            return next(iter(kinds), "")
+        return ", ".join(f"{self.states.count(kind)} {kind}" for kind in kinds)
+
+
+def row_of(group: Sequence[RunSummary], base_rate: float, *, has_one_device: bool) -> ComparisonRow:
+    """Return the row of the runs of one plan.
+
+    Args:
+        base_rate: The baseline's samples per second.
+        has_one_device: Whether the baseline is a one-device run.
+    """
+    first, rate = group[0], Spread.of([run.samples_per_s for run in group])
+    relative = rate.mean / base_rate if base_rate > 0 else _NAN
+    names = dict.fromkeys(name for run in group for name in metrics_of(run))
+    return ComparisonRow(
+        name=_common_name(group),
+        names=tuple(run.name for run in group),
+        strategy=first.strategy,
+        framework=first.framework,
+        workers=first.workers,
+        steps=first.steps,
+        samples_per_s=rate,
+        relative=relative,
+        speedup=relative if has_one_device else None,
+        efficiency=relative / first.workers if has_one_device else None,
+        step_s=mean(run.step_s for run in group),
+        parts_s=_means([run.parts_s for run in group]),
+        share=_means([run.share for run in group]),
+        unmeasured=tuple(part for part in PARTS if all(part in run.unmeasured for run in group)),
+        final_loss=Spread.of([run.final_loss for run in group]),
+        evals={
+            name: Spread.of([metrics_of(run).get(name, _NAN) for run in group]) for name in names
+        },
+        wall_s=Spread.of([run.wall_s for run in group]),
+        sent_bytes=mean(run.sent_bytes for run in group),
+        seeds=tuple(run.seed for run in group if run.seed is not None),
+        states=tuple(run.state for run in group),
+        shares=_mean_shares(group),
+        sent_step_bytes=mean(run.sent_step_bytes for run in group),
+        memory_bytes=_memory(group),
+        staleness=Staleness.merged([run.staleness for run in group]),
+        steady=mean_of([run.steady for run in group]),
+        threads=first.threads,
+        devices=tuple(w.device for run in group for w in run.workers_table if w.device),
+        shares_batch=first.shares_batch and not np.isfinite(first.bubble),
+        faults=first.faults,
+        recipe=first.recipe,
+    )
+
+
+def metrics_of(run: RunSummary) -> dict[str, float]:
+    """Return the metrics of a run's last evaluation."""
+    return {
+        name: float(value)
+        for name, value in run.evals.items()
+        if name not in ("step", "epoch") and isinstance(value, (int, float))
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of what was measured, NaN where nothing was."""
+    return Spread.of(list(values)).mean
+
+
+def shares_of(run: RunSummary) -> dict[str, float]:
+    """Return the fraction of a run's step time in each of `SHARES`.
+
+    In a pipeline a worker is blocked in the bubble, and for what else it communicates: both are
+    told apart by the bubble's own measurement.
+    """
+    share = [
+        _NAN if part in run.unmeasured else value
+        for part, value in zip(PARTS, run.share, strict=True)
+    ]
+    wait, transfer, bubble = share[_WAIT], share[_TRANSFER], _NAN
+    if np.isfinite(run.bubble):
+        blocked = float(np.nansum([wait, transfer]))
+        wait, bubble, transfer = _NAN, run.bubble, max(blocked - run.bubble, 0.0)
+    known = np.nansum([share[_DATA], share[_COMPUTE], wait, bubble, transfer])
+    other = 1.0 - float(known) if np.isfinite(share[_OTHER]) else _NAN
+    found = (share[_DATA], share[_COMPUTE], wait, bubble, transfer, other)
+    return dict(zip(SHARES, found, strict=True))
+
+
+def _mean_shares(group: Sequence[RunSummary]) -> dict[str, float]:
+    each = [shares_of(run) for run in group]
+    return {name: mean(one[name] for one in each) for name in SHARES}
+
+
+def _means(each: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return means over seeds; a run without a step has nothing to add."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the mean is NaN
+        return tuple(float(value) for value in np.nanmean(np.array(each, float), axis=0))
+
+
+def _memory(group: Sequence[RunSummary]) -> tuple[float, ...]:
+    """Return what each worker holds, mean over the seeds in which all were measured."""
+    known = [run.memory_bytes for run in group if len(run.memory_bytes) == run.workers]
+    return _means(known) if known else ()
+
+
+def _common_name(group: Sequence[RunSummary]) -> str:
+    """Return `base` for `base-seed0`, `base-seed1`; the name itself for a single run."""
+    first = group[0]
+    return first.plan_name if len(group) > 1 else first.name or first.strategy
