@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import ClusterError
 from ..protocol import Message
-from . import calls, deaths, kept, profile
+from . import calls, deaths, kept, profile, progress
 from .calls import Call
 from .ground import Ground
 from .router import ControlRouter
@@ -92,6 +92,8 @@ class Engines:
         self._calls: dict[int, list[Call]] = {}
         self.router = ControlRouter(self._heard, hosts or "127.0.0.1", key)
         self.engines: dict[int, EngineInfo] = {}
+        self.starting: tuple[int, ...] = ()
+        """Ids of engines that are being started, or replaced."""
         self.idle_timeout_s: float | None = None  # of a kept cluster
         self.on_change: Callable[[], None] = lambda: None
         """Called when engines were started."""
@@ -133,26 +135,39 @@ class Engines:
     def start(
         self,
         count: int,
-        progress: Callable[[str], None] = lambda text: None,
+        report: progress.Report = progress.quiet,
         framework: str = "",
     ) -> list[int]:
         """Start `count` more engines and attach them; return their ids.
+
+        Args:
+            report: Told how far it is, on this and on other threads.
 
         Raises:
             ClusterError: They did not come up; says what their log says.
         """
         ids = list(range(self._next_id, self._next_id + count))
         self._next_id += count
-        return self._start_ids(ids, progress, framework)
+        return self._start_ids(ids, report, framework)
 
     def _start_ids(
-        self, ids: list[int], progress: Callable[[str], None], framework: str = ""
+        self, ids: list[int], report: progress.Report = progress.quiet, framework: str = ""
     ) -> list[int]:
-        progress("starting the controller")
+        ground, report = self._ground, progress.steady(report)
+        self.starting = (*self.starting, *ids)
+        try:
+            ground.ensure(report)
+            uuids = ground.launch(ids, START_TIMEOUT_S, framework, report)
+            self._take_in(uuids)
+        finally:
+            self.starting = tuple(i for i in self.starting if i not in ids)
+        report(progress.ready(len(ids)))
+        self.on_change()
+        return sorted(uuids)
+
+    def _take_in(self, uuids: Mapping[int, str]) -> None:
+        """Attach engines that have registered."""
         ground = self._ground
-        ground.ensure()
-        progress(f"starting {len(ids)} engines")
-        uuids = ground.launch(ids, START_TIMEOUT_S, framework)
         found = {i: EngineInfo(id=i, uuid=u) for i, u in uuids.items()}
         with self._lock:
             self.engines.update(found)
@@ -160,8 +175,6 @@ class Engines:
             ground.parents.keep(ground.folder, self.idle_timeout_s)
             self.invite()
         self._attach(sorted(found))
-        self.on_change()
-        return sorted(found)
 
     def _attach(self, ids: Sequence[int]) -> None:
         info = {
@@ -361,7 +374,7 @@ class Engines:
             if info.state != "dead":
                 self._lost(info, deaths.RESTARTED)
                 self._ground.end(engine, info.pid)
-        return self._start_ids(gone, lambda text: None, framework)
+        return self._start_ids(gone, framework=framework)
 
     def known(self, engine: int) -> EngineInfo:
         """Return what is known of an engine, dead or alive.

@@ -21,7 +21,7 @@ import ipyparallel
 import psutil
 
 from ..errors import ClusterError
-from . import controller, deaths, profile
+from . import controller, deaths, profile, progress
 from .launcher import CLUSTER_SETTINGS, ENGINE_ARGS, WarmEngineSetLauncher
 from .parents import Parents
 from .warm_client import Exit, WarmParent, start_keeper
@@ -29,6 +29,7 @@ from .warm_client import Exit, WarmParent, start_keeper
 log = logging.getLogger("workbench.cluster")
 REGISTER_POLL_S = 0.01
 REAPED_S = 0.5
+PREPARED_POLL_S = 0.1
 
 
 class Ground:
@@ -105,8 +106,11 @@ class Ground:
             )
             self._prepared.start()
 
-    def ensure(self) -> None:
+    def ensure(self, report: progress.Report = progress.quiet) -> None:
         """Wait until controller and client are up.
+
+        Args:
+            report: Told how far it is.
 
         Raises:
             ClusterError: They did not come up.
@@ -115,13 +119,22 @@ class Ground:
         if self.warm is not None and self.warm.alive:  # else another one is started below
             self.warm.soon()
         assert self._prepared is not None
-        self._prepared.join()
+        report(self._preparing())
+        while self._prepared.is_alive():
+            self._prepared.join(PREPARED_POLL_S)
+            report(self._preparing())
         if self._error is not None:
             raise ClusterError(
                 "The cluster's controller did not start.",
                 seen=str(self._error),
                 next_step=f"its log is in {self.folder / 'log'}",
             ) from self._error
+
+    def _preparing(self) -> progress.Progress:
+        warm = self.warm
+        imports = "" if warm is None or warm.ready.is_set() else self.framework
+        running = self.cluster is not None and self.cluster.controller is not None
+        return progress.preparing(running, self.socket is not None, imports)
 
     def _prepare(self) -> None:
         try:
@@ -217,7 +230,13 @@ class Ground:
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def launch(self, ids: Sequence[int], timeout_s: float, framework: str = "") -> dict[int, str]:
+    def launch(
+        self,
+        ids: Sequence[int],
+        timeout_s: float,
+        framework: str = "",
+        report: progress.Report = progress.quiet,
+    ) -> dict[int, str]:
         """Start engines and wait until they have registered; return their ipyparallel uuids.
 
         An id that a dead engine had is waited for until the hub has let go of it.
@@ -225,6 +244,7 @@ class Ground:
         Args:
             framework: What they have imported when they start, where they are forked; by default
                 the cluster's.
+            report: Told how far it is, on this and on other threads.
 
         Raises:
             ClusterError: They did not come up; shows the end of their logs.
@@ -233,13 +253,14 @@ class Ground:
         # The hub keeps an id for an engine that asked for it and died before its heart was heard,
         # and would give another one to who asks next; it is told even where clients see none.
         self._strike_off([i for i in ids if i <= self._highest])
-        settings = self._launcher_settings(ids, framework or self.framework)
+        settings = self._launcher_settings(ids, framework or self.framework, report)
         sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
         for one in warm_sets:
             self._logs.update(one.log_paths)
         end = time.monotonic() + timeout_s
         while not set(ids) <= set(self.client.ids):
+            report(progress.connected(len(set(ids) & set(self.client.ids)), len(ids)))
             self._changed.wait(REGISTER_POLL_S * 10)
             self._changed.clear()
             dead = {i: end for one in warm_sets for i, end in one.exits.items()}
@@ -264,13 +285,22 @@ class Ground:
     def _start_set(self, settings: dict[str, Any]) -> Any:
         return self.cluster.engines[self.cluster.start_engines_sync(**settings)]
 
-    def _launcher_settings(self, ids: Sequence[int], framework: str) -> list[dict[str, Any]]:
-        """Return the arguments of each engine set that is to be started."""
+    def _launcher_settings(
+        self, ids: Sequence[int], framework: str, report: progress.Report
+    ) -> list[dict[str, Any]]:
+        """Return the arguments of each engine set that is to be started; waits for the parent."""
         if self.forks:
             # Where the framework cannot be forked, engines import it when they need it.
-            warm = self.parents.ready(framework if self.can_fork(framework) else self.framework)
-            engine_args = list(ENGINE_ARGS)
-            return [{"n": len(ids), "warm": warm, "ids": list(ids), "engine_args": engine_args}]
+            parent = framework if self.can_fork(framework) else self.framework
+            found = self.parents.find(parent)
+            if found is None or not found.ready.is_set():
+                report(progress.importing(parent))
+            warm = self.parents.ready(parent)
+            report(progress.starting(len(ids)))
+            settings = {"n": len(ids), "warm": warm, "ids": list(ids)}
+            settings["on_fork"] = lambda done: report(progress.forked(done, len(ids)))
+            return [{**settings, "engine_args": list(ENGINE_ARGS)}]
+        report(progress.starting(len(ids)))
         if min(ids) > self._highest:
             return [{"n": len(ids)}]  # the hub counts on by itself
         return [{"n": 1, "engine_args": [f"--IPEngine.id={i}"]} for i in ids]

@@ -56,12 +56,14 @@ class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
     Attributes:
         warm: The `WarmParent` to fork from; without one the launcher starts its own and stops it
             with the engines.
+        on_fork: Called with the number of engines forked so far, on a thread of its own.
         ids: Engine ids to ask for; by default they count on from the cluster's other engine sets.
         pids: Process id of every live engine, by engine id.
         exits: How engines that ended did so, by engine id.
     """
 
     warm = AnyTrait(None, allow_none=True)
+    on_fork = AnyTrait(None, allow_none=True)
     framework = Unicode("torch")
     ids = List(Integer()).tag(to_dict=True)
     engine_args = List(Unicode(), default_value=list(ENGINE_ARGS), config=True)
@@ -129,6 +131,8 @@ class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
             self.log_paths[engine_id] = log_path
             with self._lock:
                 self.pids[engine_id] = pid
+            if self.on_fork is not None:
+                self.on_fork(len(self.log_paths))
             end = warm.exit_of(pid)
             if end is not None:  # it was faster than we were
                 self._ended(end)

@@ -273,8 +273,11 @@ class WarmParent:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def soon(self) -> None:
-        """Say that engines will be wanted in a moment: idle imports are put off for 10 s."""
-        self.ask("soon")
+        """Say that engines will be wanted in a moment: idle imports are put off for 10 s.
+
+        Returns at once, also while the parent is still importing.
+        """
+        self.tell("soon")
 
     def status(self) -> dict[str, Any]:
         """Return `children` (pid -> kind), `guarded`, `waiting` (imports) and `hazard`."""

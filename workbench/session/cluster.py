@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
+from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
 from ..errors import RunError
 from ..faults import parse_fault
@@ -52,6 +53,8 @@ class Cluster:
         keep: Whether it outlives this kernel; `wb.attach` takes it over then.
         idle_timeout: `30m`, `never`, or seconds, after which a cluster in which nothing runs ends;
             by default never, or after a day for a kept one.
+        progress: Called with a `Progress` (stage, done, total, fraction, text) while engines start;
+            as text it is one line.
 
     Raises:
         PlanError: The number of engines or the devices make no sense.
@@ -73,7 +76,7 @@ class Cluster:
         engines: Engines | None = None,
         keep: bool = False,
         idle_timeout: str | float | None = None,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Report = quiet,
     ) -> None:
         count = check_size("The number of engines", workers)
         check_limits(count, hosts=hosts)

@@ -31,8 +31,8 @@ class ProgressLine:
         self._display_id = f"workbench-progress-{uuid.uuid4().hex}"
         self._shown = False
 
-    def __call__(self, text: str) -> None:
-        """Show what is being done now."""
+    def __call__(self, text: object) -> None:
+        """Show what is being done now: a text, or what has one."""
         if self._publish is not None:
             self._publish({"text/plain": f"{text} ..."}, self._display_id, self._shown)
         elif sys.stderr.isatty():
