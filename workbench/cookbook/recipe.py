@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import PlanError
+from ..errors import PlanError, unknown
+
+_FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
+_IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(torch|tensorflow|keras)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -20,9 +25,16 @@ class Recipe:
         source: Python source; line n of the user's cell is line n + `first_line` - 1 here.
         first_line: Line of the notebook cell on which `source` begins, so that tracebacks
             show the cell's own line numbers (2 below a `%%distributed` line).
-        origin: Where it came from, for tables: `In[3]` or the function's name.
-        call: For recipes made from a function: pickled `(args, kwargs)`; the source then ends in
-            a definition and is followed by a call.
+        origin: Where it came from, for tables: `In[3]` or the function's name; in `wb.recipes`
+            `cell In[3]`, `function` or `built-in`.
+        function: For recipes made from a function: its name; the source then ends in its
+            definition and is followed by a call.
+        args: What the function is called with; kept in the notebook, not in files.
+        parameters: What it is called with by name, where it was registered: every argument that
+            has a default. Plain values, so they are kept with checkpoints too.
+        name: What `--recipe` calls it; empty for a cell that has no name.
+        framework: The framework it is written for; empty where that is not known.
+        summary: One line, for lists.
     """
 
     source: str
@@ -30,11 +42,21 @@ class Recipe:
     origin: str = "cell"
     function: str | None = None
     args: tuple[Any, ...] = field(default=(), compare=False)
+    parameters: dict[str, Any] = field(default_factory=dict, hash=False)
+    name: str = field(default="", compare=False)
+    framework: str = field(default="", compare=False)
+    summary: str = field(default="", compare=False)
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that are equal for equal recipes; comparisons are keyed on it."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:12]
+        """Twelve hex digits that are equal for equal recipes; comparisons are keyed on it.
+
+        Blank lines around the source do not count: a notebook ends a cell with one.
+        """
+        text = self.source.strip("\n")
+        if self.parameters:
+            text += f"\n{self.call()}"
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
     @property
     def numbered(self) -> str:
@@ -46,6 +68,57 @@ class Recipe:
         if self.source.lstrip().startswith("%%"):
             return self.source
         return "#\n" * (self.first_line - 1) + self.source
+
+    def call(self, *first: str) -> str:
+        """Return the source of the call of a recipe's function.
+
+        Args:
+            first: Source of positional arguments.
+        """
+        given = [*first, *(f"{name}={value!r}" for name, value in self.parameters.items())]
+        return f"{self.function}({', '.join(given)})"
+
+    @property
+    def cell(self) -> str:
+        """The source of a cell that trains it by itself: a function is defined, then called.
+
+        Raises:
+            PlanError: The function was given an argument that cannot be written down.
+        """
+        if self.function is None:
+            return self.source
+        for index, value in enumerate(self.args):
+            if not is_plain(value):
+                raise PlanError(
+                    f"{self.function} was given an argument that cannot be written into a cell.",
+                    seen=f"argument {index}: {type(value).__name__}",
+                    allowed="numbers, text, true or false, None, and lists and dicts of them",
+                    next_step="make it inside the function",
+                )
+        return f"{self.source.rstrip()}\n\n\n{self.call(*map(repr, self.args))}\n"
+
+    def with_parameters(self, **values: Any) -> Recipe:
+        """Return the recipe with other values for some of its parameters.
+
+        Raises:
+            PlanError: It has no such parameter, or the value cannot be written down.
+        """
+        for name, value in values.items():
+            if name not in self.parameters:
+                raise unknown(
+                    f"parameter of {self.name or self.origin}",
+                    name,
+                    self.parameters,
+                    "parameters are the arguments that have a default",
+                )
+            if not is_plain(value):
+                raise PlanError(
+                    f"The value of {name} cannot be written down.",
+                    seen=type(value).__name__,
+                    allowed="numbers, text, true or false, None, and lists and dicts of them",
+                    next_step="make it inside the function",
+                )
+        return replace(self, parameters={**self.parameters, **values})
 
     @staticmethod
     def from_function(function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Recipe:
@@ -72,4 +145,33 @@ class Recipe:
                 seen=", ".join(sorted(free)),
                 next_step="pass them as args=(...)",
             )
-        return Recipe(source=source, origin=name, function=name, args=args)
+        return Recipe(source=undecorated(source), origin=name, function=name, args=args)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value's `repr` is source that gives it back: numbers, text, lists of them."""
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def undecorated(source: str) -> str:
+    """Return a function's source without `@wb.recipe`, which is the notebook's affair."""
+    try:
+        node = ast.parse(source).body[0]
+    except (SyntaxError, IndexError):
+        return source
+    lines = source.splitlines(keepends=True)
+    for decorator in reversed(getattr(node, "decorator_list", [])):
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if name == "recipe":
+            del lines[decorator.lineno - 1 : decorator.end_lineno]
+    return "".join(lines)
+
+
+def framework_of(source: str) -> str:
+    """Return the one framework that a source imports; empty where it is none or both."""
+    found = {_FRAMEWORKS[name] for name in _IMPORT.findall(source)}
+    return found.pop() if len(found) == 1 else ""
