@@ -75,14 +75,20 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
 def put(page: str, name: str, table: str) -> str:
     """Return the page with a table put between its marks."""
     begin, end = BEGIN.format(name), END.format(name)
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"the page has no place for the table {name!r}: {begin} ... {end}")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def written() -> str:
     """Return the page as it should be."""
-    page = PAGE.read_text()
+    return filled(PAGE.read_text())
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables as they were measured."""
     page = put(page, "faults", faults(json.loads((MEASURED / "faults.json").read_text())["rows"]))
     return put(page, "rivals", rivals(json.loads((MEASURED / "rivals.json").read_text())))
 

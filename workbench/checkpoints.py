@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,13 +177,26 @@ def _writable(folder: str) -> str:
     there = path
     while not there.exists():
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if reason := _why_not(there):
         raise PlanError(
             "Checkpoints cannot be written there.",
-            seen=str(there),
+            seen=f"{there} ({reason})",
             allowed="a folder that this user may write to",
         )
     return str(path)
+
+
+def _why_not(folder: Path) -> str:
+    """Return why nothing can be made in a folder, empty where it can.
+
+    Tried out: what `os.access` says does not hold for root, who may write everywhere but in
+    `/proc`, nor for disks of other hosts.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=folder))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
 
 
 def _read(path: Path, step: int) -> Checkpoint:

@@ -1,7 +1,6 @@
 """Checkpoints on disk as both sides see them, and what a line may ask for."""
 
 import json
-import os
 
 import pytest
 
@@ -54,11 +53,15 @@ def test_what_cannot_be_is_refused(tmp_path):
             plan(**given)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(PlanError, match="cannot be written"):
-        plan(checkpoint=str(tmp_path / "kept"))
+@pytest.mark.parametrize("place", ["/proc", "/proc/self"])  # not even root may
+def test_a_folder_that_may_not_be_written_is_refused(place):
+    with pytest.raises(PlanError, match=rf"cannot be written(.|\n)*{place} \("):
+        plan(checkpoint=f"{place}/kept")
+
+
+def test_trying_whether_a_folder_can_be_written_leaves_nothing_there(tmp_path):
+    assert plan(checkpoint=str(tmp_path / "new" / "deep")).checkpoint
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_last_whole_one_is_found(tmp_path):

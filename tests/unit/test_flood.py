@@ -3,6 +3,8 @@
 import io
 import sys
 
+import pytest
+
 from workbench.engine.flood import EVERY_S, TAIL_CHARS, Weir, held_back
 
 
@@ -29,7 +31,38 @@ def test_beyond_the_limit_the_newest_lines_come_once_a_second_and_the_rest_is_co
     weir.write("the end\n")
     weir.close()
     assert shown[2] == "the end\n"
-    assert "MB more were printed" in shown[3]
+    left_out = 1000 * 10 + len("at last\n") - TAIL_CHARS
+    assert f"[about {left_out / 1e3:.1f} kB more were printed and left out" in shown[3]
+
+
+@pytest.mark.parametrize(
+    ("beyond", "said"),
+    [
+        (3_200_000 + TAIL_CHARS, "about 3.2 MB more"),
+        (1_234_500_000, "about 1,234.5 MB more"),
+        (60_000 + TAIL_CHARS, "about 0.1 MB more"),
+        (4_000 + TAIL_CHARS, "about 4.0 kB more"),
+    ],
+)
+def test_the_amount_left_out_is_what_was_printed_and_not_shown(beyond, said):
+    shown = []
+    weir = Weir(shown.append, 1000, clock=lambda: 0.0)
+    weir.write("x" * 1000)
+    piece = "y" * min(beyond, 50_000_000)
+    for at in range(0, beyond, len(piece)):
+        weir.write(piece[: beyond - at])
+    weir.close()
+    assert said in shown[-1]
+    assert sum(map(len, shown[:-1])) == 1000 + TAIL_CHARS
+
+
+def test_nothing_is_said_to_be_left_out_where_all_of_it_was_shown():
+    shown = []
+    weir = Weir(shown.append, 10, clock=lambda: 0.0)
+    for text in ("x" * 10, "the last line\n"):
+        weir.write(text)
+    weir.close()
+    assert shown == ["x" * 10, "the last line\n"]
 
 
 def test_the_streams_are_given_back(monkeypatch):

@@ -27,7 +27,8 @@ class Weir:
 
     def __init__(self, write: Any, most_chars: int = MOST_CHARS, clock: Any = time.monotonic):
         self._write, self._left, self._clock = write, most_chars, clock
-        self._tail, self._due, self.left_out = "", 0.0, 0
+        self._tail, self.left_out = "", 0
+        self._due: float | None = None  # when the newest lines are let through; not while none are
 
     def write(self, text: str) -> int:
         """Take text in; return its length, as streams do."""
@@ -36,7 +37,7 @@ class Weir:
             self._write(text)
             return len(text)
         now = self._clock()
-        if not self.left_out:
+        if self._due is None:
             self._due = now + EVERY_S
         self.left_out += len(text)
         self._tail = (self._tail + text)[-TAIL_CHARS:]
@@ -46,19 +47,24 @@ class Weir:
         return len(text)
 
     def close(self) -> None:
-        """Let the last lines through, and say how much was left out."""
-        if not self.left_out:
-            return
+        """Let the last lines through, and say how much was left out, if anything was."""
         self._let_through()
-        self._write(
-            f"\n[about {max(self.left_out / 1e6, 0.1):,.1f} MB more were printed and left out; "
-            "write long output to a file]\n"
-        )
+        if self.left_out:
+            self._write(
+                f"\n[about {_size(self.left_out)} more were printed and left out; "
+                "write long output to a file]\n"
+            )
 
     def _let_through(self) -> None:
         tail, self._tail = self._tail, ""
         self.left_out -= len(tail)
-        self._write(tail)
+        if tail:
+            self._write(tail)
+
+
+def _size(chars: int) -> str:
+    """Return `3.2 MB`, or kB where that would be 0.0 MB."""
+    return f"{chars / 1e6:,.1f} MB" if chars >= 5e4 else f"{chars / 1e3:,.1f} kB"
 
 
 @contextlib.contextmanager

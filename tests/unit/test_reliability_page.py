@@ -1,0 +1,33 @@
+"""docs/reliability.md shows what was measured, and nothing else."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def maker():
+    spec = importlib.util.spec_from_file_location("make_reliability", DOCS / "make_reliability.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_those_of_the_figures_that_were_measured(maker):
+    assert (DOCS / "reliability.md").read_text() == maker.written()
+
+
+def test_what_stands_between_the_marks_comes_from_the_figures(maker):
+    page = (DOCS / "reliability.md").read_text()
+    for name in ("faults", "rivals"):
+        edited = maker.put(page, name, "| made up |")
+        assert "| made up |" in edited
+        assert maker.filled(edited) == page
+
+
+def test_a_page_without_the_marks_is_refused(maker):
+    with pytest.raises(ValueError, match="faults"):
+        maker.put("no marks here", "faults", "| table |")
