@@ -6,6 +6,7 @@ adapters: `keras/src/trainers/data_adapters`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...engine.tensorflow_data import batch_length, slice_batch
 from .feeds import Fed, Resident, fits
 
 
-class Data:
+class Data(ABC):
     """Batches of one epoch, in pieces for closures.
 
     Attributes:
@@ -30,13 +31,13 @@ class Data:
     batch_size: int | None
     steps: int | None
 
+    @abstractmethod
     def batches(self, epoch: int, pieces: int) -> Iterator[list[tuple[Any, int]]]:
         """Yield each global batch as (what `feed` takes, samples) of each piece."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self) -> Any:
         """Return a batch, of the right shapes."""
-        raise NotImplementedError
 
 
 class ArrayData(Data):
