@@ -22,6 +22,9 @@ _LAZY = {
     "attach": "workbench.session.attach",
     "resume": "workbench.session.resume",
     "strategies": "workbench.session.compare",
+    "recipe": "workbench.session.recipes",
+    "recipes": "workbench.session.recipes",
+    "to_a_cell": "workbench.session.cells",
     "calibrate": "workbench.session.calibrate",
     "panel": "workbench.panels.show",
     # engines

@@ -119,7 +119,11 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
     add("--seed", metavar="N", help="overrides the cell's seed")
     add("--seeds", metavar="K", help="run each strategy with seeds 0..K-1")
     add("--name", default="", metavar="NAME", help="name of the run in wb.runs")
-    add("--recipe", metavar="NAME", help="train an earlier run's cell again")
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
+    )
     add("--init-from", default="", metavar="RUN", help="start from the weights a run ended with")
     add("--local", action="store_true", help="also run the cell in the notebook's kernel")
     add("--background", action="store_true", help="return at once")

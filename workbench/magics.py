@@ -27,6 +27,7 @@ from .session.attach import kept_words, show_attached
 from .session.debug import debug
 from .session.logs import logs as show_logs
 from .session.prompt import say as write
+from .session.recipes import recipes
 from .session.state import Session, session
 from .session.values import pull_values, push_values
 from .views.blocks import ProgressLine, show
@@ -106,7 +107,7 @@ class WorkbenchMagics(Magics):
 
     @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
-        """Train the last cell (or `--recipe NAME`) again under another strategy."""
+        """Train the last cell again, or `--recipe NAME`, under another strategy."""
         asked = parse_cell_line(line, "%distributed")
         if not asked.strategies:
             raise PlanError(
@@ -114,8 +115,8 @@ class WorkbenchMagics(Magics):
                 allowed=", ".join(catalog.names()),
                 next_step="%distributed mirrored",
             )
-        recipe = session.recipe_named(asked.recipe)
-        self._cell(asked, recipe, recipe.source)
+        recipe = session.recipe_named(asked.recipe, asked.framework)
+        self._cell(asked, recipe, recipe.cell if asked.local else recipe.source)
 
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
@@ -149,7 +150,8 @@ class WorkbenchMagics(Magics):
 
     def _cell(self, asked: CellLine, recipe: Recipe, cell: str) -> None:
         if asked.recipe and recipe.source == cell and asked.strategies:
-            recipe = session.recipe_named(asked.recipe) if not cell.strip() else recipe
+            named = session.recipe_named
+            recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
         number = self.shell.execution_count
         autoreload = _autoreload(self.shell)
         try:
@@ -225,6 +227,8 @@ def _complete(shell: Any, event: Any) -> list[str]:
         return list(dict.fromkeys(options))
     if previous == "--plot":
         return list(PLOTS)
+    if previous == "--recipe":
+        return recipes.names()
     if previous == "--framework":
         return list(catalog.FRAMEWORKS)
     flags = [o for action in cell_parser()._actions for o in action.option_strings]

@@ -88,7 +88,7 @@ class Option:
             if not math.isfinite(value):
                 raise ValueError(text)
             return value
-        return str(text)
+        return str(text).strip()  # as the line reads it
 
     @property
     def allowed(self) -> str:
@@ -145,6 +145,7 @@ class Strategy:
         loses: What is lost at most when a run goes on from its last checkpoint.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
             PlanError where options do not fit each other, before an engine is touched.
+        messages: `package.module:function` of a `messages.Layout`, pure: what a step sends to whom.
         takes_turns: Whether workers depend on each other's results within a step, so that a slow
             one shows as the others' bubble rather than as a wait at the step's end.
         exact_with: Options (name, value) under which several workers give what one device gives,
@@ -181,6 +182,7 @@ class Strategy:
     whole: bool = True
     loses: str = "the steps since the last checkpoint"
     rules: str = ""
+    messages: str = ""
     takes_turns: bool = False
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False

@@ -20,6 +20,11 @@ def names() -> list[str]:
     return list(_MODULES)
 
 
+def frameworks(name: str) -> list[str]:
+    """Return the frameworks that a built-in recipe is written for."""
+    return list(_MODULES[name].SOURCES)
+
+
 def lookup(name: str, framework: str = "torch") -> Recipe:
     """Return a built-in recipe as it is written for a framework.
 

@@ -71,7 +71,7 @@ wb.fit(
     model, wb.data.corpus("train", block=BLOCK),
     loss=loss,
     optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
-    batch_size=32, steps=300,
+    batch_size=32, steps=200,
     eval_data=wb.data.corpus("test", block=BLOCK), eval_every=100,
     metrics={"bits_per_character": bits_per_character},
 )
@@ -127,7 +127,7 @@ wb.fit(
     model, wb.data.corpus("train", block=BLOCK),
     loss=loss,
     optimizer=keras.optimizers.AdamW(3e-3, weight_decay=1e-2),
-    batch_size=32, steps=300,
+    batch_size=32, steps=200,
     eval_data=wb.data.corpus("test", block=BLOCK), eval_every=100,
     metrics={"bits_per_character": bits_per_character},
 )

@@ -2,7 +2,7 @@
 
 SUMMARY = "Handwritten digits (8 x 8) by two convolutions and two fully connected layers; seconds."
 
-TORCH = '''\
+TORCH = """\
 import torch
 from torch import nn
 
@@ -25,9 +25,9 @@ wb.fit(
     batch_size=64, epochs=4,
     eval_data=wb.data.digits("test"), metrics={"accuracy": accuracy},
 )
-'''
+"""
 
-TENSORFLOW = '''\
+TENSORFLOW = """\
 import keras
 from keras import layers
 
@@ -50,6 +50,6 @@ wb.fit(
     eval_data=wb.data.digits("test"),
     metrics={"accuracy": keras.metrics.SparseCategoricalAccuracy()},
 )
-'''
+"""
 
 SOURCES = {"torch": TORCH, "tensorflow": TENSORFLOW}

@@ -2,7 +2,7 @@
 
 SUMMARY = "Handwritten digits (8 x 8) by three fully connected layers; a second or two."
 
-TORCH = '''\
+TORCH = """\
 import torch
 from torch import nn
 
@@ -23,9 +23,9 @@ wb.fit(
     batch_size=64, epochs=5,
     eval_data=wb.data.digits("test"), metrics={"accuracy": accuracy},
 )
-'''
+"""
 
-TENSORFLOW = '''\
+TENSORFLOW = """\
 import keras
 from keras import layers
 
@@ -45,6 +45,6 @@ wb.fit(
     eval_data=wb.data.digits("test"),
     metrics={"accuracy": keras.metrics.SparseCategoricalAccuracy()},
 )
-'''
+"""
 
 SOURCES = {"torch": TORCH, "tensorflow": TENSORFLOW}

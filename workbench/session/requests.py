@@ -88,7 +88,7 @@ def run_requests(
     recipe = plan.recipe
     source = recipe.numbered
     if recipe.function:
-        source += f"\n{RESULT} = {recipe.function}(*{ARGS})\n"
+        source += f"\n{RESULT} = {recipe.call(f'*{ARGS}')}\n"
     about = {
         "mode": "run",
         "run": run.number,

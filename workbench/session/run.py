@@ -16,7 +16,7 @@ import numpy as np
 from .. import lifecycle
 from ..cluster.engines import EngineInfo
 from ..errors import RunError
-from ..faults import parse_fault
+from ..faults import Fault, parse_fault
 from ..history import disk
 from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
@@ -42,6 +42,7 @@ class Run:
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
         recoveries: Each time that the run went on after the death of an engine.
+        faults: Those that are injected at the moment, as `inject` takes them; a `kill` is no state.
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
@@ -64,6 +65,7 @@ class Run:
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self.init_from = self.resume_from = ""
+        self.faults = _lasting(plan.faults)
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
@@ -273,6 +275,7 @@ class Run:
         for fault in parsed:
             fault.check(len(self.engines), links=self.plan.entry.links)
         if not self.is_over:
+            self.faults = _lasting(parsed)
             self._tell("inject", {"faults": [fault.text for fault in parsed]})
 
     def _send(self, kind: str, **body: Any) -> None:
@@ -391,6 +394,17 @@ class Run:
         """The Chrome traces that `--profile` has left, by rank."""
         return disk.profiles(self.folder)
 
+    def to_cell(self) -> str:
+        """The cell that asks for this run again: its `%%distributed` line and its code.
+
+        Raises:
+            PlanError: It cannot be said in a cell: a function was given arguments that have no
+                source, or a name has a line break.
+        """
+        from .cells import cell_text
+
+        return cell_text(self.plan)
+
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
         disk.write_meta(self.folder, self.meta())
@@ -408,3 +422,7 @@ class Run:
         from ..views.blocks import show
 
         show(self.summary())
+
+
+def _lasting(faults: Sequence[Fault]) -> tuple[str, ...]:
+    return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))

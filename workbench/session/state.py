@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cluster.engines import Engines, Listeners
@@ -11,11 +11,11 @@ from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError
 from ..line import CellLine
 from ..plan import Plan, make_plan
-from . import registry
 from .checkpoints import apart
 from .cluster import Cluster
 from .frameworks import default_framework, prewarmed
 from .interrupts import ending
+from .recipes import recipes
 from .run import Run
 from .show import CellView, RunView, check_view
 from .task import Task
@@ -198,7 +198,7 @@ class Session:
             plan = make_plan(
                 recipe,
                 strategy,
-                framework=line.framework or cluster.framework,
+                framework=line.framework or recipe.framework or cluster.framework,
                 workers=line.workers or max(1, len(cluster.worker_ids)),
                 options=line.options,
                 overrides=line.overrides,
@@ -222,6 +222,7 @@ class Session:
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
         check_view(line.plot)
+        recipe = replace(recipe, framework=plans[0].framework)
         self.recipe = recipe
         if line.background and len(plans) > 1:
             raise PlanError(
@@ -242,14 +243,14 @@ class Session:
                 break
         return runs
 
-    def recipe_named(self, name: str | None) -> Recipe:
-        """Return the recipe of an earlier run (the last one when no name is given).
+    def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
+        """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.
 
         Raises:
             PlanError: There is none.
         """
         if name:
-            return registry.runs[name].plan.recipe
+            return recipes.find(name, framework or "")
         if self.recipe is None:
             raise PlanError(
                 "No cell was trained yet, so there is nothing to run again.",
