@@ -16,6 +16,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One replica does all the work; the yardstick every other strategy is held "
         "against.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
+        messages="workbench.catalog.messages_tensorflow:one_device",
         suits="models that fit one device, and as the baseline of every comparison",
         source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
         ways=_TENSORFLOW_WAYS,
@@ -30,6 +31,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One engine holds a replica on each of its devices; each takes a share of the "
         "batch, gradients are added up.",
         module="workbench.strategies.tensorflow.mirrored:Mirrored",
+        messages="workbench.catalog.messages_tensorflow:mirrored",
         suits="several GPUs of one host, and models that fit each of them",
         source="tf.distribute.MirroredStrategy; Abadi et al., TensorFlow, OSDI 2016, section 4.4",
         aliases=("data_parallel",),
@@ -55,6 +57,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One engine per worker, each with a full copy of the parameters; gradients are "
         "added up from engine to engine.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
+        messages="workbench.catalog.messages_tensorflow:multi_worker_mirrored",
         suits="GPUs of several hosts, and one process per GPU",
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
@@ -78,6 +81,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
         "gradients, which are added up and applied there once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
+        messages="workbench.catalog.messages_tensorflow:central_storage",
         suits="several devices of one host that have room for the parameters only once",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
         "Machine Learning with the Parameter Server, OSDI 2014",
@@ -98,6 +102,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="The layers of one model lie on several devices; the batch goes through them in "
         "turn, so memory is saved and time is not.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
+        messages="workbench.catalog.messages_tensorflow:model_split",
         suits="models too large for one device, and to see why pipelines were invented",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
         ways=_TENSORFLOW_WAYS,
@@ -119,6 +124,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         term="synchronous data parallelism on TPU cores",
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
+        messages="workbench.catalog.messages_tensorflow:tpu",
         suits="TPU machines of Google Cloud and Colab",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
@@ -135,6 +141,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
+        messages="workbench.catalog.messages_tensorflow:parameter_server",
         suits="workers of unequal speed, and to see what stale gradients do",
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps",),

@@ -1,0 +1,306 @@
+"""What PyTorch's strategies send in a step; the sizes are those that `sent_bytes` counts."""
+
+from __future__ import annotations
+
+import math
+
+from .. import pipelines
+from . import patterns
+from .messages import Arrow, Layout, Node, Parts, Phase, Size
+
+M = {"M": "bytes of the gradients, as large as the trained parameters"}
+N = {"N": "number of workers"}
+_WHOLE = "all parameters and the optimizer's state"
+FORWARD_BACKWARD = "Each worker computes the gradient of its share of the batch."
+OPTIMIZER = "Equal gradients, equal steps: the copies stay equal."
+
+
+def _work(layout: Layout, text: str = FORWARD_BACKWARD) -> Phase:
+    return Phase("Forward and backward", text, layout.ids)
+
+
+def _update(layout: Layout, text: str = OPTIMIZER) -> Phase:
+    return Phase("Optimizer", text, layout.ids)
+
+
+def one_device(layout: Layout) -> Parts:
+    """One worker; nothing is sent."""
+    work = _work(layout, "One worker computes the gradient of the whole batch.")
+    phases = (work, _update(layout, "It takes the step."))
+    return Parts(patterns.workers(layout, _WHOLE), phases, {}, "nothing is sent")
+
+
+def mirrored(layout: Layout) -> Parts:
+    """All-reduce of the gradients, by the algorithm and compression asked for."""
+    compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
+    algorithm = "backend" if asked == "auto" else asked
+    units, notes = {**M, **N}, []
+    if asked == "auto":
+        notes.append(
+            "allreduce=auto measures and takes the fastest here; drawn is what the backend does."
+        )
+    unit = "M" if compress == "none" else "C"
+    if unit == "C":
+        units = {"C": f"bytes of the gradients after {compress}", **N}
+    pattern, source = patterns.ALL_REDUCE[algorithm]
+    phases = pattern(layout.ids, "gradients", unit)
+    if compress.startswith("topk"):
+        phases = _gathered(layout)
+        source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
+    if algorithm == "backend" and compress == "none":
+        notes.append("Gradients travel in buckets while backward still runs.")
+    return Parts(
+        patterns.workers(layout, _WHOLE),
+        (_work(layout), *phases, _update(layout)), units, source, tuple(notes),
+    )  # fmt: skip
+
+
+def _gathered(layout: Layout) -> tuple[Phase, ...]:
+    """Return the ring on which everybody's choice of numbers goes around."""
+    n = layout.workers
+    if n < 2:
+        return ()
+    size = patterns.whole("C")
+    following = [*layout.ids[1:], layout.ids[0]]
+    arrows = tuple(
+        Arrow(a, b, "gradients", size, n - 1)
+        for a, b in zip(layout.ids, following, strict=True)
+    )  # fmt: skip
+    text = "Everybody's largest numbers, with their places, travel around the ring."
+    return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
+
+
+def _with_servers(layout: Layout, holds: str, phases: tuple[Phase, ...], source: str,
+                  notes: tuple[str, ...] = ()) -> Parts:  # fmt: skip
+    servers = tuple(
+        Node(f"s{i}", "server", f"server {i}", holds) for i in range(layout.servers)
+    )  # fmt: skip
+    nodes = patterns.around(patterns.workers(layout, "a copy of the parameters"), servers)
+    units = {**M, **({"S": "number of servers"} if layout.servers > 1 else {})}
+    return Parts(nodes, phases, units, source, notes)
+
+
+def central_storage(layout: Layout) -> Parts:
+    """Gradients to the one server, parameters back."""
+    ids = ("s0",)
+    push = patterns.exchange_with_server(
+        layout, ids, "M", "gradients", "Push", "Each worker sends its gradient.", up=True
+    )
+    pull = patterns.exchange_with_server(
+        layout, ids, "M", "weights", "Pull", "Each worker gets the new parameters.", up=False
+    )
+    step = Phase("Optimizer", "The server adds up all gradients and takes one step.", ids)
+    return _with_servers(
+        layout, _WHOLE, (_work(layout), push, step, pull),
+        "Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
+    )  # fmt: skip
+
+
+def parameter_server(layout: Layout) -> Parts:
+    """Push and pull with every server, together or at each worker's own pace."""
+    ids = tuple(f"s{index}" for index in range(layout.servers))
+    every, bound = int(layout.options["pull_every"]), layout.options["max_staleness"]
+    together = bool(layout.options["sync"])
+    push = patterns.exchange_with_server(
+        layout, ids, "M", "gradients", "Push",
+        "Each server is sent the gradient of the part it holds.", up=True,
+    )  # fmt: skip
+    pulled = patterns.exchange_with_server(
+        layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
+    )
+    pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
+    alone = "Every push is a step of its own, taken when it arrives."
+    step = Phase(
+        "Optimizer", "One step with all workers' gradients." if together else alone, ids
+    )  # fmt: skip
+    notes = [] if together else ["Nobody waits: each worker goes through this at its own pace."]
+    if bound is not None:
+        notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
+    return _with_servers(
+        layout, "its part of parameters and optimizer", (_work(layout), push, step, pull),
+        "Li et al., Parameter Server, OSDI 2014; Ho et al., SSP, NIPS 2013", tuple(notes),
+    )  # fmt: skip
+
+
+def sharded(layout: Layout) -> Parts:
+    """Layers are gathered to compute, gradients scattered to their owners."""
+    gather = "Layer by layer, everybody's shards are gathered, used and freed."
+    forward = patterns.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
+    again = ()
+    units = {**M, **N}
+    if layout.options["reshard"]:
+        again = patterns.scatter_ring(
+            layout.ids, "weights", "U", "All-gather, backward",
+            "What was freed after forward is gathered once more.",
+        )  # fmt: skip
+        units["U"] = "bytes of the layers of their own (unit_mb), which are freed in between"
+    scatter = patterns.scatter_ring(
+        layout.ids, "gradients", "M", "Reduce-scatter",
+        "Each worker ends with the summed gradient of its own shard.",
+    )  # fmt: skip
+    compute = "Each worker computes on its share of the batch."
+    phases = (
+        *forward, Phase("Forward", compute, layout.ids),
+        *again, Phase("Backward", compute, layout.ids), *scatter,
+        _update(layout, "Each worker updates its shard; the optimizer's state is sharded as well."),
+    )  # fmt: skip
+    holds = "1/N of parameters, gradients and optimizer"
+    source = "Rajbhandari et al., ZeRO, SC 2020, section 7; Zhao et al., FSDP, VLDB 2023"
+    return Parts(patterns.workers(layout, holds), phases, units, source)
+
+
+def _pipeline(layout: Layout, workers: int) -> tuple[int, int, str]:
+    """Return stages, microbatches and what the schedule does with them."""
+    per_worker = pipelines.stages_per_worker(layout.options)
+    batches = pipelines.microbatches(layout.options, workers)
+    name = str(layout.options["schedule"])
+    return per_worker * workers, batches, f"{name}: {pipelines.SCHEDULES[name].source}"
+
+
+def model_split(layout: Layout) -> Parts:
+    """Activations go from stage to stage, their gradients come back."""
+    pipelines.check(layout.options, layout.workers, None)
+    stages, batches, source = _pipeline(layout, layout.workers)
+    holders = [layout.ids[stage % layout.workers] for stage in range(stages)]
+    phases = (
+        *_flow(layout, [holders], batches),
+        _update(layout, "Each worker updates its own stages."),
+    )
+    units = patterns.handed_units(stages) | ({"m": "microbatches"} if batches > 1 else {})
+    nodes = tuple(
+        Node(name, "worker", f"worker {rank}", _stages_of(rank, stages, layout.workers), rank)
+        for rank, name in enumerate(layout.ids)
+    )
+    return Parts(nodes, phases, units if layout.workers > 1 else {}, source, _mixed(batches))
+
+
+def hybrid(layout: Layout) -> Parts:
+    """Pipelines side by side; the holders of a stage add up its gradients."""
+    pipelines.check(layout.options, layout.workers, None)
+    width = int(layout.options["stages"] or (1 if layout.workers % 2 else 2))
+    stages, batches, source = _pipeline(layout, width)
+    rows = [layout.ids[first : first + width] for first in range(0, layout.workers, width)]
+    chains = [[row[stage % width] for stage in range(stages)] for row in rows]
+    arrows: list[Arrow] = []
+    for place in range(width):
+        column = [row[place] for row in rows]
+        for phase in patterns.ring_at_once(column, "gradients", f"G{place}", "", "", by="D"):
+            arrows += phase.arrows
+    text = "The holders of the same stage add up its gradients."
+    meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
+    units = patterns.handed_units(stages) if width > 1 else {}
+    units |= {f"G{p}": f"bytes of the gradients of place {p} in a pipeline" for p in range(width)}
+    units |= {"D": "number of pipelines", **({"m": "microbatches"} if batches > 1 else {})}
+    nodes = tuple(
+        Node(name, "worker", f"worker {rank}", _stages_of(rank % width, stages, width), rank)
+        for rank, name in enumerate(layout.ids)
+    )
+    phases = (
+        *_flow(layout, chains, batches), *(meet if arrows else ()),
+        _update(layout, "Each worker updates its own stages."),
+    )  # fmt: skip
+    return Parts(nodes, phases, units, f"{source}; {patterns.RING}", _mixed(batches))
+
+
+def _flow(layout: Layout, chains: list[list[str]], batches: int) -> tuple[Phase, ...]:
+    forward = tuple(a for one in chains for a in patterns.chain(one, batches, backward=False))
+    backward = tuple(a for one in chains for a in patterns.chain(one, batches, backward=True))
+    size = "A/m, m microbatches" if batches > 1 else "A"
+    text = "Each stage computes what arrives and hands its activations on."
+    back = "The gradients of the activations come back, stage by stage."
+    return (
+        Phase("Forward", text, layout.ids, forward, formula=size if forward else ""),
+        Phase("Backward", back, layout.ids, backward, formula=size if backward else ""),
+    )
+
+
+def _stages_of(place: int, stages: int, width: int) -> str:
+    own = range(place, stages, width)
+    return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
+
+
+def _mixed(batches: int) -> tuple[str, ...]:
+    if batches == 1:
+        return ()
+    return (
+        "Microbatches follow each other, so stages work at the same time; the schedule decides how "
+        "forward and backward take turns.",
+    )
+
+
+def tensor_parallel(layout: Layout) -> Parts:
+    """Partial results are added up inside forward and backward."""
+    forward = patterns.ring_at_once(
+        layout.ids, "activations", "Y", "All-reduce, forward",
+        "The parts of a layer pair's output are added up.",
+    )  # fmt: skip
+    backward = patterns.ring_at_once(
+        layout.ids, "gradients", "X", "All-reduce, backward",
+        "The parts of the gradient of its input are added up.",
+    )  # fmt: skip
+    every = "Every worker sees the whole batch and computes its part of each divided layer."
+    phases = (
+        Phase("Forward", every, layout.ids), *forward,
+        Phase("Backward", every, layout.ids), *backward,
+        _update(layout, "Each worker updates the part it holds."),
+    )  # fmt: skip
+    units = {
+        "Y": "bytes of the divided layers' outputs, all pairs of a batch",
+        "X": "bytes of the gradients of their inputs; none for a first layer",
+        **N,
+    }
+    nodes = patterns.workers(layout, "1/N of the divided layers")
+    return Parts(nodes, phases, units, "Shoeybi et al., Megatron-LM, 2019, section 3")
+
+
+def local_sgd(layout: Layout) -> Parts:
+    """Steps alone; parameters are averaged at the end of a round."""
+    every = int(layout.options["every"])
+    meet = patterns.ring_at_once(
+        layout.ids, "average", "P", "Average",
+        "All parameters become their mean." if every == 1 else
+        f"Every {every} steps all parameters become their mean.", every=every,
+    )  # fmt: skip
+    notes = ()
+    if layout.options["fraction"] < 1:
+        notes = ("In each round some workers sit out: they send zeros to the sum.",)
+    phases = (
+        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+    )  # fmt: skip
+    units = {"P": "bytes of parameters and floating-point buffers", **N}
+    source = f"Stich, Local SGD, ICLR 2019; {patterns.RING}"
+    return Parts(patterns.workers(layout, _WHOLE), phases, units, source, notes)
+
+
+def gossip(layout: Layout) -> Parts:
+    """Parameters are mixed with the neighbours' after every step."""
+    n, size = layout.workers, Size(1.0, "P", "P")
+    rounds = _graph(str(layout.options["graph"]), n)
+    meet = tuple(
+        Phase(
+            "Mix" if len(rounds) == 1 else f"Mix, hop {hops[0]}",
+            "Each worker mixes its parameters with those it is sent.",
+            (),
+            tuple(
+                Arrow(layout.ids[r], layout.ids[(r + hop) % n], "average", size)
+                for r in range(n) for hop in hops
+            ),
+            len(rounds), index, "P to each neighbour",
+        )
+        for index, hops in enumerate(rounds)
+    )  # fmt: skip
+    phases = (
+        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+    )  # fmt: skip
+    units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
+    source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
+    return Parts(patterns.workers(layout, _WHOLE), phases, units, source)
+
+
+def _graph(graph: str, n: int) -> list[list[int]]:
+    """Return how far each worker's messages go, step after step."""
+    if n == 1:
+        return []
+    if graph == "ring":
+        return [sorted({1, n - 1})]
+    return [[1 << k] for k in range(max(1, math.ceil(math.log2(n))))]
