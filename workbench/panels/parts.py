@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .cluster import ClusterPart
+from .faults import FaultsPart
+from .live import LivePart
 from .part import Part
 
-PARTS: tuple[type[Part], ...] = (ClusterPart,)
+PARTS: tuple[type[Part], ...] = (ClusterPart, LivePart, FaultsPart)

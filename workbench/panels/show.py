@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import PlanError
-from ..session.run import Run
 from ..session.state import session
 from ..views.live import in_notebook
 from ..views.panel.widget import PanelWidget
+from .live import LivePart
 from .model import Panel
 from .parts import PARTS
 from .pump import Pump
@@ -45,22 +45,14 @@ class PanelView:
 _pump: Pump | None = None
 
 
-def on_show() -> Run | None:
-    """The run whose dashboard the panel shows: what goes on, or went on last."""
-    cluster = session.cluster
-    busy = None if cluster is None else cluster.busy
-    if isinstance(busy, Run):
-        return busy
-    from ..session.registry import runs
-
-    return runs.latest
-
-
 def shared() -> Pump:
     """Return the one that all panels of this notebook share."""
     global _pump
     if _pump is None:
-        _pump = Pump(Panel(session, PARTS), on_show)
+        model = Panel(session, PARTS)
+        live = model.parts["live"]
+        assert isinstance(live, LivePart)
+        _pump = Pump(model, live.run)
     return _pump
 
 

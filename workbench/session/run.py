@@ -410,8 +410,15 @@ class Run:
         disk.write_meta(self.folder, self.meta())
         return disk.save(self.folder, Path(path))
 
+    def rest(self) -> None:
+        """Leave what a run that is over holds on the disk; it is read again when asked for."""
+        if self.is_over and self.history.rest(self.folder):
+            self.task = None
+
     def discard(self) -> None:
-        """Remove the run's files."""
+        """Remove the run's files; its history stays."""
+        with contextlib.suppress(RunError):  # they are gone already
+            self.history.wake()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __repr__(self) -> str:

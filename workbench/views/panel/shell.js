@@ -9,7 +9,7 @@ class PanelStore {
     this.model = model;
     this.parts = {};
     this.run = null;
-    this.frames = new Store(() => this.hello());
+    this.frames = new Store((said) => void (said.type === "command" ? this.do(`live.${said.name}`, said.fields) : this.hello()));
     this.listeners = new Set();
     this.replies = new Map();
     this.waiting = new Map();

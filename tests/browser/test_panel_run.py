@@ -1,0 +1,30 @@
+"""The panel's Run tab in a real JupyterLab: the live dashboard, and faults while it trains."""
+
+import pytest
+from panel_hands import opened, slide, turn
+
+pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
+
+TRAIN = """%%distributed mirrored --background --plot off --steps 100000
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32)
+"""
+
+
+def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_path):
+    cells = ["%load_ext workbench\nimport workbench as wb\n%cluster start 2", TRAIN, "wb.panel()"]
+    book = opened(notebook, "panel-faults.ipynb", cells=cells, height=1700)
+    turn(book, "Run")
+    book.page.wait_for_selector(".wbp-live canvas")
+    slide(book, "worker 1", 10)  # 50 ms
+    book.page.wait_for_function(
+        "() => /worker 1|rank 1/i.test(document.querySelector('.wb-slow')?.textContent ?? '')"
+    )
+    book.page.wait_for_timeout(3000)
+    book.screenshot(tmp_path / "faults.png", ".wbp")
+    book.dark()
+    book.page.wait_for_timeout(1500)
+    book.screenshot(tmp_path / "faults-dark.png", ".wbp")

@@ -1,0 +1,36 @@
+// The run on show: the dashboard that stands below a cell, here in its place.
+
+SECTIONS.push({
+  name: "live",
+  tab: "run",
+  title: "Run on show",
+  make(app, root) {
+    const pick = kit.field({ kind: "choice", label: "Run on show", onchange: (run) => app.do("live.pick", { run }) });
+    const none = kit.h("p", { class: "wbp-empty" }, "No run yet. Choose a recipe and strategies, then press Run.");
+    const error = kit.h("details", { class: "wbp-failure", hidden: true }, kit.h("summary", {}, "Why it failed"), kit.h("pre"));
+    const place = kit.h("div", { class: "wbp-live" });
+    root.append(pick.root, none, error, place);
+    let view = null, names = "";
+    return {
+      always: true,
+      draw(value) {
+        kit.show(none, !value.run);
+        kit.show(pick.root, value.runs.length > 1);
+        const listed = JSON.stringify(value.runs);
+        if (names !== listed) {
+          names = listed;
+          pick.input.replaceChildren(...[...value.runs].reverse().map((r) => kit.h("option", { value: r.name }, `${r.name} · ${r.strategy} · ${r.state}`)));
+        }
+        pick.set(value.run);
+        pick.enable(!["starting", "running", "paused", "stopping", "recovering"].includes(value.state));
+        kit.show(error, Boolean(value.error));
+        kit.text(error.lastChild, value.error ?? "");
+        if (value.run && !view) view = new View(kit.h("div"), app.store.frames, app.palette);
+        if (view && !view.root.parentNode) place.append(view.root);
+        view?.schedule();
+      },
+      restyle() { view?.restyle(); view?.schedule(); },
+      close() { view?.close(); },
+    };
+  },
+});
