@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from notebook_shell import WAIT_S, notebook
+from notebook_shell import WAIT_S
 
 import workbench as wb
 from workbench.errors import ClusterError, PlanError, RunError
@@ -11,12 +11,6 @@ from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
 
 
 @pytest.fixture

@@ -7,19 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
+from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
 from workbench.errors import RunError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
 
 
 def test_the_all_reduce_of_the_first_page(book):

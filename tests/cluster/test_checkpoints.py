@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from notebook_shell import notebook, soon
+from notebook_shell import soon
 
 import workbench as wb
 from workbench import checkpoints
 from workbench.errors import PlanError, RunError
-from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
@@ -26,21 +25,6 @@ x, y = torch.randn(96, 64, dtype=torch.float64), torch.randint(0, 10, (96,))
 wb.fit(model, (x, y), loss=nn.CrossEntropyLoss(), batch_size=32,
        optimizer=lambda p: torch.optim.Adam(p, 0.01), steps=12)
 """
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
-
-
-@pytest.fixture
-def cluster(book):
-    yield session.cluster
-    busy = session.cluster._busy
-    if busy is not None and not busy.is_over:
-        busy.stop() if hasattr(busy, "stop") else busy.interrupt()
-        assert soon(lambda: busy.is_over)
 
 
 def same(one, other):

@@ -1,16 +1,9 @@
 """Other libraries' loops run in a cell as they are: the environment is torchrun's."""
 
 import pytest
-from notebook_shell import notebook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
 
 
 ACCELERATE = """%%distributed

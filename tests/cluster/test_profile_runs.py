@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from notebook_shell import notebook, soon
+from notebook_shell import soon
 
 from workbench.session.state import session
 
@@ -30,12 +30,6 @@ OFF = """import os, threading, torch
 assert not torch._C._autograd._profiler_enabled()
 assert "KINETO_LOG_LEVEL" not in os.environ
 """
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as one:
-        yield one
 
 
 def fit(steps=30, call="()"):

@@ -5,12 +5,11 @@ import time
 
 import numpy as np
 import pytest
-from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
+from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
 import workbench as wb
 from workbench.cookbook import Recipe
 from workbench.errors import PlanError, RunError
-from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
@@ -37,21 +36,6 @@ for epoch in range(EPOCHS):
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 """
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
-
-
-@pytest.fixture
-def cluster(book):
-    yield session.cluster
-    busy = session.cluster._busy
-    if busy is not None and not busy.is_over:
-        busy.stop() if hasattr(busy, "stop") else busy.interrupt()
-        assert soon(lambda: busy.is_over)
 
 
 def going(run, steps=3):

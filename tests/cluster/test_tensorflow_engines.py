@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from notebook_shell import notebook, soon
+from notebook_shell import soon
 from warm_support import gone, kernel
 
 from workbench.errors import RunError
@@ -23,12 +23,6 @@ model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(f
 model.fit(*wb.data.digits("train", arrays=True), epochs={epochs}, batch_size=64, verbose=0)
 """
 SUM = "%%distributed\nimport torch; x = torch.ones(1); dist.all_reduce(x); x.item()"
-
-
-@pytest.fixture(scope="module")
-def book():
-    with notebook(2) as book:
-        yield book
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""A notebook with two engines, and its cluster; a module that needs others makes its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from notebook_shell import Notebook, notebook, soon
+
+from workbench.session.cluster import Cluster
+from workbench.session.state import session
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook(2) as book:
+        yield book
+
+
+@pytest.fixture
+def cluster(book: Notebook) -> Iterator[Cluster]:
+    """Hand out the notebook's cluster; what still goes on in it ends with the test."""
+    yield session.cluster
+    busy = session.cluster._busy
+    if busy is not None and not busy.is_over:
+        busy.stop() if hasattr(busy, "stop") else busy.interrupt()
+        assert soon(lambda: busy.is_over)
