@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..cluster.devices import Leases
@@ -18,7 +19,7 @@ from ..history import disk
 from ..plan import Plan, make_plan
 from ..protocol import Message
 from ..windows import parse_window
-from . import checkpoints, hangs, registry
+from . import checkpoints, hangs, logging_to, registry
 from .checks import (
     check_framework,
     check_limits,
@@ -39,6 +40,7 @@ from .requests import FREE, PULL, PUSH, cell_requests, labels
 from .run import Run
 from .stacks import Stacks, gather
 from .task import Task
+from .vitals import Vitals
 
 
 class Cluster:
@@ -82,10 +84,12 @@ class Cluster:
         check_limits(count, hosts=hosts)
         self.launcher = launcher
         self._pool = pool = Pool(devices)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, Run] = {}  # those that are heard
+        self.folders: dict[int, Path] = {}  # of all its runs
         self._number = itertools.count(1)
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
+        self.vitals = Vitals(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
         pool.lease(count)
         framework = framework or default_framework()
@@ -206,10 +210,9 @@ class Cluster:
 
     def status(self) -> Any:
         """A table: a row per engine."""
-        from ..views.tables import cluster_table
-        from .status import notes, rows
+        from .status import table
 
-        return cluster_table(rows(self), notes=notes(self))
+        return table(self)
 
     @property
     def rejected(self) -> int:
@@ -225,6 +228,7 @@ class Cluster:
             busy.stop()
         registry.remove_cluster(self)
         self.keeping.end()
+        self.vitals.close()
         self._engines.stop()
 
     def release(self, reason: str = "This kernel ended.") -> None:
@@ -234,6 +238,7 @@ class Cluster:
             return
         registry.remove_cluster(self)
         self.keeping.end()
+        self.vitals.close()
         self._engines.release(reason)
 
     def __enter__(self) -> Cluster:
@@ -292,6 +297,7 @@ class Cluster:
         checkpoint_every: int | None = None,
         on_failure: str = "",
         profile: str = "",
+        log: Sequence[str] = (),
         number: int = 1,
         autoreload: str = "",
         **overrides: Any,
@@ -306,6 +312,7 @@ class Cluster:
             checkpoint: Folder that checkpoints go to, every `checkpoint_every` steps (100).
             on_failure: When an engine dies: `stop`, `continue` with fewer, or `replace` it.
             profile: Steps to profile on every rank: `10:15`.
+            log: Where the run is also written to: `tensorboard:DIR`, `mlflow:URI`.
             overrides: `epochs`, `steps`, `batch_size`, `seed`.
 
         Raises:
@@ -326,6 +333,7 @@ class Cluster:
             checkpoint_every=checkpoint_every,
             on_failure=on_failure,
             profile=parse_window(profile) if profile else None,
+            log=log,
         )
         return self.start(plan, number=number, autoreload=autoreload)
 
@@ -335,6 +343,7 @@ class Cluster:
         """Start a validated plan, from a checkpoint if one is named; returns at once."""
         self._claim()
         checkpoints.claim(plan, resume_from)
+        logging_to.check(plan.log)
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         pool = self._pool
@@ -347,12 +356,12 @@ class Cluster:
         run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
         if leases.warning:
             run.note(leases.warning)
-        with self._lock:
-            self._runs[run.number] = run
+        self.hear(run)
         disk.write_meta(run.folder, run.meta())
         run.resume_from = resume_from
         run.advance("submit")
         self._busy = run
+        run.begin_logs()
         try:
             checkpoints.describe(run)
             launch = Launch(pool, run, servers, leases, number, autoreload, self._renumber)
@@ -446,12 +455,24 @@ class Cluster:
         if run is not None:
             run.receive(message)
 
+    def hear(self, run: Run) -> None:
+        """Have messages that name the run's number reach it.
+
+        Those that are over are let go of, but the last one: its last words may still be on the way.
+        """
+        with self._lock:
+            last = list(self._runs)[-1:]
+            self._runs = {n: r for n, r in self._runs.items() if n in last or not r.is_over}
+            self._runs[run.number] = run
+            self.folders[run.number] = run.folder
+
     def _renumber(self, run: Run) -> int:
         """Give a run that is begun again another number: nothing of before reaches it then."""
         number = next(self._number)
         with self._lock:
             self._runs.pop(run.number, None)
-            self._runs[number] = run
+            self.folders.pop(run.number, None)
+            self._runs[number], self.folders[number] = run, run.folder
         return number
 
     def _death(self, engine: EngineInfo) -> None:

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import psutil
+from ..views.table import Table
+from ..views.tables import cluster_table
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-
-def rows(cluster: Cluster) -> list[dict[str, Any]]:
-    """Return one mapping per engine: rank, pid, host, device, memory_bytes, state."""
-    living, workers = cluster.ids, cluster.worker_ids
-    leases = cluster.lease(max(1, len(workers))).leases
-    found = []
-    for engine in cluster.engines:
-        rank = workers.index(engine.id) if engine.id in workers else None
-        server = engine.id in living and rank is None
-        found.append(
-            {
-                "engine": engine.id,
-                "rank": rank,
-                "pid": engine.pid,
-                "host": engine.host,
-                "device": ("server" if server else "") if rank is None else leases[rank].label,
-                "memory_bytes": memory_bytes(engine.pid) if engine.id in living else None,
-                "state": engine.state + (f" ({_shortly(engine.exit)})" if engine.exit else ""),
-            }
-        )
-    return found
+RESIDENT = "Memory is the resident set: pages that engines share count in each of them."
 
 
-def _shortly(how: str) -> str:
-    """Return how an engine ended, without what is suspected: `SIGKILL`."""
-    return how.partition(" (")[0].removeprefix("killed by ")
+def rows(cluster: Cluster, *, now: bool = False) -> list[dict[str, Any]]:
+    """Return one mapping per engine: engine, rank, pid, host, device, memory_bytes, and so on.
+
+    Args:
+        now: Take a fresh sample with everybody's memory, which may take some tenths of a second;
+            else the last one does while it is younger than a second.
+    """
+    found = cluster.vitals.now() if now else cluster.vitals.sample()
+    gpus = any(one.gpu_percent is not None or one.gpu_memory_bytes is not None for one in found)
+    logged = any(one.log_line for one in found)
+    return [
+        {
+            "engine": one.engine,
+            "rank": one.rank,
+            "pid": one.pid,
+            "host": one.host,
+            "device": one.device,
+            "cpu_percent": one.cpu_percent,
+            "memory_bytes": one.memory_bytes,
+            **({"gpu_percent": one.gpu_percent} if gpus else {}),
+            **({"gpu_memory_bytes": one.gpu_memory_bytes} if gpus else {}),
+            "state": one.doing,
+            **({"log_line": one.log_line} if logged else {}),
+        }
+        for one in found
+    ]
 
 
 def rejected(cluster: Cluster) -> int:
@@ -54,10 +58,9 @@ def notes(cluster: Cluster) -> list[str]:
     ]
 
 
-def memory_bytes(pid: int) -> int | None:
-    """Return the proportional set size of a process of this host, None where it cannot be read."""
-    try:
-        memory = psutil.Process(pid).memory_full_info()
-    except (psutil.Error, OSError):
-        return None
-    return int(getattr(memory, "pss", 0) or memory.rss)
+def table(cluster: Cluster) -> Table:
+    """Return `%cluster`: a row per engine, sampled now."""
+    found = rows(cluster, now=True)
+    resident = any(one.memory_kind == "RSS" and one.memory_bytes for one in cluster.vitals.latest)
+    said = [RESIDENT] if resident else []
+    return cluster_table(found, notes=[*said, *notes(cluster)])

@@ -1,0 +1,77 @@
+"""What live figures of many engines cost the notebook's kernel.
+
+    python benchmarks/vitals.py [ENGINES]
+
+Starts so many processes that sleep, as large as an engine's beginning, takes samples of them as
+`%cluster`'s table and the panel do, and prints the CPU time of this thread for each.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+
+from workbench.cluster.engines import EngineInfo
+from workbench.session.vitals import Vitals
+
+SLEEPER = "import numpy, psutil, sys, time; print(1, flush=True); time.sleep(600)"
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    folder = Path(tempfile.mkdtemp(prefix="workbench-vitals-"))
+    started = [
+        subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE)
+        for _ in range(count)
+    ]
+    try:
+        for process in started:
+            process.stdout.readline()
+        infos = [
+            EngineInfo(
+                i, "u", p.pid, socket.gethostname(), began=psutil.Process(p.pid).create_time()
+            )
+            for i, p in enumerate(started)
+        ]
+        ids = list(range(count))
+        lease = SimpleNamespace(leases=[SimpleNamespace(label="cpu")] * count)
+        cluster = SimpleNamespace(
+            engines=infos, ids=ids, worker_ids=ids, lease=lambda n: lease, last_task=None,
+            busy=None,
+            _engines=SimpleNamespace(starting=(), log_path=lambda i: folder / f"{i}.log"),
+        )  # fmt: skip
+        vitals, costs_ms = Vitals(cluster), []
+        for turn in range(12):
+            for i in ids:
+                with (folder / f"{i}.log").open("a") as file:
+                    file.write(f"line {turn}\n")
+            begins = time.thread_time()
+            vitals._take()
+            costs_ms.append((time.thread_time() - begins) * 1e3)
+        full = []
+        for process in started[:8]:
+            handle, begins = psutil.Process(process.pid), time.thread_time()
+            handle.memory_full_info()
+            full.append((time.thread_time() - begins) * 1e3)
+        print(f"{count} engines, {len(psutil.pids())} processes on this machine")
+        print(
+            f"first sample {costs_ms[0]:.1f} ms of CPU, then {statistics.median(costs_ms[1:]):.1f}"
+            f" (most {max(costs_ms[1:]):.1f}); PSS of one {statistics.median(full):.2f} ms"
+        )
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()
