@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 from . import catalog
 from .errors import PlanError, unknown
 from .faults import Fault, parse_fault
+from .targets import parse_targets
 from .windows import Window, parse_window
 
 PLOTS = ("auto", "widget", "svg", "text", "off")
@@ -54,6 +56,7 @@ class CellLine:
     checkpoint_every: int | None = None
     on_failure: str = ""
     profile: Window | None = None
+    log: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class ClusterLine:
     cluster: str = ""
 
 
+@functools.cache
 def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
     """Return the parser of `%%distributed`, whose help is made from the catalog."""
     described = "\n\n".join(
@@ -136,6 +140,13 @@ def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
     )
     add("--plot", default="auto", choices=PLOTS, help="how the live dashboard is shown")
     add("--profile", metavar="A:B", help="profile steps A to B-1 on every rank")
+    add(
+        "--log",
+        action="append",
+        default=[],
+        metavar="KIND:PLACE",
+        help="also write the run to tensorboard:DIR or mlflow:URI",
+    )
     add("--checkpoint", default="", metavar="DIR", help="write checkpoints into this folder")
     add("--checkpoint-every", metavar="N", help="steps between two checkpoints (100)")
     add(
@@ -212,6 +223,7 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         checkpoint=given["checkpoint"],
         on_failure=given["on_failure"],
         profile=parse_window(given["profile"]) if given["profile"] else None,
+        log=parse_targets(given["log"]),
     )
 
 

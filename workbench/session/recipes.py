@@ -64,7 +64,8 @@ class Recipes(Mapping[str, Recipe]):
         Raises:
             PlanError: There is none; lists them and suggests the nearest.
         """
-        found = [*self._functions.get(name, ())[:1], *_of_runs(name)]
+        found = [one for key, (one, _) in self._functions.items() if key == name]
+        found += _of_runs(name)
         if name in builtin.names():
             found.append(builtin.lookup(name, framework or _framework()))
         if not found:
