@@ -187,6 +187,13 @@ def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pat
     return goal
 
 
+def holds(run_dir: str | os.PathLike[str], ranks: int, rows: int) -> bool:
+    """Whether a run's folder holds at least so many rows of its ranks."""
+    paths = (records_path(Path(run_dir), rank) for rank in range(ranks))
+    sizes = [path.stat().st_size for path in paths if path.exists()]
+    return bool(sizes) and sum(size // RECORD.itemsize for size in sizes) >= rows
+
+
 def profiles(run_dir: Path) -> list[Path]:
     """Return a run's Chrome traces, in the order of their first ranks."""
     traces = (run_dir / PROFILES).glob("rank*.json")

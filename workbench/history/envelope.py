@@ -10,24 +10,25 @@ from numpy.typing import NDArray
 from .snapshot import Curve
 
 POINTS = 512
+_FEW = 16
 
 
 class Envelope:
     """Mean, least and greatest value over buckets of steps, in at most `POINTS` buckets.
 
     A value of step s goes to bucket `s // width`. When a step lies beyond the last bucket,
-    neighbours are merged and `width` doubles, so any number of values in any order takes the same
-    memory, and a spike of one step stays visible for ever.
+    neighbours are merged and `width` doubles, so any number of values in any order takes bounded
+    memory, and a spike of one step stays visible for ever. Short curves take little of it.
     """
 
     def __init__(self) -> None:
         self.width = 1
-        self._first = np.full(POINTS, np.inf)
-        self._t_s = np.full(POINTS, np.inf)
-        self._low = np.full(POINTS, np.inf)
-        self._high = np.full(POINTS, -np.inf)
-        self._sum = np.zeros(POINTS)
-        self._weight = np.zeros(POINTS)
+        self._first = np.full(_FEW, np.inf)
+        self._t_s = np.full(_FEW, np.inf)
+        self._low = np.full(_FEW, np.inf)
+        self._high = np.full(_FEW, -np.inf)
+        self._sum = np.zeros(_FEW)
+        self._weight = np.zeros(_FEW)
 
     def add(
         self,
@@ -51,9 +52,11 @@ class Envelope:
         top = int(step.max())
         while top // self.width >= POINTS:
             self._double()
+        while top // self.width >= len(self._sum):
+            self._grow()
         bucket = step.astype(np.int64) // self.width
-        self._sum += np.bincount(bucket, value * weights, POINTS)
-        self._weight += np.bincount(bucket, weights, POINTS)
+        self._sum += np.bincount(bucket, value * weights, len(self._sum))
+        self._weight += np.bincount(bucket, weights, len(self._sum))
         np.minimum.at(self._first, bucket, step.astype(float))
         np.minimum.at(self._t_s, bucket, t_s)
         np.minimum.at(self._low, bucket, value)
@@ -75,6 +78,17 @@ class Envelope:
         """Whether no value was measured so far."""
         return not self._weight.any()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the buckets take, in bytes."""
+        return 6 * self._sum.nbytes
+
+    def _grow(self) -> None:
+        for name in ("_first", "_t_s", "_low"):
+            setattr(self, name, _filled_up(getattr(self, name), np.inf))
+        self._high = _filled_up(self._high, -np.inf)
+        self._sum, self._weight = _filled_up(self._sum, 0.0), _filled_up(self._weight, 0.0)
+
     def _double(self) -> None:
         self.width *= 2
         for name in ("_first", "_t_s", "_low"):
@@ -85,4 +99,9 @@ class Envelope:
 
 
 def _merge(half: NDArray[np.float64], fill: float) -> NDArray[np.float64]:
-    return np.concatenate([half, np.full(POINTS - len(half), fill)])
+    return np.concatenate([half, np.full(len(half), fill)])
+
+
+def _filled_up(values: NDArray[np.float64], fill: float) -> NDArray[np.float64]:
+    """Return twice as many buckets; the new ones are empty."""
+    return np.concatenate([values, np.full(len(values), fill)])

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import psutil
+
 HOME_VARIABLE = "WORKBENCH_HOME"
 KEEP_RUNS = 50
 KEEP_BYTES = 2 << 30
 _IN_USE_S = 3600.0
+_FOREIGN_S = 7 * 86400.0
+_MARK = ".in-use"
 
 
 def runs_root() -> Path:
@@ -61,7 +67,8 @@ def prune(
 
     Args:
         protect: Folders of runs in use. A folder written to within the last hour is never
-            deleted either: another notebook may be training there.
+            deleted either: another notebook may be training there; nor is one that a process
+            that lives has marked (`mark`).
 
     Returns:
         The folders that were deleted.
@@ -75,12 +82,41 @@ def prune(
             break
         if path.resolve() in kept or time.time() - _touched_s(path) < _IN_USE_S:
             continue
+        if is_marked(path):
+            continue
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             continue
         left, total = left - 1, total - sizes[path]
         gone.append(path)
     return gone
+
+
+def mark(folder: Path) -> None:
+    """Keep a folder from being pruned for as long as this process lives."""
+    me = psutil.Process()
+    about = {"host": socket.gethostname(), "pid": me.pid, "began": me.create_time()}
+    path = folder / f"{_MARK}-{about['host']}-{me.pid}"
+    if not path.exists():
+        path.write_text(json.dumps(about))
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a process that lives has marked a folder.
+
+    Processes of other hosts cannot be seen: their marks hold for a week.
+    """
+    return any(_holds(path) for path in folder.glob(f"{_MARK}-*"))
+
+
+def _holds(path: Path) -> bool:
+    try:
+        about = json.loads(path.read_text())
+        if about["host"] != socket.gethostname():
+            return time.time() - path.stat().st_mtime < _FOREIGN_S
+        return abs(psutil.Process(about["pid"]).create_time() - about["began"]) < 1.0
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False
 
 
 def size_bytes(folder: Path) -> int:

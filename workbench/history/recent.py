@@ -16,6 +16,7 @@ KEPT_STEPS = 128
 TIMELINE_STEPS = 60
 WINDOW_S = 2.0
 _TICKS = 4096
+_FEW = 16
 _WAIT = PARTS.index("sync_wait_s")
 
 
@@ -23,26 +24,27 @@ class Recent:
     """Rings over the latest `KEPT_STEPS` rows of each rank.
 
     Each rank has its own write position, so asynchronous workers, which are at different steps,
-    are aligned at their latest rows.
+    are aligned at their latest rows. Rings grow until they are full, so short runs take little.
     """
 
     def __init__(self, ranks: int) -> None:
-        shape = (KEPT_STEPS, ranks)
+        shape = (_FEW, ranks)
         self._step = np.zeros(shape)
         self._start_s = np.full(shape, np.nan)
         self._parts_s = np.full((*shape, len(PARTS)), np.nan)
         self._blamed = np.full(shape, -1, np.int64)
         self._blamed_s = np.zeros(shape)
         self._at = np.zeros(ranks, np.int64)
-        self._tick_s = np.zeros(_TICKS)
-        self._tick_start_s = np.zeros(_TICKS)
-        self._tick_samples = np.zeros(_TICKS)
+        self._tick_s = np.zeros(_FEW)
+        self._tick_start_s = np.zeros(_FEW)
+        self._tick_samples = np.zeros(_FEW)
         self._ticks = 0
 
     def add(self, rank: int, rows: NDArray[Any], parts_s: Floats, blame: Blame) -> None:
         """Add one rank's rows: RECORD (rows,), their parts (rows, 5), who is to blame (rows,)."""
         rows, parts_s = rows[-KEPT_STEPS:], parts_s[-KEPT_STEPS:]
-        slots = (self._at[rank] + np.arange(len(rows))) % KEPT_STEPS
+        self._make_room(int(self._at[rank]) + len(rows))
+        slots = (self._at[rank] + np.arange(len(rows))) % len(self._step)
         self._step[slots, rank] = rows["step"]
         self._start_s[slots, rank] = rows["start_s"]
         self._parts_s[slots, rank] = parts_s
@@ -53,10 +55,17 @@ class Recent:
     def tick(self, start_s: Floats, end_s: Floats, samples: NDArray[Any]) -> None:
         """Count samples that were done from `start_s` to `end_s`, each of shape (ticks,)."""
         start_s, end_s, samples = start_s[-_TICKS:], end_s[-_TICKS:], samples[-_TICKS:]
-        slots = (self._ticks + np.arange(len(end_s))) % _TICKS
+        for name in ("_tick_s", "_tick_start_s", "_tick_samples"):
+            setattr(self, name, _grown(getattr(self, name), self._ticks + len(end_s), _TICKS))
+        slots = (self._ticks + np.arange(len(end_s))) % len(self._tick_s)
         self._tick_start_s[slots] = start_s
         self._tick_s[slots], self._tick_samples[slots] = end_s, samples
         self._ticks += len(end_s)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rings take, in bytes."""
+        return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
     def samples_per_s(self) -> float:
         """Return the throughput over the latest `WINDOW_S` (or the latest step if longer)."""
@@ -110,8 +119,15 @@ class Recent:
     def _latest(self, steps: int) -> _Window:
         """Return a reader of the latest rows: arrays (KEPT_STEPS, ranks, ...) in time order."""
         have = int(min(self._at.max(initial=0), steps, KEPT_STEPS))
-        slots = (self._at[None, :] - have + np.arange(have)[:, None]) % KEPT_STEPS
+        slots = (self._at[None, :] - have + np.arange(have)[:, None]) % len(self._step)
         return _Window(slots)
+
+    def _make_room(self, rows: int) -> None:
+        self._step = _grown(self._step, rows, KEPT_STEPS)
+        self._start_s = _grown(self._start_s, rows, KEPT_STEPS, np.nan)
+        self._parts_s = _grown(self._parts_s, rows, KEPT_STEPS, np.nan)
+        self._blamed = _grown(self._blamed, rows, KEPT_STEPS, -1)
+        self._blamed_s = _grown(self._blamed_s, rows, KEPT_STEPS)
 
 
 class _Window:
@@ -120,6 +136,18 @@ class _Window:
 
     def __call__(self, ring: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(ring[self._slots, np.arange(self._slots.shape[1])[None, :]])
+
+
+def _grown(ring: NDArray[Any], need: int, most: int, fill: float = 0.0) -> NDArray[Any]:
+    """Return a ring of room for `need` entries, but never for more than `most`.
+
+    It has not begun anew where it still grows, so all entries keep their places.
+    """
+    if min(need, most) <= len(ring):
+        return ring
+    fresh = np.full((min(most, max(2 * len(ring), need)), *ring.shape[1:]), fill, ring.dtype)
+    fresh[: len(ring)] = ring
+    return fresh
 
 
 def _median(values: Floats) -> float:

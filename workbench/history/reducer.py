@@ -13,6 +13,7 @@ from ..protocol import FLAG_SKEWED_CLOCK
 from .envelope import Envelope
 from .health import LossWatch
 from .joiner import Joiner
+from .logged import LoggedColumn
 from .recent import Recent
 from .table import STORED, RowTable
 from .totals import Blame, Totals, parts_of
@@ -34,6 +35,7 @@ class Reducer:
         skewed: Whether the ranks' clocks differ.
         health: Where the loss of a synchronous run stopped being a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
+        logged: What `wb.log` added, by column.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Reducer:
         self.last = (-1, float("nan"))
         self.health = LossWatch()
         self.invalid_rows = 0
+        self.logged: dict[str, LoggedColumn] = {}
         self._workers, self._joined, self._data_parallel = workers, joined, data_parallel
         self._joiner = Joiner(workers)
         self._ranks = np.arange(workers)  # rank in the history of each worker there is now
@@ -66,6 +69,12 @@ class Reducer:
             self._take_alone(lost, lost=True)
         else:
             self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that rows and curves take, in bytes; what waits to be joined is left out."""
+        curves = [*self.curves.values(), *(column.envelope for column in self.logged.values())]
+        return self.table.nbytes + self.recent.nbytes + sum(curve.nbytes for curve in curves)
 
     def settle(self) -> None:
         """Count the steps that wait for a row as done: who died had not sent it yet."""

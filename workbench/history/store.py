@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import RunError
 from ..metrics import PARTS
 from ..protocol import RECORD
-from . import disk, rewind, views
+from . import disk, folders, rewind, views
 from .logged import LoggedColumn
 from .reducer import Reducer
 from .snapshot import Snapshot
 from .story import Story
+from .table import RowTable
 from .totals import Totals
 
 if TYPE_CHECKING:
@@ -34,13 +36,15 @@ COLUMNS = (
 
 _FOLD_ROWS = 1 << 13
 _WHOLE = ("rank", "step", "samples", "blamed_rank", "engine")
+_UNSORTED: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
 
 
 class RunHistory(Mapping[str, NDArray[Any]]):
     """One row per worker and step, in bounded memory.
 
     Appending only queues bytes; rows are joined over ranks and reduced in batches, when somebody
-    reads or `_FOLD_ROWS` have piled up. All methods may be called from any thread.
+    reads or `_FOLD_ROWS` have piled up. All methods may be called from any thread. A history that
+    rests (`rest`) keeps its rows on disk only, and reads them again when somebody asks for them.
 
     Args:
         ranks: Engine ids by rank.
@@ -68,12 +72,11 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._queue: list[bytes] = []
         self._queued_rows = 0
         self._shape = (len(self.engines), memory_limit_bytes)
-        self._reduced = Reducer(*self._shape, joined=joined, data_parallel=data_parallel)
-        self._table = self._reduced.table
-        self._logged: dict[str, LoggedColumn] = {}
+        self._live: Reducer | None = self._fresh()
+        self._rests_in = Path()
         self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
         self._counted = 0  # rows of earlier steps are left out: they are there already
-        self._sorted: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
+        self._sorted = _UNSORTED
 
     # --- in ---------------------------------------------------------------------------------
 
@@ -90,11 +93,11 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         t_s = float(fields.get("t_s") or self._clock())
         with self._lock:
             if name == "log":
-                self._log(fields, t_s)
+                if self._live is not None:  # else it is on the disk, where it will be read
+                    self._log(fields, t_s)
                 return
             self.story.fold(name, fields, t_s)
-            self._reduced.totals.eval_s = self.story.eval_s
-            self._reduced.totals.paused_s = self.story.paused_s
+            self._tell_totals()
 
     def read(self, folder: Path, phases: Sequence[rewind.Phase] = ()) -> None:
         """Take in all rows and events of a run's folder.
@@ -117,8 +120,47 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def finish(self) -> None:
         """Stop waiting for missing rows: those of incomplete steps become rows of their own."""
         with self._lock:
+            if self._live is not None:
+                self._fold()
+                self._reduced.finish()
+
+    def rest(self, folder: Path) -> bool:
+        """Let go of the rows of a run that is over, where all of them are in its folder.
+
+        They are read again when they are asked for. The folder is marked, so that no other
+        notebook prunes it while this process lives.
+
+        Returns:
+            Whether it rests now; what is not on disk stays in memory.
+        """
+        with self._lock:
+            if self._live is None:
+                return True
             self._fold()
-            self._reduced.finish()
+            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
+            if self._counted or not disk.holds(folder, len(self.engines), rows):
+                return False
+            folders.mark(folder)
+            self._live, self._rests_in, self._sorted = None, folder, _UNSORTED
+            return True
+
+    def wake(self) -> None:
+        """Have the rows in memory again."""
+        with self._lock:
+            self._fold()
+
+    @property
+    def rests(self) -> bool:
+        """Whether its rows are on disk only, until somebody asks for them."""
+        return self._live is None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its rows and curves take, in bytes."""
+        with self._lock:
+            live = self._live
+            queued = self._queued_rows * RECORD.itemsize
+            return queued + (0 if live is None else live.nbytes) + self._sorted[1].nbytes
 
     def rewind(self, step: int, folder: Path, ranks: Sequence[int] | None = None) -> int:
         """Let the run go on from `step`: its rows and events from there on will come again.
@@ -221,6 +263,39 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         with self._lock:
             return [dict(one) for one in self.story.evals]
 
+    def since(self, last: NDArray[np.int64]) -> Rows:
+        """Return the stored rows of steps beyond `last[rank]`, ordered by step and rank.
+
+        Returns:
+            Fresh `table.STORED` rows; `start_s` counts from the run's beginning, as in the columns.
+        """
+        with self._lock:
+            self._fold()
+            rows = self._table.since(last)
+            rows["start_s"] -= self._reduced.origin_s()[rows["rank"]]
+            return rows
+
+    def logged_since(
+        self, last: Mapping[str, NDArray[np.int64]]
+    ) -> dict[str, list[tuple[int, int, float]]]:
+        """Return what `wb.log` added beyond step `last[name][rank]`: step, rank, value by name."""
+        none = np.full(len(self.engines), -1)
+        with self._lock:
+            return {name: one.since(last.get(name, none)) for name, one in self._logged.items()}
+
+    def logged_at(self, rows: Sequence[tuple[int, int]]) -> dict[str, list[float]]:
+        """Return the values of `wb.log` at some `(step, rank)`; NaN where none was logged."""
+        with self._lock:
+            return {name: column.at(rows) for name, column in self._logged.items()}
+
+    @property
+    def origin_s(self) -> float:
+        """When the first step began, on the clock of events; NaN before it did."""
+        with self._lock:
+            self._fold()
+            first = self._reduced.totals.first_s
+            return float(first.min()) if np.isfinite(first).any() else float("nan")
+
     def to_pandas(self) -> pd.DataFrame:
         """Return all columns as a pandas DataFrame, a row per worker and step."""
         import pandas as pd
@@ -256,23 +331,62 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     # --- inside, under the lock ---------------------------------------------------------------
 
     def _parts(self) -> views.Sources:
-        logged = {name: column.envelope for name, column in self._logged.items()}
         reduced = self._reduced
+        logged = {name: column.envelope for name, column in self._logged.items()}
         return views.Sources(
             self.engines, self.data_parallel, reduced.totals, reduced.recent, reduced.curves,
             logged, self.story, reduced.origin_s(), *reduced.last,
         )  # fmt: skip
 
+    @property
+    def _reduced(self) -> Reducer:
+        with self._lock:
+            if self._live is None:
+                self._live = self._awake()
+            return self._live
+
+    @property
+    def _table(self) -> RowTable:
+        return self._reduced.table
+
+    @property
+    def _logged(self) -> dict[str, LoggedColumn]:
+        return self._reduced.logged
+
+    def _fresh(self) -> Reducer:
+        return Reducer(*self._shape, joined=self.joined, data_parallel=self.data_parallel)
+
+    def _awake(self) -> Reducer:
+        if not self._rests_in.is_dir():
+            raise RunError(
+                "The rows of this run were on disk, and they are gone.",
+                seen=str(self._rests_in),
+                next_step="run.save(path) keeps a copy elsewhere",
+            )
+        try:
+            self._rebuild(self._rests_in)
+            self._reduced.finish()
+        except BaseException:
+            self._live = None  # not half of it
+            raise
+        return self._reduced
+
+    def _tell_totals(self) -> None:
+        if self._live is not None:
+            self._live.totals.eval_s = self.story.eval_s
+            self._live.totals.paused_s = self.story.paused_s
+
     def _fold(self) -> None:
+        reduced = self._reduced  # read from disk, where it rested, with all that came since
         if not self._queue:
             return
         rows = np.frombuffer(b"".join(self._queue), RECORD)
         self._queue, self._queued_rows = [], 0
         if self._counted:
             rows = rows[rows["step"] >= self._counted]
-        self._reduced.add(rows)
-        if note := self._reduced.health.note:
-            self.story.fold("note", {"text": note}, 0.0)
+        reduced.add(rows)
+        if note := reduced.health.note:
+            self.story.fold("note", {"text": note}, float(rows["end_s"].max(initial=0.0)))
 
     def _narrow(self, step: int, ranks: Sequence[int]) -> None:
         self._phases.append((step, tuple(ranks)))
@@ -280,16 +394,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
 
     def _rebuild(self, folder: Path) -> None:
         """Read everything anew from a run's folder but what is told of the run as a whole."""
-        kept = self._reduced.totals
-        self._reduced = Reducer(*self._shape, joined=self.joined, data_parallel=self.data_parallel)
-        self._reduced.totals.eval_s, self._reduced.totals.paused_s = kept.eval_s, kept.paused_s
-        self._table, self._sorted = self._reduced.table, ((0, 1), np.empty(0, np.intp))
-        self._queue, self._queued_rows, self._logged = [], 0, {}
+        self._live = reduced = self._fresh()
+        self._tell_totals()
+        self._sorted, self._queue, self._queued_rows = _UNSORTED, [], 0
         for first, end, ranks in rewind.spans(self._phases):
             if ranks is not None:
-                self._reduced.narrow(ranks)
+                reduced.narrow(ranks)
             for rows in rewind.replay(folder, range(len(self.engines)), first, end):
-                self._reduced.add(rows)
+                reduced.add(rows)
         for name, fields in disk.read_events(folder):
             if name == "log":
                 self._log(fields, float(fields.get("t_s") or 0.0))

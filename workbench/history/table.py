@@ -29,6 +29,7 @@ STORED = np.dtype(
 """One stored row (72 bytes). `other_s` is the residual of the others and is not stored."""
 
 CHUNK_ROWS = 1 << 14
+_FEW_ROWS = 64
 
 
 class RowTable:
@@ -55,21 +56,49 @@ class RowTable:
         while self._rows > self._limit_rows:
             self._halve()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rows take, in bytes."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
     def column(self, name: str) -> NDArray[Any]:
         """Return one column as a fresh array of shape (rows,)."""
         parts = [chunk[name] for chunk in self._filled()]
         return np.concatenate(parts) if parts else np.empty(0, STORED[name])
 
+    def since(self, last: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rows of steps beyond `last[rank]`, as a fresh array ordered by step and rank.
+
+        Looks no further back than the first chunk that holds none, so asking often costs little.
+        """
+        found = [np.empty(0, STORED)]
+        for chunk in reversed(self._filled()):
+            fresh = chunk[chunk["step"].astype(np.int64) > last[chunk["rank"]]]
+            if not len(fresh):
+                break
+            found.append(fresh)
+        rows = np.concatenate(found)
+        return rows[np.lexsort((rows["rank"], rows["step"]))]
+
     def _store(self, rows: NDArray[Any]) -> None:
         at = 0
         while at < len(rows):
             used = self._rows % CHUNK_ROWS
-            if used == 0:
-                self._chunks.append(np.empty(CHUNK_ROWS, STORED))
             take = min(CHUNK_ROWS - used, len(rows) - at)
+            self._make_room(used, take)
             self._chunks[-1][used : used + take] = rows[at : at + take]
             self._rows += take
             at += take
+
+    def _make_room(self, used: int, more: int) -> None:
+        """Have the last chunk hold `more` rows behind `used` ones; it grows as it fills."""
+        if used == 0:
+            self._chunks.append(np.empty(0, STORED))
+        last = self._chunks[-1]
+        if used + more > len(last):
+            fresh = np.empty(min(CHUNK_ROWS, max(2 * len(last), used + more, _FEW_ROWS)), STORED)
+            fresh[:used] = last[:used]
+            self._chunks[-1] = fresh
 
     def _halve(self) -> None:
         self.stride *= 2

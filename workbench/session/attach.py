@@ -109,6 +109,7 @@ def _leases(about: Mapping[str, Any]) -> Leases:
 
 def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:
     """Have a run of the cluster in `wb.runs`; the one that was not settled is followed."""
+    cluster.folders[number] = folder
     if any(run.folder == folder for run in registry.runs.values()):
         return
     try:
@@ -118,7 +119,7 @@ def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, A
         else:
             registry.runs.add(load(folder))
     except WorkbenchError:
-        return  # its folder was pruned, or is damaged
+        del cluster.folders[number]  # it was pruned, or is damaged
 
 
 def _follow_run(
@@ -136,8 +137,9 @@ def _follow_run(
     run.began = float(meta["began"])
     run.advance("submit")
     registry.runs.add(run)
-    cluster._runs[run.number] = run
+    cluster.hear(run)
     cluster._busy = run
+    run.begin_logs()
     cluster.keeping.task = dict(task)
     servers = [int(engine) for engine in task["servers"]]
     launch = Launch(

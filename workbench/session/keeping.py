@@ -97,7 +97,6 @@ class Keeping:
 
     def _about(self) -> dict[str, Any]:
         cluster, pool = self._cluster, self._cluster._pool
-        runs = list(cluster._runs.values())
         return {
             **cluster._engines.about(),
             "kept": self.kept,
@@ -109,7 +108,7 @@ class Keeping:
             "devices": cluster.devices_asked,
             "servers": sorted(pool._servers),
             "leases": {str(n): asdict(leases) for n, leases in pool._leases.items()},
-            "runs": [[run.number, str(run.folder)] for run in runs],
+            "runs": [[number, str(folder)] for number, folder in list(cluster.folders.items())],
             "task": self.task,
         }
 

@@ -65,6 +65,8 @@ class MissingRunError(KeyError, PlanError):
 
 runs = Runs()
 _clusters: list[Cluster] = []
+AWAKE = 10
+"""Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
 
 
 def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
@@ -76,7 +78,16 @@ def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequenc
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
     run.init_from = initial
     runs.add(run)
+    let_rest()
     return run
+
+
+def let_rest() -> None:
+    """Leave on disk what runs hold that are neither new nor a cluster's last one."""
+    last = [cluster.busy for cluster in _clusters]
+    for run in list(runs.values())[:-AWAKE]:
+        if run not in last:
+            run.rest()
 
 
 def weights_folder(name: str) -> str:

@@ -15,14 +15,16 @@ import numpy as np
 
 from .. import lifecycle
 from ..cluster.engines import EngineInfo
-from ..errors import RunError
+from ..errors import PlanError, RunError
 from ..faults import Fault, parse_fault
 from ..history import disk
 from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
 from ..plan import Plan
 from ..protocol import Message, records_from
+from ..targets import ALLOWED, parse_targets
 from .halting import Halting
+from .logging_to import LINGER_S, RunLog, check
 from .prompt import attend, unattended
 from .task import Task
 
@@ -46,6 +48,7 @@ class Run:
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
+        logs: What writes it elsewhere, by `--log` and `log_to`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Run:
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self.init_from = self.resume_from = ""
         self.faults = _lasting(plan.faults)
+        self.logs: list[RunLog] = []
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
@@ -119,9 +123,44 @@ class Run:
                 unattended()
                 raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
         unattended()
+        self._await_logs()
         if self.error is not None:
             raise self.error
         return self
+
+    def begin_logs(self) -> None:
+        """Begin to write the run to the places that its plan names; they were checked."""
+        if self.plan.log:
+            self.logs.append(RunLog(self, self.plan.log))
+
+    def log_to(self, *targets: str) -> RunLog:
+        """Write the run also to `tensorboard:DIR` or `mlflow:URI`: what there is, and what comes.
+
+        Returns:
+            What writes it: `.places` says where, `.wait()` waits for the end. Of a run that is
+            over, everything is written when this returns.
+
+        Raises:
+            PlanError: A target was not understood, or cannot be written to.
+        """
+        texts = parse_targets(targets)
+        if not texts:
+            raise PlanError("Log to where?", allowed=ALLOWED)
+        check(texts)
+        log = RunLog(self, texts)
+        self.logs.append(log)
+        if self.is_over:
+            self._await_logs()
+        return log
+
+    def _await_logs(self) -> None:
+        """Wait until the logs are whole, but not for ever; an interrupt is noticed at once."""
+        end = time.monotonic() + LINGER_S
+        for log in self.logs:
+            while not log.wait(0.1):
+                if time.monotonic() > end:
+                    self.note(f"--log is still being written, {LINGER_S:g} s after the end.")
+                    return
 
     @property
     def held(self) -> bool:
@@ -223,7 +262,9 @@ class Run:
     def died(self, engine: EngineInfo) -> None:
         """Name an engine of the run that has ended, while the others are still at it."""
         if engine.id in self._everyone and not self.is_over:
-            self.note(f"{self.called(engine.id)} is gone: {engine.exit}.")
+            text = f"{self.called(engine.id)} is gone: {engine.exit}."
+            rank = self.engines.index(engine.id) if engine.id in self.engines else None
+            self.history.event("death", {"text": text, "rank": rank})
 
     def called(self, engine: int) -> str:
         """How an engine of the run is called: `Rank 1 (engine 1)`, `Engine 4`."""
@@ -277,6 +318,7 @@ class Run:
         if not self.is_over:
             self.faults = _lasting(parsed)
             self._tell("inject", {"faults": [fault.text for fault in parsed]})
+            self.history.event("inject", {"faults": [fault.text for fault in parsed]})
 
     def _send(self, kind: str, **body: Any) -> None:
         if self.task is not None and not self.is_over:
