@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from . import catalog, checkpoints, windows
+from . import catalog, checkpoints, targets, windows
 from .cookbook import Recipe
 from .errors import PlanError
 from .faults import Fault, parse_fault
@@ -32,6 +32,7 @@ class Plan:
         checkpoint_every: Steps between two checkpoints; 0 without.
         on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
         profile: First step to profile, and the step before which it ends.
+        log: Where the run is written to besides its folder, as `targets.Target.text`.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class Plan:
     checkpoint_every: int = 0
     on_failure: str = "stop"
     profile: windows.Window | None = None
+    log: tuple[str, ...] = ()
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -112,6 +114,7 @@ class Plan:
         known = dict(data)
         known["recipe"] = Recipe(**known["recipe"])
         known["profile"] = tuple(known["profile"]) if known.get("profile") else None
+        known["log"] = tuple(known.get("log") or ())
         known["faults"] = tuple(parse_fault(text) for text in known["faults"])
         return Plan(**known)
 
@@ -131,6 +134,7 @@ def make_plan(
     checkpoint_every: int | None = None,
     on_failure: str = "",
     profile: windows.Window | None = None,
+    log: Sequence[str] = (),
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
@@ -139,6 +143,7 @@ def make_plan(
         checkpoint: Folder for checkpoints; a path is taken from the notebook's folder.
         on_failure: By default `replace` with checkpoints, `stop` without.
         profile: First step to profile, and the step before which it ends.
+        log: `tensorboard:DIR`, `mlflow:URI`; paths are taken from the notebook's folder.
 
     Raises:
         PlanError: Naming the value seen, what is allowed and the next step.
@@ -176,6 +181,7 @@ def make_plan(
         init_from,
         *saving,
         profile=profile,
+        log=targets.parse_targets(log),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,19 @@ class LoggedColumn:
         if len(self._values) > self._limit:
             self._stride *= 2
             self._values = {k: v for k, v in self._values.items() if k[0] % self._stride == 0}
+
+    def at(self, rows: Iterable[tuple[int, int]]) -> list[float]:
+        """Return the values of some `(step, rank)`; NaN where none was logged."""
+        return [self._values.get(row, math.nan) for row in rows]
+
+    def since(self, last: NDArray[np.int64]) -> list[tuple[int, int, float]]:
+        """Return what was logged beyond step `last[rank]`: step, rank, value, oldest first."""
+        found = []
+        for (step, rank), value in reversed(self._values.items()):
+            if rank >= len(last) or step <= last[rank]:
+                break
+            found.append((step, rank, value))
+        return found[::-1]
 
     def column(self, step: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the values at the rows `(step, rank)`, each (rows,); NaN where none was logged."""

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .snapshot import Split
 
 MOST_NOTES = 100
 MOST_EVALS = 10_000
+MOST_MOMENTS = 10_000
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened once, for pictures with an axis of time.
+
+    Attributes:
+        t_s: When, on the clock of events.
+        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `inject`, `paused`, `resumed` or
+            `error`.
+        rank: Whom it happened to; None: the run.
+    """
+
+    t_s: float
+    kind: str
+    text: str
+    rank: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Story:
@@ -27,6 +47,8 @@ class Story:
         memory_bytes: What each rank holds between steps.
         servers: Fields of `server` by number of the server.
         epoch: Latest epoch that began.
+        moments: What happened when, in the order in which it was heard of.
+        rewinds: The step from which the run went on, each time that it was set back.
     """
 
     def __init__(self) -> None:
@@ -36,6 +58,8 @@ class Story:
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.moments: list[Moment] = []
+        self.rewinds: list[int] = []
         self.checkpoints = 0
         self._last_checkpoint = ""
         self.split: Split | None = None
@@ -56,11 +80,15 @@ class Story:
         if name == "run_started":
             self._start(fields)
         elif name == "eval":
-            self._evaluate(fields)
-        elif name in ("note", "warning"):
-            self._note(str(fields.get("text", "")))
+            self._evaluate(fields, t_s)
+        elif name in ("note", "warning", "death"):
+            if self._note(str(fields.get("text", ""))):
+                self._moment(t_s, name, str(fields["text"]), fields)
         elif name == "checkpoint":
             self._checkpoint(fields)
+            self._moment(t_s, name, f"checkpoint at step {fields['step']}", fields)
+        elif name == "inject":
+            self._moment(t_s, name, ", ".join(fields["faults"]) or "faults end", {})
         elif name == "epoch":
             self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
         elif name == "split":
@@ -69,18 +97,25 @@ class Story:
             self._unmeasured(fields)
         elif name == "paused" and self._paused_at is None:
             self._paused_at = t_s
+            self._moment(t_s, name, f"paused at step {fields.get('step')}", {})
         elif name == "resumed" and self._paused_at is not None:
             self.paused_s += max(t_s - self._paused_at, 0.0)
             self._paused_at = None
+            self._moment(t_s, name, "resumed", {})
         elif name == "run_finished":
             self.finished[int(fields.get("rank", 0))] = dict(fields)
         elif name == "server":
             self.servers[int(fields.get("server", 0))] = dict(fields)
         elif name == "error":
             self.errors[int(fields.get("rank", 0))] = dict(fields)
+            self._moment(t_s, name, f"{fields.get('ename')}: {fields.get('evalue')}", fields)
 
     def rewind(self, step: int) -> None:
         """Forget evaluations of `step` and later, and how the run ended before it went on."""
+        self.rewinds.append(step)
+        self.moments = [
+            m for m in self.moments if m.kind != "eval" or int(m.values.get("step", 0)) < step
+        ]
         self.evals = [one for one in self.evals if one["step"] < step]
         self.finished.clear()
         self.errors.clear()
@@ -92,11 +127,18 @@ class Story:
         if fields.get("device") is not None:
             self.devices[rank] = str(fields["device"])
 
-    def _evaluate(self, fields: Mapping[str, Any]) -> None:
+    def _moment(self, t_s: float, kind: str, text: str, fields: Mapping[str, Any]) -> None:
+        rank = fields.get("rank") if kind in ("death", "error") else None
+        values = dict(fields) if kind == "eval" else {}
+        if t_s > 0 and len(self.moments) < MOST_MOMENTS:
+            self.moments.append(Moment(t_s, kind, text, rank, values))
+
+    def _evaluate(self, fields: Mapping[str, Any], t_s: float) -> None:
         step, epoch = int(fields.get("step", 0)), fields.get("epoch")
         if any(known["step"] == step and known["epoch"] == epoch for known in self.evals):
             return  # another rank's report of the same evaluation
         self.evals.append({"step": step, "epoch": epoch, **dict(fields.get("values") or {})})
+        self._moment(t_s, "eval", f"evaluation at step {step}", self.evals[-1])
         self.evals.sort(key=lambda one: one["step"])
         del self.evals[:-MOST_EVALS]
         self.eval_s += float(fields.get("seconds") or 0.0)
@@ -114,9 +156,12 @@ class Story:
         self._last_checkpoint = text
         self._note(text)
 
-    def _note(self, text: str) -> None:
-        if text and text not in self.notes and len(self.notes) < MOST_NOTES:
+    def _note(self, text: str) -> bool:
+        """Keep a note; return whether it is new."""
+        fresh = bool(text) and text not in self.notes and len(self.notes) < MOST_NOTES
+        if fresh:
             self.notes.append(text)
+        return fresh
 
     def _unmeasured(self, fields: Mapping[str, Any]) -> None:
         columns = fields.get("columns") or {}

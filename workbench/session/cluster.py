@@ -19,7 +19,7 @@ from ..history import disk
 from ..plan import Plan, make_plan
 from ..protocol import Message
 from ..windows import parse_window
-from . import checkpoints, hangs, registry
+from . import checkpoints, hangs, logging_to, registry
 from .checks import (
     check_framework,
     check_limits,
@@ -297,6 +297,7 @@ class Cluster:
         checkpoint_every: int | None = None,
         on_failure: str = "",
         profile: str = "",
+        log: Sequence[str] = (),
         number: int = 1,
         autoreload: str = "",
         **overrides: Any,
@@ -311,6 +312,7 @@ class Cluster:
             checkpoint: Folder that checkpoints go to, every `checkpoint_every` steps (100).
             on_failure: When an engine dies: `stop`, `continue` with fewer, or `replace` it.
             profile: Steps to profile on every rank: `10:15`.
+            log: Where the run is also written to: `tensorboard:DIR`, `mlflow:URI`.
             overrides: `epochs`, `steps`, `batch_size`, `seed`.
 
         Raises:
@@ -331,6 +333,7 @@ class Cluster:
             checkpoint_every=checkpoint_every,
             on_failure=on_failure,
             profile=parse_window(profile) if profile else None,
+            log=log,
         )
         return self.start(plan, number=number, autoreload=autoreload)
 
@@ -340,6 +343,7 @@ class Cluster:
         """Start a validated plan, from a checkpoint if one is named; returns at once."""
         self._claim()
         checkpoints.claim(plan, resume_from)
+        logging_to.check(plan.log)
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         pool = self._pool
@@ -357,6 +361,7 @@ class Cluster:
         run.resume_from = resume_from
         run.advance("submit")
         self._busy = run
+        run.begin_logs()
         try:
             checkpoints.describe(run)
             launch = Launch(pool, run, servers, leases, number, autoreload, self._renumber)

@@ -174,7 +174,7 @@ class Session:
         ]
         given += ["inject"] if line.faults else []
         given += ["init-from"] if line.init_from else []
-        flags = ("checkpoint", "checkpoint_every", "on_failure", "profile")
+        flags = ("checkpoint", "checkpoint_every", "on_failure", "profile", "log")
         given += [name for name in flags if getattr(line, name)]
         if given:
             raise PlanError(
@@ -209,6 +209,7 @@ class Session:
                 checkpoint_every=line.checkpoint_every,
                 on_failure=line.on_failure,
                 profile=line.profile,
+                log=line.log,
             )
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
         return apart(found)
