@@ -26,6 +26,7 @@ _LAZY = {
     "recipes": "workbench.session.recipes",
     "to_a_cell": "workbench.session.cells",
     "calibrate": "workbench.session.calibrate",
+    "diagram": "workbench.session.diagrams",
     "panel": "workbench.panels.show",
     # engines
     "fit": "workbench.engine.fit",

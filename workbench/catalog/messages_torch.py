@@ -126,7 +126,7 @@ def sharded(layout: Layout) -> Parts:
     """Layers are gathered to compute, gradients scattered to their owners."""
     gather = "Layer by layer, everybody's shards are gathered, used and freed."
     forward = patterns.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
-    again = ()
+    again: tuple[Phase, ...] = ()
     units = {**M, **N}
     if layout.options["reshard"]:
         again = patterns.scatter_ring(
@@ -261,7 +261,7 @@ def local_sgd(layout: Layout) -> Parts:
         "All parameters become their mean." if every == 1 else
         f"Every {every} steps all parameters become their mean.", every=every,
     )  # fmt: skip
-    notes = ()
+    notes: tuple[str, ...] = ()
     if layout.options["fraction"] < 1:
         notes = ("In each round some workers sit out: they send zeros to the sum.",)
     phases = (

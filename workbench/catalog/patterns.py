@@ -6,6 +6,7 @@ nobody to talk to, and none. `unit` is the size of the whole tensor.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -191,7 +192,7 @@ def chain(
         first: Number of the first stage, for the names of the unknowns.
     """
     links = []
-    for stage, (source, target) in enumerate(zip(stages, stages[1:], strict=False)):
+    for stage, (source, target) in enumerate(itertools.pairwise(stages)):
         if source == target:
             continue
         unit = f"A{first + stage}"
