@@ -1,7 +1,7 @@
 """The panel's Run tab in a real JupyterLab: the live dashboard, and faults while it trains."""
 
 import pytest
-from panel_hands import opened, slide, turn
+from panel_hands import opened, press, slide, turn
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
 
@@ -23,8 +23,22 @@ def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_
     book.page.wait_for_function(
         "() => /worker 1|rank 1/i.test(document.querySelector('.wb-slow')?.textContent ?? '')"
     )
-    book.page.wait_for_timeout(3000)
+    book.page.wait_for_function(WAITED)  # what was asked for, read back from the chart's label
+    assert book.page.locator(".wbp-same").inner_text() == "--inject slow=1:50ms"
     book.screenshot(tmp_path / "faults.png", ".wbp")
     book.dark()
-    book.page.wait_for_timeout(1500)
+    book.page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "faults-dark.png", ".wbp")
+    press(book, "Take all back")
+    book.page.wait_for_function("() => document.querySelector('.wbp-same').hidden")
+    press(book, "Stop", ".wbp-live")
+    book.page.wait_for_function(
+        "() => document.querySelector('.wbp-live .wb-state').textContent === 'stopped'"
+    )
+
+
+WAITED = r"""() => {
+  const label = document.querySelector(".wbp-live [aria-label*='median wait']")?.ariaLabel ?? "";
+  const ms = Number(/rank 0[^.]*?median wait ([\d.]+) ms/.exec(label)?.[1]);
+  return 45 <= ms && ms <= 55;
+}"""

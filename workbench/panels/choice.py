@@ -2,64 +2,280 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PlanError
+from .. import catalog
+from ..cookbook import Recipe, builtin
+from ..errors import PlanError, unknown
 from ..faults import parse_fault
 from ..line import CellLine
+from ..plan import OVERRIDES
+from ..session.frameworks import default_framework
+from ..session.recipes import recipes
 
 if TYPE_CHECKING:
     from ..plan import Plan
     from ..session.state import Session
+
+MOST: dict[str, int] = {"workers": 256, "seeds": 10}
+COUNTS = ("workers", "seeds", *OVERRIDES)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What somebody typed into a field that does not take it.
+
+    Attributes:
+        typed: As it was typed; it stays in the field.
+        why: One line, shown at the field.
+    """
+
+    typed: str
+    why: str
 
 
 @dataclass
 class Choice:
     """What is picked.
 
+    What was typed wrongly is kept beside it (`wrong`), so that it stays on show, in every panel of
+    the notebook, and so that nothing is run meanwhile.
+
     Attributes:
-        recipe: Name of what is trained; empty: the notebook's last training cell.
-        framework: `torch` or `tensorflow`; empty: the cluster's.
-        picked: Options given for each picked strategy, in the order of picking.
+        recipe: Name of what is trained; empty: the notebook's last training cell, or the first
+            built-in recipe where there is none.
+        framework: `torch` or `tensorflow`; empty: the recipe's, or the cluster's.
+        picks: Picked strategies of each framework, in the order of picking.
+        options: Options given, by framework and strategy; also of strategies not picked now.
+        parameters: Parameters given, by the name of the recipe.
         workers: Replicas; None: as many as there are engines.
         seeds: How many seeds each plan is run with; 1: the recipe's own.
         overrides: Of `epochs`, `steps`, `batch_size`, `seed`.
         faults: Faults that the runs begin with, as `--inject` takes them.
+        wrong: By field: `workers`, `inject`, `torch.mirrored.bucket_mb`, `recipe.NAME.PARAMETER`.
     """
 
     recipe: str = ""
     framework: str = ""
-    picked: dict[str, dict[str, Any]] = field(default_factory=lambda: {"mirrored": {}})
+    picks: dict[str, list[str]] = field(
+        default_factory=lambda: {name: ["mirrored"] for name in catalog.FRAMEWORKS}
+    )
+    options: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int | None = None
     seeds: int = 1
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    wrong: dict[str, Wrong] = field(default_factory=dict)
 
-    def lines(self) -> list[CellLine]:
-        """Return a magic's line for each picked strategy."""
-        faults = tuple(parse_fault(text) for text in self.faults)
-        return [
-            CellLine(
-                strategies=(strategy,),
-                framework=self.framework or None,
-                workers=self.workers,
-                options=dict(options),
-                overrides=dict(self.overrides),
-                seeds=self.seeds if self.seeds > 1 else None,
-                faults=faults,
-            )
-            for strategy, options in self.picked.items()
-        ]
+    # -- what it comes to --------------------------------------------------------------------------
+
+    def framework_in(self, session: Session) -> str:
+        """Return the framework that is trained with."""
+        if self.framework:
+            return self.framework
+        if not self.recipe and session.recipe is not None and session.recipe.framework:
+            return session.recipe.framework
+        return session.cluster.framework if session.cluster is not None else default_framework()
+
+    def recipe_in(self, session: Session) -> Recipe:
+        """Return what is trained, with the parameters given.
+
+        Raises:
+            PlanError: There is no recipe of that name any more.
+        """
+        if not self.recipe and session.recipe is not None:
+            found = session.recipe
+        else:
+            name = self.recipe or builtin.names()[0]
+            found = recipes.find(name, self.framework_in(session))
+        given = self.parameters.get(found.name, {})
+        kept = {name: value for name, value in given.items() if name in found.parameters}
+        return found.with_parameters(**kept) if kept else found
+
+    def line(self, strategy: str, framework: str) -> CellLine:
+        """Return the magic's line of a strategy."""
+        return CellLine(
+            strategies=(strategy,),
+            framework=framework,
+            workers=self.workers,
+            options=dict(self.options.get((framework, strategy), {})),
+            overrides=dict(self.overrides),
+            seeds=self.seeds if self.seeds > 1 else None,
+            faults=tuple(parse_fault(text) for text in self.faults),
+        )
+
+    def lines(self, framework: str) -> list[CellLine]:
+        """Return a magic's line for each picked strategy, in the order of picking."""
+        return [self.line(strategy, framework) for strategy in self.picks[framework]]
 
     def plans(self, session: Session) -> list[Plan]:
         """Return the plans, validated as a line's would be.
 
         Raises:
-            PlanError: Nothing is picked, or something does not fit.
+            PlanError: Nothing is picked, a field is wrong, or something does not fit.
             ClusterError: There is no cluster.
         """
-        if not self.picked:
+        framework = self.framework_in(session)
+        if not self.picks[framework]:
             raise PlanError("No strategy is picked.", next_step="pick one of the cards")
-        recipe = session.recipe_named(self.recipe or None)
-        return [plan for line in self.lines() for plan in session.plans(line, recipe)]
+        self._check(framework)
+        recipe = self.recipe_in(session)
+        check_written_for(recipe, framework)
+        return [plan for line in self.lines(framework) for plan in session.plans(line, recipe)]
+
+    def _check(self, framework: str) -> None:
+        """Raise PlanError where a field that matters is wrong."""
+        for name, wrong in self.wrong.items():
+            owner, _, rest = name.partition(".")
+            strategy = rest.partition(".")[0]
+            other = owner in self.picks and owner != framework
+            if other or (owner == framework and strategy not in self.picks[framework]):
+                continue
+            if owner == "recipe" and strategy != (self.recipe or strategy):
+                continue
+            raise PlanError(f"{field_name(name)}: {wrong.why}", seen=wrong.typed)
+
+    # -- what is typed -----------------------------------------------------------------------------
+
+    def toggle(self, framework: str, strategy: str) -> None:
+        """Pick a strategy, or put it back.
+
+        Raises:
+            PlanError: The framework has no such strategy.
+        """
+        name, picked = catalog.lookup(strategy, framework).name, self.picks[framework]
+        if name in picked:
+            picked.remove(name)
+        else:
+            picked.append(name)
+
+    def set_count(self, name: str, typed: object) -> None:
+        """Take what was typed for workers, seeds, epochs, steps, batch_size or seed.
+
+        Raises:
+            PlanError: There is no such field.
+        """
+        if name not in COUNTS:
+            raise unknown("field", name, COUNTS)
+        self._take(name, typed, lambda text: self._put_count(name, text))
+
+    def _put_count(self, name: str, text: str) -> None:
+        value = _whole(text, least=0 if name == "seed" else 1, most=MOST.get(name)) if text else None
+        if name == "workers":
+            self.workers = value
+        elif name == "seeds":
+            self.seeds = value or 1
+        elif value is None:
+            self.overrides.pop(name, None)
+        else:
+            self.overrides[name] = value
+
+    def set_faults(self, typed: object) -> None:
+        """Take faults as `--inject` takes them, several with spaces or commas between."""
+
+        def put(text: str) -> None:
+            words = [word for word in re.split(r"[\s,]+", text) if word not in ("", "--inject")]
+            self.faults = [parse_fault(word).text for word in words]
+
+        self._take("inject", typed, put)
+
+    def set_option(self, framework: str, strategy: str, option: str, typed: object) -> None:
+        """Take what was typed for an option; nothing: its default.
+
+        Raises:
+            PlanError: There is no such strategy or option.
+        """
+        entry = catalog.lookup(strategy, framework)
+        known = entry.option(option)
+        given = self.options.setdefault((framework, entry.name), {})
+
+        def put(text: str) -> None:
+            given.pop(option, None)
+            if text and (value := known.parse(text)) != known.default:
+                given[option] = value
+
+        self._take(f"{framework}.{entry.name}.{option}", typed, put)
+
+    def set_parameter(self, recipe: Recipe, name: str, typed: object) -> None:
+        """Take what was typed for a parameter of a recipe; nothing: its default.
+
+        Args:
+            recipe: As it was registered.
+
+        Raises:
+            PlanError: It has no such parameter.
+        """
+        if name not in recipe.parameters:
+            raise unknown(f"parameter of {recipe.name}", name, recipe.parameters)
+        given = self.parameters.setdefault(recipe.name, {})
+
+        def put(text: str) -> None:
+            given.pop(name, None)
+            if text and (value := _like(recipe.parameters[name], text)) != recipe.parameters[name]:
+                given[name] = value
+
+        self._take(f"recipe.{recipe.name}.{name}", typed, put)
+
+    def _take(self, name: str, typed: object, put: Callable[[str], None]) -> None:
+        text = "" if typed is None else str(typed).strip()[:400]
+        self.wrong.pop(name, None)
+        try:
+            put(text)
+        except PlanError as error:
+            self.wrong[name] = Wrong(text, short(error))
+
+
+def check_written_for(recipe: Recipe, framework: str) -> None:
+    """Raise PlanError where a recipe is written for the other framework."""
+    if recipe.framework not in ("", framework):
+        raise PlanError(
+            f"{recipe.name or recipe.origin} is written for {recipe.framework}.",
+            seen=framework,
+            next_step=f"choose {recipe.framework} above the cards, or another recipe",
+        )
+
+
+def short(error: PlanError) -> str:
+    """Return an error as one line for the place where it was met."""
+    said = error.what if error.seen is None else f"{error.what.rstrip('.')}: {error.seen}."
+    return f"{said} Allowed: {error.allowed}." if error.allowed else said
+
+
+def field_name(name: str) -> str:
+    """Return what a field is called in messages."""
+    words = name.split(".")
+    if len(words) < 3:
+        return name.replace("_", " ").capitalize()
+    return f"{words[-1]} of {'.'.join(words[1:-1])}"
+
+
+def _whole(text: str, *, least: int, most: int | None) -> int:
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        value = int(text)
+        if value >= least and (most is None or value <= most):
+            return value
+    limits = f"from {least} to {most}" if most is not None else f"{least} or more"
+    raise PlanError("Not possible.", seen=text, allowed=f"a whole number, {limits}")
+
+
+def _like(default: Any, text: str) -> Any:
+    """Read a value of the default's type."""
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval(text.capitalize() if isinstance(default, bool) else text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        if default is None:
+            return text
+        raise PlanError("Not understood.", seen=text, allowed=f"like {default!r}") from None
+    wanted = float if isinstance(default, float) else type(default)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if default is not None and type(value) is not wanted:
+        raise PlanError("Not understood.", seen=text, allowed=f"like {default!r}")
+    return value

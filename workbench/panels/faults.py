@@ -48,7 +48,7 @@ class FaultsPart(Part):
             new = [Fault("slow", worker, factor=by)] if by > 1 else []
         else:
             delay = _number("ms", ms, 0.0, SLOWEST_MS)
-            new = [Fault("slow", worker, delay_s=delay)] if delay else []
+            new = [Fault("slow", worker, delay_s=delay / 1e3)] if delay else []
         run.inject(*(one.text for one in (*kept, *new)))
 
     @action()
@@ -63,10 +63,10 @@ class FaultsPart(Part):
         run, asked = self._going_on(), [Fault("clear")]
         if jitter_ms is not None:
             delay = _number("jitter_ms", jitter_ms, 0.0, JITTER_MS)
-            asked.append(Fault("jitter", delay_s=delay))
+            asked.append(Fault("jitter", delay_s=delay / 1e3))
         if latency_ms is not None:
             delay = _number("latency_ms", latency_ms, 0.0, LATENCY_MS)
-            asked.append(Fault("latency", delay_s=delay))
+            asked.append(Fault("latency", delay_s=delay / 1e3))
         if bytes_per_s is not None:
             rate = _number("bytes_per_s", bytes_per_s, SLOWEST_LINK, FASTEST_LINK)
             asked.append(Fault("bandwidth", bytes_per_s=rate))

@@ -52,17 +52,21 @@ class Pump:
             return tuple(self._widgets)
 
     def _main(self) -> None:
-        while widgets := self.widgets:
+        while self._has_widgets():
             before = time.thread_time()
-            busy = self.draw(widgets)
+            busy = self.draw(self.widgets)
             self.cpu_s += time.thread_time() - before
             time.sleep(SOONEST_S)
             self.panel.changed.wait((PERIOD_S if busy else IDLE_S) - SOONEST_S)
             self.panel.changed.clear()
-        with self._lock:
-            self._thread = None
         for part in self.panel.parts.values():
             part.close()
+
+    def _has_widgets(self) -> bool:
+        with self._lock:
+            if not self._widgets:
+                self._thread = None  # who adds one from now on starts another thread
+            return bool(self._widgets)
 
     def draw(self, widgets: tuple[PanelWidget, ...]) -> bool:
         """Send what changed; return whether a run goes on."""

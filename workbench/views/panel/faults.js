@@ -3,6 +3,7 @@
 SECTIONS.push({
   name: "faults",
   tab: "run",
+  order: 2,
   title: "Fault lab",
   make(app, root) {
     const none = kit.h("p", { class: "wbp-empty" }, "While a run goes on, slow its workers, its links, or end one, and watch what the others do.");

@@ -1,6 +1,6 @@
 // The panel's kit: elements, fields and lists that are drawn again without losing focus or place.
-// A section is a file that calls SECTIONS.push({ name, tab, title, make(app, root) }); `make` builds
-// once and returns { draw(value, all) }, called whenever the kernel has sent something new.
+// A section is a file that calls SECTIONS.push({ name, tab, order, title, make(app, root) }); `make`
+// builds once and returns { draw(value, all) }, called whenever the kernel has sent something new.
 
 const SECTIONS = [];
 

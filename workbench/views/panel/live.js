@@ -3,6 +3,7 @@
 SECTIONS.push({
   name: "live",
   tab: "run",
+  order: 3,
   title: "Run on show",
   make(app, root) {
     const pick = kit.field({ kind: "choice", label: "Run on show", onchange: (run) => app.do("live.pick", { run }) });

@@ -78,7 +78,7 @@ class App {
     this.places = { top };
     this.tabs = TABS.map(([name, title]) => this.buildTab(bar, name, title));
     bar.addEventListener("keydown", (event) => this.moveTab(event));
-    for (const section of SECTIONS) this.buildSection(section);
+    for (const section of [...SECTIONS].sort((a, b) => (a.order ?? 0) - (b.order ?? 0))) this.buildSection(section);
     this.open("setup");
   }
 
