@@ -1,23 +1,19 @@
 from __future__ import annotations
 
 import html
-import io
 import re
 from dataclasses import replace
 
-import matplotlib.image
-import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows, make_summary
 
 from workbench import catalog
 from workbench.history.comparison import compare
 from workbench.history.summary import summarise
-from workbench.views import comparison_figure
+from workbench.views.comparison_table import comparison_table
 from workbench.views.table import Column, Table
 from workbench.views.tables import (
     cluster_table,
-    comparison_table,
     loss,
     size,
     strategies_table,
@@ -226,51 +222,3 @@ def test_a_diverged_loss_is_shown_and_an_unknown_one_is_a_dash() -> None:
 def test_long_words_are_not_broken() -> None:
     table = Table([Column("a", "left", 8)], [["find_unused_parameters=false yes"]])
     assert "find_unused_parameters=false\nyes" in table.text()
-
-
-def test_the_figure_is_a_png_with_the_tables_text() -> None:
-    compared = comparison_of_two()
-    made = comparison_figure.comparison_bundle(compared)
-    assert set(made) == {"image/png", "text/plain"}
-    assert made["text/plain"] == comparison_table(compared).text()
-    pixels = matplotlib.image.imread(io.BytesIO(made["image/png"]))
-    assert pixels.shape[1] > 900
-    assert pixels[..., :3].std() > 0.05
-
-
-def test_the_figure_says_who_is_who() -> None:
-    figure = comparison_figure.draw(comparison_of_two())
-    by_time, by_samples, rates, shares = figure.axes
-    assert len(by_time.lines) == len(by_samples.lines) == 2
-    assert {text.get_text() for text in by_samples.get_legend().get_texts()} == {
-        "one_device", "mirrored",
-    }  # fmt: skip
-    assert any("2.09x, 52 % efficient" in text.get_text() for text in rates.texts)
-    ends = {round(bar.get_x() + bar.get_width(), 6) for bar in shares.patches}
-    assert 1.0 in ends
-    assert by_time.lines[0].get_color() != by_time.lines[1].get_color()
-
-
-def test_the_figure_of_a_run_without_measurements_says_so() -> None:
-    compared = compare([make_summary("one_device", steps=0), make_summary("mirrored", steps=0)])
-    figure = comparison_figure.draw(compared)
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert texts.count("not measured") >= 2
-    assert len(comparison_figure.comparison_png(compared)) > 1000
-
-
-def test_long_curves_are_thinned_without_losing_their_band() -> None:
-    curve = make_summary("mirrored", steps=500).curve
-    thin = comparison_figure._thinned(curve)
-    assert len(thin.loss) <= 110
-    assert thin.high.max() == curve.high.max()
-    assert thin.low.min() == curve.low.min()
-    assert thin.loss[0] == pytest.approx(curve.loss[: 500 // 110].mean(), rel=0.2)
-    assert np.all(np.diff(thin.step) > 0)
-
-
-def test_many_runs_get_a_figure_that_fits_them() -> None:
-    runs = [make_summary(f"run{i}", ranks=2, meta_strategy="mirrored") for i in range(10)]
-    tall = comparison_figure.draw(compare(runs)).get_size_inches()[1]
-    short = comparison_figure.draw(compare(runs[:2])).get_size_inches()[1]
-    assert tall > short + 2

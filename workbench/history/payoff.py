@@ -13,11 +13,12 @@ and they break even at
 
 `work_n` is measured, not `work_1 / n`: CPU engines that share the cores which one device has to
 itself compute as long for a part of the batch as it does for all of it, and then there is no such
-k. The model is that of a serial part beside a divided one (Amdahl, 1967), with both parts measured.
+k. The model is a serial part beside a divided one (Amdahl, 1967), both of them measured.
 
-It is not used where it would not hold: where workers do not take shares of the batch (what pipelines
-and tensor parallelism send grows with it), where faults were injected, with other batches, recipes
-or frameworks, and where the measured difference of work is less than four times its standard error.
+It is not used where it would not hold: where workers do not take shares of the batch (what
+pipelines and tensor parallelism send grows with it), where faults were injected, with other
+batches, recipes or frameworks, and where the measured difference of work is less than four times
+its standard error.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["begins", "pays", "far", "undivided"]
 
-FAR = 100.0
-"""Batches beyond this many times the present one are not named: the model is not that good."""
+FAR, NEAR = 30.0, 0.1
+"""Batches beyond these many times the present one are not named: the model is not that good."""
 
 _ERRORS = 4.0
 _UNDIVIDED = 0.1
@@ -87,6 +88,8 @@ def payoff_of(one: ComparisonRow, plan: ComparisonRow) -> Payoff | None:
     factor = cost / gained
     if factor > FAR:
         return Payoff("far", nan, nan, nan, a.work_s, b.work_s)
+    if factor < NEAR or factor * a.samples < plan.workers:
+        return None
     if abs(factor - 1) <= _EQUAL or (factor < 1) is not (_rate(plan) > _rate(one)):
         return None  # equal, or the first steps turn it round: neither is worth a sentence
     return Payoff(

@@ -6,18 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..metrics import PARTS
-
 if TYPE_CHECKING:
-    from .comparison import ComparisonRow, Spread
+    from .rows import ComparisonRow, Spread
 
 EQUAL = 1.05
 """Throughputs within this ratio are called equal."""
 
-_COMPUTE = PARTS.index("compute_s")
 _SAYS = {
     "data_wait_s": "waits {} for data",
     "sync_wait_s": "waits {} for the slowest worker",
+    "bubble_s": "leaves each worker idle for {} (the pipeline's bubble)",
     "transfer_s": "spends {} on communication",
     "other_s": "spends {} on other things",
 }
@@ -65,23 +63,26 @@ def _told_apart(fast: Spread, slow: Spread) -> bool:
 
 def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
     """Say what the faster plan's step does, and what share of the workers' time it uses."""
-    share = fast.share[_COMPUTE]
-    return (
-        f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}, "
-        f"and its {fast.workers} workers compute {share * 100:.0f} % of the time."
-    )
+    said = f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}"
+    share = fast.shares["compute_s"]
+    if not math.isfinite(share):
+        return f"{said}."
+    return f"{said}, and its {fast.workers} workers compute {share * 100:.0f} % of the time."
 
 
 def _cost(slow: ComparisonRow) -> str:
     """Say what a step of the slower plan computes and what else it spends most time on."""
-    costs = {
-        part: seconds
-        for part, seconds in zip(PARTS, slow.parts_s, strict=True)
-        if part != "compute_s" and math.isfinite(seconds)
+    costs_s = {
+        part: share * slow.step_s for part, share in slow.shares.items() if math.isfinite(share)
     }
-    worst = max(costs, key=lambda part: costs[part])
-    does = f"each {slow.name} step computes {milliseconds(slow.parts_s[_COMPUTE])}"
-    return f"{does} and {_SAYS[worst].format(milliseconds(costs[worst]))}."
+    compute_s = costs_s.pop("compute_s", None)
+    if compute_s is None:
+        return f"each {slow.name} step takes {milliseconds(slow.step_s)}."
+    does = f"each {slow.name} step computes {milliseconds(compute_s)}"
+    if not costs_s:
+        return f"{does}."
+    worst = max(costs_s, key=lambda part: costs_s[part])
+    return f"{does} and {_SAYS[worst].format(milliseconds(costs_s[worst]))}."
 
 
 def milliseconds(seconds: float) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..errors import PlanError
 from ..history import comparison
 from .run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..views.table import Table
 
 
 class Compared:
@@ -20,25 +26,86 @@ class Compared:
     def __init__(self, compared: comparison.Comparison) -> None:
         self.comparison = compared
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        from ..views.tables import comparison_table
+    @property
+    def verdict(self) -> str:
+        """Which plan was fastest and why, and when distributing begins to pay if that is known."""
+        return " ".join(filter(None, (self.comparison.verdict, self.comparison.outlook)))
 
-        return dict(comparison_table(self.comparison)._repr_mimebundle_())
+    def table(self, sort: str | None = None, descending: bool = True) -> Table:
+        """Return the table, which displays itself.
+
+        Args:
+            sort: What to sort by: a heading (`"final loss"`) or a column of `to_pandas`
+                (`"samples_per_s"`); rows that lack it stand last.
+            descending: Largest first.
+
+        Raises:
+            PlanError: There is no such column.
+        """
+        from ..views.comparison_table import comparison_table
+
+        return comparison_table(self.comparison, sort=sort, descending=descending)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return a line per plan: plain numbers, units in the headings, empty where not measured.
+
+        Args:
+            path: Where to write it as well.
+        """
+        from ..views.exports import csv_of
+
+        return _written(csv_of(self.comparison), path)
+
+    def to_markdown(self, path: str | Path | None = None) -> str:
+        """Return the table as GitHub's Markdown, with the verdict above and the notes below."""
+        from ..views.exports import markdown_of
+
+        return _written(markdown_of(self.table()), path)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return the table as a block of HTML, without scripts; `save("x.html")` makes a page."""
+        return _written(self.table().html(), path)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the figures of `to_csv` as a DataFrame; NaN where not measured."""
+        from ..views.exports import frame_of
+
+        return frame_of(self.comparison)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return everything that is shown, curves too, as plain JSON data."""
+        return self.comparison.to_wire()
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a file by its suffix: .csv .md .html .png .svg .json; return the path.
+
+        Raises:
+            PlanError: There is no form for that suffix.
+        """
+        from ..views.exports import save
+
+        return save(self.comparison, path)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        return dict(self.table()._repr_mimebundle_())
 
     def _ipython_display_(self) -> None:
         from ..views.blocks import show, show_bundle
         from ..views.comparison_figure import comparison_bundle
-        from ..views.tables import comparison_table
 
         show_bundle(comparison_bundle(self.comparison))
-        show(comparison_table(self.comparison))
+        show(self.table())
 
     def __repr__(self) -> str:
         return str(self._repr_mimebundle_()["text/plain"])
 
 
 def compare(*runs: Run) -> Compared:
-    """Compare runs: loss by time and by samples, samples/s, speed-up, waits, final loss.
+    """Compare runs, also ones that were stopped or failed.
+
+    Shows loss by time, samples and steps, throughput, speed-up and efficiency, where a step's time
+    goes, what is sent and held, staleness, final loss and metrics, and says in a sentence which
+    plan was faster, why, and when distributing would begin to pay.
 
     Raises:
         PlanError: Fewer than one run was given, or something that is no run.
@@ -60,3 +127,9 @@ def strategies() -> Any:
     from ..views.tables import strategies_table
 
     return strategies_table(catalog.CATALOG)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    if path is not None:
+        Path(path).expanduser().write_bytes(text.encode())
+    return text

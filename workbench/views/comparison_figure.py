@@ -1,33 +1,54 @@
-"""The picture of a comparison: loss by time and by samples, throughput, where the time went."""
+"""The picture of a comparison: loss curves on top, then a row per plan in bands of panels."""
 
 from __future__ import annotations
 
 import io
 import math
-import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..history.comparison import Comparison, ComparisonRow
-from ..history.summary import LossCurve
-from ..metrics import PARTS
-from .tables import comparison_table
-from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_COLORS, PHASE_NAMES, series
-from .units import UNKNOWN, milliseconds, number, percent
+from ..history.comparison import Comparison
+from ..history.rows import ComparisonRow, Spread
+from ..history.thinning import thinned
+from . import comparison_panels as panels
+from .comparison_page import (
+    EDGE_IN,
+    KEYS_IN,
+    LINES,
+    NAME_PT,
+    WIDTH_IN,
+    Page,
+    draw_keys,
+    draw_shares_keys,
+    head_of,
+    keys_of,
+)
+from .comparison_parts import (
+    TICK_PT,
+    clipped,
+    color_of,
+    frame,
+    say,
+    tick,
+    width_in,
+)
+from .comparison_table import comparison_table
+from .theme import MUTED, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _DPI = 110
-_LINES = ("-", "--", "-.", ":")
-_RUN_COLORS = (5, 3, 6, 4, 0, 1, 2)
-_BASE_COLOR = 7
-"""Indices of the shared series: the baseline in grey, and first those that no phase uses."""
+_SUBTITLE_PT = 7.5
+_MOST_NAME_IN, _CURVES_IN, _TITLE_IN, _TICKS_IN = 1.9, 2.15, 0.34, 0.3
 _LOSS_POINTS = 110
-_LABELLED = 0.09
-"""Shares of at least this much carry their percentage."""
+_MOST_METRICS = 3
+_AXES = (("t_s", "Loss by time", "seconds"), ("samples", "by samples", "samples seen"),
+         ("step", "by steps", "steps"))  # fmt: skip
 
 
 def comparison_bundle(comparison: Comparison) -> dict[str, Any]:
@@ -40,9 +61,12 @@ def comparison_bundle(comparison: Comparison) -> dict[str, Any]:
 
 def comparison_png(comparison: Comparison) -> bytes:
     """Return the picture as PNG bytes, on a white page."""
-    buffer = io.BytesIO()
-    draw(comparison).savefig(buffer, format="png", dpi=_DPI, facecolor=PAPER["light"])
-    return buffer.getvalue()
+    return _written(comparison, "png")
+
+
+def comparison_svg(comparison: Comparison) -> bytes:
+    """Return the picture as SVG; its words are outlines, so that they fit wherever it is shown."""
+    return _written(comparison, "svg")
 
 
 def draw(comparison: Comparison) -> Figure:
@@ -50,171 +74,182 @@ def draw(comparison: Comparison) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = len(comparison.rows)
-    bars_in = 0.95 + 0.42 * rows
-    figure = Figure(figsize=(10.5, 4.0 + bars_in), layout="constrained")
+    head = head_of(comparison)
+    keys = keys_of(comparison)
+    rows_in = len(comparison.rows) * (0.44 if len(comparison.rows) <= 4 else 0.37)
+    bands = [_speed_band(comparison), *_small_bands(comparison)]
+    band_in = _TITLE_IN + rows_in + _TICKS_IN
+    legend_in = 0.1
+    height_in = (
+        sum(line.height_in for line in head) + KEYS_IN * (1 + keys[-1].line)
+        + _TITLE_IN + _CURVES_IN + 0.48 + legend_in + len(bands) * (band_in + 0.12) + 0.15
+    )  # fmt: skip
+    figure = Figure(figsize=(WIDTH_IN, height_in), facecolor=PAPER["light"])
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.10, hspace=0.04, wspace=0.05)  # type: ignore[union-attr, call-arg]
-    grid = figure.add_gridspec(2, 2, height_ratios=(3.2, bars_in))
-    by_time, by_samples = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    rates, shares = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
-    if comparison.verdict:
-        figure.suptitle(_wrapped(comparison.verdict), x=0.012, ha="left", fontsize=11.5,
-                        fontweight="bold", color=INK["light"])  # fmt: skip
-    _losses(by_time, comparison, "t_s", "Loss by time", "seconds of training")
-    _losses(by_samples, comparison, "samples", "Loss by samples", "samples seen")
-    by_samples.legend(frameon=False, fontsize=9, labelcolor=INK["light"], loc="upper right")
-    _throughput(rates, comparison)
-    _shares(shares, comparison)
+    page = Page(figure, height_in)
+    for line in head:
+        page.skip(line.height_in)
+        page.text(EDGE_IN, 0.06, line.words, size=line.size_pt, weight=line.weight)
+    draw_keys(page, keys)
+    _draw_curves(page, comparison)
+    for index, band in enumerate(bands):
+        _draw_band(page, comparison, band, rows_in)
+        if index == 0:
+            draw_shares_keys(page, comparison)
     return figure
 
 
-def _losses(axes: Axes, comparison: Comparison, field: str, title: str, unit: str) -> None:
-    _frame(axes, title)
-    seen: set[int] = set()
+# -- curves -----------------------------------------------------------------------------------
+
+
+def _draw_curves(page: Page, comparison: Comparison) -> None:
+    page.skip(_TITLE_IN)
+    left_in, gap_in = 0.62, 0.2
+    each_in = (WIDTH_IN - left_in - EDGE_IN - 2 * gap_in) / 3
+    first: Axes | None = None
+    for index, (field, title, unit) in enumerate(_AXES):
+        axes = page.axes(left_in + index * (each_in + gap_in), each_in, _CURVES_IN)
+        frame(axes, title, "both")
+        _losses(axes, comparison, field)
+        axes.set_xlabel(unit, fontsize=TICK_PT, color=MUTED["light"])
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(tick)
+        if first is not None:
+            axes.sharey(first)
+            axes.tick_params(labelleft=False)
+        first = first or axes
+    page.skip(_CURVES_IN + 0.48)
+
+
+def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
     drawn = []
     for named in comparison.curves:
-        curve = _thinned(named.curve)
-        x = getattr(curve, field)
-        row = comparison.rows[named.row]
-        color, style = _color(comparison, named.row), _LINES[named.row // 8 % len(_LINES)]
-        label = None if named.row in seen else row.name
-        seen.add(named.row)
-        # Several seeds of one plan are thin lines of one colour.
-        width = 2.0 if len(row.names) == 1 else 1.1
-        axes.plot(x, curve.loss, style, color=color, lw=width, label=label, zorder=3)
-        axes.fill_between(x, curve.low, curve.high, color=color, alpha=0.13, lw=0, zorder=2)
+        curve = thinned(named.curve, _LOSS_POINTS)
+        if not np.isfinite(curve.loss).any():
+            continue
+        x, row = getattr(curve, field), comparison.rows[named.row]
+        color, style = color_of(comparison, named.row), LINES[named.row // 8 % len(LINES)]
+        alone = len(row.names) == 1
+        # Several seeds of one plan are thin lines of one colour. Plans that are equal by design
+        # lie on each other: the earlier ones are wider, so that they stay visible below.
+        wide = 1.5 + 1.7 * (1 - (named.row + 1) / len(comparison.rows))
+        marker = "o" if len(x) == 1 else None
+        axes.plot(x, curve.loss, style, color=color, lw=wide if alone else 1.1, zorder=3,
+                  alpha=1 if alone else 0.75, marker=marker, ms=5)  # fmt: skip
+        axes.fill_between(x, curve.low, curve.high, color=color, alpha=0.12, lw=0, zorder=2)
         drawn.append(curve.loss)
     values = np.concatenate(drawn) if drawn else np.empty(0)
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() / values.min() > 30:
         axes.set_yscale("log")
     elif not len(values):
-        _say(axes, "not measured")
-    axes.set_xlabel(unit, fontsize=9, color=MUTED["light"])
-    if field == "samples":
-        axes.xaxis.set_major_formatter(lambda value, _: number(value))
-    axes.margins(x=0.01)
+        say(axes)
+        axes.set_xlim(0, 1)
+    axes.margins(x=0.015)
 
 
-def _thinned(curve: LossCurve) -> LossCurve:
-    """Return at most `_LOSS_POINTS` points: means over neighbours, and their extremes."""
-    starts = np.unique(np.linspace(0, len(curve.loss), _LOSS_POINTS, endpoint=False, dtype=int))
-    if len(curve.loss) <= _LOSS_POINTS:
-        return curve
-    counts = np.diff(np.append(starts, len(curve.loss)))
-    return LossCurve(
-        step=curve.step[starts],
-        t_s=curve.t_s[starts],
-        samples=curve.samples[starts],
-        loss=np.add.reduceat(curve.loss, starts) / counts,
-        low=np.minimum.reduceat(curve.low, starts),
-        high=np.maximum.reduceat(curve.high, starts),
-    )
+# -- bands of rows ----------------------------------------------------------------------------
+
+Band = Sequence[tuple[panels.Draw, float]]
+"""What draws each panel, and the share of the width it takes."""
 
 
-def _color(comparison: Comparison, row: int) -> str:
-    names = [one.name for one in comparison.rows]
-    base = names.index(comparison.baseline)
-    if row == base:
-        return series(_BASE_COLOR)
-    return series(_RUN_COLORS[(row - (row > base)) % len(_RUN_COLORS)])
+def _speed_band(comparison: Comparison) -> Band:
+    found: list[tuple[panels.Draw, float]] = [(panels.throughput, 2.1)]
+    if len(comparison.rows) > 1:
+        found.append((panels.relative, 1.5))
+        if comparison.has_one_device:
+            found.append((panels.efficiency, 1.35))
+    return [*found, (panels.shares, 3.5)]
 
 
-def _throughput(axes: Axes, comparison: Comparison) -> None:
-    _frame(axes, "Throughput, samples per second")
+def _small_bands(comparison: Comparison) -> list[Band]:
     rows = comparison.rows
-    rates = [row.samples_per_s.mean for row in rows]
-    spread = [row.samples_per_s.std for row in rows]
-    errors = np.nan_to_num(np.array(spread))
-    position = np.arange(len(rows))
-    colors = [_color(comparison, at) for at in range(len(rows))]
-    axes.barh(
-        position, np.nan_to_num(rates), height=0.62, color=colors, zorder=3,
-        xerr=errors if errors.any() else None,
-        error_kw={"ecolor": INK["light"], "elinewidth": 1.2, "capsize": 3},
-    )  # fmt: skip
-    top = max([rate for rate in rates if math.isfinite(rate)], default=0.0)
-    for at, row in enumerate(rows):
-        rate = row.samples_per_s.mean
-        end = (rate + errors[at]) if math.isfinite(rate) else 0.0
-        axes.annotate(_rate_label(row, comparison), (end, at), xytext=(6, 0),
-                      textcoords="offset points", va="center", fontsize=9,
-                      color=INK["light"])  # fmt: skip
-    axes.set_xlim(0, top * 1.8 or 1.0)  # room for the labels, without grid lines across them
-    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= top])
-    axes.xaxis.set_major_formatter(lambda value, _: number(value))
-    _names(axes, comparison)
+    found = [
+        panels.outcome("Final loss", lambda row: row.final_loss),
+        *(panels.outcome(f"Eval {name}"[:40], _metric(name))
+          for name in comparison.metrics[:_MOST_METRICS]),
+    ]  # fmt: skip
+    if any(row.sent_step_bytes > 0 for row in rows):
+        found.append(panels.sent)
+    if any(row.memory_bytes for row in rows):
+        found.append(panels.memory)
+    if any(row.staleness for row in rows):
+        found.append(panels.late)
+    lines = math.ceil(len(found) / 3)
+    each, extra = divmod(len(found), lines)
+    bands: list[Band] = []
+    for line in range(lines):
+        count = each + (line < extra)
+        bands.append([(draw, 1.0) for draw in found[:count]])
+        found = found[count:]
+    return bands
 
 
-def _rate_label(row: ComparisonRow, comparison: Comparison) -> str:
-    rate = number(row.samples_per_s.mean)
-    if rate == UNKNOWN:
-        return "not measured"
-    if row.name == comparison.baseline and row.relative == 1.0:
-        return rate
-    kind = "" if comparison.has_one_device else f" of {comparison.baseline}"
-    efficient = "" if row.efficiency is None else f", {percent(row.efficiency)} efficient"
-    return f"{rate}   {row.relative:.2f}x{kind}{efficient}"
+def _metric(name: str) -> Any:
+    missing = Spread.of([])
+    return lambda row: row.evals.get(name, missing)
 
 
-def _shares(axes: Axes, comparison: Comparison) -> None:
-    _frame(axes, "Where a step's time goes")
-    position = np.arange(len(comparison.rows))
-    left = np.zeros(len(position))
-    for index, part in enumerate(PARTS):
-        widths = np.array([max(row.share[index], 0.0) for row in comparison.rows])
-        axes.barh(
-            position, widths, left=left, height=0.62, color=PHASE_COLORS[part],
-            label=PHASE_NAMES[part], hatch="////" if part == HATCHED else None,
-            edgecolor=PAPER["light"], lw=0.8, zorder=3,
-        )  # fmt: skip
-        for at in position[widths >= _LABELLED]:
-            axes.text(
-                left[at] + widths[at] / 2, at, percent(float(widths[at])), zorder=4, ha="center",
-                va="center", fontsize=8.5, color="white", fontweight="bold",
-                bbox={"facecolor": PHASE_COLORS[part], "edgecolor": "none", "pad": 1.6},
-            )  # fmt: skip
-        left += widths
-    for at, row in enumerate(comparison.rows):
-        axes.annotate(milliseconds(row.step_s * 1e3), (1.0, at), xytext=(6, 0), va="center",
-                      textcoords="offset points", fontsize=9, color=INK["light"])  # fmt: skip
-    axes.set_xlim(0, 1)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _names(axes, comparison)
-    axes.legend(
-        ncols=len(PARTS), frameon=False, fontsize=8.5, labelcolor=INK["light"], handlelength=1.3,
-        handletextpad=0.5, columnspacing=1.2, loc="upper center", bbox_to_anchor=(0.5, -0.14),
-        borderaxespad=0.6,
-    )  # fmt: skip
+def _draw_band(page: Page, comparison: Comparison, band: Band, rows_in: float) -> None:
+    page.skip(_TITLE_IN)
+    gutter_in = _names_in(comparison)
+    _draw_names(page, comparison, gutter_in, rows_in)
+    after_in = 0.68 if band[-1][0] is panels.shares else 0.05
+    gap_in = 0.26
+    left_in = EDGE_IN + gutter_in + 0.12
+    room_in = WIDTH_IN - left_in - EDGE_IN - after_in - gap_in * (len(band) - 1)
+    whole = sum(weight for _, weight in band)
+    for draw_panel, weight in band:
+        width = room_in * weight / whole
+        draw_panel(page.axes(left_in, width, rows_in), comparison)
+        left_in += width + gap_in
+    page.skip(rows_in + _TICKS_IN + 0.12)
 
 
-def _names(axes: Axes, comparison: Comparison) -> None:
-    """Label the rows, first on top, as `name · 4 workers`."""
-    labels = [
-        f"{row.name}\n{row.workers} worker" + ("s" if row.workers > 1 else "")
+def _names_in(comparison: Comparison) -> float:
+    widest = max(
+        max(width_in(row.name, NAME_PT, "bold"), width_in(_subtitle(row), _SUBTITLE_PT))
         for row in comparison.rows
-    ]
-    axes.set_yticks(range(len(labels)), labels, fontsize=9, color=INK["light"])
-    axes.set_ylim(len(labels) - 0.45, -0.55)
-    axes.grid(visible=False, axis="y")
-    axes.spines["left"].set_visible(False)
+    )
+    return min(max(widest, 0.7), _MOST_NAME_IN)
 
 
-def _frame(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK["light"])
-    axes.set_facecolor(PAPER["light"])
-    axes.grid(color=GRID["light"], lw=0.8, zorder=0)
-    axes.tick_params(colors=MUTED["light"], labelsize=8.5, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(GRID["light"])
+def _draw_names(page: Page, comparison: Comparison, gutter_in: float, rows_in: float) -> None:
+    row_in, top_in = rows_in / len(comparison.rows), page.down_in
+    for at, row in enumerate(comparison.rows):
+        page.down_in = top_in + (at + 0.5) * row_in
+        name = clipped(row.name, NAME_PT, gutter_in, "bold")
+        right_in = EDGE_IN + gutter_in
+        page.text(right_in, 0.03, name, size=NAME_PT, weight="bold",
+                  color=color_of(comparison, at), right=True)  # fmt: skip
+        page.text(right_in, -0.12, _subtitle(row), size=_SUBTITLE_PT, color=MUTED["light"],
+                  right=True)  # fmt: skip
+    page.down_in = top_in
 
 
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED["light"])
+def _subtitle(row: ComparisonRow) -> str:
+    parts = [f"{row.workers} worker" + "s" * (row.workers != 1)]
+    if len(row.names) > 1:
+        parts.append(f"{len(row.names)} seeds")
+    if row.state not in ("finished", ""):
+        parts = [parts[0], row.state]
+    return clipped(" · ".join(parts), _SUBTITLE_PT, _MOST_NAME_IN)
 
 
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 98))
+def _written(comparison: Comparison, form: str) -> bytes:
+    buffer = io.BytesIO()
+    with _own_style():
+        metadata = {"Date": None} if form == "svg" else None
+        draw(comparison).savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _own_style() -> Iterator[None]:
+    """The user's own matplotlib settings neither change this picture nor are changed by it."""
+    import matplotlib.style
+
+    ours = {"hatch.linewidth": 1.0, "svg.fonttype": "path", "svg.hashsalt": "workbench"}
+    with matplotlib.style.context(["default", ours]):
+        yield

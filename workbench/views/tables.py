@@ -1,4 +1,4 @@
-"""The tables that notebooks show: engines, one run, several runs, the catalog."""
+"""The tables that notebooks show: engines, one run, the catalog."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import catalog
-from ..history.comparison import Comparison, ComparisonRow, Spread
 from ..history.summary import RunSummary
 from ..metrics import PARTS
 from . import stages
+from .comparison_table import loss
 from .table import Column, Table
 from .theme import PHASE_NAMES
 from .units import UNKNOWN, duration, milliseconds, number, percent, size
-
-
-def loss(value: float | None) -> str:
-    """Return a loss or metric in four significant digits; a dash where not measured."""
-    if value is None or math.isnan(value):
-        return UNKNOWN
-    return f"{value:.4g}"
 
 
 def _seconds_ago(value: Any) -> str:
@@ -31,10 +24,24 @@ def _flag(value: Any) -> str:
     return UNKNOWN if value is None else "yes" if value else "no"
 
 
+LOG_CHARACTERS = 48
+"""Of a log's line as tables show it."""
+
+
+def _percent(value: Any) -> str:
+    return UNKNOWN if value is None else f"{value:.0f} %"
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= LOG_CHARACTERS else line[: LOG_CHARACTERS - 1] + "…"
+
+
 _CLUSTER: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory_bytes": ("memory", size),
     "gpu_memory_bytes": ("GPU memory", size),
-    "cpu_percent": ("CPU", lambda v: UNKNOWN if v is None else f"{v:.0f} %"),
+    "cpu_percent": ("CPU", _percent),
+    "gpu_percent": ("GPU", _percent),
+    "log_line": ("last line of its log", lambda v: UNKNOWN if not v else _shortened(str(v))),
     "heartbeat_s": ("heard", _seconds_ago),
     "uptime_s": ("up", lambda v: UNKNOWN if v is None else duration(float(v))),
     "busy": ("busy", _flag),
@@ -93,28 +100,6 @@ def summary_table(run: RunSummary) -> Table:
         for held in run.servers
     ]
     return Table(columns, rows, _headline(run), _figures(run))
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """Return a row per plan, the verdict as title, and what is unfair about it as notes."""
-    relative = "speed-up" if comparison.has_one_device else f"vs {comparison.baseline}"
-    mixed = len({row.framework for row in comparison.rows}) > 1
-    columns = [
-        Column("run", "left"), Column("strategy", "left"),
-        *([Column("framework", "left")] if mixed else []), Column("workers"),
-        Column("steps"), Column("samples/s"), Column(relative),
-        Column("efficiency"), Column("step"), *(Column(PHASE_NAMES[part]) for part in PARTS),
-        Column("final loss"), *(Column(name) for name in comparison.metrics),
-        Column("wall"), Column("sent"),
-    ]  # fmt: skip
-    rows = [_comparison_cells(row, comparison.metrics, mixed) for row in comparison.rows]
-    rates = [row.samples_per_s.mean for row in comparison.rows]
-    known = [rate for rate in rates if math.isfinite(rate)]
-    strong = frozenset([rates.index(max(known))]) if len(known) > 1 else frozenset[int]()
-    notes = list(comparison.notes)
-    if any(row.samples_per_s.count > 1 for row in comparison.rows):
-        notes.append("± is the standard deviation over seeds.")
-    return Table(columns, rows, comparison.verdict, notes, strong)
 
 
 def strategies_table(entries: Sequence[catalog.Strategy] = catalog.CATALOG) -> Table:
@@ -202,33 +187,6 @@ def _evals(run: RunSummary) -> str:
         f"; eval {name} {loss(value) if isinstance(value, (int, float)) else value}"
         for name, value in shown.items()
     )
-
-
-def _comparison_cells(row: ComparisonRow, metrics: Sequence[str], mixed: bool) -> list[str]:
-    factor = row.relative if math.isfinite(row.relative) else None
-    return [
-        row.name,
-        row.strategy,
-        *([row.framework] if mixed else []),
-        str(row.workers),
-        str(row.steps),
-        _spread(row.samples_per_s, number),
-        UNKNOWN if factor is None else f"{factor:.2f}x",
-        UNKNOWN if row.efficiency is None else percent(row.efficiency),
-        milliseconds(row.step_s * 1e3),
-        *_shares(row.share, row.unmeasured),
-        _spread(row.final_loss, loss),
-        *(_spread(row.evals[name], loss) if name in row.evals else UNKNOWN for name in metrics),
-        _spread(row.wall_s, duration),
-        size(row.sent_bytes),
-    ]
-
-
-def _spread(value: Spread, show: Callable[[float], str]) -> str:
-    if math.isfinite(value.std):
-        spread = f"{value.std:.2g}" if show is loss else show(value.std)
-        return f"{show(value.mean)} ± {spread}"
-    return show(value.mean)
 
 
 def _count(count: int, word: str) -> str:

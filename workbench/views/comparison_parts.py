@@ -1,0 +1,117 @@
+"""What the panels of a comparison's picture share: colours, frames, and how wide words are."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..history.comparison import Comparison
+from .theme import GRID, INK, MUTED, PAPER, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LABEL_PT, TICK_PT, TITLE_PT = 8.5, 8.0, 10.0
+BAR = 0.62
+"""Height of a bar, in rows."""
+
+_HINTED = 1.08
+"""Letters that are fitted to pixels stand wider apart than their outlines by this much."""
+
+_RUN_COLORS = (5, 3, 6, 4, 0, 1, 2)
+_BASE_COLOR = 7
+"""Indices of the shared series: the baseline in grey, and first those that no phase uses."""
+
+
+def color_of(comparison: Comparison, row: int) -> str:
+    """Return the colour of a row, the same in all panels."""
+    names = [one.name for one in comparison.rows]
+    base = names.index(comparison.baseline)
+    if row == base:
+        return series(_BASE_COLOR)
+    return series(_RUN_COLORS[(row - (row > base)) % len(_RUN_COLORS)])
+
+
+@lru_cache(maxsize=2048)
+def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
+    """Return how wide a line of text is drawn at most, inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    if not text.strip():
+        return 0.0
+    # A dollar sign is no formula here, and a path has no use for what it would become.
+    path = TextPath(
+        (0, 0), text.replace("$", "S"), prop=FontProperties(weight=weight, size=size_pt)
+    )
+    return _HINTED * float(path.get_extents().x1) / 72
+
+
+def plain(text: str) -> str:
+    """Return text that matplotlib draws as it is: no formula between dollar signs."""
+    return text.replace("$", r"\$")
+
+
+def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> str:
+    """Return text that fits a width: what is too much is left out of its middle."""
+    if width_in(text, size_pt, weight) <= most_in:
+        return text
+    for kept in range(len(text) - 1, 2, -1):
+        head = (kept + 1) // 2
+        short = f"{text[:head]}…{text[len(text) - (kept - head) :]}"
+        if width_in(short, size_pt, weight) <= most_in:
+            return short
+    return "…"
+
+
+def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:
+    """Return text in lines that fit a width."""
+    lines: list[str] = []
+    for word in text.split():
+        joined = f"{lines[-1]} {word}" if lines else word
+        if lines and width_in(joined, size_pt, weight) <= most_in:
+            lines[-1] = joined
+        else:
+            lines.append(clipped(word, size_pt, most_in, weight))
+    return lines
+
+
+def frame(axes: Axes, title: str, grid: str = "x") -> None:
+    """Give axes a title, muted ticks, and grid lines in one direction or `both`."""
+    axes.set_title(title, loc="left", fontsize=TITLE_PT, fontweight="bold", color=INK["light"])
+    axes.set_facecolor(PAPER["light"])
+    axes.set_axisbelow(True)
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis=grid, color=GRID["light"], lw=0.8)  # type: ignore[arg-type]
+    axes.tick_params(colors=MUTED["light"], labelsize=TICK_PT, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def row_axis(axes: Axes, comparison: Comparison) -> None:
+    """Make the vertical axis that of the rows, first on top; their names stand beside the band."""
+    count = len(comparison.rows)
+    axes.set_yticks([])
+    axes.set_ylim(count - 0.5, -0.5)
+    for between in range(1, count):
+        axes.axhline(between - 0.5, color=GRID["light"], lw=0.6, zorder=0)
+
+
+def tick(value: float, _: object = None) -> str:
+    """Return a tick's number in short: `2.5k`, `0.25`."""
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def panel_in(axes: Axes) -> float:
+    """Return the width of axes, inches."""
+    figure = axes.figure
+    return float(axes.get_position().width * figure.get_figwidth())  # type: ignore[union-attr]
+
+
+def say(axes: Axes, text: str = "not measured") -> None:
+    """Write into axes that have nothing to draw."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center",
+              fontsize=LABEL_PT, color=MUTED["light"])  # fmt: skip
