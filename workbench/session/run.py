@@ -447,6 +447,19 @@ class Run:
 
         return cell_text(self.plan)
 
+    def trace(self, path: str | Path | None = None) -> Path:
+        """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.
+
+        Args:
+            path: By default `NAME-trace.json` in the present folder; `.gz` is compressed.
+
+        Raises:
+            RunError: The run has no step yet, or the file cannot be written.
+        """
+        from .tracing import write
+
+        return write(self, path)
+
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
         disk.write_meta(self.folder, self.meta())

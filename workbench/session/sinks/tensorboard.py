@@ -81,8 +81,8 @@ class EventFile:
             metrics=[summary_v2.Metric(f"final/{name}") for name in _FIGURES],
             time_created_secs=began,
         )
-        lines = "\n".join(["| setting | value |", "|---|---|",
-                           *(f"| {name} | {value} |" for name, value in values.items())])  # fmt: skip
+        rows = [f"| {name} | {value} |" for name, value in values.items()]
+        lines = "\n".join(["| setting | value |", "|---|---|", *rows])
         self._summary(began, 0, [*columns.value, *start.value, _text("settings", lines)])
         self._file.flush()
 
