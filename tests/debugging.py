@@ -1,0 +1,47 @@
+"""What tests of debugging share: somebody at the keyboard, and how the cluster stands."""
+
+import builtins
+
+from notebook_shell import soon
+
+from workbench.session import prompt
+from workbench.session.state import session
+
+TRAINS = """import torch
+from torch import nn
+def look(step, logs):
+    if step == 3 and rank == 0:
+        breakpoint()
+        seen = step
+wb.fit(nn.Linear(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch_size=32,
+       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.01), steps=STEPS,
+       callbacks=look)
+"""
+
+
+class Typist:
+    """Somebody at the keyboard: each line answers one prompt; a function is called for its line."""
+
+    def __init__(self, monkeypatch, *lines):
+        self.lines, self.prompts = list(lines), []
+        monkeypatch.setattr(prompt, "can_prompt", lambda: True)
+        monkeypatch.setattr(builtins, "input", self.type)
+        monkeypatch.setattr(prompt.getpass, "getpass", self.type)
+
+    def type(self, text=""):
+        self.prompts.append(text)
+        assert self.lines, f"one prompt more than expected: {text}"
+        line = self.lines.pop(0)
+        return line() if callable(line) else line
+
+
+def paused():
+    return session.cluster.paused.stops
+
+
+def idle():
+    return soon(lambda: not session.cluster.is_busy)
+
+
+def where(*engines):
+    return session.cluster._engines.router.questions.ask("where", engines, 5)
