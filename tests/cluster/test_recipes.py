@@ -1,0 +1,121 @@
+"""Recipes on engines: every built-in one under every strategy, functions, cells written back."""
+
+import math
+
+import pytest
+
+import workbench as wb
+from workbench import catalog
+from workbench.cookbook import builtin
+from workbench.line import parse_cell_line
+from workbench.session.state import session
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+pytest.importorskip("torch")
+
+STRATEGIES = [entry.name for entry in catalog.strategies("torch") if entry.anywhere]
+FUNCTION = """
+@wb.recipe
+def tiny(lr=0.1, width=8):
+    '''A small network.'''
+    import torch
+    from torch import nn
+    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4))
+    wb.fit(model, wb.data.synthetic(64, shape=(16,), classes=4), loss=nn.CrossEntropyLoss(),
+           optimizer=lambda p: torch.optim.SGD(p, lr), batch_size=16, steps=4)
+    return lr, width
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", builtin.names())
+def test_a_built_in_recipe_trains_under_every_strategy(book, name, strategy):
+    book.ok(f"%distributed {strategy} --recipe {name} --steps 3 --plot off")
+    run = book["_run"]
+    assert run.state == "finished"
+    assert run.plan.recipe == builtin.lookup(name)
+    steps = run.history["step"]
+    assert sorted(set(steps)) == [0, 1, 2]
+    assert len(steps) == 3 * run.plan.workers
+    assert all(math.isfinite(loss) for loss in run.history["loss"])
+    metric = "bits_per_character" if name == "char_transformer" else "accuracy"
+    assert math.isfinite(run.evals[-1][metric])
+
+
+@pytest.mark.parametrize(("name", "epochs", "accuracy"), [("digits_mlp", 5, 0.9),
+                                                          ("digits_cnn", 4, 0.85)])  # fmt: skip
+def test_the_digits_are_learnt(book, name, epochs, accuracy):
+    book.ok(f"%distributed mirrored --recipe {name} --plot off")
+    assert [one["epoch"] for one in book["_run"].evals] == list(range(epochs))
+    assert book["_run"].evals[-1]["accuracy"] > accuracy
+
+
+def test_the_transformer_learns_more_than_which_characters_are_frequent(book):
+    """By their frequencies alone Python's characters take 4.9 bits each."""
+    book.ok("%distributed one_device --recipe char_transformer --steps 60 --plot off")
+    assert book["_run"].evals[-1]["bits_per_character"] < 4.3
+
+
+def test_a_function_is_a_recipe_and_its_cell_trains_the_same(book):
+    book.ok(FUNCTION)
+    assert "A small network." in book.ok("print(wb.recipes)").text
+    line = 'mirrored --recipe tiny --steps 3 --seed 4 --name "it\'s tiny" --plot off'
+    book.ok(f"%distributed {line}")
+    run = book["_run"]
+    assert run.results == [(0.1, 8), (0.1, 8)]
+    assert run.plan.overrides == {"steps": 3, "seed": 4}
+    text = run.to_cell()
+    assert text.startswith('%%distributed mirrored -n 2 --steps 3 --seed 4 --name "it\'s tiny"\n')
+    assert text.endswith("tiny(lr=0.1, width=8)\n")
+    book.ok(text.replace("--name", "--plot off --name"))
+    again = book["_run"]
+    assert again is not run
+    assert list(again.history["loss"]) == list(run.history["loss"])
+    assert again.to_cell() == text
+
+
+def test_parameters_of_a_function_are_set_by_name(book):
+    book.ok(FUNCTION)
+    recipe = wb.recipes["tiny"].with_parameters(width=5)
+    run = session.cluster.run(recipe, strategy="one_device").wait(60)
+    assert run.results == [(0.1, 5)]
+
+
+def test_a_function_defined_again_is_what_runs_next(book):
+    book.ok(FUNCTION)
+    book.ok("%distributed one_device --recipe tiny --plot off")
+    book.ok(FUNCTION.replace("return lr, width", "return 'new'"))
+    book.ok("%distributed one_device --recipe tiny --plot off")
+    assert book["_run"].results == ["new"]
+
+
+def test_a_run_of_a_built_in_recipe_is_written_back_and_trains_the_same(book):
+    book.ok("%distributed sharded --recipe digits_mlp --steps 3 -o unit_mb=0 --plot off")
+    run = book["_run"]
+    text = run.to_cell()
+    assert text.startswith("%%distributed sharded -n 2 -o unit_mb=0.0 --steps 3\nimport torch\n")
+    book.ok(text.replace("sharded", "sharded --plot off"))
+    assert list(book["_run"].history["loss"]) == list(run.history["loss"])
+    assert book["_run"].plan.recipe.digest == run.plan.recipe.digest
+
+
+def test_the_last_cell_of_another_framework_is_trained_under_that_one(book):
+    """The recipe knows what it was written for; the cluster's framework does not decide."""
+    recipe = builtin.lookup("digits_mlp", "tensorflow")
+    plans = session.plans(parse_cell_line("mirrored"), recipe)
+    assert [plan.framework for plan in plans] == ["tensorflow"]
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest(book):
+    book.refused("%distributed mirrored --recipe digits_mpl", "no recipe", "mean 'digits_mlp'")
+    book.refused("%distributed mirrored --recipe nowhere", "char_transformer", "name of a run")
+
+
+def test_names_of_recipes_are_completed(book):
+    def complete(line):
+        book.shell.set_completer_frame()
+        return book.shell.Completer.complete(line_buffer=line, cursor_pos=len(line))[1]
+
+    book.ok(FUNCTION)
+    assert "char_transformer" in complete("%distributed mirrored --recipe cha")
+    assert "tiny" in complete("%distributed mirrored --recipe ti")
