@@ -43,7 +43,8 @@ class Choice:
     """What is picked.
 
     What was typed wrongly is kept beside it (`wrong`), so that it stays on show, in every panel of
-    the notebook, and so that nothing is run meanwhile.
+    the notebook, and so that nothing is run meanwhile. Collections are replaced, never changed: one
+    thread draws while another one clicks.
 
     Attributes:
         recipe: Name of what is trained; empty: the notebook's last training cell, or the first
@@ -149,10 +150,8 @@ class Choice:
             PlanError: The framework has no such strategy.
         """
         name, picked = catalog.lookup(strategy, framework).name, self.picks[framework]
-        if name in picked:
-            picked.remove(name)
-        else:
-            picked.append(name)
+        left = [one for one in picked if one != name]
+        self.picks = {**self.picks, framework: left if name in picked else [*picked, name]}
 
     def set_count(self, name: str, typed: object) -> None:
         """Take what was typed for workers, seeds, epochs, steps, batch_size or seed.
@@ -165,15 +164,16 @@ class Choice:
         self._take(name, typed, lambda text: self._put_count(name, text))
 
     def _put_count(self, name: str, text: str) -> None:
-        value = _whole(text, least=0 if name == "seed" else 1, most=MOST.get(name)) if text else None
+        value = (
+            _whole(text, least=0 if name == "seed" else 1, most=MOST.get(name)) if text else None
+        )
         if name == "workers":
             self.workers = value
         elif name == "seeds":
             self.seeds = value or 1
-        elif value is None:
-            self.overrides.pop(name, None)
         else:
-            self.overrides[name] = value
+            left = {key: one for key, one in self.overrides.items() if key != name}
+            self.overrides = left if value is None else {**left, name: value}
 
     def set_faults(self, typed: object) -> None:
         """Take faults as `--inject` takes them, several with spaces or commas between."""
@@ -191,13 +191,14 @@ class Choice:
             PlanError: There is no such strategy or option.
         """
         entry = catalog.lookup(strategy, framework)
-        known = entry.option(option)
-        given = self.options.setdefault((framework, entry.name), {})
+        known, key = entry.option(option), (framework, entry.name)
 
         def put(text: str) -> None:
-            given.pop(option, None)
-            if text and (value := known.parse(text)) != known.default:
-                given[option] = value
+            value = known.parse(text) if text else known.default
+            given = {**self.options.get(key, {}), option: value}
+            if value == known.default:
+                del given[option]
+            self.options = {**self.options, key: given}
 
         self._take(f"{framework}.{entry.name}.{option}", typed, put)
 
@@ -212,22 +213,25 @@ class Choice:
         """
         if name not in recipe.parameters:
             raise unknown(f"parameter of {recipe.name}", name, recipe.parameters)
-        given = self.parameters.setdefault(recipe.name, {})
+        default = recipe.parameters[name]
 
         def put(text: str) -> None:
-            given.pop(name, None)
-            if text and (value := _like(recipe.parameters[name], text)) != recipe.parameters[name]:
-                given[name] = value
+            value = _like(default, text) if text else default
+            given = {**self.parameters.get(recipe.name, {}), name: value}
+            if value == default:
+                del given[name]
+            self.parameters = {**self.parameters, recipe.name: given}
 
         self._take(f"recipe.{recipe.name}.{name}", typed, put)
 
     def _take(self, name: str, typed: object, put: Callable[[str], None]) -> None:
         text = "" if typed is None else str(typed).strip()[:400]
-        self.wrong.pop(name, None)
+        wrong = {key: one for key, one in self.wrong.items() if key != name}
         try:
             put(text)
         except PlanError as error:
-            self.wrong[name] = Wrong(text, short(error))
+            wrong[name] = Wrong(text, short(error))
+        self.wrong = wrong
 
 
 def check_written_for(recipe: Recipe, framework: str) -> None:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from .cluster import ClusterPart
+from .comparison import ComparisonPart
 from .faults import FaultsPart
 from .live import LivePart
 from .part import Part
+from .recipe import RecipePart
+from .strategies import StrategiesPart
 
-PARTS: tuple[type[Part], ...] = (ClusterPart, LivePart, FaultsPart)
+PARTS: tuple[type[Part], ...] = (
+    ClusterPart,
+    RecipePart,
+    StrategiesPart,
+    LivePart,
+    FaultsPart,
+    ComparisonPart,
+)

@@ -47,7 +47,7 @@ const kit = {
 
   /** Keep children of `parent` in step with `items`: made once per key, updated, moved, removed. */
   list(parent, items, key, make, update = () => {}) {
-    const old = parent.wbpItems ?? (parent.wbpItems = new Map()), kept = new Map();
+    const old = parent.wbpItems ?? (parent.wbpItems = new Map()), kept = new Map(), ours = new Set(old.values());
     let place = parent.firstChild;
     for (const item of items) {
       const id = key(item);
@@ -56,6 +56,7 @@ const kit = {
       else element = make(item);
       kept.set(id, element);
       update(element, item);
+      while (place && !ours.has(place)) place = place.nextSibling; // somebody else's child stays where it is
       if (element === place) place = place.nextSibling;
       else parent.insertBefore(element, place);
     }

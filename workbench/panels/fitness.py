@@ -1,0 +1,92 @@
+"""Which strategies can run here and now, and why the others cannot: asked of the plans' checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import catalog, limits
+from ..cookbook import Recipe
+from ..cookbook.ways import Use, misfit
+from ..errors import ClusterError, PlanError
+from ..line import CellLine
+from ..plan import Plan, make_plan
+from ..session.checks import check_framework
+
+NOTHING = Recipe("pass")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What there is to run on.
+
+    Attributes:
+        framework: What is trained with.
+        workers: How many replicas a run has that is not told.
+        devices: One per replica: `cpu`, `cuda:0`; None where there is no cluster yet.
+        allowed: What the administrator allows.
+    """
+
+    framework: str
+    workers: int
+    devices: tuple[str, ...] | None
+    allowed: limits.Limits
+
+
+def missing_framework(framework: str) -> str:
+    """Return why a framework cannot be used here; empty: it can."""
+    try:
+        check_framework(framework)
+    except ClusterError as error:
+        return f"{error.what} {error.next_step}" if error.next_step else error.what
+    return ""
+
+
+def reason(entry: catalog.Strategy, place: Place, use: Use) -> str:
+    """Return why a strategy cannot run here with its default options; empty: it can."""
+    if missing := missing_framework(entry.framework):
+        return missing
+    if unfit := misfit(entry, use):
+        return unfit
+    try:
+        plan = make_plan(
+            NOTHING, entry.name, framework=entry.framework, workers=max(1, place.workers)
+        )
+        check(plan, place)
+    except PlanError as error:
+        return error.what
+    return ""
+
+
+def check(plan: Plan, place: Place) -> None:
+    """Raise PlanError where a plan needs devices or engines that there cannot be."""
+    place.allowed.check_engines(plan.engines + len(plan.helpers))
+    if place.devices:
+        plan.check_devices([place.devices[i % len(place.devices)] for i in range(plan.workers)])
+
+
+def problem(line: CellLine, recipe: Recipe, place: Place) -> str:
+    """Return what is wrong with a strategy as it is set; empty: nothing is."""
+    try:
+        plan = make_plan(
+            recipe,
+            line.strategies[0],
+            framework=place.framework,
+            workers=place.workers,
+            options=line.options,
+            overrides=line.overrides,
+            faults=line.faults,
+        )
+        check(plan, place)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def choices(
+    entry: catalog.Strategy, option: catalog.Option, devices: Sequence[str] | None
+) -> list[str]:
+    """Return the values of an option that need devices which are not there."""
+    if not devices or all(device.startswith("cuda") for device in devices):
+        return []
+    return [value for name, value in entry.needs_gpus if name == option.name]

@@ -1,0 +1,175 @@
+"""What is trained: the notebook's cells, its functions, and what comes with the package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..cookbook import Recipe, builtin
+from ..cookbook.ways import WORDS, use_of
+from ..errors import PlanError
+from ..session.cells import cell_text
+from ..session.recipes import recipes
+from .choice import Choice, check_written_for
+from .part import Part, Wire, action
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..session.state import Session
+
+KINDS = (("cell", "This notebook's cells"), ("function", "Functions"), ("built-in", "Built-in"))
+SHOWN_CHARACTERS = 60_000
+
+
+class RecipePart(Part):
+    """A list of recipes, the code of the one that is picked, and its parameters."""
+
+    name = "recipe"
+
+    def wire(self) -> Wire:
+        """The list by kind, and the picked recipe with its code."""
+        session, choice = self.panel.session, self.panel.choice
+        framework = choice.framework_in(session)
+        listed = _listed(framework)
+        try:
+            picked: Recipe | None = choice.recipe_in(session)
+            problem = ""
+        except PlanError as error:
+            picked, problem = None, error.what
+        selected = _selected(picked, choice, listed)
+        return {
+            "groups": [
+                {"title": title, "recipes": found}
+                for kind, title in KINDS
+                if (found := [_row(n, r, framework) for n, k, r in listed if k == kind])
+            ],
+            "selected": selected,
+            "problem": problem or _misfit(picked, framework),
+            "picked": None if picked is None else _whole(picked, choice),
+        }
+
+    @action()
+    def pick(self, name: str) -> None:
+        """Train this recipe; one that is written for the other framework brings that along."""
+        session, choice = self.panel.session, self.panel.choice
+        found = recipes.find(name, choice.framework_in(session))
+        choice.recipe = name
+        if found.framework:
+            choice.framework = found.framework
+
+    @action()
+    def parameter(self, name: str, value: object = None) -> None:
+        """Set a parameter of the recipe, or take it back to its default."""
+        self.panel.choice.set_parameter(self._registered(), name, value)
+
+    @action()
+    def cell(self) -> dict[str, Any]:
+        """Return the cells that ask for what is picked: one for each strategy."""
+        session, choice = self.panel.session, self.panel.choice
+        plans = choice.plans(session)
+        step = max(1, choice.seeds)
+        texts = [_with_seeds(plan, choice, session) for plan in plans[::step]]
+        return {"cells": texts}
+
+    def _registered(self) -> Recipe:
+        """Return the picked recipe with its own parameters."""
+        session, choice = self.panel.session, self.panel.choice
+        picked = choice.recipe_in(session)
+        return recipes.find(picked.name, picked.framework) if picked.name else picked
+
+
+def _with_seeds(plan: Plan, choice: Choice, session: Session) -> str:
+    """Return a plan's cell; several seeds are a flag of its line, not a cell each."""
+    if choice.seeds == 1:
+        return cell_text(plan)
+    line = choice.line(plan.strategy, plan.framework)
+    single = session.plans(replace(line, seeds=None), plan.recipe)[0]
+    first, _, rest = cell_text(single).partition("\n")
+    return f"{first} --seeds {choice.seeds}\n{rest}"
+
+
+def _listed(framework: str) -> list[tuple[str, str, Recipe]]:
+    """Return name, kind and recipe: newest cells first, each cell once; built-ins last."""
+    cells: dict[str, tuple[str, str, Recipe]] = {}
+    rest = []
+    for name in list(recipes):
+        one = recipes.find(name, framework)
+        if one.origin in ("function", builtin.ORIGIN):
+            rest.append((name, one.origin, one))
+        else:
+            cells.pop(one.digest, None)
+            cells[one.digest] = (name, "cell", one)
+    return [*reversed(cells.values()), *rest]
+
+
+def _selected(picked: Recipe | None, choice: Choice, listed: list[tuple[str, str, Recipe]]) -> str:
+    names = [name for name, _, _ in listed]
+    if picked is None:
+        return ""
+    if choice.recipe in names:
+        return choice.recipe
+    if picked.name in names:
+        return picked.name
+    return next((name for name, _, one in listed if one.digest == picked.digest), "")
+
+
+def _row(name: str, one: Recipe, framework: str) -> Wire:
+    written = builtin.frameworks(name) if one.origin == builtin.ORIGIN else [one.framework]
+    return {
+        "name": name,
+        "origin": one.origin.removeprefix("cell "),
+        "summary": one.summary or _first_comment(one.source),
+        "frameworks": [word for word in written if word],
+        "fits": one.framework in ("", framework),
+    }
+
+
+def _whole(one: Recipe, choice: Choice) -> Wire:
+    way = use_of(one.source).way
+    return {
+        "name": one.name or one.origin,
+        "source": one.source.strip("\n")[:SHOWN_CHARACTERS],
+        "first_line": one.first_line + len(one.source) - len(one.source.lstrip("\n")),
+        "framework": one.framework,
+        "way": WORDS[way] if way else "",
+        "function": one.function or "",
+        "parameters": [_parameter(one, name, choice) for name in one.parameters],
+    }
+
+
+def _parameter(one: Recipe, name: str, choice: Choice) -> Wire:
+    wrong = choice.wrong.get(f"recipe.{one.name}.{name}")
+    value = one.parameters[name]
+    kinds = {bool: "bool", int: "int", float: "float"}
+    return {
+        "name": name,
+        "kind": kinds.get(type(value), "str"),
+        "value": wrong.typed if wrong else _shown(value),
+        "given": bool(wrong) or name in choice.parameters.get(one.name, {}),
+        "error": wrong.why if wrong else "",
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else repr(value)
+
+
+def _misfit(picked: Recipe | None, framework: str) -> str:
+    if picked is None:
+        return ""
+    try:
+        check_written_for(picked, framework)
+    except PlanError as error:
+        return f"{error.what} {error.next_step}"
+    return ""
+
+
+def _first_comment(source: str) -> str:
+    for line in source.splitlines():
+        if line.startswith("#"):
+            return line.lstrip("# ").strip()
+        if line.strip() and not line.startswith(("import ", "from ")):
+            break
+    return ""

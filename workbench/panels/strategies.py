@@ -1,0 +1,297 @@
+"""The cards of the catalog: which strategies are run, with which options, how often."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .. import catalog, limits
+from ..catalog.messages import Diagram, messages
+from ..cookbook import Recipe
+from ..cookbook.ways import use_of
+from ..errors import PlanError, WorkbenchError
+from ..views.diagram import DiagramPicture
+from . import fitness
+from .choice import COUNTS, check_written_for
+from .part import Part, Wire, action
+
+if TYPE_CHECKING:
+    from .choice import Choice
+    from .model import Panel
+
+GLYPH_WORKERS = 3
+DRAWN_WORKERS = 8
+"""More would not be told apart in the panel; the pattern is the same."""
+LOOK_AGAIN_S = 5.0
+"""So often it is asked anew what is installed and allowed here."""
+NOBODY = 2
+"""Workers that are planned with while there is no cluster: what Start offers."""
+
+
+class StrategiesPart(Part):
+    """Cards of the chosen framework's strategies, and what all runs have in common."""
+
+    name = "strategies"
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(panel)
+        self._known: tuple[object, Wire] | None = None
+
+    def wire(self) -> Wire:
+        """Cards, fields and what it all comes to; worked out anew when something has changed."""
+        session, choice = self.panel.session, self.panel.choice
+        cluster, recipe = session.cluster, self._recipe()
+        workers = () if cluster is None else tuple(cluster.worker_ids)
+        about = repr(cluster and (cluster.framework, cluster.devices_asked))
+        age = int(time.monotonic() / LOOK_AGAIN_S)
+        key = (repr(choice), workers, about, recipe, recipe and recipe.framework, age)
+        known = self._known
+        if known is None or known[0] != key:
+            self._known = known = (key, self._look(choice, recipe, len(workers)))
+        return known[1]
+
+    def _recipe(self) -> Recipe | None:
+        try:
+            return self.panel.choice.recipe_in(self.panel.session)
+        except PlanError:
+            return None
+
+    def _look(self, choice: Choice, recipe: Recipe | None, engines: int) -> Wire:
+        place = self._place(choice, engines)
+        use = use_of(recipe.source if recipe is not None else "")
+        cards = [
+            _card(entry, choice, place, fitness.reason(entry, place, use), recipe)
+            for entry in catalog.strategies(place.framework)
+        ]
+        found: Wire = {
+            "framework": place.framework,
+            "frameworks": [
+                {"name": name, "reason": fitness.missing_framework(name)}
+                for name in catalog.FRAMEWORKS
+            ],
+            "cards": cards,
+            "common": _common(choice, engines, place),
+            "summary": summary(choice, place, recipe),
+        }
+        found["problem"] = self._problem(choice, place, recipe, cards)
+        found["ready"] = not found["problem"]
+        return found
+
+    def _place(self, choice: Choice, engines: int) -> fitness.Place:
+        session, workers = self.panel.session, choice.workers or max(1, engines)
+        cluster = session.cluster
+        if cluster is None:
+            workers, devices = choice.workers or NOBODY, None
+        else:
+            devices = tuple(one.device for one in cluster.lease(workers).leases)
+        return fitness.Place(choice.framework_in(session), workers, devices, limits.load())
+
+    def _problem(
+        self, choice: Choice, place: fitness.Place, recipe: Recipe | None, cards: list[Wire]
+    ) -> str:
+        """Return why nothing can be run as it stands, in a line; empty: it can."""
+        for card in cards:
+            if card["picked"] and (card["reason"] or card["problem"]):
+                return f"{card['name']}: {card['reason'] or card['problem'].splitlines()[0]}"
+        if choice.picks[place.framework] and self.panel.session.cluster is None:
+            return "No cluster yet: press Start above."
+        try:
+            if recipe is None:
+                choice.recipe_in(self.panel.session)
+            else:
+                check_written_for(recipe, place.framework)
+            choice.plans(self.panel.session)
+        except WorkbenchError as error:
+            return (
+                f"{error.what.rstrip('.')}: {error.next_step}." if error.next_step else error.what
+            )
+        return ""
+
+    # -- what is clicked ---------------------------------------------------------------------------
+
+    @action()
+    def framework(self, name: str) -> None:
+        """Switch the framework; each has picks of its own."""
+        if name not in catalog.FRAMEWORKS:
+            raise PlanError(
+                "There is no such framework.", seen=name, allowed=", ".join(catalog.FRAMEWORKS)
+            )
+        self.panel.choice.framework = name
+
+    @action()
+    def toggle(self, strategy: str) -> None:
+        """Pick a strategy, or put it back."""
+        self.panel.choice.toggle(self._framework(), strategy)
+
+    @action()
+    def option(self, strategy: str, option: str, value: object = None) -> None:
+        """Set an option, or take it back to its default."""
+        self.panel.choice.set_option(self._framework(), strategy, option, value)
+
+    @action()
+    def common(self, name: str, value: object = None) -> None:
+        """Set what all runs have in common; nothing: as the recipe has it."""
+        if name == "inject":
+            self.panel.choice.set_faults(value)
+        else:
+            self.panel.choice.set_count(name, value)
+
+    @action()
+    def diagram(self, strategy: str) -> dict[str, str]:
+        """Return who sends what to whom in a step, as it is set now, drawn."""
+        choice, framework = self.panel.choice, self._framework()
+        entry = catalog.lookup(strategy, framework)
+        cluster = self.panel.session.cluster
+        engines = NOBODY if cluster is None else len(cluster.worker_ids)
+        workers = max(2, min(DRAWN_WORKERS, choice.workers or engines))
+        given = choice.options.get((framework, entry.name), {})
+        try:
+            drawn = messages(entry.name, workers, given, framework=framework)
+        except PlanError as error:
+            return {"svg": "", "text": error.what}
+        picture = DiagramPicture(drawn)
+        return {"svg": picture.canvas().svg(), "text": picture.text()}
+
+    def _framework(self) -> str:
+        return self.panel.choice.framework_in(self.panel.session)
+
+
+def summary(choice: Choice, place: fitness.Place, recipe: Recipe | None) -> str:
+    """Return what will be run: `2 strategies × 3 seeds = 6 runs on 2 workers`."""
+    picked = choice.picks[place.framework]
+    if not picked:
+        return "Nothing is picked"
+    on = f"on {place.workers} worker{'s' if place.workers != 1 else ''}"
+    named = "" if recipe is None else f" of {recipe.name or recipe.origin}"
+    count = len(picked) * choice.seeds
+    if count == 1:
+        return f"1 run{named}: {picked[0]} {on}"
+    factors = [f"{len(picked)} strategies"] if len(picked) > 1 else [picked[0]]
+    factors += [f"{choice.seeds} seeds"] if choice.seeds > 1 else []
+    if len(factors) == 1:
+        return f"{count} runs{named}: {', then '.join(picked)}, {on}"
+    return f"{' × '.join(factors)} = {count} runs{named} {on}"
+
+
+def _card(
+    entry: catalog.Strategy, choice: Choice, place: fitness.Place, why_not: str,
+    recipe: Recipe | None,
+) -> Wire:  # fmt: skip
+    picked = choice.picks[place.framework]
+    problem = ""
+    if not why_not and recipe is not None:
+        problem = fitness.problem(choice.line(entry.name, place.framework), recipe, place)
+    return {
+        "name": entry.name,
+        "term": entry.term,
+        "summary": entry.summary,
+        "suits": entry.suits,
+        "source": entry.source,
+        "aliases": list(entry.aliases),
+        "facts": _facts(entry, place),
+        "picked": picked.index(entry.name) + 1 if entry.name in picked else 0,
+        "reason": why_not,
+        "problem": problem,
+        "options": [_option(entry, option, choice, place) for option in entry.options],
+        "glyph": glyph(entry.framework, entry.name),
+    }
+
+
+def _facts(entry: catalog.Strategy, place: fitness.Place) -> list[str]:
+    """Return what else to know, a few words each."""
+    facts = ["synchronous" if entry.sync else "asynchronous"]
+    if entry.max_workers is not None and place.workers > entry.max_workers:
+        facts.append(f"uses {entry.max_workers} of {place.workers} workers")
+    servers = entry.server_count(entry.settings({}))
+    if servers:
+        facts.append(f"and {servers} server{'s' if servers > 1 else ''}")
+    if entry.one_engine and not entry.remote_workers and place.workers > 1:
+        facts.append("all replicas in one engine")
+    return facts
+
+
+def _option(
+    entry: catalog.Strategy, option: catalog.Option, choice: Choice, place: fitness.Place
+) -> Wire:
+    key = (place.framework, entry.name)
+    given = choice.options.get(key, {})
+    wrong = choice.wrong.get(f"{place.framework}.{entry.name}.{option.name}")
+    unfit = fitness.choices(entry, option, place.devices)
+    return {
+        "name": option.name,
+        "kind": option.kind,
+        "help": option.help,
+        "allowed": option.allowed,
+        "minimum": option.minimum,
+        "maximum": option.maximum,
+        "choices": [{"name": c, "fits": c not in unfit} for c in option.choices],
+        "optional": option.optional,
+        "default": _text(option.default),
+        "value": wrong.typed if wrong else _text(given.get(option.name, option.default)),
+        "given": bool(wrong) or option.name in given,
+        "error": wrong.why if wrong else "",
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _common(choice: Choice, engines: int, place: fitness.Place) -> dict[str, Wire]:
+    given: dict[str, Any] = {"workers": choice.workers, **choice.overrides}
+    given["seeds"] = choice.seeds if choice.seeds > 1 else None
+    found: dict[str, Wire] = {}
+    for name in COUNTS:
+        wrong = choice.wrong.get(name)
+        found[name] = {
+            "value": wrong.typed if wrong else _text(given.get(name)),
+            "error": wrong.why if wrong else "",
+        }
+    found["workers"]["hint"] = _workers_hint(choice.workers, engines, place)
+    found["seed"]["off"] = choice.seeds > 1
+    wrong = choice.wrong.get("inject")
+    found["inject"] = {
+        "value": wrong.typed if wrong else " ".join(choice.faults),
+        "error": wrong.why if wrong else "",
+    }
+    return found
+
+
+def _workers_hint(workers: int | None, engines: int, place: fitness.Place) -> str:
+    if not engines:
+        return "no engine runs yet"
+    if workers is None:
+        return f"all {engines} engines" if engines > 1 else "the one engine"
+    if workers > engines:
+        return f"starts {workers - engines} more than the {engines} there are"
+    return f"of {engines} engines" if workers < engines else ""
+
+
+@lru_cache(maxsize=64)
+def glyph(framework: str, strategy: str) -> Wire | None:
+    """Return a strategy's messages in a few numbers, for the small picture on its card.
+
+    Nodes are numbered from left to right; None where the pattern cannot be drawn.
+    """
+    try:
+        drawn: Diagram = messages(strategy, GLYPH_WORKERS, framework=framework)
+    except PlanError:
+        return None
+    place = {node.id: i for i, node in enumerate(drawn.nodes)}
+    return {
+        "nodes": [node.kind for node in drawn.nodes],
+        "phases": [
+            {
+                "busy": [place[name] for name in phase.busy],
+                "arrows": [
+                    [place[a.source], place[a.target], a.kind, a.order] for a in phase.arrows
+                ],
+            }
+            for phase in drawn.phases
+        ],
+    }
