@@ -54,6 +54,7 @@ class Panel:
         choice: What is picked: recipe, strategies with their options, workers, seeds.
         parts: Its sections by name.
         changed: Set when widgets should draw before the next tick.
+        keepers: Called with a name and what should stay in the saved notebook under that name.
     """
 
     def __init__(self, session: Session, parts: tuple[type[Part], ...]) -> None:
@@ -62,6 +63,7 @@ class Panel:
         self.changed = threading.Event()
         self.notices: list[Notice] = []
         self.parts: dict[str, Part] = {part.name: part(self) for part in parts}
+        self.keepers: list[Callable[[str, Any], None]] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._slow: queue.SimpleQueue[tuple[str, Callable[[], None]]] = queue.SimpleQueue()
@@ -92,6 +94,11 @@ class Panel:
             self.notices = [one for one in self.notices if one.id != notice]
         self.changed.set()
 
+    def keep(self, name: str, thing: Any) -> None:
+        """Let something with a picture stay in the notebook, for when there is no kernel."""
+        for keeper in list(self.keepers):
+            keeper(name, thing)
+
     # -- what is done ------------------------------------------------------------------------------
 
     def do(self, name: str, fields: Mapping[str, Any], reply: Reply = lambda value: None) -> None:
@@ -113,7 +120,7 @@ class Panel:
             self._failed(part, error)
             return
         if found.slow:
-            self._later(name, lambda: self._call(part, found, fields, reply))
+            self.later(name, lambda: self._call(part, found, fields, reply))
         else:
             self._call(part, found, fields, reply)
 
@@ -130,7 +137,8 @@ class Panel:
         detail = "" if own else "".join(traceback.format_exception(error))
         self.say(part, text, level="error", detail=detail)
 
-    def _later(self, name: str, call: Callable[[], None]) -> None:
+    def later(self, name: str, call: Callable[[], None]) -> None:
+        """Do something on the panel's own thread, after what was asked for before it."""
         with self._lock:
             self._doing.append(name)
             self._slow.put((name, call))
@@ -144,7 +152,10 @@ class Panel:
     def _work(self) -> None:
         while True:
             name, call = self._slow.get()
-            call()
+            try:
+                call()
+            except Exception as error:  # shown; the thread goes on
+                self._failed(name.partition(".")[0], error)
             with self._lock:
                 self._doing.remove(name)
             self.changed.set()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from typing import Any
 
 from ..errors import PlanError
 from ..session.state import session
-from ..views.live import in_notebook
+from ..views.exports import kept_bundle
+from ..views.live import Publish, in_notebook, notebook_publisher
 from ..views.panel.widget import PanelWidget
 from .live import LivePart
 from .model import Panel
@@ -25,12 +28,30 @@ class PanelView:
     def __init__(self, panel: Panel, pump: Pump) -> None:
         self.panel, self._pump = panel, pump
         self.widget = PanelWidget(panel.do, panel.changed.set)
+        self._publish: Publish | None = None
+        self._kept: dict[str, str] = {}
         pump.add(self.widget)
 
     def close(self) -> None:
-        """Take the widget away; runs and the cluster go on."""
+        """Take the widget away; runs, the cluster and what was kept stay."""
         self._pump.remove(self.widget)
+        with contextlib.suppress(ValueError):
+            self.panel.keepers.remove(self._keep)
         self.widget.close()
+
+    def _keep(self, name: str, thing: Any) -> None:
+        """Show below the panel, folded, what a saved notebook has without a kernel."""
+        if self._publish is None:
+            return
+        known = name in self._kept
+        display_id = self._kept.setdefault(name, f"workbench-kept-{uuid.uuid4().hex}")
+        self._publish(kept_bundle(thing.comparison), display_id, known)
+
+    def _ipython_display_(self) -> None:
+        self._publish = notebook_publisher()
+        self._publish(self._repr_mimebundle_(), f"workbench-panel-{uuid.uuid4().hex}", False)
+        if self._keep not in self.panel.keepers:
+            self.panel.keepers.append(self._keep)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_()

@@ -49,8 +49,8 @@ def frame_of(comparison: Comparison) -> pd.DataFrame:
     import pandas as pd
 
     made = pd.DataFrame(fields.records(comparison.rows, comparison.metrics))
-    words = {"run", "strategy", "framework", "state", "seeds"}
-    return made.astype({key: float for key in made.columns if key not in words})
+    whole = {"run", "strategy", "framework", "state", "seeds", "workers", "steps"}
+    return made.astype({key: float for key in made.columns if key not in whole})
 
 
 def markdown_of(table: Table) -> str:
@@ -80,6 +80,20 @@ def page_of(comparison: Comparison) -> str:
     )
 
 
+def kept_bundle(comparison: Comparison) -> dict[str, str]:
+    """Return table and picture, folded, for below a widget that a saved notebook cannot show."""
+    from .comparison_figure import comparison_png
+
+    table, names = comparison_table(comparison), ", ".join(row.name for row in comparison.rows)
+    picture = base64.b64encode(comparison_png(comparison)).decode()
+    return {
+        "text/html": f"<details><summary>Kept with the notebook: {html.escape(names)}</summary>"
+        f'{table.html()}<img alt="Comparison of {html.escape(names, quote=True)}" '
+        f'style="max-width:100%" src="data:image/png;base64,{picture}"></details>',
+        "text/plain": table.text(),
+    }
+
+
 def save(comparison: Comparison, path: str | Path) -> Path:
     """Write a comparison to a file, in the form that its suffix names; return its path.
 
@@ -87,17 +101,26 @@ def save(comparison: Comparison, path: str | Path) -> Path:
         PlanError: There is no form for that suffix.
     """
     target = Path(path).expanduser()
-    make = _FORMS.get(target.suffix.lower())
+    # Newlines are written as they are made, on every system.
+    target.write_bytes(as_bytes(comparison, target.suffix.lower() or str(path)))
+    return target
+
+
+def as_bytes(comparison: Comparison, suffix: str) -> bytes:
+    """Return what a file of that suffix (`.csv`) holds.
+
+    Raises:
+        PlanError: There is no form for that suffix.
+    """
+    make = _FORMS.get(suffix)
     if make is None:
         raise PlanError(
             "A comparison cannot be saved under that suffix.",
-            seen=target.suffix or str(path),
+            seen=suffix,
             allowed=", ".join(_FORMS),
         )
     made = make(comparison)
-    # Newlines are written as they are made, on every system.
-    target.write_bytes(made if isinstance(made, bytes) else made.encode())
-    return target
+    return made if isinstance(made, bytes) else made.encode()
 
 
 def _png(comparison: Comparison) -> bytes:

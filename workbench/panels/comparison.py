@@ -1,0 +1,115 @@
+"""Runs side by side in the panel: the data of `wb.compare`, its exports, and what stays saved."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError, RunError
+from ..session.compare import Compared, compare
+from ..session.registry import runs
+from ..views.exports import as_bytes
+from .part import Part, Wire, action
+
+if TYPE_CHECKING:
+    from ..session.run import Run
+    from .model import Panel
+
+KINDS = {
+    "csv": "text/csv",
+    "md": "text/markdown",
+    "html": "text/html",
+    "json": "application/json",
+    "png": "image/png",
+    "svg": "image/svg+xml",
+}
+MOST = 24
+"""Runs that are compared unless others are picked: the newest of one recipe."""
+
+
+class ComparisonPart(Part):
+    """The picked runs that are over, compared anew when they are others."""
+
+    name = "comparison"
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__(panel)
+        self._picked: list[str] | None = None
+        self._key: tuple[Any, ...] = ()
+        self._compared: Compared | None = None
+        self._wire: Wire | None = None
+        self._why = ""
+
+    # -- which runs --------------------------------------------------------------------------------
+
+    def runs(self) -> list[Run]:
+        """The runs that are compared: those picked, else the latest recipe's."""
+        over = [run for run in list(runs.values()) if run.is_over]
+        if self._picked is not None:
+            return [run for run in over if run.name in self._picked]
+        trained = [run for run in over if run.history.totals.steps]
+        if not trained:
+            return []
+        recipe = trained[-1].plan.recipe.digest
+        return [run for run in trained if run.plan.recipe.digest == recipe][-MOST:]
+
+    @action()
+    def pick(self, run: str, on: bool = True) -> None:
+        """Take a run in, or leave it out."""
+        names = [one.name for one in self.runs()]
+        if run not in runs:
+            raise PlanError("There is no such run.", seen=run, allowed=", ".join(runs))
+        self._picked = [*names, run] if on else [name for name in names if name != run]
+
+    @action()
+    def latest(self) -> None:
+        """Compare all runs of the latest recipe again."""
+        self._picked = None
+
+    # -- what is shown -----------------------------------------------------------------------------
+
+    def wire(self) -> Wire:
+        """The runs there are, and the comparison once it has been made."""
+        chosen = self.runs()
+        key = tuple((run.name, run.number, run.state) for run in chosen)
+        if key != self._key:
+            self._key = key
+            self.panel.later("comparison", self._compare)
+        picked = {run.name for run in chosen}
+        return {
+            "runs": [
+                {"name": run.name, "strategy": run.plan.strategy, "state": run.state,
+                 "picked": run.name in picked}
+                for run in list(runs.values()) if run.is_over
+            ],
+            "compared": self._wire,
+            "why": self._why,
+        }  # fmt: skip
+
+    def _compare(self) -> None:
+        self._compared = self._wire = None
+        self._why = ""
+        chosen = self.runs()
+        if not chosen:
+            return
+        try:
+            self._compared = compare(*chosen)
+            self._wire = self._compared.to_wire()
+        except (RunError, PlanError) as error:
+            self._why = str(error)
+            return
+        self.panel.keep("comparison", self._compared)
+
+    @action(slow=True)
+    def export(self, kind: str) -> dict[str, str]:
+        """Return the comparison as a file: its name, type and bytes in base64."""
+        if kind not in KINDS:
+            raise PlanError("There is no such form.", seen=kind, allowed=", ".join(KINDS))
+        if self._compared is None:
+            raise RunError("Nothing is compared yet.", next_step="pick runs that are over")
+        data = as_bytes(self._compared.comparison, f".{kind}")
+        return {
+            "name": f"comparison.{kind}",
+            "type": KINDS[kind],
+            "data": base64.b64encode(data).decode(),
+        }
