@@ -23,6 +23,8 @@ def notes(groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
         listed = ", ".join(f"{run.name} {run.total_steps or run.steps}" for run in runs)
         found.append(f"The numbers of steps differ: {listed}.")
     found += _seeds(groups)
+    found += _devices(runs)
+    found += _updates(groups)
     for run in runs:
         found += _single(run)
     return tuple(found)
@@ -49,6 +51,37 @@ def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
     return [f"The seeds differ, so the runs began at different weights: {listed}."]
 
 
+def _devices(runs: Sequence[RunSummary]) -> list[str]:
+    kinds = {
+        run.name: sorted({_kind(worker.device) for worker in run.workers_table if worker.device})
+        for run in runs
+    }
+    known = {name: ", ".join(kind) for name, kind in kinds.items() if kind}
+    if len(set(known.values())) < 2:
+        return []
+    listed = "; ".join(f"{name} {kind}" for name, kind in known.items())
+    return [f"The devices differ: {listed}."]
+
+
+def _kind(device: str) -> str:
+    """Return `NVIDIA H200` for `cuda:0 NVIDIA H200`, `cpu` for `cpu`."""
+    place, _, name = device.partition(" ")
+    return name or place.partition(":")[0]
+
+
+def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
+    """Say where each worker's push is an update of its own: there are more of them, and smaller."""
+    runs = [group[0] for group in groups]
+    alone = [run.name for run in runs if not run.joined and run.workers > 1 and run.shares_batch]
+    if not alone or len(alone) == len(runs):
+        return []
+    which = ", ".join(alone)
+    return [
+        f"In a step of {which} each worker's push is an update of its own, made from its share of "
+        "the batch: there are as many updates as workers, where the others make one."
+    ]
+
+
 def _single(run: RunSummary) -> list[str]:
     found = []
     if run.trained_before:
@@ -56,6 +89,8 @@ def _single(run: RunSummary) -> list[str]:
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""
         found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
+    if any("loss is no number" in note for note in run.notes):
+        found.append(f"{run.name} diverged: its last loss is no number, and in no mean.")
     if run.faults:
         found.append(f"{run.name} ran with injected faults: {', '.join(run.faults)}.")
     return found

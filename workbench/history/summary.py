@@ -60,6 +60,7 @@ class RunSummary:
         steady: The typical step after warm-up; None where the run was too short for one.
         threads: CPU threads of a worker; None where not known.
         shares_batch: Whether workers take shares of the batch.
+        joined: Whether workers take each step together.
     """
 
     name: str
@@ -97,6 +98,7 @@ class RunSummary:
     steady: Steady | None = None
     threads: int | None = None
     shares_batch: bool = True
+    joined: bool = True
 
     @property
     def sent_step_bytes(self) -> float:
@@ -172,6 +174,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         steady=steady_of(history),
         threads=int(started["threads"]) if started.get("threads") else None,
         shares_batch=history.data_parallel,
+        joined=history.joined,
     )
 
 

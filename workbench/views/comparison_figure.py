@@ -65,7 +65,7 @@ def comparison_png(comparison: Comparison) -> bytes:
 
 
 def comparison_svg(comparison: Comparison) -> bytes:
-    """Return the picture as SVG; its words are outlines, so that they fit wherever it is shown."""
+    """Return the picture as SVG; its words are text, which can be searched and copied."""
     return _written(comparison, "svg")
 
 
@@ -250,6 +250,6 @@ def _own_style() -> Iterator[None]:
     """The user's own matplotlib settings neither change this picture nor are changed by it."""
     import matplotlib.style
 
-    ours = {"hatch.linewidth": 1.0, "svg.fonttype": "path", "svg.hashsalt": "workbench"}
+    ours = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
     with matplotlib.style.context(["default", ours]):
         yield

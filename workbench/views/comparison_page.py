@@ -11,7 +11,7 @@ import numpy as np
 from ..history.comparison import Comparison
 from ..history.rows import SHARES
 from .comparison_panels import SHARE_STYLES
-from .comparison_parts import LABEL_PT, clipped, color_of, plain, width_in, wrapped
+from .comparison_parts import LABEL_PT, clipped, color_of, width_in, wrapped
 from .comparison_table import SHARE_NAMES
 from .theme import INK
 
@@ -46,9 +46,9 @@ class Page:
     ) -> None:  # fmt: skip
         """Write a line that stands `up_in` above where the page is."""
         self.figure.text(
-            left_in / WIDTH_IN, 1 - (self.down_in - up_in) / self.height_in, plain(words),
+            left_in / WIDTH_IN, 1 - (self.down_in - up_in) / self.height_in, words,
             fontsize=size, fontweight=weight, color=color, ha="right" if right else "left",
-            va="baseline",
+            va="baseline", parse_math=False,
         )  # fmt: skip
 
     def axes(self, left_in: float, width_in: float, height_in: float) -> Axes:

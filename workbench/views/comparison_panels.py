@@ -11,11 +11,21 @@ import numpy as np
 from ..history import fields
 from ..history.comparison import Comparison
 from ..history.rows import SHARES, ComparisonRow, Spread
-from .comparison_parts import BAR, LABEL_PT, TICK_PT, color_of, frame, panel_in, row_axis, tick
+from .comparison_parts import (
+    BAR,
+    LABEL_PT,
+    TICK_PT,
+    clipped,
+    color_of,
+    frame,
+    panel_in,
+    row_axis,
+    tick,
+)
 from .comparison_parts import width_in as words_in
-from .comparison_table import loss, relative_title, staleness, times
+from .comparison_table import loss, staleness, times
 from .figure_parts import draw_percent
-from .theme import GRID, HATCHED, INK, PAPER, PHASE_COLORS
+from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_COLORS
 from .units import milliseconds, number, percent, size
 
 if TYPE_CHECKING:
@@ -29,7 +39,7 @@ SHARE_STYLES = {
 }
 """Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
 
-_LABELLED_IN = 0.4
+_LABELLED_IN, _WIDE_IN = 0.4, 3.2
 _MOST_BINS = 33
 
 
@@ -44,13 +54,13 @@ def throughput(axes: Axes, comparison: Comparison) -> None:
 
 def relative(axes: Axes, comparison: Comparison) -> None:
     """Draw throughput over the baseline's; the dashed line is the baseline."""
-    title = relative_title(comparison)
     frame(axes, "Speed-up" if comparison.has_one_device else "Relative speed")
     values = [row.relative for row in comparison.rows]
     _bars(axes, comparison, values, [times(value) for value in values])
     axes.axvline(1, color=INK["light"], lw=1, ls=(0, (3, 2)), zorder=2)
     if not comparison.has_one_device:
-        axes.set_xlabel(f"1 = {title.removeprefix('vs ')}"[:24], fontsize=TICK_PT)
+        name = clipped(comparison.baseline, TICK_PT, panel_in(axes) - 0.3)
+        axes.set_xlabel(f"1 = {name}", fontsize=TICK_PT, color=MUTED["light"], parse_math=False)
 
 
 def efficiency(axes: Axes, comparison: Comparison) -> None:
@@ -105,7 +115,8 @@ def sent(axes: Axes, comparison: Comparison) -> None:
 
 def memory(axes: Axes, comparison: Comparison) -> None:
     """Draw what the fullest worker holds; dots are the single workers."""
-    frame(axes, "A worker holds (model, gradients, optimizer)"[: 46 if panel_in(axes) > 3 else 14])
+    wide = panel_in(axes) > _WIDE_IN
+    frame(axes, "A worker holds (model, gradients, optimizer)" if wide else "A worker holds")
     values = [_nan(fields.largest_memory(row)) for row in comparison.rows]
     words = [size(v) if math.isfinite(v) else "not measured" for v in values]
     _bars(axes, comparison, values, words)

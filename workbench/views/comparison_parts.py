@@ -47,11 +47,6 @@ def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
     return _HINTED * float(path.get_extents().x1) / 72
 
 
-def plain(text: str) -> str:
-    """Return text that matplotlib draws as it is: no formula between dollar signs."""
-    return text.replace("$", r"\$")
-
-
 def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> str:
     """Return text that fits a width: what is too much is left out of its middle."""
     if width_in(text, size_pt, weight) <= most_in:
@@ -78,7 +73,8 @@ def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
 
 def frame(axes: Axes, title: str, grid: str = "x") -> None:
     """Give axes a title, muted ticks, and grid lines in one direction or `both`."""
-    axes.set_title(title, loc="left", fontsize=TITLE_PT, fontweight="bold", color=INK["light"])
+    axes.set_title(title, loc="left", fontsize=TITLE_PT, fontweight="bold", color=INK["light"],
+                   parse_math=False)  # fmt: skip
     axes.set_facecolor(PAPER["light"])
     axes.set_axisbelow(True)
     axes.grid(visible=False)
