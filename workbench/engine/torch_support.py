@@ -99,6 +99,7 @@ def ensure_group(spec: RunSpec) -> None:
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
+    hook = sys.excepthook
     try:
         dist.init_process_group(
             spec.backend,
@@ -113,6 +114,9 @@ def ensure_group(spec: RunSpec) -> None:
         with contextlib.suppress(AttributeError):
             stores.distributed_c10d._world.group_count = 0
         raise
+    finally:
+        # torch wraps the hook of before in one of its own with every group, and keeps them all.
+        sys.excepthook = hook
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
