@@ -1,0 +1,99 @@
+"""What `--log` takes, and what it says of what it does not take."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.cookbook import Recipe
+from workbench.errors import PlanError
+from workbench.line import parse_cell_line
+from workbench.plan import Plan, make_plan
+from workbench.targets import parse_target, parse_targets
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("tensorboard:runs", "{here}/runs"),
+        ("tensorboard:/var/runs", "/var/runs"),
+        ("tensorboard:my runs", "{here}/my runs"),
+        ("mlflow:sqlite:///mlflow.db", "sqlite:///{here}/mlflow.db"),
+        ("mlflow:sqlite:////var/mlflow.db", "sqlite:////var/mlflow.db"),
+        ("mlflow:http://localhost:5000", "http://localhost:5000"),
+        ("mlflow:postgresql://me@db/runs", "postgresql://me@db/runs"),
+        ("mlflow:file:mlruns", "file://{here}/mlruns"),
+        ("mlflow:file:///var/mlruns", "file:///var/mlruns"),
+        ("mlflow:", ""),
+        ("mlflow", ""),
+        ("mlflow:databricks", "databricks"),
+    ],
+)
+def test_places_are_whole(text, where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = parse_target(text)
+    assert target.where == where.format(here=tmp_path)
+    assert parse_target(target.text) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("wandb:project", "no such kind"),
+        ("", "no such kind"),
+        ("tensorboard", "a folder of this machine"),
+        ("tensorboard:", "a folder of this machine"),
+        ("tensorboard:gs://bucket/runs", "a folder of this machine"),
+        ("tensorboard:a\nb", "line break"),
+        ("mlflow:mlruns", "named by a URI"),
+        ("mlflow:ftp://host/", "named by a URI"),
+        ("mlflow:sqlite:mlflow.db", "no database file"),
+        ("mlflow:sqlite:///", "no database file"),
+        ("mlflow:http://", "malformed"),
+        ("mlflow:http://[::1", "malformed"),
+        ("mlflow:http://host:port", "malformed"),
+        ("mlflow:file:", "no folder"),
+    ],
+)
+def test_what_is_no_place_is_refused(text, words):
+    with pytest.raises(PlanError, match=words) as refused:
+        parse_target(text)
+    assert refused.value.allowed
+
+
+def test_a_password_is_refused_and_not_repeated():
+    with pytest.raises(PlanError, match="password") as refused:
+        parse_target("mlflow:https://me:s3cret@host/mlflow")
+    assert "s3cret" not in str(refused.value)
+    assert "MLFLOW_TRACKING_URI" in refused.value.next_step
+
+
+@given(st.text())
+def test_any_text_is_a_target_or_a_plan_error(text):
+    for prefix in ("", "tensorboard:", "mlflow:", "mlflow:http://", "mlflow:sqlite:///"):
+        try:
+            target = parse_target(prefix + text)
+        except PlanError:
+            continue
+        assert parse_target(target.text) == target
+
+
+def test_the_flag_can_be_given_again():
+    line = parse_cell_line("mirrored --log tensorboard:/a --log mlflow:sqlite:////b.db")
+    assert line.log == ("tensorboard:/a", "mlflow:sqlite:////b.db")
+    assert parse_cell_line("mirrored").log == ()
+
+
+def test_the_same_place_counts_once():
+    assert parse_targets(["tensorboard:/a", "tensorboard:/a"]) == ("tensorboard:/a",)
+    assert parse_targets("tensorboard:/a") == ("tensorboard:/a",)
+
+
+def test_plans_keep_it_on_their_way_to_disk():
+    plan = make_plan(Recipe("x = 1"), "mirrored", workers=2, log=["tensorboard:/a"])
+    assert plan.log == ("tensorboard:/a",)
+    wire = plan.to_wire()
+    assert Plan.from_wire(wire).log == plan.log
+    del wire["log"]  # of a run from before there was such a thing
+    assert Plan.from_wire(wire).log == ()
