@@ -30,6 +30,9 @@ from .task import Task
 
 if TYPE_CHECKING:
     from ..history.snapshot import Snapshot
+    from ..views.blame import BlameMatrix
+    from ..views.step_picture import StepDrawing
+    from ..views.what_if import WhatIfPicture
     from .recover import Recovery
 
 
@@ -393,6 +396,46 @@ class Run:
         from ..views.figure import RunPicture
 
         return RunPicture(self.snapshot())
+
+    def step_picture(self, step: int | None = None) -> StepDrawing:
+        """Who sent what to whom in a step, and what each worker did, as measured.
+
+        Args:
+            step: Its number; the latest by default: what `run.step()` has just done in a pause.
+
+        Raises:
+            RunError: No such step is in the history.
+        """
+        from . import teaching
+
+        return teaching.step_picture(self, step)
+
+    def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
+        """Who waited for whom: seconds that each worker waited for each other one.
+
+        Args:
+            first, last: Steps to count, both included; all of them by default.
+        """
+        from . import teaching
+
+        return teaching.blame(self, first, last)
+
+    def what_if(
+        self, without: int | None = None, first: int | None = None, last: int | None = None
+    ) -> WhatIfPicture:
+        """The run as it would have been had one worker been as fast as the others' median.
+
+        Args:
+            without: Its rank; by default whom the others waited for longest.
+            first, last: Steps to recompute, both included; all that are stored by default.
+
+        Raises:
+            PlanError: There is no such worker, or nobody else to compare it with.
+            RunError: No step is complete, or waits were not measured.
+        """
+        from . import teaching
+
+        return teaching.what_if(self, without, first, last)
 
     def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The final weights as NumPy by parameter name.

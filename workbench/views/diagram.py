@@ -112,7 +112,7 @@ class Drawing:
         self._paragraph(phase.text, self.y + 18, size=10)
         if phase.arrows:
             self._messages(index, phase)
-        else:
+        elif phase.busy:
             self._bars(phase)
         self.y += 14
 

@@ -1,0 +1,154 @@
+"""Who waited for whom: seconds that each worker waited for each other one.
+
+A wait is for the worker whose gradient was ready last (`metrics.sync_wait`), or for whom the
+strategy names; of a pipeline's bubble only what a busier stage causes counts
+(`metrics.bubble_blame`). Blocked time is set against its cause as in Ousterhout et al., Making
+Sense of Performance in Data Analytics Frameworks, NSDI 2015.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError
+from ..metrics import PARTS
+from .store import RunHistory
+
+Floats = NDArray[np.float64]
+_WAIT = PARTS.index("sync_wait_s")
+
+
+@dataclass(frozen=True, eq=False)
+class Blame:
+    """A matrix of waits; its rows are the workers who waited, its columns those waited for.
+
+    Attributes:
+        total_s: (ranks, ranks) seconds over the counted steps; a row is NaN where this worker's
+            waits were not measured, and the diagonal is 0: nobody waits for itself.
+        steps: (ranks,) steps counted of each worker.
+        first, last: The steps that were asked for; None: from the first, to the last.
+        stride: Every how many-th step was stored and counted; 1 for all.
+    """
+
+    total_s: Floats
+    steps: NDArray[np.int64]
+    first: int | None = None
+    last: int | None = None
+    stride: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many workers there are."""
+        return len(self.steps)
+
+    @property
+    def mean_s(self) -> Floats:
+        """(ranks, ranks) seconds of a step, on the mean over all counted steps."""
+        counted = np.where(self.steps > 0, self.steps, np.nan)
+        return np.asarray(self.total_s / counted[:, None])
+
+    @property
+    def worst(self) -> int | None:
+        """The worker that all others together waited longest for; None where nobody waited."""
+        caused = np.nansum(self.total_s, axis=0)
+        return int(caused.argmax()) if caused.max(initial=0.0) > 0 else None
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; what was not measured is None."""
+        return {
+            "ranks": self.ranks,
+            "total_s": _wire(self.total_s),
+            "mean_s": _wire(self.mean_s),
+            "steps": self.steps.tolist(),
+            "first": self.first, "last": self.last, "stride": self.stride, "worst": self.worst,
+        }  # fmt: skip
+
+
+def blame(history: RunHistory, first: int | None = None, last: int | None = None) -> Blame:
+    """Return who waited for whom.
+
+    Args:
+        first, last: Steps to count, both included; all of them by default, which is exact however
+            long the run was. Parts of a long run count the steps that are stored (`stride`).
+
+    Raises:
+        PlanError: `last` is before `first`.
+    """
+    n = len(history.engines)
+    if first is None and last is None:
+        totals = history.totals
+        known = (totals.measured[:, _WAIT] > 0) | np.isfinite(totals.bubble_s)
+        return Blame(_masked(totals.blame_s, known), totals.rows.copy())
+    if first is not None and last is not None and last < first:
+        raise PlanError(
+            "The last step is before the first.", seen=f"first={first}, last={last}",
+            allowed="last at least as large as first, both included",
+        )  # fmt: skip
+    rows = Waits.of(history)
+    low = rows.step >= (first if first is not None else 0)
+    picked = low & (rows.step <= (last if last is not None else np.inf))
+    rank, blamed, waited = rows.rank[picked], rows.blamed[picked], rows.waited_s[picked]
+    total = np.zeros((n, n))
+    at = (blamed >= 0) & np.isfinite(waited)
+    np.add.at(total, (rank[at], blamed[at]), waited[at])
+    known = np.bincount(rank[rows.known[picked]], minlength=n) > 0
+    steps = np.bincount(rank, minlength=n).astype(np.int64)
+    return Blame(_masked(total, known), steps, first, last, history.stride)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Stored waits, one per row of the history; all arrays are (rows,).
+
+    Attributes:
+        waited_s: Seconds for which `blamed` is to blame.
+        known: Whether it was measured whether the worker waited.
+    """
+
+    step: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    blamed: NDArray[np.int64]
+    waited_s: Floats
+    known: NDArray[np.bool_]
+
+    @staticmethod
+    def of(history: RunHistory) -> Waits:
+        """Read them off the history's columns."""
+        names = ("step", "rank", "blamed_rank", "sync_wait_s", "bubble_s", "step_s")
+        step, rank, blamed, wait, bubble, step_s = (column(history, name) for name in names)
+        piped = np.isfinite(bubble)
+        if piped.any():
+            busy = step_s - bubble
+            theirs = _of_blamed(step, rank, blamed, busy)
+            wait = np.where(piped, np.minimum(theirs - busy, bubble), wait)
+        return Waits(step, rank, blamed, wait, np.isfinite(wait) | piped)
+
+
+def column(history: RunHistory, name: str) -> NDArray[Any]:
+    """Return a column of shape (rows,); NaN where the history does not have it."""
+    return history[name] if name in history else np.full(len(history), np.nan)
+
+
+def _of_blamed(
+    step: NDArray[np.int64], rank: NDArray[np.int64], blamed: NDArray[np.int64], value: Floats
+) -> Floats:
+    """Return each row's value of the blamed rank in the same step; NaN where there is none."""
+    _, index = np.unique(step, return_inverse=True)
+    table = np.full((index.max(initial=0) + 1, max(rank.max(initial=0), 0) + 1), np.nan)
+    table[index, rank] = value
+    named = (blamed >= 0) & (blamed < table.shape[1])
+    return np.where(named, table[index, np.where(named, blamed, 0)], np.nan)
+
+
+def _masked(total: Floats, known: NDArray[np.bool_]) -> Floats:
+    masked = np.where(known[:, None], total, np.nan)
+    np.fill_diagonal(masked, 0.0)
+    return masked
+
+
+def _wire(values: Floats) -> list[list[float | None]]:
+    return [[None if v != v else float(v) for v in row] for row in values]

@@ -1,0 +1,217 @@
+"""What if one worker were as fast as the others: the same steps, their critical path anew.
+
+Together (`synchronous`): a step is over when the last worker is ready, plus what follows. With R_r
+the time at which worker r was ready and G the latest, r waited `G - R_r`. Let worker k be ready
+when the median of the others was: the latest is then the latest of the others, so the step is
+shorter by `G - max(R_r, r != k)`, the shortest wait among the others. That is 0 in steps in which k
+was not the last. What follows the meeting stays as it was.
+
+In a pipeline (`pipeline`): the stage with the most work sets the pace, so the step is shorter by
+what k is busy longer than the busiest of the others. The filling and draining of the pipeline is
+left as it was, so the gain is understated.
+
+On their own (`asynchronous`): nobody's step is part of another one's. Worker k is given the median
+of the others' rates; waits of others for k (bounded staleness) are taken off.
+
+Sources: replacing the straggler's durations by the others' median and simulating the steps anew:
+Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis, OSDI 2025
+(arXiv:2505.05713); the longest path: Kelley and Walker, Critical-Path Planning and Scheduling,
+1959. What a real run would do beyond that (a freed core, less heat) is not in the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError, RunError
+from ..metrics import PARTS
+from .blame import blame, column
+from .ghost import Lanes, ghost_of
+from .store import RunHistory
+
+Floats = NDArray[np.float64]
+Model = Literal["synchronous", "pipeline", "asynchronous"]
+DATA, COMPUTE, WAIT, TRANSFER, OTHER = range(len(PARTS))
+
+
+@dataclass(frozen=True, eq=False)
+class WhatIf:
+    """A run as it was, and as it would have been.
+
+    Attributes:
+        without: The worker that is thought to be as fast as the median of the others.
+        model: Which of the models of this module was used.
+        step: (steps,) numbers of the steps that were recomputed.
+        step_s, without_s: (steps,) seconds of each step as it was and as it would have been.
+        samples_per_s, without_per_s: Global throughput over these steps.
+        saved_s: Seconds that these steps would have been shorter in all.
+        real, ghost: The latest steps of every worker, for pictures.
+        stride: Every how many-th step was stored and recomputed.
+    """
+
+    without: int
+    model: Model
+    step: NDArray[np.int64]
+    step_s: Floats
+    without_s: Floats
+    samples_per_s: float
+    without_per_s: float
+    saved_s: float
+    real: Lanes
+    ghost: Lanes
+    stride: int = 1
+
+    @property
+    def speedup(self) -> float:
+        """Throughput as it would have been over that which was."""
+        return self.without_per_s / self.samples_per_s
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data: medians, throughputs, both timelines."""
+        return {
+            "without": self.without, "model": self.model, "steps": len(self.step),
+            "step_s": float(np.median(self.step_s)),
+            "without_s": float(np.median(self.without_s)),
+            "samples_per_s": self.samples_per_s, "without_per_s": self.without_per_s,
+            "speedup": self.speedup, "saved_s": self.saved_s, "stride": self.stride,
+            "parts": list(PARTS), "real": self.real.to_wire(), "ghost": self.ghost.to_wire(),
+        }  # fmt: skip
+
+
+def what_if(
+    history: RunHistory, without: int | None = None, first: int | None = None,
+    last: int | None = None,
+) -> WhatIf:  # fmt: skip
+    """Return the run as it would have been had one worker been as fast as the others' median.
+
+    Args:
+        without: Its rank; by default whom the others waited for longest.
+        first, last: Steps to recompute, both included; all that are stored by default.
+
+    Raises:
+        PlanError: There is no such worker, or nobody else to compare it with.
+        RunError: No step is complete, or waits were not measured.
+    """
+    k = _rank(history, without)
+    table = Table.of(history, first, last)
+    if not history.joined:
+        return _alone(history, table, k)
+    table = table.only(table.complete)
+    if not len(table.step):
+        raise RunError(
+            "No step is complete on all workers, so there is nothing to recompute.",
+            seen=f"steps {first} to {last}" if first is not None or last is not None else None,
+            next_step="wait for the run's first steps",
+        )
+    piped = np.isfinite(table.bubble_s).all()
+    saved = _busier(table, k) if piped else _shortest_wait(table, k)
+    step_s = table.step_s.mean(axis=1)  # equal for all but where workers meet now and then
+    without_s = np.asarray(step_s - saved)
+    samples = table.samples.sum(axis=1) if history.data_parallel else table.samples.max(axis=1)
+    total = float(samples.sum())
+    real = Lanes.of(table.step, table.start_s, table.parts_s)
+    return WhatIf(
+        k, "pipeline" if piped else "synchronous", table.step, step_s, without_s,
+        total / float(step_s.sum()), total / float(without_s.sum()), float(saved.sum()),
+        real, ghost_of(real, real.tail(saved), k), history.stride,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """A history's rows as arrays of shape (steps, ranks); NaN where a rank has no row."""
+
+    step: NDArray[np.int64]
+    start_s: Floats
+    step_s: Floats
+    parts_s: Floats
+    bubble_s: Floats
+    samples: Floats
+    blamed: Floats
+
+    @staticmethod
+    def of(history: RunHistory, first: int | None, last: int | None) -> Table:
+        """Read the stored steps from `first` to `last`."""
+        step = history["step"]
+        low, high = (0 if first is None else first), (np.inf if last is None else last)
+        picked = (step >= low) & (step <= high)
+        numbers, index = np.unique(step[picked], return_inverse=True)
+        rank = history["rank"][picked]
+
+        def pivot(name: str) -> Floats:
+            values = np.full((len(numbers), len(history.engines)), np.nan)
+            values[index, rank] = column(history, name)[picked]
+            return values
+
+        parts = np.stack([pivot(name) for name in PARTS], axis=-1)
+        columns = (pivot(n) for n in ("bubble_s", "samples", "blamed_rank"))
+        return Table(numbers, pivot("start_s"), pivot("step_s"), parts, *columns)
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """(steps,) whether every rank has a row."""
+        return np.asarray(np.isfinite(self.step_s).all(axis=1))
+
+    def only(self, picked: NDArray[np.bool_]) -> Table:
+        """Return some of the steps."""
+        return Table(*(values[picked] for values in vars(self).values()))
+
+
+def _rank(history: RunHistory, without: int | None) -> int:
+    ranks = len(history.engines)
+    if ranks < 2:
+        raise PlanError(
+            "What if needs a worker to be compared with others.", seen=f"{ranks} worker",
+            allowed="runs of 2 or more workers",
+        )  # fmt: skip
+    if without is None:
+        worst = blame(history).worst
+        if worst is None:
+            raise PlanError(
+                "Nobody waited for anybody, so there is no straggler to leave out.",
+                next_step=f"name a worker: without=0 to {ranks - 1}",
+            )
+        return worst
+    if not 0 <= without < ranks:
+        raise PlanError(
+            "The run has no such worker.", seen=f"without={without}", allowed=f"0 to {ranks - 1}"
+        )
+    return without
+
+
+def _shortest_wait(table: Table, k: int) -> Floats:
+    waits = np.delete(table.parts_s[:, :, WAIT], k, axis=1)
+    if np.isnan(waits).any():
+        raise RunError(
+            "The workers' waits were not measured, so nothing can be said without one of them.",
+            seen=f"{np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps unmeasured",
+            next_step="run.history.unmeasured says why",
+        )
+    return np.asarray(waits.min(axis=1))
+
+
+def _busier(table: Table, k: int) -> Floats:
+    busy = table.step_s - table.bubble_s
+    return np.asarray(np.maximum(busy[:, k] - np.delete(busy, k, axis=1).max(axis=1), 0.0))
+
+
+def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
+    if not np.isfinite(table.step_s).any(axis=0).all():
+        raise RunError("Some worker has done no step yet.", next_step="wait for its first step")
+    spent = np.nansum(table.step_s, axis=0)
+    for_k = np.nan_to_num(np.where(table.blamed == k, table.parts_s[:, :, WAIT], 0.0))
+    samples = np.nansum(table.samples, axis=0)
+    rates, freed = samples / spent, samples / (spent - for_k.sum(axis=0))
+    freed[k] = max(rates[k], float(np.median(np.delete(freed, k))))
+    before, after = float(rates.sum()), float(freed.sum())
+    step_s = np.nanmean(table.step_s, axis=1)
+    real = Lanes.of(table.step, table.start_s, table.parts_s)
+    saved = float(samples.sum()) * (1 / before - 1 / after)
+    return WhatIf(
+        k, "asynchronous", table.step, step_s, step_s * (before / after), before, after, saved,
+        real, ghost_of(real, real.tail(for_k), k, alone=True), history.stride,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""What a run can tell a class: one step as it was, who waited for whom, and what if."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..catalog.messages import messages
+from ..history import blame as blames
+from ..history import step_picture as steps
+from ..history import what_if as ghosts
+from ..views.blame import BlameMatrix
+from ..views.step_picture import StepDrawing
+from ..views.what_if import WhatIfPicture
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+def step_picture(run: Run, step: int | None) -> StepDrawing:
+    """Return what happened in a step, or in the latest one; see `Run.step_picture`."""
+    plan = run.plan
+    options = dict(plan.options)
+    if options.get("allreduce") == "auto":
+        options["allreduce"] = steps.chosen_algorithm(run.history.story.notes) or "backend"
+    diagram = messages(plan.strategy, len(run.engines), options, framework=plan.framework)
+    return StepDrawing(steps.step_picture(run.history, diagram, run=run.name, step=step))
+
+
+def blame(run: Run, first: int | None, last: int | None) -> BlameMatrix:
+    """Return who waited for whom; see `Run.blame`."""
+    return BlameMatrix(**vars(blames.blame(run.history, first, last)))
+
+
+def what_if(run: Run, without: int | None, first: int | None, last: int | None) -> WhatIfPicture:
+    """Return the run as it would have been without its straggler; see `Run.what_if`."""
+    return WhatIfPicture(**vars(ghosts.what_if(run.history, without, first, last)))
