@@ -82,7 +82,7 @@ class Family:
 
 def _parent_of(pid: int) -> int | None:
     try:
-        return psutil.Process(pid).ppid()
+        return int(psutil.Process(pid).ppid())
     except (psutil.Error, OSError):
         return None
 

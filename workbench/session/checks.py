@@ -10,10 +10,14 @@ from ..cluster import census, exposure
 from ..cluster.calls import travels
 from ..cluster.processes import installed
 from ..cookbook import Recipe
-from ..errors import ClusterError, PlanError, unknown
+from ..errors import ClusterError, PlanError, RunError, unknown
 from ..plan import check_count
 
 MAX_ENGINES = 256
+
+
+class BusyError(RunError):
+    """A cell or a run goes on, so nothing else can begin."""
 
 
 def check_travels(values: Mapping[str, object]) -> None:

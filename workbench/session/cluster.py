@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
@@ -21,6 +21,7 @@ from ..protocol import Message
 from ..windows import parse_window
 from . import checkpoints, hangs, logging_to, registry
 from .checks import (
+    BusyError,
     check_framework,
     check_limits,
     check_members,
@@ -35,12 +36,26 @@ from .launch import Launch
 from .paused import Paused
 from .pool import Pool
 from .postmortem import PostMortem
+from .queue import Queue
 from .replace import spent
 from .requests import FREE, PULL, PUSH, cell_requests, labels
 from .run import Run
 from .stacks import Stacks, gather
 from .task import Task
 from .vitals import Vitals
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _begins(method: Method) -> Method:
+    """Have no other thread begin a cell or a run meanwhile: the queue has one of its own."""
+
+    @wraps(method)
+    def alone(self: Cluster, *args: Any, **kwargs: Any) -> Any:
+        with self._beginning:
+            return method(self, *args, **kwargs)
+
+    return cast("Method", alone)
 
 
 class Cluster:
@@ -90,6 +105,8 @@ class Cluster:
         self._lock = threading.Lock()
         self._busy: Run | Task | None = None
         self.vitals = Vitals(self)
+        self._beginning = threading.RLock()  # held while a cell or a run is begun
+        self._queue = Queue(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
         pool.lease(count)
         framework = framework or default_framework()
@@ -223,6 +240,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End every process of the cluster."""
+        self._queue.close()
         busy = self._busy
         if isinstance(busy, Run) and not busy.is_over:
             busy.stop()
@@ -236,6 +254,7 @@ class Cluster:
         if not self.keeping.kept:
             self.stop()
             return
+        self._queue.close()
         registry.remove_cluster(self)
         self.keeping.end()
         self.vitals.close()
@@ -337,6 +356,7 @@ class Cluster:
         )
         return self.start(plan, number=number, autoreload=autoreload)
 
+    @_begins
     def start(
         self, plan: Plan, *, number: int = 1, autoreload: str = "", resume_from: str = ""
     ) -> Run:
@@ -374,6 +394,20 @@ class Cluster:
             raise
         return run
 
+    def queue(self, plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
+        """Return the cluster's queue, which runs plans one after the other in the background.
+
+        Args:
+            plans: Are added to it (`Queue.sweep` makes some).
+            keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+        """
+        if keep_going is not None:
+            self._queue.keep_going = keep_going
+        if plans:
+            self._queue.add(plans)
+        return self._queue
+
+    @_begins
     def execute(
         self,
         source: str,
@@ -438,7 +472,7 @@ class Cluster:
             self._pool.replacer.wait()
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
-        raise RunError(
+        raise BusyError(
             f"Another one is going on: {what}.",
             next_step="wait for it (run.wait()), or stop it (run.stop())"
             if isinstance(busy, Run)

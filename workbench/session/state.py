@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,22 +228,26 @@ class Session:
         self.recipe = recipe
         if line.background and len(plans) > 1:
             raise PlanError(
-                "Only one run at a time can go on in the background.", seen=f"{len(plans)} runs"
+                "Only one run at a time can go on in the background.",
+                seen=f"{len(plans)} runs",
+                next_step="cluster.queue() runs several, one after the other",
             )
-        runs = []
-        for plan in plans:
+
+        def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
             with ending(cluster):
                 run = cluster.start(plan, number=number, autoreload=autoreload)
                 self.recipes[run.name] = recipe
-                runs.append(run)
+                begun(run)
                 view = RunView(run, line.plot)
                 if line.background:
                     view.follow()
                 else:
                     view.wait()
-            if run.state == "stopped":
-                break
-        return runs
+            return run
+
+        if line.background:
+            return [conduct(plan, lambda run: None) for plan in plans]
+        return cluster.queue().train(plans, conduct)
 
     def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
         """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.

@@ -1,0 +1,207 @@
+"""Plans in a row, as a pure state machine: what waits, what runs, how far it is, for how long yet.
+
+    waiting ── begin ──> running ── settle ──> finished | stopped | failed
+       └──────────────── give_up ────────────> stopped
+
+One runs at a time, in the order of the list. A batch is what was added since nothing was left to
+do; a new batch makes the list forget the one before (its runs are in `wb.runs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ..errors import PlanError
+from ..plan import Plan
+from .estimate import Estimate, Pace, Ran, estimate, units
+
+State: TypeAlias = Literal["waiting", "running", "finished", "stopped", "failed"]
+Outcome: TypeAlias = Literal["finished", "stopped", "failed"]
+
+
+@dataclass
+class Item:
+    """One plan in the row.
+
+    Attributes:
+        number: Permanent; `remove` and `move` take it.
+        run: Its run once it has begun.
+        error: What it failed with.
+        why: Why it never began, where that is not its own doing: `mirrored failed`.
+        pace: How far and how fast it is.
+    """
+
+    number: int
+    plan: Plan
+    state: State = "waiting"
+    run: Any = None
+    error: BaseException | None = None
+    why: str = ""
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def name(self) -> str:
+        """What it is called: its run's name, else the plan's."""
+        name = self.run.name if self.run is not None else self.plan.name or self.plan.strategy
+        return str(name)
+
+    @property
+    def over(self) -> bool:
+        """Whether it neither waits nor runs."""
+        return self.state not in ("waiting", "running")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {
+            "number": self.number,
+            "name": self.name,
+            "strategy": self.plan.strategy,
+            "framework": self.plan.framework,
+            "workers": self.plan.workers,
+            "seed": self.plan.overrides.get("seed"),
+            "state": self.state,
+            "run": None if self.run is None else self.run.name,
+            "error": None if self.error is None else str(self.error),
+            "why": self.why,
+            "fraction": 1.0 if self.over else self.pace.fraction,
+        }
+
+
+class Lineup:
+    """The row of plans; not safe for threads by itself."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._next = 1
+
+    # -- what is asked for -------------------------------------------------------------------------
+
+    def add(self, plans: Iterable[Plan]) -> list[Item]:
+        """Put plans at the end; a batch that is over is forgotten."""
+        new = [Item(self._next + k, plan) for k, plan in enumerate(plans)]
+        if new and self.done:
+            self.items.clear()
+        self._next += len(new)
+        self.items += new
+        return new
+
+    def remove(self, number: int) -> Item:
+        """Take out one that waits.
+
+        Raises:
+            PlanError: There is none of that number, or it does not wait.
+        """
+        item = self._waiting(number)
+        self.items.remove(item)
+        return item
+
+    def move(self, number: int, to: int) -> None:
+        """Have one that waits begin as the `to`-th of those that wait, from 0.
+
+        Raises:
+            PlanError: There is none of that number, or it does not wait.
+        """
+        item = self._waiting(number)
+        others = [one for one in self.waiting if one is not item]
+        others.insert(max(0, to), item)
+        self.items = [one for one in self.items if one.state != "waiting"] + others
+
+    def clear(self) -> None:
+        """Take out all that wait."""
+        self.items = [item for item in self.items if item.state != "waiting"]
+
+    def _waiting(self, number: int) -> Item:
+        item = self.item(number)
+        if item.state != "waiting":
+            raise PlanError(
+                f"{item.name} does not wait any more.",
+                seen=item.state,
+                allowed="a plan that waits",
+                next_step="queue.stop() ends the one that runs"
+                if item.state == "running"
+                else None,
+            )
+        return item
+
+    def item(self, number: int) -> Item:
+        """Return the one of that number.
+
+        Raises:
+            PlanError: There is none.
+        """
+        for item in self.items:
+            if item.number == number:
+                return item
+        known = ", ".join(str(item.number) for item in self.items) or "the queue is empty"
+        raise PlanError("There is no such plan in the queue.", seen=number, allowed=known)
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def begin(self) -> Item | None:
+        """Have the next one run and return it; None where none waits, or one runs already."""
+        waiting = self.waiting
+        if not waiting or self.current is not None:
+            return None
+        waiting[0].state = "running"
+        return waiting[0]
+
+    def settle(self, item: Item, outcome: Outcome, error: BaseException | None = None) -> None:
+        """Take note of how the one that runs has ended."""
+        item.state, item.error = outcome, error
+
+    def give_up(self, why: str, only: Iterable[Item] | None = None) -> list[Item]:
+        """Let none of those that wait begin (or none of some of them); return them."""
+        chosen = None if only is None else {item.number for item in only}
+        dropped = [one for one in self.waiting if chosen is None or one.number in chosen]
+        for item in dropped:
+            item.state, item.why = "stopped", why
+        return dropped
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[Item]:
+        """Those that wait, the next one first."""
+        return [item for item in self.items if item.state == "waiting"]
+
+    @property
+    def current(self) -> Item | None:
+        """The one that runs."""
+        return next((item for item in self.items if item.state == "running"), None)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing waits or runs."""
+        return all(item.over for item in self.items)
+
+    @property
+    def progress(self) -> float:
+        """Share of the plans that is over, 0..1, each counting the same; 1 of an empty row."""
+        if not self.items:
+            return 1.0
+        parts = [1.0 if item.over else item.pace.fraction for item in self.items]
+        return sum(parts) / len(parts)
+
+    @property
+    def remaining(self) -> Estimate:
+        """How long it will take yet."""
+        if self.done:
+            return Estimate(0.0, rough=False)
+        finished = [_pace(item) for item in self.items if item.state == "finished"]
+        current = None if self.current is None else _pace(self.current)
+        waiting = [(_kind(item), units(item.plan)) for item in self.waiting]
+        return estimate(finished, current, waiting)
+
+
+def _pace(item: Item) -> Ran:
+    return _kind(item), units(item.plan), item.pace
+
+
+def _kind(item: Item) -> Hashable:
+    """Return what plans have in common that take equally long: all but seed, name and length."""
+    plan = item.plan
+    options = tuple(sorted((key, repr(value)) for key, value in plan.options.items()))
+    batch = plan.overrides.get("batch_size")
+    return (plan.recipe.digest, plan.framework, plan.strategy, plan.workers, options, batch)

@@ -1,0 +1,412 @@
+"""Several plans, one run after the other: in the background, or in the cell that asked for them.
+
+The row itself is `lineup.py`; here are the thread, the cluster and who listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ClusterError, RunError, WorkbenchError
+from ..plan import Plan
+from .checks import BusyError
+from .lineup import Item, Lineup, Outcome
+from .run import Run
+from .sweep import Source, sweep
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+log = logging.getLogger("workbench.session")
+
+TICK_S = 0.5
+"""How often the present run is looked at."""
+CLOSED = "the cluster was stopped"
+
+POLL_S = 0.05
+Conduct = Callable[[Plan, Callable[[Run], None]], Run]
+"""Runs a plan to its end: tells the run when it has begun, raises what it failed with."""
+
+
+class Queue:
+    """Runs plans on a cluster, one after the other.
+
+    Plans that are added begin at once, on a thread of their own, when nothing else goes on on the
+    cluster. All methods may be called from any thread and return at once, but `wait`.
+
+    Args:
+        keep_going: Whether the next plan begins after one has failed. The notebook's way is not
+            to: the others are given up.
+    """
+
+    def __init__(self, cluster: Cluster, *, keep_going: bool = False) -> None:
+        self._cluster, self.keep_going = cluster, keep_going
+        self._line = Lineup()
+        self._lock = threading.RLock()
+        self._listeners: list[Callable[[Queue], object]] = []
+        self._worker: threading.Thread | None = None  # also the one that trains in a cell
+        self._idle = threading.Event()
+        self._idle.set()
+        self._ending = False
+        self._closed = False
+
+    # -- what is asked for -------------------------------------------------------------------------
+
+    def add(self, plans: Plan | Iterable[Plan]) -> list[Item]:
+        """Put plans at the end and see to it that they run; return their items.
+
+        Raises:
+            ClusterError: The cluster was stopped.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClusterError(
+                    f"The queue takes no plans: {CLOSED}.", next_step="start another"
+                )
+            items = self._line.add([plans] if isinstance(plans, Plan) else plans)
+            if items and self._worker is None:
+                self._go()
+        self._tell()
+        return items
+
+    def sweep(
+        self,
+        recipes: Source | Sequence[Source],
+        strategies: str | Sequence[str],
+        *,
+        seeds: int | Sequence[int] = (),
+        **settings: Any,
+    ) -> list[Item]:
+        """Add every recipe under every strategy with every seed; return their items.
+
+        Args:
+            seeds: How many, from 0, or which.
+            settings: As `Cluster.run` takes them: `workers`, `options`, `epochs`, `name`, ...
+
+        Raises:
+            PlanError: One of them cannot be run; none was added.
+        """
+        return self.add(sweep(self._cluster, recipes, strategies, seeds=seeds, **settings))
+
+    def remove(self, number: int) -> None:
+        """Take out a plan that waits.
+
+        Raises:
+            PlanError: There is none of that number, or it does not wait.
+        """
+        with self._lock:
+            self._line.remove(number)
+        self._tell()
+
+    def move(self, number: int, to: int) -> None:
+        """Have a plan that waits begin as the `to`-th of those that wait, from 0.
+
+        Raises:
+            PlanError: There is none of that number, or it does not wait.
+        """
+        with self._lock:
+            self._line.move(number, to)
+        self._tell()
+
+    def clear(self) -> None:
+        """Take out all plans that wait; the one that runs goes on."""
+        with self._lock:
+            self._line.clear()
+        self._tell()
+
+    def stop(self) -> None:
+        """End the present run at a step that its workers agree on; the next one begins then."""
+        with self._lock:
+            current = self._line.current
+        if current is not None and current.run is not None:
+            current.run.stop()
+
+    def stop_all(self, why: str = "the queue was stopped") -> None:
+        """End the present run, and let none of those that wait begin."""
+        with self._lock:
+            self._line.give_up(why)
+            self._ending = self._worker is not None
+        self.stop()
+        self._tell()
+
+    def close(self) -> None:
+        """Take no more plans and let none begin; the cluster is being stopped."""
+        with self._lock:
+            self._closed = True
+            self._line.give_up(CLOSED)
+        self._tell()
+
+    def wait(self, timeout: float | None = None) -> Queue:
+        """Wait until nothing waits or runs.
+
+        Raises:
+            TimeoutError: That took longer than `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._idle.wait(0.1):  # short, so that an interrupt is noticed
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"the queue is still at work after {timeout} s: {self!r}")
+        return self
+
+    def listen(self, listener: Callable[[Queue], object]) -> Callable[[], None]:
+        """Call `listener(queue)` when anything has changed, on whatever thread; returns an undo."""
+        with self._lock:
+            self._listeners.append(listener)
+
+        def undo() -> None:
+            with self._lock, suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return undo
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def items(self) -> list[Item]:
+        """The plans of this batch, in their order; each with its state, run and error."""
+        with self._lock:
+            return list(self._line.items)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of this batch that have begun."""
+        return [item.run for item in self.items if item.run is not None]
+
+    @property
+    def current(self) -> Item | None:
+        """The plan that runs."""
+        with self._lock:
+            return self._line.current
+
+    @property
+    def busy(self) -> bool:
+        """Whether a plan waits or runs."""
+        return not self._idle.is_set()
+
+    @property
+    def progress(self) -> float:
+        """Share of the batch that is done, 0..1; each plan counts the same."""
+        with self._lock:
+            return self._line.progress
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that are left, None where that cannot be told yet."""
+        with self._lock:
+            return self._line.remaining.seconds
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return all of it as JSON-ready data; `rough` says how the remaining time was got."""
+        with self._lock:
+            left = self._line.remaining
+            return {
+                "items": [item.to_wire() for item in self._line.items],
+                "busy": self.busy,
+                "progress": round(self._line.progress, 4),
+                "remaining_s": left.seconds,
+                "rough": left.rough,
+                "keep_going": self.keep_going,
+            }
+
+    def __repr__(self) -> str:
+        lines = [f"  {item.number}: {item.name}, {item.state}" for item in self.items]
+        return "\n".join([f"queue, {self.progress:.0%} done:", *lines]) if lines else "empty queue"
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def train(self, plans: Iterable[Plan], conduct: Conduct) -> list[Run]:
+        """Run plans here and now, one after the other; return their runs.
+
+        A run that is stopped ends the rest. One that fails ends it too, and its error is raised.
+
+        Raises:
+            RunError: A plan failed, or the queue is at work.
+        """
+        with self._lock:
+            if self._worker is not None:
+                raise RunError(
+                    "The cluster's queue is at work.",
+                    seen=f"{len(self._line.waiting)} plans wait",
+                    next_step="queue.wait(), or queue.stop_all()",
+                )
+            self._begin_work()
+            self._worker = threading.current_thread()
+            mine = self._line.add(plans)
+        try:
+            while any(item.state == "waiting" for item in mine):
+                item = self._next()
+                assert item is not None
+                self._run(item, conduct)
+                if item.state == "stopped":
+                    self._give_up(f"{item.name} was stopped", mine)
+        except BaseException:
+            self._give_up("one before it failed", mine)
+            raise
+        finally:
+            self._end_work()
+        return [item.run for item in mine if item.run is not None]
+
+    def _main(self) -> None:
+        """Run what waits until nothing does; on the queue's own thread."""
+        while (item := self._next()) is not None:
+            try:
+                self._run(item, self._conduct)
+            except Exception as error:  # noqa: PERF203 - kept in the item, which shows it
+                if not isinstance(error, WorkbenchError):
+                    log.exception("A queued plan failed")
+                if isinstance(error, ClusterError) or not self.keep_going:
+                    self._give_up(f"{item.name} failed")
+        self._end_work()
+
+    def _begin_work(self) -> None:
+        """Take note that somebody works; under the lock."""
+        self._ending = False
+        self._idle.clear()
+
+    def _go(self) -> None:
+        """Work on a thread of its own; under the lock."""
+        self._begin_work()
+        self._worker = threading.Thread(target=self._main, name="workbench-queue", daemon=True)
+        self._worker.start()
+
+    def _end_work(self) -> None:
+        with self._lock:
+            self._worker = None
+            if self._line.waiting:  # added meanwhile
+                self._go()
+            else:
+                self._ending = False
+                self._idle.set()
+        self._tell()
+
+    def _next(self) -> Item | None:
+        with self._lock:
+            return self._line.begin()
+
+    def _give_up(self, why: str, only: Sequence[Item] | None = None) -> None:
+        with self._lock:
+            self._line.give_up(why, only)
+        self._tell()
+
+    def _run(self, item: Item, conduct: Conduct) -> None:
+        """Run one to its end and take note of how it ended.
+
+        Raises:
+            Whatever it failed with.
+        """
+        watch: list[_Watch] = []
+
+        def begun(run: Run) -> None:
+            with self._lock:
+                item.run = run
+                watch.append(_Watch(item, run, self._lock, self._tell))
+                ending = self._ending or self._closed
+            self._tell()
+            if ending:
+                run.stop()
+
+        outcome: Outcome = "failed"
+        failure: BaseException | None = None
+        self._tell()
+        try:
+            run = conduct(item.plan, begun)
+            outcome = "stopped" if run.state == "stopped" else "finished"
+        except _GivenUp:
+            outcome = "stopped"
+        except BaseException as error:
+            failure = error
+            if item.run is not None and item.run.state == "stopped":
+                outcome = "stopped"
+            raise
+        finally:
+            for one in watch:
+                one.end()
+            with self._lock:
+                self._line.settle(item, outcome, failure)
+            self._tell()
+
+    def _conduct(self, plan: Plan, begun: Callable[[Run], None]) -> Run:
+        """Run a plan without a view, when nothing else goes on on the cluster."""
+        run = self._start(plan)
+        begun(run)
+        run._over.wait()
+        if run.error is not None:
+            raise run.error
+        return run
+
+    def _start(self, plan: Plan) -> Run:
+        while not (self._ending or self._closed):
+            if self._cluster.is_busy:
+                time.sleep(POLL_S)
+                continue
+            with suppress(BusyError):  # a cell was quicker
+                return self._cluster.start(plan)
+        raise _GivenUp
+
+    def _tell(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener(self)
+            except Exception:  # noqa: PERF203 - a view that fails must not end the queue
+                log.exception("A listener of the queue failed")
+
+
+class _GivenUp(Exception):
+    """The queue was stopped while a plan was about to begin."""
+
+
+class _Watch:
+    """Looks at a run every now and then and writes down how far it is."""
+
+    def __init__(
+        self, item: Item, run: Run, lock: threading.RLock, tell: Callable[[], None]
+    ) -> None:
+        self._item, self._run, self._lock, self._tell = item, run, lock, tell
+        self._elapsed_s, self._seen_at = 0.0, time.monotonic()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="workbench-pace", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        while not self._end.wait(TICK_S):
+            self._look()
+            self._tell()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._run.state != "paused":
+            self._elapsed_s += now - self._seen_at
+        self._seen_at = now
+        snapshot = self._run.snapshot()
+        with self._lock:
+            self._item.pace.update(
+                snapshot.step, snapshot.total_steps, snapshot.elapsed_s, self._elapsed_s
+            )
+
+    def end(self) -> None:
+        """Look a last time, and no more."""
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        self._look()
+
+
+def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
+    """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
+
+    Args:
+        keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+
+    Raises:
+        ClusterError: The notebook has no cluster.
+    """
+    from .state import session
+
+    return session.need_cluster().queue(plans, keep_going=keep_going)
