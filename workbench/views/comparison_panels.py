@@ -35,7 +35,7 @@ Draw = Callable[["Axes", Comparison], None]
 
 SHARE_STYLES = {
     part: (PHASE_COLORS[HATCHED if part == "bubble_s" else part], hatch)
-    for part, hatch in zip(SHARES, ("", "", "//////", "......", "", ""), strict=True)
+    for part, hatch in zip(SHARES, ("", "", "//////", "xxxxx", "", ""), strict=True)
 }
 """Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
 
