@@ -1,0 +1,72 @@
+"""The formulas of the message diagrams agree with the bytes that a real run counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cells
+import numpy as np
+import pytest
+from harness import Report, Workers, failures, joined
+
+from workbench.catalog.messages import messages
+from workbench.history.snapshot import Split
+from workbench.history.step_picture import handed_bytes
+
+pytestmark = pytest.mark.torch
+
+NUMBER_BYTES = 8  # float64
+STEPS = 4
+
+ALL_REDUCES = ("backend", "ring", "hierarchical", "reduce_to_one", "recursive_doubling")
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    *(("mirrored", 3, {"allreduce": name}) for name in ALL_REDUCES),
+    ("central_storage", 2, {}),
+    ("parameter_server", 2, {}),
+    ("parameter_server", 2, {"servers": 2, "sync": True}),
+    ("local_sgd", 3, {"every": 2}),
+    ("gossip", 3, {"graph": "ring"}),
+    ("gossip", 3, {"graph": "exponential"}),
+    ("model_split", 2, {"schedule": "gpipe", "microbatches": 4}),
+    ("one_device", 1, {}),
+]
+
+
+def units(reports: list[Report]) -> dict[str, float]:
+    """Return the sizes of the network in `cells.train` and of what its stages hand on."""
+    parameters = (8 * 16 + 16 + 16 * 3 + 3) * NUMBER_BYTES
+    split = [Split.of(fields) for fields in reports[0].emitted("split")]
+    return {"M": parameters, "P": parameters, **handed_bytes(split[0] if split else None)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "options"), CASES,
+    ids=[f"{name} {' '.join(map(str, options.values()))}".strip() for name, _, options in CASES],
+)  # fmt: skip
+def test_what_is_counted_is_what_the_diagram_says(
+    workers: Workers, strategy: str, count: int, options: dict[str, Any]
+) -> None:
+    reports = workers.run(
+        strategy, cells.train, workers=count, options=options,
+        keywords={"batch": 24, "steps": STEPS},
+    )  # fmt: skip
+    assert failures(reports) == []
+    drawn, known = messages(strategy, count, options), units(reports)
+    expected = [
+        [drawn.sent_bytes(f"w{rank}", known, step) for rank in range(count)]
+        for step in range(STEPS)
+    ]
+    # Chunks of a ring differ by a number each: 195 numbers do not divide by the workers.
+    slack = 2 * NUMBER_BYTES * count
+    assert joined(reports)["sent_bytes"] == pytest.approx(np.array(expected), abs=slack)
+    assert (np.array(expected).sum() > 10 * slack) == (count > 1)
+
+
+def test_sharded_layers_count_as_drawn(workers: Workers) -> None:
+    reports = workers.run("sharded", cells.train, workers=2, keywords={"batch": 20, "steps": STEPS})
+    assert failures(reports) == []
+    # Small layers are one unit, which is kept for backward; 3 rows are filled up to 4.
+    known = {"M": (8 * 16 + 16 + 16 * 4 + 4) * NUMBER_BYTES, "U": 0}
+    drawn = messages("sharded", 2)
+    expected = [drawn.sent_bytes(f"w{rank}", known, 0) for rank in range(2)]
+    assert joined(reports)["sent_bytes"] == pytest.approx(np.tile(expected, (STEPS, 1)))
