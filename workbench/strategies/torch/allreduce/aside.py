@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ....engine.torch_support import shutdown_group_sockets
+from ....engine.torch_group import shutdown_group_sockets
 
 PATIENCE_S = 1.0
 

@@ -1,0 +1,224 @@
+"""A worker's process group: what it finds in the environment, how it joins, how it leaves.
+
+Leaving never hangs: connections are shut where a peer has died in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ClusterError
+from ..protocol import RunSpec
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+DESTROY_S = 5.0
+
+_kept: set[int] = set()  # inodes of sockets that are not the group's
+_store_port = 0
+
+
+def environ(spec: RunSpec) -> dict[str, str]:
+    """Return the environment that torchrun would set, so that other libraries find their rank."""
+    host = spec.hosts[spec.rank] if spec.hosts else ""
+    same = [rank for rank, name in enumerate(spec.hosts) if name == host]
+    local_rank = same.index(spec.rank) if same else spec.rank
+    local_size = len(same) or spec.world_size
+    address, port = spec.store or ("127.0.0.1", 0)
+    values = {
+        "RANK": spec.rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": spec.world_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": sorted(set(spec.hosts)).index(host) if spec.hosts else 0,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": spec.run_id or spec.prefix or "workbench",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Env-style groups of a cell meet in the same store; the attempt keeps them apart.
+        "TORCHELASTIC_RESTART_COUNT": zlib.crc32(spec.prefix.encode()) % 1_000_000,
+        # Connected when it is made: a rank that waits for a peer's first connection has no socket
+        # that could be shut, so nothing could end its wait.
+        "TORCH_GLOO_LAZY_INIT": 0,
+    }
+    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun, which sets it where the user did not
+        values["OMP_NUM_THREADS"] = max(1, spec.threads)
+    if local_size == spec.world_size:
+        values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: str(value) for name, value in values.items()}
+
+
+def ensure_group(spec: RunSpec) -> None:
+    """Join the run's process group, as a client of the keeper's store.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    global _store_port
+    if dist.is_initialized():
+        return
+    stores: Any = dist  # the stores are there, but not declared as exported
+    store = _connect_store(spec)
+    assert spec.store is not None
+    _store_port = spec.store[1]
+    _kept.clear()
+    _kept.update(inode for _, inode in _sockets())
+    store.set_timeout(GROUP_TIMEOUT)
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            spec.backend,
+            store=stores.PrefixStore(spec.prefix, store),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+    except BaseException:
+        # torch numbers groups and counts this one. The number is part of the keys under which
+        # ranks meet, so the next group would wait for ranks that count otherwise.
+        with contextlib.suppress(AttributeError):
+            stores.distributed_c10d._world.group_count = 0
+        raise
+    finally:
+        # torch wraps the hook of before in one of its own with every group, and keeps them all.
+        sys.excepthook = hook
+
+
+def has_group() -> bool:
+    """Return whether this worker is in a process group."""
+    return dist.is_initialized()
+
+
+def _connect_store(spec: RunSpec) -> Any:
+    if spec.store is None:
+        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
+    host, port = spec.store
+    stores: Any = dist  # the stores are there, but not declared as exported
+    try:
+        return stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "The store in which workers meet does not answer.",
+            seen=f"{host}:{port}",
+            next_step="%cluster restart",
+        ) from error
+
+
+def open_store(spec: RunSpec) -> Any:
+    """Return the run's part of the keeper's store, where its processes find each other.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    stores: Any = dist
+    return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
+
+
+def destroy_group() -> None:
+    """Leave the process group; never hangs, even when a peer died in a collective.
+
+    A DDP wrapper that is still alive would deadlock here, so its hold on the group is taken away;
+    what remains forwards to the plain module.
+    """
+    if not dist.is_initialized():
+        return
+    _retire_wrappers()
+    worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
+    worker.start()
+    worker.join(DESTROY_S)
+    if worker.is_alive():
+        shutdown_group_sockets()
+        worker.join(DESTROY_S)
+
+
+def _retire_wrappers() -> None:
+    """Empty every DDP wrapper of this process: their names may outlive the group they use."""
+    kinds = set(_with_subclasses(torch.nn.parallel.DistributedDataParallel))
+    # Among 100,000 objects `isinstance` alone would take a third of a second.
+    for wrapper in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        held = wrapper.__dict__
+        if "reducer" in held:
+            held["forward"] = wrapper.module.forward
+            for name in ("reducer", "logger", "process_group", "device_mesh"):
+                held.pop(name, None)
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    sub: type[Any]
+    for sub in kind.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+def _destroy() -> None:
+    # A group whose peer died complains while it is taken down; it is gone all the same.
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def shutdown_group_sockets(*, store: bool = False) -> int:
+    """Break the process group's connections, so that a blocked collective raises at once.
+
+    Callable from any thread. The group's sockets are those opened since it was made that are
+    connected, are not the store's, and lead to this host when the group is local. Listening
+    sockets are left alone (shutting one ends the process).
+
+    Args:
+        store: Break the connection to the store as well: a worker whose peer has never joined
+            waits there, not in a collective.
+
+    Returns:
+        How many connections were shut.
+    """
+    shut = 0
+    local = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
+    for fd, inode in _sockets():
+        if inode in _kept and not store:
+            continue
+        with contextlib.suppress(OSError):
+            copy = os.dup(fd)
+            with socket.socket(fileno=copy) as connection:
+                wanted = _is_groups(connection, local) if inode not in _kept else False
+                wanted = wanted or (store and _peer_port(connection) == _store_port)
+                if os.fstat(copy).st_ino == inode and wanted:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+    return shut
+
+
+def _is_groups(connection: socket.socket, local: bool) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    peer = connection.getpeername()  # OSError for a listening socket: it has no peer
+    address = str(peer[0]).removeprefix("::ffff:")
+    if local and not (address.startswith("127.") or address == "::1"):
+        return False
+    return bool(peer[1] != _store_port)
+
+
+def _peer_port(connection: socket.socket) -> int:
+    inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(connection.getpeername()[1]) if inet else 0
+
+
+def _sockets() -> list[tuple[int, int]]:
+    """Return (descriptor, inode) of this process's sockets."""
+    found = []
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if (status.st_mode & 0o170000) == 0o140000:
+                found.append((int(name), status.st_ino))
+    return found
