@@ -414,6 +414,25 @@ def test_a_failure_or_an_interrupt_ends_the_cell_and_is_raised(error: BaseExcept
     queue.train(plans_of("c"), conduct_on(cluster))  # it works again
 
 
+def test_an_interrupt_as_a_plan_begins_leaves_nothing_running() -> None:
+    cluster = Cluster(finish)
+    queue = queue_on(cluster)
+
+    def interrupt(_: Queue) -> None:
+        if queue.current is not None:
+            raise KeyboardInterrupt
+
+    undo = queue.listen(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        queue.train(plans_of("ab"), conduct_on(cluster))
+    undo()
+    assert queue.current is None
+    assert not queue.busy
+    assert cluster.started == []
+    queue.train(plans_of("c"), conduct_on(cluster))
+    assert states(queue.items) == {"c": "finished"}
+
+
 def test_a_cell_does_not_push_in_while_the_queue_is_at_work() -> None:
     cluster = Cluster()
     queue = queue_on(cluster)

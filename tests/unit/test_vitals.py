@@ -299,12 +299,16 @@ NAMES = {0: "rank 0", 1: "rank 1", 2: "server s0"}
     ("run_state", "places", "words"),
     [
         ("", {}, ["in a cell", "in a cell", "in a cell", "idle"]),
-        ("running", {}, ["training", "training", "at work as server s0", "idle"]),
-        ("running", {0: WAITS}, ["waiting in all_reduce", "training", None, "idle"]),
-        ("running", {1: PAUSED}, ["training", "paused at a debugger", None, "idle"]),
+        (
+            "running",
+            {},
+            ["training as rank 0", "training as rank 1", "at work as server s0", "idle"],
+        ),
+        ("running", {0: WAITS}, ["waiting in all_reduce", "training as rank 1", None, "idle"]),
+        ("running", {1: PAUSED}, ["training as rank 0", "paused at a debugger", None, "idle"]),
         ("paused", {0: WAITS}, ["paused", "paused", None, "idle"]),
-        ("running", {0: HELD}, ["paused", "training", None, "idle"]),
-        ("starting", {}, ["about to train", "about to train", None, "idle"]),
+        ("running", {0: HELD}, ["paused", "training as rank 1", None, "idle"]),
+        ("starting", {}, ["about to train as rank 0", "about to train as rank 1", None, "idle"]),
     ],
 )
 def test_engines_say_what_they_do(

@@ -52,4 +52,5 @@ def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: b
         return "cell", "in a cell"
     if not name.startswith("rank"):
         return "serving", f"at work as {name}"
-    return "training", "training" if scene.run_state != "starting" else "about to train"
+    verb = "about to train" if scene.run_state == "starting" else "training"
+    return "training", f"{verb} as {name}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ClusterError, RunError, WorkbenchError
 from ..plan import Plan
 from .checks import BusyError
+from .interrupts import deferred
 from .lineup import Item, Lineup, Outcome
 from .run import Run
 from .sweep import Source, sweep
@@ -227,17 +228,10 @@ class Queue:
         Raises:
             RunError: A plan failed, or the queue is at work.
         """
-        with self._lock:
-            if self._worker is not None:
-                raise RunError(
-                    "The cluster's queue is at work.",
-                    seen=f"{len(self._line.waiting)} plans wait",
-                    next_step="queue.wait(), or queue.stop_all()",
-                )
-            self._begin_work()
-            self._worker = threading.current_thread()
-            mine = self._line.add(plans)
+        mine: list[Item] = []
         try:
+            with deferred():
+                mine = self._take_up(plans)
             while any(item.state == "waiting" for item in mine):
                 item = self._next()
                 assert item is not None
@@ -248,8 +242,23 @@ class Queue:
             self._give_up("one before it failed", mine)
             raise
         finally:
-            self._end_work()
+            if self._worker is threading.current_thread():
+                with deferred():
+                    self._end_work()
         return [item.run for item in mine if item.run is not None]
+
+    def _take_up(self, plans: Iterable[Plan]) -> list[Item]:
+        """Have this thread be the one that works; return its items."""
+        with self._lock:
+            if self._worker is not None:
+                raise RunError(
+                    "The cluster's queue is at work.",
+                    seen=f"{len(self._line.waiting)} plans wait",
+                    next_step="queue.wait(), or queue.stop_all()",
+                )
+            self._begin_work()
+            self._worker = threading.current_thread()
+            return self._line.add(plans)
 
     def _main(self) -> None:
         """Run what waits until nothing does; on the queue's own thread."""
@@ -277,6 +286,8 @@ class Queue:
     def _end_work(self) -> None:
         with self._lock:
             self._worker = None
+            if (stray := self._line.current) is not None:  # an interrupt struck as it began
+                self._line.settle(stray, "failed")
             if self._line.waiting:  # added meanwhile
                 self._go()
             else:
@@ -312,8 +323,8 @@ class Queue:
 
         outcome: Outcome = "failed"
         failure: BaseException | None = None
-        self._tell()
         try:
+            self._tell()
             run = conduct(item.plan, begun)
             outcome = "stopped" if run.state == "stopped" else "finished"
         except _GivenUp:
@@ -324,11 +335,12 @@ class Queue:
                 outcome = "stopped"
             raise
         finally:
-            for one in watch:
-                one.end()
-            with self._lock:
-                self._line.settle(item, outcome, failure)
-            self._tell()
+            with deferred():  # an interrupt must not leave it running for ever
+                for one in watch:
+                    one.end()
+                with self._lock:
+                    self._line.settle(item, outcome, failure)
+                self._tell()
 
     def _conduct(self, plan: Plan, begun: Callable[[Run], None]) -> Run:
         """Run a plan without a view, when nothing else goes on on the cluster."""

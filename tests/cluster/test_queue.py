@@ -1,0 +1,124 @@
+"""Plans in the background, one after the other, on a real cluster; and how its engines are."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from notebook_shell import WAIT_S, soon
+
+import workbench as wb
+from workbench.cluster.progress import Progress
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+pytest.importorskip("torch")
+
+FIT = """
+import torch
+from torch import nn
+model = nn.Linear(64, 10)
+wb.fit(model, wb.data.synthetic(256, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32, steps=STEPS)
+"""
+SHORT = FIT.replace("STEPS", "40")
+ENDLESS = FIT.replace("STEPS", "1_000_000")
+
+
+def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):
+    queue = cluster.queue()
+    seen, threads, moment = [], set(), {}
+
+    def look(queue):
+        seen.append(queue.progress)
+        threads.add(threading.current_thread())
+        item = queue.current
+        if item is not None and item.run is not None:
+            moment[item.name] = item.run.state
+
+    undo = queue.listen(look)
+    items = queue.sweep(SHORT, ["one_device", "mirrored"], seeds=2, name="swept")
+    book.refused("%%distributed mirrored --plot off\n" + SHORT, "queue is at work")
+    assert queue.busy
+    queue.wait(4 * WAIT_S)
+    undo()
+    names = [f"swept-{s}-seed{k}" for s in ("one_device", "mirrored") for k in range(2)]
+    assert [item.name for item in items] == names
+    assert [item.state for item in items] == ["finished"] * 4, [item.error for item in items]
+    assert all(wb.runs[name].state == "finished" for name in names)
+    assert all(wb.runs[name].history.totals.steps == 40 for name in names)
+    assert [run.name for run in queue.runs] == names
+    assert seen == sorted(seen)
+    assert seen[0] == 0.0
+    assert seen[-1] == 1.0
+    assert set(moment) == set(names)
+    assert threading.main_thread() in threads  # what was added was told there
+    assert len(threads) > 1
+    assert wb.queue() is queue
+
+
+def test_a_plan_that_fails_leaves_the_next_one_its_engines(cluster):
+    queue = cluster.queue(keep_going=True)
+    bad, good = queue.sweep(["raise ValueError('never')", SHORT], "mirrored", name="pair")
+    queue.wait(2 * WAIT_S)
+    assert (bad.state, good.state) == ("failed", "finished")
+    assert "never" in str(bad.error)
+    cluster.queue(keep_going=False)
+
+
+def test_stop_all_ends_an_endless_run_and_gives_the_cluster_back(book, cluster):
+    queue = cluster.queue()
+    first, second = queue.sweep(ENDLESS, "mirrored", seeds=2, name="endless")
+    assert soon(lambda: first.run is not None and first.run.history.totals.steps > 2)
+    (row, *_) = cluster.vitals.now()
+    assert row.state in ("training", "waiting")
+    assert row.rank == 0
+    queue.stop_all()
+    queue.wait(WAIT_S)
+    assert (first.state, second.state) == ("stopped", "stopped")
+    assert second.run is None
+    assert "rank 1" in book.ok("%%distributed\nprint(rank)").text
+
+
+def test_vitals_see_an_engine_work_and_wait(book, cluster):
+    task = cluster.execute(
+        "import time\n"
+        "if rank == 0:\n"
+        "    until = time.time() + 6\n"
+        "    while time.time() < until: pass\n"
+        "dist.barrier()"
+    )
+    assert soon(lambda: cluster.vitals.now()[1].state == "waiting")
+    busy, waits = cluster.vitals.now()[:2]
+    assert (busy.state, busy.doing) == ("cell", "in a cell")
+    assert waits.doing == "waiting in barrier"
+    assert busy.cpu_percent > waits.cpu_percent
+    assert task.over.wait(WAIT_S)
+    found = cluster.vitals.now()
+    assert {one.doing for one in found[:2]} == {"idle"}
+    assert all(one.memory_kind == "PSS" and one.memory_bytes > 1 << 20 for one in found[:2])
+    text = book.ok("%cluster").text
+    assert "CPU" in text
+    assert "MiB" in text
+
+
+def test_a_start_tells_how_far_it_is():
+    told: list[Progress] = []
+    with wb.Cluster(2, progress=told.append) as cluster:
+        assert len(cluster.ids) == 2
+    shares = [one.fraction for one in told]
+    assert shares == sorted(shares)
+    assert told[0].stage == "controller"
+    assert {"fork", "connect", "ready"} <= {one.stage for one in told}
+    assert shares[-1] == 1.0
+    assert [one.done for one in told if one.stage == "fork"] == [0, 1, 2]
+
+
+def test_a_cluster_that_is_stopped_takes_its_queue_along():
+    with wb.Cluster(2) as cluster:
+        queue = cluster.queue()
+        first, second = queue.sweep(ENDLESS, "mirrored", seeds=2, name="cut")
+        assert soon(lambda: first.run is not None and first.run.history.totals.steps > 2)
+    queue.wait(WAIT_S)
+    assert first.state in ("stopped", "failed")
+    assert (second.state, second.run) == ("stopped", None)
+    assert second.why == "the cluster was stopped"
