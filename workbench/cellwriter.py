@@ -85,8 +85,8 @@ def _parts(plan: Plan, framework: str) -> Iterator[Part]:
     yield from _saving(plan)
     if plan.profile is not None:
         yield "--profile", f"{plan.profile[0]}:{plan.profile[1]}"
-    for sink in getattr(plan, "log", ()):
-        yield "--log", sink
+    for target in plan.log:
+        yield "--log", target
     if plan.name:
         yield "--name", plan.name
 

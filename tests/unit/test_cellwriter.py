@@ -58,6 +58,7 @@ ODD = st.one_of(
 )
 FAULTS = ["slow=0:50ms", "slow=0:2.5x/backward", "jitter=0.1ms", "kill=0@7", "latency=3us",
           "bandwidth=1.5MB/s"]  # fmt: skip
+LOGS = ["tensorboard:/tmp/it's a log", "mlflow:sqlite:////tmp/runs.db", "mlflow:"]
 
 
 def read(text: str, framework: str = "torch", engines: int = 3) -> Plan:
@@ -119,6 +120,7 @@ def plans(draw: st.DrawFn, entry: catalog.Strategy, folder: Path) -> Plan:
             checkpoint_every=draw(st.none() | st.integers(1, 999)) if saved else None,
             on_failure=draw(st.sampled_from(["", "stop", "continue"] + ["replace"] * saved)),
             profile=draw(st.none() | st.just((2, 5))),
+            log=draw(st.lists(st.sampled_from(LOGS), max_size=2)),
         )
     except PlanError:
         assume(False)
@@ -154,15 +156,15 @@ def test_every_field_of_a_plan_is_written() -> None:
         CELL, "parameter_server", workers=3, framework="torch", options={"servers": 2},
         overrides={"epochs": 2, "seed": 1}, faults=(parse_fault("slow=1:50ms"),), name="a b",
         init_from="base", checkpoint="/tmp/c", checkpoint_every=7, on_failure="stop",
-        profile=(1, 3),
+        profile=(1, 3), log=["tensorboard:/tmp/t"],
     )  # fmt: skip
     default = make_plan(CELL, "mirrored", workers=2)
     same = [name for name in vars(plan) if getattr(plan, name) == getattr(default, name)]
-    assert set(same) <= {"recipe", "framework", "on_failure", "log"}
+    assert set(same) <= {"recipe", "framework", "on_failure"}
     assert cell_of(plan) == (
         "%%distributed parameter_server -n 3 -o servers=2 --epochs 2 --seed 1 --inject slow=1:50ms"
         " --init-from base --checkpoint /tmp/c --checkpoint-every 7 --on-failure stop"
-        " --profile 1:3 --name 'a b'\nwb.fit(...)\n"
+        " --profile 1:3 --log tensorboard:/tmp/t --name 'a b'\nwb.fit(...)\n"
     )
 
 

@@ -80,7 +80,7 @@ wb.fit(
 TENSORFLOW = '''\
 import math
 import keras
-from keras import layers, ops
+from keras import layers
 
 BLOCK, WIDTH, HEADS, DEPTH = 64, 64, 4, 2
 VOCABULARY = len(wb.data.VOCABULARY)
@@ -91,10 +91,10 @@ class Embed(layers.Layer):
     def __init__(self):
         super().__init__()
         self.character = layers.Embedding(VOCABULARY, WIDTH)
-        self.position = layers.Embedding(BLOCK, WIDTH)
+        self.position = self.add_weight(shape=(BLOCK, WIDTH), initializer="uniform")
 
     def call(self, x):
-        return self.character(x) + self.position(ops.arange(BLOCK))
+        return self.character(x) + self.position
 
 class Block(layers.Layer):
     """Each character looks at those before it, then thinks for itself."""
