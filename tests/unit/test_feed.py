@@ -89,6 +89,18 @@ def test_asynchronous_steps_wait_for_the_slowest_worker():
     assert [step for step, _ in series(follower.fresh(over=True))["loss"]] == [4, 5]
 
 
+def test_an_asynchronous_step_is_given_once_though_its_rows_come_in_many_turns():
+    rows = make_rows(200, 2)
+    history = RunHistory(range(2), joined=False)
+    follower, parts = Feed(history), []
+    history.append(rows[:, 0])
+    parts.append(follower.fresh())
+    history.append(rows[:, 1])
+    parts += [follower.fresh() for _ in range(8)]
+    parts.append(follower.fresh(over=True))
+    assert [step for step, _ in series(*parts)["loss"]] == list(range(200))
+
+
 def test_a_dead_asynchronous_worker_holds_back_a_bounded_number_of_steps(monkeypatch):
     monkeypatch.setattr(feed, "PENDING_STEPS", 20)
     rows = make_rows(60, 2)
@@ -96,7 +108,9 @@ def test_a_dead_asynchronous_worker_holds_back_a_bounded_number_of_steps(monkeyp
     follower = Feed(history)
     history.append(rows[:1, 1])
     history.append(rows[:, 0])
-    assert [step for step, _ in series(follower.fresh())["loss"]] == list(range(50))
+    parts = [follower.fresh(), follower.fresh()]
+    assert [step for step, _ in series(*parts)["loss"]] == list(range(45))
+    assert [step for step, _ in series(follower.fresh(over=True))["loss"]] == list(range(45, 60))
 
 
 def test_long_runs_give_a_bounded_number_of_points(monkeypatch):
@@ -114,14 +128,31 @@ def test_a_last_step_that_was_left_out_comes_at_the_end(monkeypatch):
     monkeypatch.setattr(feed, "OCTAVE_POINTS", 1)
     history = make_history(make_rows(100, 1))
     follower = Feed(history)
-    assert max(step for step, _ in series(follower.fresh())["loss"]) == 98
-    assert series(follower.fresh(over=True))["loss"][-1][0] == 99
+    while batch := series(follower.fresh()):
+        assert max(step for step, _ in batch["loss"]) <= 98
+    assert series(follower.fresh(over=True))["loss"] == [(99, history["loss"][-1])]
 
 
-def test_a_turn_of_a_fast_run_is_thinned():
-    history = make_history(make_rows(5000, 4))
-    batch = Feed(history).fresh()
-    assert len(batch.scalars) <= 2 * feed.TURN_POINTS
+def test_the_steps_of_a_fast_run_are_spread_over_turns():
+    rows = make_rows(300, 2)
+    follower = Feed(make_history(rows))
+    parts = [follower.fresh() for _ in range(3)]
+    assert all(0 < len(part.scalars) <= 1.1 * feed.TURN_POINTS for part in parts)
+    parts.append(follower.fresh(over=True))
+    assert series(*parts) == series(Feed(make_history(rows)).fresh(over=True))
+    assert [step for step, _ in series(*parts)["loss"]] == list(range(300))
+
+
+def test_a_run_that_stays_too_fast_is_thinned_out():
+    history, follower, given = RunHistory(range(2)), None, 0
+    follower = Feed(history)
+    for at in range(0, 50_000, 1000):
+        give(history, make_rows(1000, 2, first=at))
+        given += len(follower.fresh().scalars)
+    assert given <= 50 * 1.1 * feed.TURN_POINTS
+    last = follower.fresh(over=True)
+    assert len(last.scalars) <= 1.1 * feed.OCTAVE_POINTS
+    assert series(last)["loss"][-1][0] == 49_999
 
 
 def test_evaluations_and_logged_columns():

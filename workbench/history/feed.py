@@ -18,11 +18,12 @@ from ..metrics import PARTS
 from .store import Rows, RunHistory
 from .table import STORED
 
-OCTAVE_POINTS = 100_000
-"""Points after which the stride doubles."""
-TURN_POINTS = 5_000
-"""Points of one turn, while a run goes on: more steps than that and some are left out."""
+OCTAVE_POINTS = 20_000
+"""Points after which the stride doubles; as many may wait for a later turn."""
+TURN_POINTS = 1_000
+"""Points of one turn, while a run goes on: MLflow takes a fifth of a second for so many."""
 LEAST_STEPS = 64
+LEAST_TURN_STEPS = 8
 LOGGED_OCTAVE = 20_000
 PENDING_STEPS = 4096
 
@@ -65,15 +66,17 @@ class Feed:
     def __init__(self, history: RunHistory) -> None:
         self._history = history
         self._ranks = len(history.engines)
-        self._last = np.full(self._ranks, -1)
+        self._last = np.full(self._ranks, -1)  # latest step seen, by rank
+        self._given = np.full(self._ranks, -1)  # and given
         self._last_logged: dict[str, NDArray[np.int64]] = {}
         self._evals: set[tuple[int, object]] = set()
         self._rewinds = 0
         per_step = 2 + 8 * self._ranks
         self._octave = max(LEAST_STEPS, OCTAVE_POINTS // per_step)
-        self._turn = max(LEAST_STEPS, TURN_POINTS // per_step)
+        self._turn = max(LEAST_TURN_STEPS, TURN_POINTS // per_step)
         self._stride, self._in_octave = 1, 0
         self._at_s: dict[int, float] = {}  # ends of steps, for what has no time of its own
+        self._backlog: Rows = np.empty(0, STORED)  # chosen, for later turns
         self._tail: Rows = np.empty(0, STORED)  # the latest step, where it was left out
         self._logged_count: Counter[str] = Counter()
         self._pending: dict[int, list[Rows]] = {}  # asynchronous: steps some worker has not done
@@ -88,12 +91,11 @@ class Feed:
         rows = self._history.since(self._last)
         if len(rows):
             np.maximum.at(self._last, rows["rank"], rows["step"].astype(np.int64))
-        chosen = self._choose(rows, over)
-        if len(rows):
             last = rows[rows["step"] == rows["step"].max()]
-            self._tail = last[:0] if np.isin(last["step"], chosen["step"]).all() else last
-        elif over:
-            chosen = self._tail
+            self._backlog = np.concatenate([self._backlog, self._choose(rows)])
+            self._tail = last[:0] if last["step"][0] in self._backlog["step"] else last
+        chosen = self._take(over)
+        np.maximum.at(self._given, chosen["rank"], chosen["step"].astype(np.int64))
         scalars = [s for row in chosen for s in self._of_worker(row)]
         scalars += [s for step in self._steps(chosen, over) for s in self._of_step(step)]
         scalars += [*self._logged(), *self._evaluations()]
@@ -106,15 +108,16 @@ class Feed:
         self._rewinds += len(fresh)
         step = min(fresh)
         self._last = np.minimum(self._last, step - 1)
+        self._given = np.minimum(self._given, step - 1)
         self._last_logged = {k: np.minimum(v, step - 1) for k, v in self._last_logged.items()}
         self._evals = {one for one in self._evals if one[0] < step}
         self._pending = {k: v for k, v in self._pending.items() if k < step}
+        self._backlog = self._backlog[self._backlog["step"] < step]
+        self._tail = self._tail[self._tail["step"] < step]
         return step
 
-    def _choose(self, rows: Rows, over: bool) -> Rows:
-        """Return the rows of the steps that are given."""
-        if not len(rows):
-            return rows
+    def _choose(self, rows: Rows) -> Rows:
+        """Return the rows of the steps that are given, be it in a later turn."""
         steps, chosen = np.unique(rows["step"]), []
         self._stride = max(self._stride, self._history.stride)
         at = 0
@@ -128,19 +131,27 @@ class Feed:
                 break
             at += int(np.searchsorted(rest, kept[room - 1], side="right"))
             self._stride, self._in_octave = self._stride * 2, 0
-        found = np.concatenate(chosen)
-        if not over and len(found) > self._turn:
-            found = found[:: -(-len(found) // self._turn)]
-        if over:
-            found = np.append(found, steps[-1])  # how it ended is never left out
-        return rows[np.isin(rows["step"], found)]
+        return rows[np.isin(rows["step"], np.concatenate(chosen))]
+
+    def _take(self, over: bool) -> Rows:
+        """Return the rows of this turn; while a run is too fast, thin out those that wait."""
+        if over:  # how it ended is never left out
+            taken = np.concatenate([self._backlog, self._tail])
+            self._backlog, self._tail = taken[:0], taken[:0]
+            return taken
+        while len(np.unique(self._backlog["step"])) > self._octave:
+            self._stride *= 2
+            self._backlog = self._backlog[self._backlog["step"] % self._stride == 0]
+        now = np.isin(self._backlog["step"], np.unique(self._backlog["step"])[: self._turn])
+        taken, self._backlog = self._backlog[now], self._backlog[~now]
+        return taken
 
     def _steps(self, rows: Rows, over: bool) -> Iterator[Rows]:
         """Yield the rows of each step that every worker has done."""
         for one in np.split(rows, np.flatnonzero(np.diff(rows["step"].astype(np.int64))) + 1):
             if len(one):
                 self._pending.setdefault(int(one["step"][0]), []).append(one)
-        reached = math.inf if over or self._history.joined else int(self._last.min())
+        reached = math.inf if over or self._history.joined else int(self._given.min())
         ready = sorted(step for step in self._pending if step <= reached)
         # A worker that has died would hold all steps back.
         if len(self._pending) - len(ready) > PENDING_STEPS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import PlanError
@@ -86,6 +88,28 @@ class Kind(Protocol):
 
     def open(self, where: str, about: About) -> Sink:
         """Return a sink for a new run."""
+
+
+def try_folder(folder: str, what: str, *, make: bool = False) -> None:
+    """Write a file into a folder and remove it; rights alone do not tell (a disk may be read-only).
+
+    Args:
+        make: Make the folder where it is not there.
+
+    Raises:
+        PlanError: `what` cannot be written there.
+    """
+    try:
+        if make:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PlanError(
+            f"{what} cannot be written there: {error.strerror}.",
+            seen=folder,
+            allowed="a folder that this user may write to",
+        ) from error
 
 
 def kind_of(target: Target) -> Kind:

@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 
 from ...errors import PlanError
 from ...history.feed import Scalar
-from . import About, Ending
+from . import About, Ending, try_folder
 
 EXPERIMENT = "workbench"
 """Where MLFLOW_EXPERIMENT_NAME names no other."""
@@ -137,14 +137,9 @@ def _check_reachable(uri: str) -> None:
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
         path = Path(parts.path[1:])
-        folder = path.parent
-        able = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
-        if not able or path.is_dir():
-            raise PlanError(
-                "MLflow's database cannot be written there.",
-                seen=str(path),
-                allowed="a file in a folder that is there and that this user may write to",
-            )
+        try_folder(str(path.parent), "MLflow's database")
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise PlanError("MLflow's database cannot be written to.", seen=str(path))
     elif parts.scheme in ("http", "https"):
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:

@@ -29,7 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ...errors import PlanError
 from ...history.feed import Scalar
-from . import About, Ending
+from . import About, Ending, try_folder
 
 _STATUS = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
 _FIGURES = ("loss", "samples_per_s", "efficiency", "wall_s")
@@ -37,18 +37,10 @@ _RGBA = 4
 
 
 def check(where: str) -> None:
-    """Raise PlanError where no file can be made in a folder, or below it."""
-    there = Path(where)
-    if there.exists() and not there.is_dir():
+    """Make the folder; raise PlanError where no file can be made in it."""
+    if Path(where).exists() and not Path(where).is_dir():
         raise PlanError("TensorBoard's files go into a folder, and this is a file.", seen=where)
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise PlanError(
-            "TensorBoard's files cannot be written there.",
-            seen=str(there),
-            allowed="a folder that this user may write to",
-        )
+    try_folder(where, "TensorBoard's files", make=True)
 
 
 class EventFile:
