@@ -45,7 +45,7 @@ def test_a_single_step_in_a_pause_is_shown_as_it_was(run):
     assert soon(lambda: steps(run) >= 3)
     run.pause()
     assert soon(lambda: run.state == "paused")
-    assert soon(lambda: run.step_picture().step == run.history["step"].max())
+    assert soon(lambda: run.step_picture().data.step == run.history["step"].max())
     before = run.step_picture().data
     run.step()
     assert soon(lambda: run.step_picture().data.step == before.step + 1)
@@ -70,8 +70,8 @@ def test_without_its_straggler_a_run_is_as_fast_as_before_the_fault(run):
     run.inject(f"slow=1:{SLOW_S * 1e3:g}ms")
 
     def slow_steps():
-        late = (run.history["step"] > clean_end) & (run.history["rank"] == 0)
-        return run.history["step"][late & (run.history["sync_wait_s"] > 0.8 * SLOW_S)]
+        step, rank, wait = run.history.together("step", "rank", "sync_wait_s").values()
+        return step[(step > clean_end) & (rank == 0) & (wait > 0.8 * SLOW_S)]
 
     assert soon(lambda: len(slow_steps()) >= 60)
     first = int(slow_steps()[0]) + 1

@@ -302,3 +302,16 @@ def test_an_envelope_leaves_out_what_was_not_measured() -> None:
 def test_records_and_stored_rows_stay_small() -> None:
     assert RECORD.itemsize == 88
     assert STORED.itemsize == 72
+
+
+def test_columns_read_together_are_of_one_moment() -> None:
+    rows = make_rows(2000, 2)
+    history = make_history(rows[:1])
+    feed = threading.Thread(target=lambda: [history.append(row) for row in rows[1:]])
+    feed.start()
+    while feed.is_alive():
+        columns = history.together("step", "sync_wait_s", "bubble_s", "rank")
+        assert len({len(values) for values in columns.values()}) == 1
+    feed.join()
+    assert len(history.together("step")["step"]) == 4000
+    assert np.isnan(history.together("bubble_s")["bubble_s"]).all()

@@ -119,18 +119,13 @@ class Waits:
     def of(history: RunHistory) -> Waits:
         """Read them off the history's columns."""
         names = ("step", "rank", "blamed_rank", "sync_wait_s", "bubble_s", "step_s")
-        step, rank, blamed, wait, bubble, step_s = (column(history, name) for name in names)
+        step, rank, blamed, wait, bubble, step_s = history.together(*names).values()
         piped = np.isfinite(bubble)
         if piped.any():
             busy = step_s - bubble
             theirs = _of_blamed(step, rank, blamed, busy)
             wait = np.where(piped, np.minimum(theirs - busy, bubble), wait)
         return Waits(step, rank, blamed, wait, np.isfinite(wait) | piped)
-
-
-def column(history: RunHistory, name: str) -> NDArray[Any]:
-    """Return a column of shape (rows,); NaN where the history does not have it."""
-    return history[name] if name in history else np.full(len(history), np.nan)
 
 
 def _of_blamed(

@@ -97,8 +97,9 @@ def step_picture(
     Raises:
         RunError: No such step is stored.
     """
-    number, rows = _rows(history, step)
-    columns = {name: history[name][rows] for name in (*_READ, *PARTS)}
+    every = history.together(*_READ, *PARTS)
+    number, rows = _rows(history, every["step"], every["rank"], step)
+    columns = {name: values[rows] for name, values in every.items()}
     begin = float(np.nanmin(columns["start_s"]))
     workers = tuple(_worker(columns, at, begin) for at in range(len(rows)))
     sent = {worker.rank: worker.sent_bytes for worker in workers}
@@ -111,9 +112,10 @@ _READ = (
 )  # fmt: skip
 
 
-def _rows(history: RunHistory, step: int | None) -> tuple[int, NDArray[np.intp]]:
+def _rows(
+    history: RunHistory, steps: NDArray[Any], ranks: NDArray[Any], step: int | None
+) -> tuple[int, NDArray[np.intp]]:
     """Return the step's number and its rows, by rank."""
-    steps, ranks = history["step"], history["rank"]
     if not len(steps):
         raise RunError("The run has done no step yet.", next_step="wait for its first step")
     if step is None and not history.joined:

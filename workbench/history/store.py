@@ -205,6 +205,15 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 raise KeyError(f"{name!r}; columns: {', '.join(self.columns)}")
             return self._column(name)[self._order()]
 
+    def together(self, *names: str) -> dict[str, NDArray[Any]]:
+        """Return columns as they are at one moment: of equal length also while rows come in.
+
+        A column that this history does not have is NaN throughout.
+        """
+        with self._lock:
+            rows = len(self)
+            return {n: self[n] if n in self.columns else np.full(rows, np.nan) for n in names}
+
     def __len__(self) -> int:
         """Number of stored rows."""
         with self._lock:

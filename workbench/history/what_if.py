@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from ..errors import PlanError, RunError
 from ..metrics import PARTS
-from .blame import blame, column
+from .blame import blame
 from .ghost import Lanes, ghost_of
 from .store import RunHistory
 
@@ -136,20 +136,22 @@ class Table:
     @staticmethod
     def of(history: RunHistory, first: int | None, last: int | None) -> Table:
         """Read the stored steps from `first` to `last`."""
-        step = history["step"]
+        names = ("start_s", "step_s", *PARTS, "bubble_s", "samples", "blamed_rank")
+        columns = history.together("step", "rank", *names)
+        step = columns["step"]
         low, high = (0 if first is None else first), (np.inf if last is None else last)
         picked = (step >= low) & (step <= high)
         numbers, index = np.unique(step[picked], return_inverse=True)
-        rank = history["rank"][picked]
+        rank = columns["rank"][picked]
 
         def pivot(name: str) -> Floats:
             values = np.full((len(numbers), len(history.engines)), np.nan)
-            values[index, rank] = column(history, name)[picked]
+            values[index, rank] = columns[name][picked]
             return values
 
         parts = np.stack([pivot(name) for name in PARTS], axis=-1)
-        columns = (pivot(n) for n in ("bubble_s", "samples", "blamed_rank"))
-        return Table(numbers, pivot("start_s"), pivot("step_s"), parts, *columns)
+        rest = (pivot(n) for n in ("bubble_s", "samples", "blamed_rank"))
+        return Table(numbers, pivot("start_s"), pivot("step_s"), parts, *rest)
 
     @property
     def complete(self) -> NDArray[np.bool_]:
