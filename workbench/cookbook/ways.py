@@ -69,10 +69,12 @@ def _way(call: ast.Call) -> Way | None:
 
 
 def _features(call: ast.Call) -> frozenset[str]:
-    return frozenset(
-        word.arg
-        for word in call.keywords
-        if word.arg in FIT_FEATURES
-        and isinstance(word.arg, str)
-        and not (isinstance(word.value, ast.Constant) and word.value.value in (None, False, 1))
-    )
+    given = ((word.arg, word.value) for word in call.keywords if word.arg in FIT_FEATURES)
+    return frozenset(name for name, value in given if name and not _unused(name, value))
+
+
+def _unused(name: str, value: ast.expr) -> bool:
+    """Whether an argument is given as what it is by default."""
+    if not isinstance(value, ast.Constant):
+        return False
+    return value.value in (None, False) or (name == "accumulate" and value.value == 1)

@@ -122,15 +122,15 @@ class Choice:
             ClusterError: There is no cluster.
         """
         framework = self.framework_in(session)
-        if not self.picks[framework]:
-            raise PlanError("No strategy is picked.", next_step="pick one of the cards")
-        self._check(framework)
+        self.check(framework)
         recipe = self.recipe_in(session)
         check_written_for(recipe, framework)
         return [plan for line in self.lines(framework) for plan in session.plans(line, recipe)]
 
-    def _check(self, framework: str) -> None:
-        """Raise PlanError where a field that matters is wrong."""
+    def check(self, framework: str) -> None:
+        """Raise PlanError where nothing is picked, or a field that matters is wrong."""
+        if not self.picks[framework]:
+            raise PlanError("No strategy is picked.", next_step="pick one of the cards")
         for name, wrong in self.wrong.items():
             owner, _, rest = name.partition(".")
             strategy = rest.partition(".")[0]

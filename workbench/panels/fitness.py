@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from .. import catalog, limits
 from ..cookbook import Recipe
@@ -13,7 +16,15 @@ from ..line import CellLine
 from ..plan import Plan, make_plan
 from ..session.checks import check_framework
 
+if TYPE_CHECKING:
+    from ..session.state import Session
+    from .choice import Choice
+
 NOTHING = Recipe("pass")
+LOOK_AGAIN_S = 5.0
+"""So often it is asked anew what is installed and allowed here."""
+NOBODY = 2
+"""Workers that are planned with while there is no cluster: what Start offers."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +44,24 @@ class Place:
     allowed: limits.Limits
 
 
+def place_of(session: Session, choice: Choice) -> Place:
+    """Return what there is to run on: the notebook's engines, or as many as Start offers."""
+    cluster, allowed = session.cluster, limits.load()
+    framework = choice.framework_in(session)
+    if cluster is None:
+        return Place(framework, choice.workers or NOBODY, None, allowed)
+    workers = choice.workers or max(1, len(cluster.worker_ids))
+    devices = tuple(one.device for one in cluster.lease(workers).leases)
+    return Place(framework, workers, devices, allowed)
+
+
 def missing_framework(framework: str) -> str:
-    """Return why a framework cannot be used here; empty: it can."""
+    """Return why a framework cannot be used here; empty: it can. Looks again after a while."""
+    return _missing(framework, int(time.monotonic() / LOOK_AGAIN_S))
+
+
+@lru_cache(maxsize=8)
+def _missing(framework: str, _: int) -> str:
     try:
         check_framework(framework)
     except ClusterError as error:
@@ -65,19 +92,29 @@ def check(plan: Plan, place: Place) -> None:
         plan.check_devices([place.devices[i % len(place.devices)] for i in range(plan.workers)])
 
 
+def draft(line: CellLine, recipe: Recipe, place: Place) -> Plan:
+    """Return the plan of a line with one strategy, also where there is no cluster yet.
+
+    Raises:
+        PlanError: Something does not fit.
+    """
+    plan = make_plan(
+        recipe,
+        line.strategies[0],
+        framework=place.framework,
+        workers=place.workers,
+        options=line.options,
+        overrides=line.overrides,
+        faults=line.faults,
+    )
+    check(plan, place)
+    return plan
+
+
 def problem(line: CellLine, recipe: Recipe, place: Place) -> str:
     """Return what is wrong with a strategy as it is set; empty: nothing is."""
     try:
-        plan = make_plan(
-            recipe,
-            line.strategies[0],
-            framework=place.framework,
-            workers=place.workers,
-            options=line.options,
-            overrides=line.overrides,
-            faults=line.faults,
-        )
-        check(plan, place)
+        draft(line, recipe, place)
     except PlanError as error:
         return str(error)
     return ""

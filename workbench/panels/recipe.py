@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cookbook import Recipe, builtin
 from ..cookbook.ways import WORDS, use_of
 from ..errors import PlanError
 from ..session.cells import cell_text
 from ..session.recipes import recipes
+from . import fitness
 from .choice import Choice, check_written_for
 from .part import Part, Wire, action
-
-if TYPE_CHECKING:
-    from ..plan import Plan
-    from ..session.state import Session
 
 KINDS = (("cell", "This notebook's cells"), ("function", "Functions"), ("built-in", "Built-in"))
 SHOWN_CHARACTERS = 60_000
@@ -45,7 +41,7 @@ class RecipePart(Part):
             ],
             "selected": selected,
             "problem": problem or _misfit(picked, framework),
-            "picked": None if picked is None else _whole(picked, choice),
+            "picked": None if picked is None else _whole(picked, self._registered(picked), choice),
         }
 
     @action()
@@ -60,32 +56,32 @@ class RecipePart(Part):
     @action()
     def parameter(self, name: str, value: object = None) -> None:
         """Set a parameter of the recipe, or take it back to its default."""
-        self.panel.choice.set_parameter(self._registered(), name, value)
+        picked = self.panel.choice.recipe_in(self.panel.session)
+        self.panel.choice.set_parameter(self._registered(picked), name, value)
 
     @action()
     def cell(self) -> dict[str, Any]:
         """Return the cells that ask for what is picked: one for each strategy."""
         session, choice = self.panel.session, self.panel.choice
-        plans = choice.plans(session)
-        step = max(1, choice.seeds)
-        texts = [_with_seeds(plan, choice, session) for plan in plans[::step]]
-        return {"cells": texts}
+        framework, recipe = choice.framework_in(session), choice.recipe_in(session)
+        choice.check(framework)
+        check_written_for(recipe, framework)
+        place = fitness.place_of(session, choice)
+        drafts = [fitness.draft(line, recipe, place) for line in choice.lines(framework)]
+        return {"cells": [_with_seeds(cell_text(plan), choice.seeds) for plan in drafts]}
 
-    def _registered(self) -> Recipe:
+    @staticmethod
+    def _registered(picked: Recipe) -> Recipe:
         """Return the picked recipe with its own parameters."""
-        session, choice = self.panel.session, self.panel.choice
-        picked = choice.recipe_in(session)
-        return recipes.find(picked.name, picked.framework) if picked.name else picked
+        if not (picked.name and picked.parameters):
+            return picked
+        return recipes.find(picked.name, picked.framework)
 
 
-def _with_seeds(plan: Plan, choice: Choice, session: Session) -> str:
-    """Return a plan's cell; several seeds are a flag of its line, not a cell each."""
-    if choice.seeds == 1:
-        return cell_text(plan)
-    line = choice.line(plan.strategy, plan.framework)
-    single = session.plans(replace(line, seeds=None), plan.recipe)[0]
-    first, _, rest = cell_text(single).partition("\n")
-    return f"{first} --seeds {choice.seeds}\n{rest}"
+def _with_seeds(text: str, seeds: int) -> str:
+    """Return a cell that trains with so many seeds; they are a flag of its line."""
+    first, _, rest = text.partition("\n")
+    return text if seeds == 1 else f"{first} --seeds {seeds}\n{rest}"
 
 
 def _listed(framework: str) -> list[tuple[str, str, Recipe]]:
@@ -124,7 +120,7 @@ def _row(name: str, one: Recipe, framework: str) -> Wire:
     }
 
 
-def _whole(one: Recipe, choice: Choice) -> Wire:
+def _whole(one: Recipe, registered: Recipe, choice: Choice) -> Wire:
     way = use_of(one.source).way
     return {
         "name": one.name or one.origin,
@@ -133,11 +129,11 @@ def _whole(one: Recipe, choice: Choice) -> Wire:
         "framework": one.framework,
         "way": WORDS[way] if way else "",
         "function": one.function or "",
-        "parameters": [_parameter(one, name, choice) for name in one.parameters],
+        "parameters": [_parameter(one, registered, name, choice) for name in one.parameters],
     }
 
 
-def _parameter(one: Recipe, name: str, choice: Choice) -> Wire:
+def _parameter(one: Recipe, registered: Recipe, name: str, choice: Choice) -> Wire:
     wrong = choice.wrong.get(f"recipe.{one.name}.{name}")
     value = one.parameters[name]
     kinds = {bool: "bool", int: "int", float: "float"}
@@ -145,6 +141,7 @@ def _parameter(one: Recipe, name: str, choice: Choice) -> Wire:
         "name": name,
         "kind": kinds.get(type(value), "str"),
         "value": wrong.typed if wrong else _shown(value),
+        "default": _shown(registered.parameters.get(name, value)),
         "given": bool(wrong) or name in choice.parameters.get(one.name, {}),
         "error": wrong.why if wrong else "",
     }

@@ -6,8 +6,8 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .. import catalog, limits
-from ..catalog.messages import Diagram, messages
+from .. import catalog
+from ..catalog.messages import messages
 from ..cookbook import Recipe
 from ..cookbook.ways import use_of
 from ..errors import PlanError, WorkbenchError
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 GLYPH_WORKERS = 3
 DRAWN_WORKERS = 8
 """More would not be told apart in the panel; the pattern is the same."""
-LOOK_AGAIN_S = 5.0
-"""So often it is asked anew what is installed and allowed here."""
-NOBODY = 2
-"""Workers that are planned with while there is no cluster: what Start offers."""
 
 
 class StrategiesPart(Part):
@@ -44,7 +40,7 @@ class StrategiesPart(Part):
         cluster, recipe = session.cluster, self._recipe()
         workers = () if cluster is None else tuple(cluster.worker_ids)
         about = repr(cluster and (cluster.framework, cluster.devices_asked))
-        age = int(time.monotonic() / LOOK_AGAIN_S)
+        age = int(time.monotonic() / fitness.LOOK_AGAIN_S)
         key = (repr(choice), workers, about, recipe, recipe and recipe.framework, age)
         known = self._known
         if known is None or known[0] != key:
@@ -58,7 +54,7 @@ class StrategiesPart(Part):
             return None
 
     def _look(self, choice: Choice, recipe: Recipe | None, engines: int) -> Wire:
-        place = self._place(choice, engines)
+        place = fitness.place_of(self.panel.session, choice)
         use = use_of(recipe.source if recipe is not None else "")
         cards = [
             _card(entry, choice, place, fitness.reason(entry, place, use), recipe)
@@ -76,16 +72,9 @@ class StrategiesPart(Part):
         }
         found["problem"] = self._problem(choice, place, recipe, cards)
         found["ready"] = not found["problem"]
+        none = self.panel.session.cluster is None
+        found["note"] = f"No engine runs yet: Run starts {place.workers}." if none else ""
         return found
-
-    def _place(self, choice: Choice, engines: int) -> fitness.Place:
-        session, workers = self.panel.session, choice.workers or max(1, engines)
-        cluster = session.cluster
-        if cluster is None:
-            workers, devices = choice.workers or NOBODY, None
-        else:
-            devices = tuple(one.device for one in cluster.lease(workers).leases)
-        return fitness.Place(choice.framework_in(session), workers, devices, limits.load())
 
     def _problem(
         self, choice: Choice, place: fitness.Place, recipe: Recipe | None, cards: list[Wire]
@@ -94,14 +83,14 @@ class StrategiesPart(Part):
         for card in cards:
             if card["picked"] and (card["reason"] or card["problem"]):
                 return f"{card['name']}: {card['reason'] or card['problem'].splitlines()[0]}"
-        if choice.picks[place.framework] and self.panel.session.cluster is None:
-            return "No cluster yet: press Start above."
         try:
             if recipe is None:
                 choice.recipe_in(self.panel.session)
             else:
                 check_written_for(recipe, place.framework)
-            choice.plans(self.panel.session)
+            choice.check(place.framework)
+            if self.panel.session.cluster is not None:
+                choice.plans(self.panel.session)
         except WorkbenchError as error:
             return (
                 f"{error.what.rstrip('.')}: {error.next_step}." if error.next_step else error.what
@@ -143,7 +132,7 @@ class StrategiesPart(Part):
         choice, framework = self.panel.choice, self._framework()
         entry = catalog.lookup(strategy, framework)
         cluster = self.panel.session.cluster
-        engines = NOBODY if cluster is None else len(cluster.worker_ids)
+        engines = fitness.NOBODY if cluster is None else len(cluster.worker_ids)
         workers = max(2, min(DRAWN_WORKERS, choice.workers or engines))
         given = choice.options.get((framework, entry.name), {})
         try:
@@ -279,7 +268,7 @@ def glyph(framework: str, strategy: str) -> Wire | None:
     Nodes are numbered from left to right; None where the pattern cannot be drawn.
     """
     try:
-        drawn: Diagram = messages(strategy, GLYPH_WORKERS, framework=framework)
+        drawn = messages(strategy, GLYPH_WORKERS, framework=framework)
     except PlanError:
         return None
     place = {node.id: i for i, node in enumerate(drawn.nodes)}

@@ -21,7 +21,7 @@ function insertCells(model, root, texts) {
   const cell = root.closest(".jp-Cell"), all = cell?.parentElement?.querySelectorAll(":scope > .jp-Cell") ?? [];
   const windowed = cell?.dataset.windowedListIndex;
   const at = !cell ? notebook.cells.length : 1 + (windowed !== undefined ? Number(windowed) : [...all].indexOf(cell));
-  texts.forEach((source, i) => notebook.insertCell(at + i, { cell_type: "code", source, metadata: { trusted: true }, outputs: [], execution_count: null }));
+  texts.forEach((source, i) => notebook.insertCell(at + i, { cell_type: "code", source }));
   return texts.length;
 }
 

@@ -15,6 +15,7 @@ function asTyped(field, report) {
   };
   field.input.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(send, TYPING_MS); });
   field.input.addEventListener("change", send);
+  field.forget = () => { clearTimeout(timer); sent = null; };
   const set = field.set;
   field.set = (value) => { if (document.activeElement !== field.input) sent = null; set(value); };
   return field;
@@ -30,7 +31,14 @@ function optionFields(parent, options, owner, report) {
       onchange: typed ? undefined : (value) => report(o.name, String(value)),
     });
     if (typed) asTyped(field, (value) => report(o.name, value));
-    const reset = kit.h("button", { type: "button", class: "wbp-reset", title: `Back to ${o.default || "the default"}`, "aria-label": `${o.name}: back to the default`, onclick: () => { report(o.name, null); field.input.focus(); field.input.blur(); } }, "↺");
+    const back = () => {
+      if (o.kind === "bool") field.input.checked = o.default === "true";
+      else field.input.value = o.default ?? "";
+      field.forget?.();
+      report(o.name, null);
+      field.input.focus(); // the button is about to go
+    };
+    const reset = kit.h("button", { type: "button", class: "wbp-reset", title: `Back to ${o.default || "the default"}`, "aria-label": `${o.name}: back to the default`, onclick: back }, "↺");
     field.root.append(reset);
     Object.assign(field.root, { wbpField: field, wbpReset: reset });
     return field.root;
@@ -96,7 +104,7 @@ SECTIONS.push({
     const cards = kit.h("div", { class: "wbp-cards", role: "group", "aria-label": "Strategies" });
     const detail = makeDetail();
     const common = makeCommon();
-    const summary = kit.h("strong", { class: "wbp-summary" }), problem = kit.h("span", { class: "wbp-problem" });
+    const summary = kit.h("strong", { class: "wbp-total-words" }), problem = kit.h("span", {});
     root.append(kit.h("div", { class: "wbp-row wbp-cards-head" }, frameworks, hint), cards, common.root,
       kit.h("div", { class: "wbp-row wbp-total", role: "status" }, summary, problem));
     let open = "", value = null;
@@ -109,7 +117,7 @@ SECTIONS.push({
         redraw();
       } });
       const more = kit.h("button", { type: "button", class: "wbp-more-button", "aria-label": `Options and details of ${card.name}`, onclick: () => { open = open === card.name ? "" : card.name; redraw(); } }, "Details");
-      const order = kit.h("span", { class: "wbp-order", hidden: true });
+      const order = kit.h("span", { class: "wbp-order", role: "img", hidden: true });
       const words = kit.h("div", { class: "wbp-card-about", id: `${id}-about` }, kit.h("span", { class: "wbp-term" }, card.term), kit.h("span", { class: "wbp-what" }, card.summary), kit.h("span", { class: "wbp-reason" }));
       const element = kit.h("div", { class: "wbp-card" },
         kit.h("div", { class: "wbp-card-head" }, box, kit.h("label", { for: id }, card.name), order),
@@ -147,7 +155,7 @@ SECTIONS.push({
     function makeDetail() {
       const id = `wbp-${Math.random().toString(36).slice(2)}`;
       const name = kit.h("strong", {}), term = kit.h("span", { class: "wbp-muted" }), facts = kit.h("span", { class: "wbp-muted" });
-      const why = kit.h("pre", { class: "wbp-problem" }), options = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Options" });
+      const why = kit.h("div", { class: "wbp-problem" }), options = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Options" });
       const none = kit.h("p", { class: "wbp-muted wbp-none" }, "It has no options.");
       const suits = kit.h("dd", {}), source = kit.h("dd", {}), aliases = kit.h("dd", {});
       const picture = kit.h("div", { class: "wbp-picture" });
@@ -235,8 +243,8 @@ SECTIONS.push({
       }
       common.draw(value.common);
       kit.text(summary, value.summary);
-      kit.text(problem, value.problem);
-      kit.show(problem, value.problem);
+      kit.text(problem, value.problem || value.note);
+      problem.className = value.problem ? "wbp-problem" : "wbp-muted";
     }
 
     return { draw(now) { value = now; redraw(); } };
