@@ -1,6 +1,8 @@
 """Recipes on engines: every built-in one under every strategy, functions, cells written back."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +121,15 @@ def test_names_of_recipes_are_completed(book):
     book.ok(FUNCTION)
     assert "char_transformer" in complete("%distributed mirrored --recipe cha")
     assert "tiny" in complete("%distributed mirrored --recipe ti")
+
+
+def test_the_page_about_recipes_runs_as_it_is_written(book):
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    shown = ""
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        shown = book.ok(block).stdout
+    written = re.findall(r"```text\n(.*?)```", page, re.DOTALL)[-1]
+    first, last = written.splitlines()[0], written.splitlines()[-1]
+    assert shown.startswith(f"{first}\ndef tiny(")
+    assert shown.rstrip().endswith(last)
+    assert book["run"].results == [64, 64]
