@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cells
+import model_cells
 import numpy as np
 import pytest
 from harness import Report, Workers, failures, joined
@@ -104,9 +105,9 @@ OUTPUTS = ["dict", "dataclass", "tuple", "parameter", "twice", "loss"]
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_whatever_the_model_returns_is_averaged(workers: Workers, kind: str) -> None:
-    (truth,) = clean(workers.run("one_device", cells.outputs, kind))
+    (truth,) = clean(workers.run("one_device", model_cells.outputs, kind))
     reports = clean(
-        workers.run("mirrored", cells.outputs, kind, workers=2, options={"allreduce": "ring"})
+        workers.run("mirrored", model_cells.outputs, kind, workers=2, options={"allreduce": "ring"})
     )
     assert_same(reports, truth, 1e-10)
     assert equal_to_the_last_bit(reports)
@@ -118,9 +119,9 @@ def test_whatever_the_model_returns_is_averaged(workers: Workers, kind: str) -> 
 
 
 def test_a_compiled_model_is_averaged(workers: Workers) -> None:
-    (truth,) = clean(workers.run("one_device", cells.outputs, "plain"))
+    (truth,) = clean(workers.run("one_device", model_cells.outputs, "plain"))
     options = {"allreduce": "ring"}
-    reports = workers.run("mirrored", cells.outputs, "compiled", workers=2, options=options)
+    reports = workers.run("mirrored", model_cells.outputs, "compiled", workers=2, options=options)
     assert failures(reports) == []  # the compiler's own threads stay behind
     assert_same(reports, truth, 1e-10)
 
@@ -142,7 +143,9 @@ def test_unused_parameters_are_named_or_allowed(workers: Workers) -> None:
 
 @pytest.mark.parametrize("options", [{"allreduce": "backend"}, {"allreduce": "ring"}], ids=label)
 def test_different_models_are_refused_everywhere(workers: Workers, options: dict[str, str]) -> None:
-    reports = clean(workers.run("mirrored", cells.different_models, workers=3, options=options))
+    reports = clean(
+        workers.run("mirrored", model_cells.different_models, workers=3, options=options)
+    )
     assert [report.value for report in reports] == [
         "The workers hold different models, so they cannot train one together."
     ] * 3

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 import cells
+import model_cells
 import numpy as np
 import pytest
 from harness import Report, Workers, failures, joined
@@ -248,7 +249,7 @@ def test_stop_raises_in_an_own_loop(workers: Workers, entry: catalog.Strategy, c
 def test_a_prepared_model_is_still_the_users(
     workers: Workers, entry: catalog.Strategy, count: int
 ) -> None:
-    reports = clean(run(workers, entry, cells.copies, workers=count))
+    reports = clean(run(workers, entry, model_cells.copies, workers=count))
     assert reports[0].value == [True, True, True, ["0.weight", "0.bias"]]
 
 
@@ -259,7 +260,7 @@ def test_a_prepared_model_is_still_the_users(
 def test_buffers_end_equal(
     workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
 ) -> None:
-    reports = clean(run(workers, entry, cells.batchnorm, own_loop, workers=count))
+    reports = clean(run(workers, entry, model_cells.batchnorm, own_loop, workers=count))
     assert all(report.value == reports[0].value for report in reports)
     assert any(reports[0].value)
 
@@ -280,7 +281,7 @@ WRONG = {
 def test_what_cannot_be_trained_is_refused_before_any_collective(
     workers: Workers, kind: str
 ) -> None:
-    (report,) = clean(workers.run("one_device", cells.fails, kind))
+    (report,) = clean(workers.run("one_device", model_cells.fails, kind))
     assert WRONG[kind] in report.value
     assert len(report.rows) == 0
 
@@ -291,25 +292,30 @@ def test_sparse_gradients_are_trained_with_or_refused(
 ) -> None:
     count = 2 if _exact(entry) is not None else 1
     reports = clean(
-        run(workers, entry, cells.sparse_embedding, workers=min(count, entry.max_workers or count))
+        run(
+            workers,
+            entry,
+            model_cells.sparse_embedding,
+            workers=min(count, entry.max_workers or count),
+        )
     )
     if "sparse_gradients" not in entry.supports:
         assert all("has sparse ones" in report.value for report in reports)
         assert all(len(report.rows) == 0 for report in reports)
         return
-    (truth,) = clean(workers.run("one_device", cells.sparse_embedding))
+    (truth,) = clean(workers.run("one_device", model_cells.sparse_embedding))
     assert [report.value for report in reports] == ["trained"] * len(reports)
     assert_same(reports, truth, 1e-10)
 
 
 def test_an_own_loop_on_one_device_may_use_a_closure(workers: Workers) -> None:
-    (report,) = clean(workers.run("one_device", cells.own_closure))
+    (report,) = clean(workers.run("one_device", model_cells.own_closure))
     assert report.value
     assert len(report.rows) == 4
 
 
 def test_a_batch_smaller_than_the_workers_is_refused_everywhere(workers: Workers) -> None:
-    reports = clean(workers.run("mirrored", cells.fails, "small batch", workers=2))
+    reports = clean(workers.run("mirrored", model_cells.fails, "small batch", workers=2))
     assert ["smaller than the number" in report.value for report in reports] == [True, True]
 
 
