@@ -12,7 +12,9 @@ import socket
 import pytest
 from errors_page import check
 from mistake_making import make, title, works
-from mistakes import ENGINES, LINE, Mistake, fit
+from mistakes import Mistake, fit
+from mistakes_of_cells import ENGINES
+from mistakes_of_lines import LINE
 from notebook_shell import notebook, soon
 
 from workbench.session.state import session

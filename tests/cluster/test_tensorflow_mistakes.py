@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mistake_making import make, title
-from mistakes import TENSORFLOW
+from mistakes_of_keras import TENSORFLOW
 from notebook_shell import notebook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
