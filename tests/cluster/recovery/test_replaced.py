@@ -1,96 +1,28 @@
-"""Runs that go on after the death of an engine: in its place, with fewer, and when they cannot."""
+"""A fresh engine takes the place of a dead one, and the run goes on."""
 
-import contextlib
 import os
 import signal
 
-import numpy as np
 import pytest
 from notebook_shell import WAIT_S, soon
+from recovering import (
+    EXACT,
+    MODEL,
+    cell,
+    difference,
+    every_step_counts_once,
+    going,
+    kill,
+    pids,
+)
 
 import workbench as wb
 from workbench import checkpoints
-from workbench.errors import PlanError, RunError
+from workbench.errors import RunError
 from workbench.session import recover
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
-
-STEPS = 120
-EXACT = 1e-12
-"""Which all-reduce is fastest is measured anew, and each adds up in another order."""
-MODEL = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-"""
-FIT = """
-import torch
-from torch import nn
-generator = torch.Generator().manual_seed(1)
-x = torch.randn(96, 8, generator=generator).double(); y = torch.randint(0, 4, (96,), generator=generator)
-wb.fit(model, (x, y), loss=nn.CrossEntropyLoss(), batch_size=24, steps=STEPS,
-       optimizer=lambda p: torch.optim.SGD(p, 0.05, momentum=0.9) MORE)
-"""  # noqa: E501
-
-
-def cell(steps=STEPS, more="", model=MODEL):
-    return model + FIT.replace("STEPS", str(steps)).replace("MORE", more)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with wb.Cluster(3) as cluster:
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def whole(cluster):
-    """Give each test three living engines."""
-    if dead := [e.id for e in cluster.engines if e.state == "dead"]:
-        cluster.restart(dead)
-    yield
-    busy = cluster._busy
-    if busy is not None and not busy.is_over:
-        busy.stop() if hasattr(busy, "stop") else busy.interrupt()
-        assert soon(lambda: busy.is_over)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster):
-    """Weights after all steps when nobody dies."""
-    return cluster.run(cell(), strategy="mirrored").wait(WAIT_S).weights()
-
-
-def pids(cluster):
-    return {engine.id: engine.pid for engine in cluster.engines}
-
-
-def kill(cluster, *engines):
-    for engine in engines:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pids(cluster)[engine], signal.SIGKILL)
-
-
-def going(run, steps):
-    assert soon(lambda: run.is_over or run.history.totals.steps >= steps), run
-    return run
-
-
-def difference(weights, others):
-    return max(float(np.abs(weights[name] - others[name]).max()) for name in others)
-
-
-def every_step_counts_once(run, steps=STEPS):
-    run.history.finish()
-    seen = list(zip(run.history["rank"].tolist(), run.history["step"].tolist(), strict=True))
-    assert len(seen) == len(set(seen))
-    assert run.history.totals.steps == steps
-    assert run.history.totals.samples == 24 * steps
-
-
-# -- a fresh engine ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -330,172 +262,3 @@ def test_a_function_is_begun_again_with_its_arguments(cluster, tmp_path):
     ).wait(WAIT_S)  # fmt: skip
     assert len(run.recoveries) == 1
     assert run.results == [80, 80, 80]
-
-
-# -- with fewer ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("saved", [True, False])
-def test_fewer_workers_go_on_with_the_same_batch_and_nothing_is_lost(
-    cluster, undisturbed, tmp_path, saved
-):
-    before = pids(cluster)
-    checkpoint = {"checkpoint": str(tmp_path), "checkpoint_every": 25} if saved else {}
-    run = cluster.run(
-        cell(), strategy="mirrored", on_failure="continue", inject=["kill=1@60"], **checkpoint
-    ).wait(WAIT_S)
-    assert pids(cluster) == before
-    assert difference(run.weights(), undisturbed) <= 1e-10
-    (done,) = run.recoveries
-    assert (done.workers, done.step, done.lost_steps) == (2, 60, 0)
-    assert run.history.totals.steps == STEPS
-    rows = run.history.totals.rows.tolist()
-    assert rows[0] == rows[2] == STEPS
-    assert rows[1] <= 60
-    assert not (run.folder / recover.RESCUED).exists()
-    again = wb.load(run.save(tmp_path / "saved"))
-    assert again.history.totals.rows.tolist() == rows
-    assert again.history.totals.steps == STEPS
-
-
-def test_down_to_one_worker(cluster, undisturbed):
-    run = cluster.run(
-        cell(), strategy="mirrored", on_failure="continue", inject=["kill=1@60", "kill=0@30"]
-    ).wait(WAIT_S)
-    assert [done.workers for done in run.recoveries] == [2, 1]
-    assert difference(run.weights(), undisturbed) <= 1e-10
-    assert run.history.totals.steps == STEPS
-
-
-def test_who_was_caught_in_an_update_has_nothing_to_go_on_from(cluster, undisturbed, tmp_path):
-    source = (
-        "import os, signal, pathlib\n"
-        # One for each rank: who saw another's would do the whole update, and hold step 61.
-        f"flag = pathlib.Path({str(tmp_path)!r}) / f'caught-{{rank}}'\n"
-        "import torch\n"
-        "class Slow(torch.optim.SGD):\n"
-        "    steps = 0\n"
-        "    def step(self, *args):\n"
-        "        Slow.steps += 1\n"
-        "        if Slow.steps == 61 and not flag.exists():\n"
-        "            flag.touch()\n"
-        "            if rank == 1:\n"
-        "                os.kill(os.getpid(), signal.SIGKILL)\n"
-        "            self.param_groups[0]['params'][0].data.zero_()\n"  # half of an update
-        "            raise RuntimeError('Connection closed by peer')\n"
-        "        return super().step(*args)\n"
-    ) + cell().replace("torch.optim.SGD(p", "Slow(p")
-    run = cluster.run(
-        source, strategy="mirrored", on_failure="continue", checkpoint=str(tmp_path / "c"),
-        checkpoint_every=25,
-    ).wait(WAIT_S)  # fmt: skip
-    assert [done.step for done in run.recoveries] in ([50], [25])
-    assert difference(run.weights(), undisturbed) <= 1e-10
-
-
-def test_continue_is_refused_where_nobody_would_be_left(cluster):
-    with pytest.raises(PlanError, match="cannot continue"):
-        cluster.run(cell(), strategy="one_device", on_failure="continue")
-    with pytest.raises(PlanError, match="cannot continue"):
-        cluster.run(cell(), strategy="mirrored", workers=1, on_failure="continue")
-
-
-def test_stop_is_what_happens_without_a_word(cluster):
-    run = cluster.run(cell(), strategy="mirrored", inject=["kill=1@60"])
-    with pytest.raises(RunError, match="SIGKILL"):
-        run.wait(WAIT_S)
-    assert run.recoveries == []
-
-
-# -- other strategies ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [("sharded", {}), ("central_storage", {}), ("model_split", {}), ("tensor_parallel", {})],
-)
-@pytest.mark.parametrize("on_failure", ["replace", "continue"])
-def test_strategies_go_on_and_end_where_they_would_have(
-    cluster, undisturbed, tmp_path, strategy, options, on_failure
-):
-    if strategy == "tensor_parallel" and on_failure == "continue":
-        more = {"inject": ["kill=2@60"]}  # 16 columns over 3, then over 2
-    else:
-        more = {"inject": ["kill=1@60"]}
-    run = cluster.run(
-        cell(), strategy=strategy, options=options, checkpoint=str(tmp_path), checkpoint_every=25,
-        on_failure=on_failure, **more,
-    ).wait(WAIT_S)  # fmt: skip
-    assert len(run.recoveries) == 1
-    assert difference(run.weights(), undisturbed) <= 1e-10
-    assert run.history.totals.steps == STEPS
-
-
-# -- servers ---------------------------------------------------------------------------------------
-
-SLOW = ", callbacks=[lambda step, logs: __import__('time').sleep(0.01)]"
-
-
-def test_asynchronous_workers_do_without_a_dead_one(cluster):
-    run = cluster.run(cell(more=SLOW), strategy="parameter_server")
-    going(run, 20)
-    kill(cluster, 1)
-    at = run.history.totals.rows.copy()
-    run.wait(WAIT_S)
-    assert run.state == "finished"
-    assert run.recoveries == []
-    rows = run.history.totals.rows
-    assert rows[0] == rows[2] == STEPS
-    assert at[1] <= rows[1] < STEPS
-    assert sum("the others go on" in note for note in run.history.story.notes) == 1
-    assert set(run.weights())
-
-
-def test_the_last_but_rank_0_may_die_too_and_a_pause_still_holds(cluster):
-    run = cluster.run(cell(steps=10**6, more=SLOW), strategy="parameter_server")
-    going(run, 20)
-    kill(cluster, 1, 2)
-    assert soon(lambda: run.task.lost == 2)
-    run.pause()
-    assert soon(lambda: run.state == "paused")
-    run.resume()
-    run.stop()
-    run.wait(WAIT_S)
-    assert run.state == "stopped"
-
-
-def test_who_evaluates_and_saves_cannot_be_done_without(cluster, tmp_path):
-    run = cluster.run(
-        cell(more=SLOW), strategy="parameter_server", checkpoint=str(tmp_path), checkpoint_every=25
-    )
-    going(run, 40)
-    kill(cluster, 0)
-    run.wait(WAIT_S)
-    assert [(done.engines, done.step > 0) for done in run.recoveries] == [((0,), True)]
-    assert run.history.totals.rows[0] == STEPS
-
-
-@pytest.mark.parametrize("strategy", ["parameter_server", "central_storage"])
-def test_a_dead_server_comes_back_with_the_checkpoint(cluster, undisturbed, tmp_path, strategy):
-    run = cluster.run(
-        cell(more=SLOW), strategy=strategy, checkpoint=str(tmp_path), checkpoint_every=25
-    )
-    going(run, 40)
-    (server,) = [i for i in cluster.ids if i not in cluster.worker_ids][:1]
-    kill(cluster, server)
-    run.wait(WAIT_S)
-    assert [done.engines for done in run.recoveries] == [(server,)]
-    assert run.recoveries[0].step >= 25
-    assert run.history["step"].max() == STEPS - 1
-    assert run.history.totals.rows[0] == STEPS  # others may have been behind the checkpoint
-    if strategy == "central_storage":
-        assert difference(run.weights(), undisturbed) <= 1e-10
-
-
-def test_nobody_can_be_a_server_in_a_dead_ones_place_without_a_checkpoint(cluster):
-    run = cluster.run(cell(more=SLOW), strategy="central_storage", on_failure="continue")
-    going(run, 40)
-    (server,) = [i for i in cluster.ids if i not in cluster.worker_ids][:1]
-    kill(cluster, server)
-    with pytest.raises(RunError, match="only workers can be done without"):
-        run.wait(WAIT_S)

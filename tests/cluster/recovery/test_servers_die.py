@@ -1,0 +1,77 @@
+"""Runs with servers: who can be done without, and who comes back."""
+
+import pytest
+from notebook_shell import WAIT_S, soon
+from recovering import STEPS, cell, difference, going, kill
+
+from workbench.errors import RunError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+pytest.importorskip("torch")
+
+SLOW = ", callbacks=[lambda step, logs: __import__('time').sleep(0.01)]"
+
+
+def test_asynchronous_workers_do_without_a_dead_one(cluster):
+    run = cluster.run(cell(more=SLOW), strategy="parameter_server")
+    going(run, 20)
+    kill(cluster, 1)
+    at = run.history.totals.rows.copy()
+    run.wait(WAIT_S)
+    assert run.state == "finished"
+    assert run.recoveries == []
+    rows = run.history.totals.rows
+    assert rows[0] == rows[2] == STEPS
+    assert at[1] <= rows[1] < STEPS
+    assert sum("the others go on" in note for note in run.history.story.notes) == 1
+    assert set(run.weights())
+
+
+def test_the_last_but_rank_0_may_die_too_and_a_pause_still_holds(cluster):
+    run = cluster.run(cell(steps=10**6, more=SLOW), strategy="parameter_server")
+    going(run, 20)
+    kill(cluster, 1, 2)
+    assert soon(lambda: run.task.lost == 2)
+    run.pause()
+    assert soon(lambda: run.state == "paused")
+    run.resume()
+    run.stop()
+    run.wait(WAIT_S)
+    assert run.state == "stopped"
+
+
+def test_who_evaluates_and_saves_cannot_be_done_without(cluster, tmp_path):
+    run = cluster.run(
+        cell(more=SLOW), strategy="parameter_server", checkpoint=str(tmp_path), checkpoint_every=25
+    )
+    going(run, 40)
+    kill(cluster, 0)
+    run.wait(WAIT_S)
+    assert [(done.engines, done.step > 0) for done in run.recoveries] == [((0,), True)]
+    assert run.history.totals.rows[0] == STEPS
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "central_storage"])
+def test_a_dead_server_comes_back_with_the_checkpoint(cluster, undisturbed, tmp_path, strategy):
+    run = cluster.run(
+        cell(more=SLOW), strategy=strategy, checkpoint=str(tmp_path), checkpoint_every=25
+    )
+    going(run, 40)
+    (server,) = [i for i in cluster.ids if i not in cluster.worker_ids][:1]
+    kill(cluster, server)
+    run.wait(WAIT_S)
+    assert [done.engines for done in run.recoveries] == [(server,)]
+    assert run.recoveries[0].step >= 25
+    assert run.history["step"].max() == STEPS - 1
+    assert run.history.totals.rows[0] == STEPS  # others may have been behind the checkpoint
+    if strategy == "central_storage":
+        assert difference(run.weights(), undisturbed) <= 1e-10
+
+
+def test_nobody_can_be_a_server_in_a_dead_ones_place_without_a_checkpoint(cluster):
+    run = cluster.run(cell(more=SLOW), strategy="central_storage", on_failure="continue")
+    going(run, 40)
+    (server,) = [i for i in cluster.ids if i not in cluster.worker_ids][:1]
+    kill(cluster, server)
+    with pytest.raises(RunError, match="only workers can be done without"):
+        run.wait(WAIT_S)
