@@ -1,10 +1,14 @@
-"""A notebook with two engines, and its cluster; a module that needs others makes its own."""
+"""A notebook with two engines, its cluster, and a stage for kernels that die.
+
+A module that needs others makes its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from leftovers import Stage
 from notebook_shell import Notebook, notebook, soon
 
 from workbench.session.cluster import Cluster
@@ -25,3 +29,10 @@ def cluster(book: Notebook) -> Iterator[Cluster]:
     if busy is not None and not busy.is_over:
         busy.stop() if hasattr(busy, "stop") else busy.interrupt()
         assert soon(lambda: busy.is_over)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.close()

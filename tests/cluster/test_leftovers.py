@@ -6,7 +6,6 @@ import time
 
 import psutil
 import pytest
-from leftovers import Stage
 
 from workbench.cluster.warm_client import can_fork
 
@@ -55,13 +54,6 @@ say('{SAID}')
 """,
     "two clusters": f"{CLUSTER}other = wb.Cluster(1)\nsay('{SAID}')",
 }
-
-
-@pytest.fixture
-def stage():
-    stage = Stage()
-    yield stage
-    stage.close()
 
 
 def ready(stage, code):
