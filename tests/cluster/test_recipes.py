@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 import workbench as wb
 from workbench import catalog
@@ -133,3 +134,20 @@ def test_the_page_about_recipes_runs_as_it_is_written(book):
     assert shown.startswith(f"{first}\ndef tiny(")
     assert shown.rstrip().endswith(last)
     assert book["run"].results == [64, 64]
+
+
+def test_a_real_kernel_is_told_of_the_new_cell(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_PREWARM", "off")
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        source = "import workbench as wb\nassert wb.to_a_cell('%%distributed mirrored\\nx = 1\\n')"
+        answer = client.execute_interactive(source, timeout=60, output_hook=lambda message: None)
+        assert answer["content"]["status"] == "ok", answer["content"]
+        put = [one for one in answer["content"]["payload"] if one["source"] == "set_next_input"]
+        assert put == [
+            {"source": "set_next_input", "text": "%%distributed mirrored\nx = 1\n",
+             "replace": False}
+        ]  # fmt: skip
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
