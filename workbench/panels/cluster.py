@@ -2,53 +2,95 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..session.status import rows
+from ..cluster.progress import Progress
+from ..cluster.vitals import EngineVitals
 from .part import Part, Wire, action
 
 if TYPE_CHECKING:
+    from ..session.cluster import Cluster
     from .model import Panel
+
+LOG_LINES = 200
 
 
 class ClusterPart(Part):
-    """The cluster of the notebook."""
+    """The cluster of the notebook, whoever started it."""
 
     name = "cluster"
 
     def __init__(self, panel: Panel) -> None:
         super().__init__(panel)
-        self._progress = ""
+        self._progress: Progress | None = None
+        self._watched: Cluster | None = None
+        self._undo: Callable[[], None] = lambda: None
+        self._engines: list[Wire] = []
 
     def wire(self) -> Wire:
-        """Its engines, and how far starting has come."""
-        cluster = self.panel.session.cluster
-        engines = [] if cluster is None else rows(cluster)
+        """Its engines, and how far a start has come."""
+        session = self.panel.session
+        self._watch(session.cluster)
+        cluster, progress = session.cluster, self._progress
         return {
             "running": cluster is not None,
-            "progress": self._progress,
-            "lost": self.panel.session.lost,
-            "engines": engines,
+            "count": 0 if cluster is None else len(cluster.worker_ids),
+            "devices": "auto" if cluster is None else cluster.devices_asked,
+            "framework": None if cluster is None else cluster.framework,
+            "kept": cluster is not None and cluster.keeping.kept,
+            "progress": None if progress is None else progress.to_wire(),
+            "lost": session.lost,
+            "engines": self._engines,
         }
+
+    def close(self) -> None:
+        """Sample no more: nobody looks."""
+        self._watch(None)
+
+    def _watch(self, cluster: Cluster | None) -> None:
+        if cluster is self._watched:
+            return
+        self._undo()
+        self._watched, self._engines = cluster, []
+        self._undo = lambda: None
+        if cluster is not None:
+            self._undo = cluster.vitals.watch(self._seen)
+
+    def _seen(self, vitals: Sequence[EngineVitals]) -> None:
+        self._engines = [one.to_wire() for one in vitals]
+        self.panel.changed.set()
+
+    # -- what is done ------------------------------------------------------------------------------
 
     @action(slow=True)
     def start(self, count: int, devices: str = "auto") -> None:
-        """Start engines, or add some."""
-        try:
-            self.panel.session.start(int(count), devices=devices, progress=self._tell)
-        finally:
-            self._progress = ""
+        """Start engines, or add some until there are `count`."""
+        self.bring(int(count), devices.strip() or "auto")
 
-    def _tell(self, text: object) -> None:
-        self._progress = str(text)
+    def bring(self, count: int, devices: str = "auto") -> None:
+        """Do so, and tell how far it is."""
+        try:
+            self.panel.session.start(count, devices=devices, progress=self._tell)
+        finally:
+            self._progress = None
+
+    def _tell(self, progress: Progress) -> None:
+        self._progress = progress
         self.panel.changed.set()
 
     @action(slow=True)
     def restart(self, engine: int | None = None) -> None:
-        """Replace one engine, or all, by fresh ones."""
+        """Replace one engine, or all, by fresh ones under the same ids."""
         self.panel.session.need_cluster().restart(None if engine is None else [int(engine)])
 
     @action(slow=True)
     def stop(self) -> None:
-        """End the cluster."""
+        """End the cluster and what runs on it."""
         self.panel.session.stop()
+
+    @action(slow=True)
+    def log(self, engine: int) -> Any:
+        """The last lines of an engine's log."""
+        text = self.panel.session.need_cluster().logs(int(engine))
+        return "\n".join(text.splitlines()[-LOG_LINES:])

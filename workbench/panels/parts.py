@@ -7,6 +7,7 @@ from .comparison import ComparisonPart
 from .faults import FaultsPart
 from .live import LivePart
 from .part import Part
+from .queue import QueuePart
 from .recipe import RecipePart
 from .strategies import StrategiesPart
 
@@ -14,6 +15,7 @@ PARTS: tuple[type[Part], ...] = (
     ClusterPart,
     RecipePart,
     StrategiesPart,
+    QueuePart,
     LivePart,
     FaultsPart,
     ComparisonPart,

@@ -1,26 +1,81 @@
 // The cluster's row: how many engines, start, restart, stop, and a line per engine.
 
-SECTIONS.push({
-  name: "cluster",
-  tab: "top",
-  title: "Cluster",
-  make(app, root) {
-    const count = kit.field({ kind: "int", label: "Engines", min: 1, max: 256 });
-    count.set(2);
-    const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()) }), "wbp-primary");
-    const stop = kit.button("Stop cluster", "End all engines", () => app.do("cluster.stop"));
-    const progress = kit.h("span", { class: "wbp-muted", role: "status" });
-    const engines = kit.h("div", { class: "wbp-engines" });
-    root.append(kit.h("div", { class: "wbp-row" }, kit.h("strong", {}, "Workbench"), count.root, start, stop, progress), engines);
-    return {
-      draw(value) {
-        kit.text(start, value.running ? "Add" : "Start");
-        kit.show(stop, value.running);
-        kit.text(progress, value.progress || value.lost || "");
-        kit.list(engines, value.engines, (e) => e.engine, () => kit.h("div", { class: "wbp-engine" }), (element, e) => {
-          kit.text(element, `${e.engine} ${e.device} ${e.state} ${kit.bytes(e.memory_bytes)}`);
-        });
-      },
+SECTIONS.push((() => {
+  function line(app) {
+    return (e) => {
+      const parts = Object.fromEntries(["id", "state", "device", "cpu", "memory", "gpu", "log"].map((n) => [n, kit.h("span", { class: `wbp-e-${n}` })]));
+      const meter = kit.h("i", {}), bar = kit.h("span", { class: "wbp-meter", "aria-hidden": "true" }, meter);
+      parts.cpu.append(bar, kit.h("b", {}));
+      const summary = kit.h("summary", { title: "Show its log" }, Object.values(parts));
+      const log = kit.h("pre", { class: "wbp-log", tabindex: "0" }, "…");
+      const restart = kit.button("Restart", `Replace engine ${e.engine} by a fresh one`, () => app.do("cluster.restart", { engine: e.engine }));
+      const again = kit.button("Reload", "Read the log again", () => load());
+      const element = kit.h("details", { class: "wbp-engine" }, summary, kit.h("div", { class: "wbp-row" }, again, restart), log);
+      const load = async () => { kit.text(log, (await app.do("cluster.log", { engine: e.engine })) || "The log is empty."); log.scrollTop = log.scrollHeight; };
+      element.addEventListener("toggle", () => { if (element.open) load(); });
+      element.wbp = { parts, meter };
+      return element;
     };
-  },
-});
+  }
+
+  function update(element, e) {
+    const { parts, meter } = element.wbp, cpu = e.cpu_percent;
+    kit.text(parts.id, e.rank == null ? `engine ${e.engine}` : `rank ${e.rank}`);
+    parts.id.title = `engine ${e.engine}, process ${e.pid}`;
+    kit.text(parts.state, e.doing || e.state);
+    parts.state.dataset.state = e.state;
+    kit.text(parts.device, e.device);
+    kit.text(parts.cpu.lastChild, cpu == null ? "– %" : `${cpu.toFixed(0)} %`);
+    parts.cpu.title = "CPU: share of one core, with its children";
+    meter.style.width = `${Math.min(100, cpu ?? 0)}%`;
+    kit.text(parts.memory, kit.bytes(e.memory_bytes));
+    parts.memory.title = `memory (${e.memory_kind})`;
+    kit.show(parts.gpu, e.gpu_percent != null || e.gpu_memory_bytes != null);
+    kit.text(parts.gpu, `GPU ${e.gpu_percent == null ? "–" : e.gpu_percent.toFixed(0)} % ${kit.bytes(e.gpu_memory_bytes)}`);
+    kit.text(parts.log, e.log_line ?? "");
+    parts.log.title = e.log_line ?? "";
+    element.firstChild.setAttribute("aria-label", `rank ${e.rank ?? "none"}, engine ${e.engine}: ${e.doing || e.state}, ${e.device}, CPU ${cpu == null ? "unknown" : Math.round(cpu)} percent, memory ${kit.bytes(e.memory_bytes)}. ${e.log_line ?? ""}`);
+  }
+
+  function make(app, root) {
+    const count = kit.field({ kind: "int", label: "Engines", min: 1, max: 256, onchange: () => redraw() });
+    const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
+    count.set(2);
+    devices.set("auto");
+    const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()), devices: devices.read() }), "wbp-primary");
+    const restart = kit.button("Restart", "Replace all engines by fresh ones", () => app.do("cluster.restart"));
+    const stop = kit.button("Stop cluster", "End all engines and what runs on them", () => app.do("cluster.stop"));
+    const words = kit.h("span", { class: "wbp-muted", role: "status" });
+    const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
+    const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });
+    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, restart, stop, track, words), engines);
+    let latest = { count: 0, running: false };
+
+    function redraw() {
+      const asked = Number(count.read()), { running, busy } = latest;
+      kit.text(start, running ? "Add engines" : "Start");
+      start.title = running ? `Add engines until there are ${asked}` : "Start this many engines";
+      start.disabled = busy || !(asked >= 1) || (running && asked <= latest.count);
+      devices.enable(!running);
+    }
+
+    return {
+      draw(value, all) {
+        const doing = all.panel?.doing ?? [], busy = doing.some((d) => d.startsWith("cluster."));
+        if (value.count !== latest.count && value.running) count.set(value.count);
+        latest = { ...value, busy };
+        if (value.running) devices.set(value.devices);
+        for (const button of [restart, stop]) { kit.show(button, value.running); button.disabled = busy && !value.progress; }
+        kit.show(track, Boolean(value.progress));
+        if (value.progress) track.value = value.progress.fraction;
+        kit.text(words, value.progress?.text ?? (busy ? "one moment…" : value.lost ? `The cluster is gone: ${value.lost}.` : value.running ? "" : "No cluster yet. Start one, or press Run."));
+        redraw();
+        kit.list(engines, value.engines, (e) => e.engine, line(app), update);
+        engines.classList.toggle("wbp-many", value.engines.length > 8);
+      },
+      always: true,
+    };
+  }
+
+  return { name: "cluster", tab: "top", order: 0, title: "Cluster", make };
+})());

@@ -4,7 +4,7 @@ SECTIONS.push((() => {
   const AXES = [["t_s", "time", "s"], ["samples", "samples", "samples"], ["step", "steps", "step"]];
   const EXPORTS = [["csv", "CSV"], ["md", "Markdown"], ["html", "HTML"], ["json", "JSON"], ["png", "PNG"], ["svg", "SVG"]];
   const PARTS = ["data_wait", "compute", "sync_wait", "bubble", "transfer", "other"];
-  const WIDTH = 720, HEIGHT = 250, EDGE = { left: 52, right: 12, top: 10, bottom: 30 };
+  const HEIGHT = 250, EDGE = { left: 52, right: 12, top: 10, bottom: 30 };
 
   const percent = (x) => (x == null ? "–" : `${(x * 100).toFixed(x < 0.0995 ? 1 : 0)} %`);
   const times = (x) => (x == null ? "–" : `${threeDigits(x)}x`);
@@ -37,7 +37,8 @@ SECTIONS.push((() => {
 
   // ---- the overlay of losses
 
-  function overlay(app, compared, axis) {
+  function overlay(app, compared, axis, width) {
+    const WIDTH = Math.max(260, width);
     const curves = compared.curves.filter((c) => c.loss.some((v) => v != null));
     const svg = kit.svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "wbp-chart", role: "img", "aria-label": `Loss by ${axis[1]} of ${compared.rows.map((r) => r.run).join(", ")}` });
     if (!curves.length) return svg;
@@ -50,7 +51,7 @@ SECTIONS.push((() => {
       svg.append(kit.svg("line", { x1: EDGE.left, x2: WIDTH - EDGE.right, y1: y(t), y2: y(t), class: "wbp-grid" }));
       svg.append(text(EDGE.left - 7, y(t) + 4, tickLabel(t), "end"));
     }
-    for (const t of ticks(0, x1, 6)) if (x(t) < WIDTH - 70) svg.append(text(x(t), HEIGHT - 12, tickLabel(t), "middle"));
+    for (const t of ticks(0, x1, WIDTH / 110)) if (x(t) < WIDTH - 70) svg.append(text(x(t), HEIGHT - 12, tickLabel(t), "middle"));
     svg.append(text(WIDTH - EDGE.right, HEIGHT - 12, axis[2], "end"));
     for (const curve of curves) {
       let d = "", pen = "M";
@@ -136,7 +137,7 @@ SECTIONS.push((() => {
     if (sort.key) rows.sort((a, b) => order(a[sort.key], b[sort.key], sort.down));
     const head = kit.h("tr", {}, columns.map(([k, title]) => {
       const on = sort.key === k;
-      return kit.h("th", { scope: "col", "aria-sort": on ? (sort.down ? "descending" : "ascending") : null },
+      return kit.h("th", { scope: "col", class: rows.some((r) => typeof r[k] === "string") ? "wbp-left" : null, "aria-sort": on ? (sort.down ? "descending" : "ascending") : null },
         kit.h("button", { type: "button", onclick: () => onsort(k), title: `Sort by ${title}` }, title, on ? (sort.down ? " ↓" : " ↑") : ""));
     }));
     const body = rows.map((row) => kit.h("tr", {}, columns.map(([k, , words]) => kit.h("td", { class: typeof row[k] === "string" ? "wbp-left" : null }, row[k] == null ? "–" : words(row[k])))));
@@ -170,9 +171,14 @@ SECTIONS.push((() => {
       kit.download(file.name, decode(file.data), file.type);
     }
 
+    const resized = new ResizeObserver(() => { if (compared && chart.clientWidth && chart.clientWidth !== drawn) drawLoss(); });
+    resized.observe(chart);
+    let drawn = 0;
+
     function drawLoss() {
+      drawn = chart.clientWidth;
       [...axes.children].forEach((b, i) => { b.setAttribute("aria-checked", AXES[i] === axis); b.tabIndex = AXES[i] === axis ? 0 : -1; });
-      chart.replaceChildren(overlay(app, compared, axis));
+      chart.replaceChildren(overlay(app, compared, axis, chart.clientWidth || 720));
       legend.replaceChildren(...compared.rows.map((r, i) => key(r.run, color(app, i), false)));
     }
 
@@ -215,6 +221,7 @@ SECTIONS.push((() => {
         if (compared) drawAll();
       },
       restyle() { if (compared) drawAll(); },
+      close() { resized.disconnect(); },
     };
   }
 
