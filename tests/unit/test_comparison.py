@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows, make_summary
+from made_up_runs import CASES, make_run
 
 from workbench.errors import RunError
 from workbench.history.comparison import Spread, compare
-from workbench.history.summary import summarise
+from workbench.history.summary import RunSummary, summarise
 from workbench.metrics import PARTS
 
 ONE = {"transfer_s": 0.0, "compute_s": 0.020}
@@ -89,6 +90,51 @@ def test_what_makes_a_comparison_unfair_is_said(change: dict[str, object], says:
 def test_a_fair_comparison_has_nothing_to_say() -> None:
     first = make_summary("a", meta_strategy="one_device")
     assert compare([first, make_summary("b", meta_strategy="mirrored", ranks=2)]).notes == ()
+
+
+def test_asynchronous_updates_are_not_passed_off_as_the_same_steps() -> None:
+    one, mirrored = make_run("one_device"), make_run("mirrored", 2)
+    server = make_run("parameter_server", 2, late=1.0)
+    told = "parameter_server each worker's push is an update of its own"
+    assert any(told in note for note in compare([one, mirrored, server]).notes)
+    assert not any("update of its own" in note for note in compare([one, mirrored]).notes)
+    assert not any("update of its own" in note for note in compare([server]).notes)
+
+
+def test_other_devices_are_named_but_not_their_numbers() -> None:
+    def on(run: RunSummary, *devices: str) -> RunSummary:
+        pairs = zip(run.workers_table, devices, strict=True)
+        return replace(run, workers_table=tuple(replace(w, device=d) for w, d in pairs))
+
+    one = on(make_run("one_device"), "cuda:0 NVIDIA H200")
+    two = on(make_run("mirrored", 2), "cuda:0 NVIDIA H200", "cuda:1 NVIDIA H200")
+    cpu = on(make_run("sharded", 2), "cpu", "cpu")
+    assert compare([one, two]).notes == ()
+    told = "The devices differ: one_device NVIDIA H200; sharded cpu."
+    assert told in compare([one, cpu]).notes
+
+
+def test_a_run_that_diverged_is_named_and_in_no_mean() -> None:
+    rows = make_rows(20, 1)
+    rows["local_loss"][10:] = NAN
+    history = make_history(rows)
+    meta = {"name": "b-seed1", "strategy": "b", "state": "finished", "recipe": "abc", "seed": 1,
+            "batch_size": 32}  # fmt: skip
+    diverged = summarise(history, meta)
+    whole = make_summary("b-seed0", meta_strategy="b")
+    compared = compare([whole, diverged])
+    assert compared.rows[0].final_loss.count == 1
+    assert any("b-seed1 diverged" in note for note in compared.notes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_of_every_kind_compare(case: str) -> None:
+    compared = compare(CASES[case]())
+    assert len(compared.rows) == len(CASES[case]()) or case == "seeds"
+    for row in compared.rows:
+        if not row.steps:
+            assert math.isnan(row.step_s)
+            assert all(math.isnan(share) for share in row.shares.values())
 
 
 def test_the_verdict_says_why_the_slower_strategy_is_slower() -> None:
