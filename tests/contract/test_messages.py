@@ -11,7 +11,7 @@ from harness import Report, Workers, failures, joined
 
 from workbench.catalog.messages import messages
 from workbench.history.snapshot import Split
-from workbench.history.step_picture import handed_bytes
+from workbench.history.step_picture import handed_bytes, part_bytes
 
 pytestmark = pytest.mark.torch
 
@@ -36,7 +36,9 @@ def units(reports: list[Report]) -> dict[str, float]:
     """Return the sizes of the network in `cells.train` and of what its stages hand on."""
     parameters = (8 * 16 + 16 + 16 * 3 + 3) * NUMBER_BYTES
     split = [Split.of(fields) for fields in reports[0].emitted("split")]
-    return {"M": parameters, "P": parameters, **handed_bytes(split[0] if split else None)}
+    held = {fields["server"]: fields for fields in reports[0].emitted("server")}
+    handed = handed_bytes(split[0] if split else None)
+    return {"M": parameters, "P": parameters, **handed, **part_bytes(held)}
 
 
 @pytest.mark.parametrize(

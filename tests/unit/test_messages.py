@@ -64,7 +64,7 @@ def test_servers_are_drawn_as_many_as_asked_for(entry: catalog.Strategy) -> None
     for kind, end in (("gradients", "target"), ("weights", "source")):
         arrows = [a for p in drawn.phases for a in p.arrows if a.kind == kind]
         assert {getattr(arrow, end) for arrow in arrows} == {"s0", "s1"}
-    assert sent(drawn, M=M) == [M] * 3  # each server holds a part, together they hold all
+    assert sent(drawn, M0=600.0, M1=400.0) == [1000.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from workbench.history.snapshot import Split
 from workbench.history.step_picture import (
     chosen_algorithm,
     handed_bytes,
+    part_bytes,
     share_out,
     step_picture,
 )
@@ -39,6 +40,16 @@ def test_what_servers_send_is_not_made_up() -> None:
     for (p, a), amount in found.items():
         arrow = drawn.phases[p].arrows[a]
         assert np.isnan(amount) == (arrow.source == "s0")
+
+
+def test_several_servers_are_given_what_they_hold() -> None:
+    drawn = messages("parameter_server", 2, {"servers": 2})
+    held = {0: {"parameters_bytes": 75}, 1: {"parameters_bytes": 25}}
+    found = share_out(drawn, 0, {0: 100.0, 1: 100.0}, part_bytes(held))
+    pushed = {drawn.phases[p].arrows[a].target: amount for (p, a), amount in found.items()
+              if drawn.phases[p].title == "Push"}  # fmt: skip
+    assert pushed == {"s0": 75.0, "s1": 25.0}
+    assert np.isnan(list(share_out(drawn, 0, {0: 100.0, 1: 100.0}, {}).values())).all()
 
 
 def test_two_unknown_sizes_leave_the_arrows_open() -> None:

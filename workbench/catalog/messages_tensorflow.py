@@ -130,9 +130,10 @@ def parameter_server(layout: Layout) -> Parts:
                                       "It sends the gradients to the servers.", up=True),
         Phase("Optimizer", "Every push is a step of its own, taken when it arrives.", servers),
     )  # fmt: skip
-    units = {**M, "T": "bytes of a closure and of the samples it is sent"}
-    if len(servers) > 1:
-        units["S"] = "number of servers"
+    units = {
+        **M, **patterns.server_units("M", len(servers)),
+        "T": "bytes of a closure and of the samples it is sent",
+    }  # fmt: skip
     nodes = patterns.around(patterns.workers(layout, "nothing between steps"), inner)
     source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
     notes = ("Nobody waits: each worker goes through this at its own pace.",)

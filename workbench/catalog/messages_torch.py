@@ -76,7 +76,7 @@ def _with_servers(layout: Layout, holds: str, phases: tuple[Phase, ...], source:
         Node(f"s{i}", "server", f"server {i}", holds) for i in range(layout.servers)
     )  # fmt: skip
     nodes = patterns.around(patterns.workers(layout, "a copy of the parameters"), servers)
-    units = {**M, **({"S": "number of servers"} if layout.servers > 1 else {})}
+    units = {**M, **patterns.server_units("M", layout.servers)}
     return Parts(nodes, phases, units, source, notes)
 
 
@@ -189,7 +189,7 @@ def hybrid(layout: Layout) -> Parts:
     text = "The holders of the same stage add up its gradients."
     meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
     units = patterns.handed_units(stages) if width > 1 else {}
-    units |= {f"G{p}": f"bytes of the gradients of place {p} in a pipeline" for p in range(width)}
+    units |= {f"G{p}": f"bytes of the gradients of stage {p}'s worker" for p in range(width)}
     units |= {"D": "number of pipelines", **({"m": "microbatches"} if batches > 1 else {})}
     nodes = tuple(
         Node(name, "worker", f"worker {rank}", _stages_of(rank % width, stages, width), rank)

@@ -173,13 +173,24 @@ def exchange_with_server(
     layout: Layout, servers: Ids, unit: str, kind: Kind, title: str, text: str, *, up: bool
 ) -> Phase:
     """Return every worker's messages to (`up`) or from all servers, who share the tensor."""
-    size = whole(unit) if len(servers) == 1 else part(unit, len(servers), "S")
+    if len(servers) == 1:
+        sizes = [whole(unit)]
+    else:  # tensors stay whole, so parts are not quite equal: each is an unknown of its own
+        sizes = [Size(1.0, f"{unit}{index}", f"{unit}/S") for index in range(len(servers))]
     arrows = tuple(
         Arrow(worker, server, kind, size) if up else Arrow(server, worker, kind, size)
         for worker in layout.ids
-        for server in servers
+        for server, size in zip(servers, sizes, strict=True)
     )
-    return Phase(title, text, arrows=arrows, formula=f"{size.text} each")
+    return Phase(title, text, arrows=arrows, formula=f"{sizes[0].text} each")
+
+
+def server_units(unit: str, servers: int) -> dict[str, str]:
+    """Return what the unknowns of several servers mean; of one there are none."""
+    if servers < 2:
+        return {}
+    parts = {f"{unit}{i}": f"bytes of the part that server {i} holds" for i in range(servers)}
+    return {"S": "number of servers, whose parts are about equal", **parts}
 
 
 def chain(
@@ -207,4 +218,6 @@ def chain(
 
 def handed_units(stages: int) -> dict[str, str]:
     """Return what the unknowns of a chain mean."""
-    return {f"A{s}": f"bytes stage {s} hands on for the whole batch" for s in range(stages - 1)}
+    return {
+        f"A{s}": f"bytes that stage {s} hands on for the whole batch" for s in range(stages - 1)
+    }

@@ -103,7 +103,7 @@ def step_picture(
     begin = float(np.nanmin(columns["start_s"]))
     workers = tuple(_worker(columns, at, begin) for at in range(len(rows)))
     sent = {worker.rank: worker.sent_bytes for worker in workers}
-    units = handed_bytes(history.story.split)
+    units = handed_bytes(history.story.split) | part_bytes(history.story.servers)
     return StepPicture(run, number, diagram, workers, share_out(diagram, number, sent, units))
 
 
@@ -199,6 +199,11 @@ def handed_bytes(split: Split | None) -> dict[str, float]:
         for stage in split.stages
         if stage.handed_bytes
     }
+
+
+def part_bytes(servers: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
+    """Return how much of the parameters each of several servers holds, as they said."""
+    return {f"M{number}": float(held["parameters_bytes"]) for number, held in servers.items()}
 
 
 def chosen_algorithm(notes: Sequence[str]) -> str | None:

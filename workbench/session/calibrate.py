@@ -195,6 +195,9 @@ def _make_frames(run: Run) -> int:
     while not run.is_over:
         with contextlib.suppress(TimeoutError):
             run.wait(FRAME_S)
+        if not run.history.totals.steps:  # engines start; there is nothing to draw yet
+            began = time.perf_counter()
+            continue
         before = time.thread_time()
         snapshot = run.snapshot()
         make_frame(snapshot, previous, frames + 1, frames, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -234,13 +235,17 @@ def formula(phase: Phase) -> str:
 
 
 def units(diagram: Diagram) -> list[str]:
-    """Return what the unknowns mean, those of the stages in one line."""
-    handed = [name for name in diagram.units if name[0] == "A" and name[1:].isdigit()]
-    found = [f"A: {diagram.units['A0'].replace('stage 0', 'a stage')}."] if handed else []
-    placed = [name for name in diagram.units if name[0] == "G" and name[1:].isdigit()]
-    found += [f"G: {diagram.units['G0'].replace('place 0', 'a place')}."] if placed else []
-    plain = (name for name in diagram.units if name not in handed and name not in placed)
-    return [*found, *(f"{name}: {diagram.units[name]}." for name in plain)]
+    """Return what the unknowns mean, those of all stages in one line."""
+    found, numbered = [], set()
+    for name, meaning in diagram.units.items():
+        letter, number = name[0], name[1:]
+        if not number.isdigit():
+            found.append(f"{name}: {meaning}.")
+        elif letter not in numbered and letter not in diagram.units:
+            one = re.sub(rf"\b(\w+) {number}\b", r"a \1", meaning, count=1)
+            found.append(f"{letter}: {one}.")
+        numbered.add(letter)
+    return found
 
 
 def sentence(diagram: Diagram, arrow: Arrow) -> str:
