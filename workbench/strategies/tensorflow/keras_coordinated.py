@@ -33,7 +33,7 @@ from ...engine.announce import announce
 from ...engine.checkpoints import checkpoints_of
 from ...engine.context import RunContext
 from ...engine.initial import initialise
-from ...engine.tensorflow_support import parameter_count
+from ...engine.tensorflow_models import parameter_count
 from ..base import Strategy
 from .closures import Closures
 from .coordinated import AHEAD

@@ -31,7 +31,7 @@ import keras
 from ...engine import settings
 from ...engine.context import RunContext
 from ...engine.initial import initialise
-from ...engine.tensorflow_support import parameter_count
+from ...engine.tensorflow_models import parameter_count
 from ...errors import FitError, RunStopped
 from ..base import NAN, Strategy
 from .fit_place import FitPlace

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from ...engine.context import RunContext
-from ...engine.tensorflow_support import foreign
+from ...engine.tensorflow_models import foreign
 from ...errors import FitError
 
 

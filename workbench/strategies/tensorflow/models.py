@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.tensorflow_support import load_weights, weight_names
+from ...engine.tensorflow_models import load_weights, weight_names
 
 
 def by_name(model: Any) -> dict[str, NDArray[np.generic]]:

@@ -22,7 +22,7 @@ from tensorflow.python.autograph.impl import api as autograph
 
 from ...engine.order import share_bounds
 from ...engine.tensorflow_data import slice_batch
-from ...engine.tensorflow_support import foreign
+from ...engine.tensorflow_models import foreign
 from ...errors import FitError
 from ..base import Job, Share
 from .numerics import Precision, Schedule, compiled
