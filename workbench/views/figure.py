@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ _WIDTH_IN, _DPI = 9.0, 110
 _HEAD_IN, _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 0.76, 2.1, 0.27, 0.75, 1.35
 _TITLE_LETTERS = 100  # as many as fit the width
 _VISIBLE_STEPS = 12
+_DRAWING = threading.Lock()
 
 
 def run_bundle(snapshot: Snapshot) -> dict[str, Any]:
@@ -68,7 +70,8 @@ def run_png(snapshot: Snapshot) -> bytes:
 
     target = io.BytesIO()
     # The user's own matplotlib settings neither change this picture nor are changed by it.
-    with matplotlib.style.context(["default", {"hatch.linewidth": 1.0}]):
+    # Two threads that change and restore them in turn would leave the wrong ones behind.
+    with _DRAWING, matplotlib.style.context(["default", {"hatch.linewidth": 1.0}]):
         run_figure(snapshot).savefig(target, format="png", dpi=_DPI)
     return target.getvalue()
 
