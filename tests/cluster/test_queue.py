@@ -26,10 +26,11 @@ ENDLESS = FIT.replace("STEPS", "1_000_000")
 
 def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):
     queue = cluster.queue()
-    seen, threads, moment = [], set(), {}
+    seen, left, threads, moment = [], [], set(), {}
 
     def look(queue):
         seen.append(queue.progress)
+        left.append(queue.remaining_s)
         threads.add(threading.current_thread())
         item = queue.current
         if item is not None and item.run is not None:
@@ -50,6 +51,10 @@ def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):
     assert seen == sorted(seen)
     assert seen[0] == 0.0
     assert seen[-1] == 1.0
+    known = [seconds for seconds in left if seconds is not None]
+    assert left[0] is None  # nothing to tell it from yet
+    assert known[-1] == 0.0
+    assert max(known) > 0.0
     assert set(moment) == set(names)
     assert threading.main_thread() in threads  # what was added was told there
     assert len(threads) > 1
@@ -101,10 +106,20 @@ def test_vitals_see_an_engine_work_and_wait(book, cluster):
     assert "MiB" in text
 
 
-def test_a_start_tells_how_far_it_is():
+@pytest.fixture(scope="module")
+def stopped():
+    """A cluster of its own that was stopped in the middle of its queue; what was told meanwhile."""
     told: list[Progress] = []
     with wb.Cluster(2, progress=told.append) as cluster:
-        assert len(cluster.ids) == 2
+        queue = cluster.queue()
+        items = queue.sweep(ENDLESS, "mirrored", seeds=2, name="cut")
+        assert soon(lambda: items[0].run is not None and items[0].run.history.totals.steps > 2)
+    queue.wait(WAIT_S)
+    return told, items
+
+
+def test_a_start_tells_how_far_it_is(stopped):
+    told, _ = stopped
     shares = [one.fraction for one in told]
     assert shares == sorted(shares)
     assert told[0].stage == "controller"
@@ -113,12 +128,8 @@ def test_a_start_tells_how_far_it_is():
     assert [one.done for one in told if one.stage == "fork"] == [0, 1, 2]
 
 
-def test_a_cluster_that_is_stopped_takes_its_queue_along():
-    with wb.Cluster(2) as cluster:
-        queue = cluster.queue()
-        first, second = queue.sweep(ENDLESS, "mirrored", seeds=2, name="cut")
-        assert soon(lambda: first.run is not None and first.run.history.totals.steps > 2)
-    queue.wait(WAIT_S)
+def test_a_cluster_that_is_stopped_takes_its_queue_along(stopped):
+    _, (first, second) = stopped
     assert first.state in ("stopped", "failed")
     assert (second.state, second.run) == ("stopped", None)
     assert second.why == "the cluster was stopped"

@@ -20,9 +20,11 @@ from workbench.cluster.engines import EngineInfo
 from workbench.cluster.gpus import GpuReading, Gpus
 from workbench.cluster.readings import Family, Processes
 from workbench.cluster.vitals import TAIL_BYTES, EngineVitals, LastLine, gpu_use
+from workbench.session import status
 from workbench.session import vitals as live
 from workbench.session.doing import Scene, doing
 from workbench.session.vitals import Vitals
+from workbench.views.tables import LOG_CHARACTERS, cluster_table
 
 # -- processes -------------------------------------------------------------------------------------
 
@@ -326,6 +328,20 @@ def test_dead_and_starting_engines_say_so() -> None:
     assert doing(0, "dead", "SIGKILL", nothing, starting=False) == ("dead", "dead (SIGKILL)")
     assert doing(0, "dead", "SIGKILL", nothing, starting=True) == ("starting", "starting")
     assert doing(0, "busy", "", nothing, starting=False) == ("busy", "busy")
+
+
+def test_the_table_shows_the_log_and_the_gpu_only_where_there_is_something(tmp_path: Path) -> None:
+    (tmp_path / "0.log").write_text("x" * 100 + "\n")
+    cluster = cluster_of([info_of(0, psutil.Process().pid)], tmp_path)
+    cluster.vitals = Vitals(cluster, gpus=Gpus(list))
+    (row,) = status.rows(cluster, now=True)
+    assert row["log_line"] == "x" * 100
+    assert "gpu_percent" not in row
+    text = cluster_table([row]).text()
+    assert "x" * (LOG_CHARACTERS - 1) + "…" in text
+    assert "x" * LOG_CHARACTERS not in text
+    (tmp_path / "0.log").write_text("")
+    assert "log_line" not in status.rows(cluster, now=True)[0]
 
 
 # -- the whole -------------------------------------------------------------------------------------
