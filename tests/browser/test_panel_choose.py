@@ -1,7 +1,7 @@
 """The panel's Choose tab in a real JupyterLab: cards, options, recipes, and what comes of them."""
 
 import pytest
-from panel_hands import opened, press
+from panel_hands import opened, press, turn
 
 pytestmark = [pytest.mark.browser]
 
@@ -44,7 +44,7 @@ def test_two_strategies_over_three_seeds_become_two_cells(notebook, tmp_path):
     book = opened(notebook, "choose.ipynb", cells=CELLS, height=2600, width=1240)
     summary(book, "1 run of digits_mlp: mirrored on 2 workers")
     pick(book, "local_sgd")
-    book.page.get_by_label("Seeds").fill("3")
+    book.page.get_by_label("Seeds", exact=True).fill("3")
     summary(book, "2 strategies × 3 seeds = 6 runs of digits_mlp on 2 workers")
     summary(book, "Run starts 2")
     assert card(book, "local_sgd").locator(".wbp-order").text_content() == "2."
@@ -88,14 +88,40 @@ def test_a_function_brings_its_parameters_and_greys_what_it_cannot_use(notebook,
     book.page.get_by_label("nesterov", exact=True).check()
     book.page.get_by_label("lr", exact=True).fill("0.5")
     summary(book, "1 run of tiny")
-    reason = card(book, "hybrid").locator(".wbp-reason")
+    reason = card(book, "local_sgd").locator(".wbp-reason")
     reason.filter(has_text="clip_norm").wait_for()
-    assert book.page.get_by_role("checkbox", name="hybrid").is_disabled()
+    assert book.page.get_by_role("checkbox", name="local_sgd").is_disabled()
     card(book, "mirrored").get_by_role("button").click()
     book.page.locator(".wbp-detail svg").wait_for()
     book.screenshot(tmp_path / "narrow.png", ".wbp")
     assert book.page.evaluate(WIDE_ENOUGH) == []
-    book.page.get_by_role("radio", name="TensorFlow").check()
+    book.page.get_by_role("radio", name="TensorFlow", exact=True).check()
     book.page.get_by_text("tiny is written for torch").first.wait_for()
     assert book.page.get_by_role("checkbox", name="tpu").is_disabled()
     book.screenshot(tmp_path / "tensorflow.png", ".wbp")
+
+
+BROKEN = """@wb.recipe
+def broken():
+    import torch
+    model = torch.nn.Linear(64, "ten")
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.torch
+def test_a_recipe_that_cannot_be_built_shows_why_and_the_panel_goes_on(notebook, tmp_path):
+    cells = [f"{CELLS[0]}\n%cluster start 2", BROKEN, "wb.panel()"]
+    book = opened(notebook, "choose-broken.ipynb", cells=cells, height=1600)
+    book.page.get_by_role("radio", name="broken").check()
+    summary(book, "1 run of broken: mirrored on 2 workers")
+    book.page.get_by_role("button", name="Run: ").click()
+    why = book.page.locator(".wbp-failure")
+    why.locator("summary").click(timeout=120_000)
+    why.get_by_text('torch.nn.Linear(64, "ten")').first.wait_for()  # the traceback's line
+    book.screenshot(tmp_path / "broken.png", ".wbp")
+    turn(book, "Choose")
+    book.page.get_by_role("radio", name="digits_mlp").check()
+    book.page.get_by_label("Steps", exact=True).fill("3")
+    summary(book, "1 run of digits_mlp")
+    assert book.page.locator(".wbp-total .wbp-problem").count() == 0

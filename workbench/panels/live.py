@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RunError
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from .model import Panel
 
 
+MOST_CHARACTERS = 20_000
+"""Of what a failed run printed, the end is shown."""
+
+
 class LivePart(Part):
     """What goes on, or went on last, or the run that somebody picked from the list."""
 
@@ -21,6 +26,7 @@ class LivePart(Part):
     def __init__(self, panel: Panel) -> None:
         super().__init__(panel)
         self._picked = ""
+        self._failed: tuple[Path | None, str] = (None, "")
 
     def run(self) -> Run | None:
         """The run on show: what goes on; else the one picked, else the latest."""
@@ -39,11 +45,20 @@ class LivePart(Part):
             "run": None if run is None else run.name,
             "state": None if run is None else run.state,
             "error": None if run is None or run.error is None else str(run.error),
+            "printed": "" if run is None else self._failure(run),
             "runs": [
                 {"name": one.name, "strategy": one.plan.strategy, "state": one.state}
                 for one in list(runs.values())
             ],
         }
+
+    def _failure(self, run: Run) -> str:
+        """Return the tracebacks and outputs of a run that failed, each line with its ranks."""
+        if run.error is None or run.task is None or not run.is_over:
+            return ""
+        if self._failed[0] != run.folder:
+            self._failed = (run.folder, run.task.board.text()[-MOST_CHARACTERS:])
+        return self._failed[1]
 
     @action()
     def pick(self, run: str) -> None:

@@ -25,7 +25,7 @@ SECTIONS.push({
         pick.set(value.run);
         pick.enable(!["starting", "running", "paused", "stopping", "recovering"].includes(value.state));
         kit.show(error, Boolean(value.error));
-        kit.text(error.lastChild, value.error ?? "");
+        kit.text(error.lastChild, [value.error, value.printed].filter(Boolean).join("\n\n"));
         if (value.run && !view) view = new View(kit.h("div"), app.store.frames, app.palette);
         if (view && !view.root.parentNode) place.append(view.root);
         view?.schedule();

@@ -198,7 +198,7 @@ SECTIONS.push({
       const as = { placeholder: "as it is" };
       const fields = [
         field("workers", "int", "Workers", "", { min: 1, max: 256, placeholder: "all" }),
-        field("seeds", "int", "Seeds", "each strategy with so many", { min: 1, max: 10, placeholder: "1" }),
+        field("seeds", "int", "Seeds", "runs of each strategy", { min: 1, max: 10, placeholder: "1" }),
         field("epochs", "int", "Epochs", "", { min: 1, ...as }),
         field("steps", "int", "Steps", "instead of epochs", { min: 1, ...as }),
         field("batch_size", "int", "Batch size", "of all workers together", { min: 1, ...as }),
