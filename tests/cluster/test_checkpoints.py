@@ -139,10 +139,10 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(book, cluster, tmp_path, who
 LATE = """
 import errno, importlib, threading
 from pathlib import Path
-import workbench.engine.checkpoints as parts
+import workbench.engine.checkpoint_writing as parts
 import workbench.engine.torch_checkpoints as writing
 importlib.reload(writing)  # whatever an earlier cell has left there
-whole, give_up = writing.write_state, parts.Checkpoints._give_up
+whole, give_up = writing.write_state, parts.Writer._give_up
 given_up = Path(FLAG)
 def late(folder, state):
     if f"step-{AT}." in str(folder):
@@ -155,7 +155,7 @@ def tell(*args):
     give_up(*args)
     if rank == 0:
         given_up.touch()
-writing.write_state, parts.Checkpoints._give_up = late, tell
+writing.write_state, parts.Writer._give_up = late, tell
 """
 
 
@@ -164,7 +164,7 @@ def test_a_part_that_comes_after_the_checkpoint_was_given_up_is_not_left(
     book, cluster, tmp_path, at
 ):
     own = LATE.replace("FLAG", repr(str(tmp_path / "given-up"))).replace("AT", str(at))
-    back = "writing.write_state, parts.Checkpoints._give_up = whole, give_up"
+    back = "writing.write_state, parts.Writer._give_up = whole, give_up"
     try:
         run = cluster.run(
             own + FIT, strategy="mirrored", steps=17, checkpoint=str(tmp_path / "c"),

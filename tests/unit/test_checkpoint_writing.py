@@ -55,7 +55,7 @@ def at_step(saving, strategy, context, step):
     context.trained = step
     strategy.value.fill_(step)
     assert saving.step_done() == (step % 5 == 0)
-    saving._wait()
+    saving._writer.wait()
 
 
 def test_a_full_disk_leaves_the_last_good_one(tmp_path):
@@ -144,14 +144,14 @@ def test_a_worker_that_fails_while_another_writes_costs_the_checkpoint_at_once(
         if folder.name == ".rank-0":
             beside.trained = 5
             other.save()
-            other._wait()
+            other._writer.wait()
         return 0
 
     monkeypatch.setattr(torch_checkpoints, "write_state", full)
     context.trained = 5
     first.save()
-    first._writing.join(10)
-    assert not first._writing.is_alive()
+    first._writer._thread.join(10)
+    assert not first._writer._thread.is_alive()
     assert writes == [".rank-0", ".rank-1", "state"]
     assert "another worker could not write its part" in told[-1][1]["text"]
     assert not list(tmp_path.iterdir())

@@ -8,17 +8,14 @@ the same two. A thread of each engine then writes: rank 0 what stands for all (m
 scheduler), every rank what it alone has (random states, its own replica). All of it goes into
 `step-N.<run>.tmp`; when the last part is there, rank 0 renames the folder to `step-N`. So whatever
 is killed at whatever moment, a folder named `step-N` is whole, and the one before it stays until
-then. A write that fails (a full disk) is told and costs that checkpoint, not the run.
+then. A write that fails (a full disk) is told and costs that checkpoint, not the run
+(`checkpoint_writing.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import json
-import shutil
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,19 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from .. import checkpoints as layout
 from ..errors import FitError, RunError
+from .checkpoint_writing import Writer
 from .context import require
-from .durable import rename_folder, write_text
 
 if TYPE_CHECKING:
     from ..strategies.base import Strategy
     from .context import RunContext
 
 clock = time.perf_counter
-POLL_S = 0.02
-PARTS_S = 120.0
-"""How long rank 0 waits for the others' parts once its own are written."""
-LEAVE_S = 2.0
-"""How long the end of a cell that failed waits for a write under way."""
 
 
 class Checkpoints:
@@ -59,21 +51,13 @@ class Checkpoints:
         self.resumed_step = 0
         self.stalled_s = 0.0
         self.asked = False
-        self._folder = Path(spec.checkpoint) if spec.checkpoint else None
-        self._token = layout.token(spec.prefix, spec.run_id)
-        # Workers that take each step together bring a part each; others are left where they are.
-        self._parts = spec.world_size // spec.replicas if context.sync else 1
         self._trainings = 0
         self._strategy: Strategy | None = None
         self._position: Callable[[], Mapping[str, Any]] = dict
         self._kept: tuple[Any, ...] = ()
         self._saved = -1
         self._ends_with_cell = False
-        self._writing: threading.Thread | None = None
-        self._leaving = threading.Event()
-        if spec.rank == 0 and self._folder is not None:
-            # What crashes left half-written.
-            layout.sweep(self._folder, lambda _, token: token != self._token)
+        self._writer = Writer(context, Path(spec.checkpoint)) if spec.checkpoint else None
 
     @functools.cached_property
     def _format(self) -> Any:
@@ -211,8 +195,9 @@ class Checkpoints:
         step = self.context.trained if done is None else done
         if not self.every or step == self._saved or self._strategy is None:
             return
+        assert self._writer is not None, "there is a folder where some are written"
         began = clock()
-        self._wait()
+        self._writer.wait()
         strategy, spec = self._strategy, self.context.spec
         self._saved, self.asked = step, False
         if not self.context.sync and spec.rank:
@@ -225,13 +210,7 @@ class Checkpoints:
         about = self._about(step)
         stall_s = clock() - began
         self.stalled_s += stall_s
-        self._writing = threading.Thread(
-            target=self._write,
-            args=(step, shared, own, about, stall_s),
-            name=f"workbench-checkpoint-{spec.rank}",
-            daemon=True,
-        )
-        self._writing.start()
+        self._writer.begin(self._format, step, shared, own, about, stall_s)
 
     def _about(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint's manifest says."""
@@ -263,102 +242,20 @@ class Checkpoints:
         """Write a state into a new folder; return its bytes."""
         return int(self._format.write_state(folder, state))
 
-    def _write(
-        self, step: int, shared: Any, own: Any, about: Mapping[str, Any], stall_s: float
-    ) -> None:
-        """Write this engine's parts; rank 0 makes a checkpoint of them."""
-        assert self._folder is not None
-        began, rank = clock(), self.context.spec.rank
-        temporary = self._folder / f"step-{step}.{self._token}.tmp"
-        if rank == 0:  # others may have written to a checkpoint after it was given up
-            layout.sweep(self._folder, lambda old, token: token == self._token and old < step)
-        try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            size_bytes = self._format.write_state(temporary / f".rank-{rank}", own)
-            rename_folder(temporary / f".rank-{rank}", temporary / f"rank-{rank}")
-            if rank == 0:
-                size_bytes += self._format.write_state(temporary / "state", shared)
-                self._await_parts(temporary)
-                about = {**about, "size_bytes": size_bytes, "written": time.time()}
-                write_text(temporary / layout.MANIFEST, json.dumps(about))
-                self._publish(temporary, step)
-                self.context.emit(
-                    "checkpoint", rank=0, step=step, path=str(self._folder / f"step-{step}"),
-                    seconds=clock() - began + stall_s, stall_s=stall_s, size_bytes=size_bytes,
-                )  # fmt: skip
-        except Exception as error:  # told, and training goes on
-            self._give_up(temporary, step, error)
-
-    def _await_parts(self, temporary: Path) -> None:
-        """Wait until every engine has written its part."""
-        end_s = clock() + PARTS_S
-        missing = [temporary / f"rank-{r}" for r in self._ranks()]
-        while missing := [part for part in missing if not part.is_dir()]:
-            if not temporary.is_dir() or (temporary / "failed").exists():
-                raise RunError("another worker could not write its part")
-            if clock() > end_s or self._leaving.is_set():
-                raise RunError(f"the part of {missing[0].name} did not come")
-            self._leaving.wait(POLL_S)
-
-    def _ranks(self) -> range:
-        spec = self.context.spec
-        return range(0, self._parts * spec.replicas, spec.replicas)
-
-    def _publish(self, temporary: Path, step: int) -> None:
-        """Give the checkpoint its name; keep the newest."""
-        assert self._folder is not None
-        final = self._folder / f"step-{step}"
-        if final.exists():  # this step was reached before: what stands there is whole
-            shutil.rmtree(temporary, ignore_errors=True)
-            return
-        rename_folder(temporary, final)
-        for old in layout.found(self._folder)[: -layout.KEEP]:
-            doomed = Path(f"{old.path}.{self._token}.tmp")
-            with contextlib.suppress(OSError):
-                Path(old.path).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-
-    def _give_up(self, temporary: Path, step: int, error: Exception) -> None:
-        """Leave nothing half-written; say what happened and what still stands."""
-        assert self._folder is not None
-        rank = self.context.spec.rank
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:  # the folder is rank 0's: it may be writing there, and must hear of this in any case
-            shutil.rmtree(temporary / f".rank-{rank}", ignore_errors=True)
-            with contextlib.suppress(OSError):
-                temporary.mkdir(exist_ok=True)
-                (temporary / "failed").touch()
-        if self._leaving.is_set():
-            return
-        last = layout.latest(self._folder)
-        stands = f"step {last.step} is the last good one" if last else "there is none before it"
-        self.context.emit(
-            "warning",
-            rank=rank,
-            text=f"The checkpoint at step {step} could not be written; {stands}, training goes on. "
-            f"{_words(error)}",
-        )
-
     # -- the end -----------------------------------------------------------------------------------
 
     def conclude(self, *, failed: bool) -> None:
         """Save the end of a training that went well; let a write under way come to its end."""
+        writer = self._writer
         if failed:
-            self._leaving.set()
-            if self._writing is not None:
-                self._writing.join(LEAVE_S)
+            if writer is not None:
+                writer.leave()
         else:
             if self._ends_with_cell:
                 self.save()
-            self._wait()
+            if writer is not None:
+                writer.wait()
         self._strategy, self._kept, self._position = None, (), dict
-
-    def _wait(self) -> None:
-        """Wait for the write before this one: there is memory for one copy."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
 
 
 def checkpoints_of(context: RunContext) -> Checkpoints:
@@ -391,8 +288,3 @@ def resumed_step() -> int:
     """
     context = require("wb.resumed_step")
     return checkpoints_of(context).resumed_step
-
-
-def _words(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
