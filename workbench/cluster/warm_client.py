@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
-import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +18,15 @@ import psutil
 from ..errors import ClusterError
 from . import profile
 from .door import knock
-from .processes import Exit, ExitCallback, can_fork, environment, start_keeper
+from .processes import Exit, can_fork, environment, start_keeper
+from .warm_wire import START_TIMEOUT_S, WarmWire
 
 __all__ = ["Exit", "WarmParent", "can_fork", "start_keeper"]
 
-log = logging.getLogger("workbench.cluster")
-
-START_TIMEOUT_S = 120.0
-ANSWER_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
-LOG_TAIL_LINES = 20
 
 
-class WarmParent:
+class WarmParent(WarmWire):
     """One warm parent process and what is asked of it.
 
     Args:
@@ -48,28 +38,10 @@ class WarmParent:
     def __init__(
         self, framework: str = "torch", preload: Sequence[str] = (), folder: str = ""
     ) -> None:
+        super().__init__()
         self.framework, self.folder = framework, folder
-        self.ready = threading.Event()
-        """Set when engines can be forked, and also when that will never be."""
-        self.warmed = threading.Event()
-        """Set when the second stage (what the first training step imports) is loaded too."""
-        self.report: dict[str, Any] = {}
         self._preload = list(preload)
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, Future[dict[str, Any]]] = {}
-        self._callbacks: list[ExitCallback] = []
-        self._forked: set[int] = set()
-        self._exits: dict[int, Exit] = {}
-        self._process: subprocess.Popen[bytes] | psutil.Process | None = None
-        self._sock: socket.socket | None = None
-        self._reader: threading.Thread | None = None
-        self._log_path = ""
-        self._failure = ""
-        self._stopped = False
-        self._kept = self._released = False
-        self.on_taken: Callable[[int], None] = lambda pid: None
-        """Called with the pid of a kernel that took the kept cluster over from us."""
+        self._kept = False
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -144,10 +116,6 @@ class WarmParent:
             self._forked.add(end["pid"])
             self._take(end)
         return self
-
-    def _begin_to_read(self) -> None:
-        self._reader = threading.Thread(target=self._read, name="workbench-warm", daemon=True)
-        self._reader.start()
 
     def _command(self, fd: int) -> list[str]:
         command = [sys.executable, "-m", "workbench.cluster.warm", "--fd", str(fd)]
@@ -282,131 +250,3 @@ class WarmParent:
     def status(self) -> dict[str, Any]:
         """Return `children` (pid -> kind), `guarded`, `waiting` (imports) and `hazard`."""
         return self.ask("status")
-
-    def on_exit(self, callback: ExitCallback) -> Callable[[], None]:
-        """Call `callback(exit)` in our reader thread when a child ended; returns an undo."""
-        with self._lock:
-            self._callbacks.append(callback)
-
-        def undo() -> None:
-            with self._lock, contextlib.suppress(ValueError):
-                self._callbacks.remove(callback)
-
-        return undo
-
-    def exit_of(self, pid: int) -> Exit | None:
-        """How a child ended, or None while it lives."""
-        return self._exits.get(pid)
-
-    def has(self, pid: int) -> bool:
-        """Whether a process was forked here and lives, as far as is known."""
-        return pid in self._forked and pid not in self._exits
-
-    def ask(self, cmd: str, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
-        """Send one command and return the answer.
-
-        Raises:
-            ClusterError: The parent is gone, refused, or stayed silent.
-        """
-        if timeout_s is None:
-            timeout_s = ANSWER_TIMEOUT_S if self.ready.is_set() else START_TIMEOUT_S
-        future = self.tell(cmd, **fields)
-        try:
-            answer = future.result(timeout_s)
-        except FutureTimeout:
-            raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
-        if "error" in answer:
-            raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
-        return answer
-
-    def tell(self, cmd: str, **fields: Any) -> Future[dict[str, Any]]:
-        """Send one command without waiting; the answer is the future's result.
-
-        Raises:
-            ClusterError: The parent is gone.
-        """
-        future: Future[dict[str, Any]] = Future()
-        with self._lock:
-            if self._sock is None or self._stopped or self._failure:
-                raise self._error(self._failure or "The warm parent is not running.")
-            number = next(self._numbers)
-            self._pending[number] = future
-            try:
-                line = json.dumps({"id": number, "cmd": cmd, **fields}).encode() + b"\n"
-                self._sock.sendall(line)
-            except OSError as error:
-                self._pending.pop(number, None)
-                raise self._error(f"The warm parent cannot be reached ({error}).") from error
-        return future
-
-    # -- reading -------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        sock = self._sock
-        assert sock is not None
-        with contextlib.suppress(OSError), sock.makefile("rb") as lines:
-            for line in lines:
-                self._take(json.loads(line))
-        with self._lock:
-            if not self._stopped:
-                self._failure = self._failure or "The warm parent ended."
-            pending, self._pending = list(self._pending.values()), {}
-        for future in pending:
-            future.set_result({"error": "it ended"})
-        self.ready.set()
-        parent = ""
-        if self._process is not None and not self._stopped:
-            code = self._process.wait() or 0  # None of a process that is not our child
-            end = Exit(self._process.pid, code if code >= 0 else None, -code if code < 0 else None)
-            parent = f"the warm parent it was forked from (pid {end.pid}): {end.text}"
-        # Its children died with it (PR_SET_PDEATHSIG) and nobody is left to tell us so.
-        for pid in set() if self._released else self._forked - self._exits.keys():
-            self._ended(Exit(pid, None, signal.SIGKILL, parent=parent))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        event = message.get("event")
-        if event is None:
-            with self._lock:
-                future = self._pending.pop(message["id"], None)
-            if "pid" in message:
-                self._forked.add(message["pid"])
-            if future is not None:
-                future.set_result(message)
-        elif event == "exit":
-            self._ended(
-                Exit(message["pid"], message["code"], message["signal"], message.get("held", 0))
-            )
-        elif event == "warmed":
-            self.warmed.set()
-        elif event == "taken":
-            self._stopped = self._released = True
-            self.on_taken(int(message["pid"]))
-        else:
-            self.report = message
-            if event == "failed":
-                self._failure = f"The warm parent cannot fork engines: {message['error']}."
-            self.ready.set()
-
-    def _ended(self, end: Exit) -> None:
-        with self._lock:
-            self._exits[end.pid] = end
-            callbacks = list(self._callbacks)
-        for callback in callbacks:
-            _tell(callback, end)
-
-    def _error(self, what: str) -> ClusterError:
-        tail = ""
-        with contextlib.suppress(OSError):
-            lines = Path(self._log_path).read_text(errors="replace").splitlines()
-            tail = "\n".join(lines[-LOG_TAIL_LINES:])
-        return ClusterError(
-            f"{what}\n{tail}".rstrip(),
-            next_step="%cluster stop, then start again; --launcher local starts engines without it",
-        )
-
-
-def _tell(callback: ExitCallback, end: Exit) -> None:
-    try:
-        callback(end)
-    except Exception:  # one listener's mistake must not deafen the others
-        log.exception("A listener failed on the end of process %d", end.pid)
