@@ -11,6 +11,7 @@ from made_up_runs import CASES, make_run
 
 from workbench.errors import RunError
 from workbench.history.comparison import Spread, compare
+from workbench.history.store import RunHistory
 from workbench.history.summary import RunSummary, summarise
 from workbench.metrics import PARTS
 
@@ -112,6 +113,19 @@ def test_other_devices_are_named_but_not_their_numbers() -> None:
     assert compare([one, two]).notes == ()
     told = "The devices differ: one_device NVIDIA H200; sharded cpu."
     assert told in compare([one, cpu]).notes
+
+
+def test_the_last_loss_of_asynchronous_workers_is_the_last_in_time() -> None:
+    """Whichever worker's rows come first: on disk they stand worker by worker."""
+    rows = make_rows(20, 2)
+    rows["start_s"][:, 0] += 1e-3
+    rows["end_s"][:, 0] += 1e-3
+    for ranks in ((0, 1), (1, 0)):
+        history = RunHistory(range(2), joined=False)
+        for rank in ranks:
+            history.append(rows[:, rank])
+            len(history)  # takes in what was appended
+        assert summarise(history, {}).final_loss == rows["local_loss"][-1, 0]
 
 
 def test_a_run_that_diverged_is_named_and_in_no_mean() -> None:

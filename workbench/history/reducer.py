@@ -49,6 +49,7 @@ class Reducer:
         }
         self.skewed = False
         self.last = (-1, float("nan"))
+        self._newest_s = -np.inf  # when the row ended whose loss is in `last`
         self.health = LossWatch()
         self.invalid_rows = 0
         self.logged: dict[str, LoggedColumn] = {}
@@ -163,7 +164,11 @@ class Reducer:
             )
             self.curves["loss"].add(step, start, loss)
             newest = int(end.argmax())
-            self.last = (max(int(step.max()), self.last[0]), float(loss[newest]))
+            reached = max(int(step.max()), self.last[0])
+            # Rows come in batches by rank: the last one to come need not be the last in time.
+            if end[newest] >= self._newest_s:
+                self._newest_s, self.last = float(end[newest]), (reached, float(loss[newest]))
+            self.last = (reached, self.last[1])
         self._store(rows, parts_s, blame.rank, loss)
 
     def _count(self, rows: Rows, parts_s: NDArray[np.float64], blame: Blame) -> None:
