@@ -1,6 +1,8 @@
 """What real runs tell a class: a step as it was, who waited for whom, what if, calibration."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +25,18 @@ GRADIENT_BYTES = (64 * 10 + 10) * 4
 SLOW_S = 0.050
 
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "teaching.md"
+
+
 @pytest.fixture(scope="module")
-def cluster():
-    with notebook(2):
-        yield session.cluster
+def book():
+    with notebook(2) as book:
+        yield book
+
+
+@pytest.fixture
+def cluster(book):
+    return session.cluster
 
 
 @pytest.fixture
@@ -103,3 +113,13 @@ def test_a_calibration_says_what_it_did_and_what_it_cost(cluster):
         assert words in repr(found)
     assert set(found._repr_mimebundle_()) == {"text/html", "text/plain"}
     json.dumps(found.to_wire(), allow_nan=False)
+
+
+def test_the_page_on_teaching_runs_as_it_stands(book):
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
+        magic = block.startswith("%%")
+        for cell in [block] if magic else block.splitlines():
+            book.ok(cell.replace("--name", "--plot off --name"))
+    run = wb.runs["lesson"]
+    assert run.what_if().without == 1
+    assert run.blame(first=10, last=19).steps.tolist() == [10, 10]
