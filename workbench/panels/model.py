@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..session.state import Session
     from .part import Action, Part, Wire
 
-Reply = Callable[[Any], None]
+Reply = Callable[..., None]
+"""`reply(value)`, or `reply(None, failed=True)`."""
 NOTICES = 4
 """Messages that are kept on show."""
 
@@ -101,12 +102,12 @@ class Panel:
 
     # -- what is done ------------------------------------------------------------------------------
 
-    def do(self, name: str, fields: Mapping[str, Any], reply: Reply = lambda value: None) -> None:
+    def do(self, name: str, fields: Mapping[str, Any], reply: Reply = lambda *a, **k: None) -> None:
         """Do what a control asks for: `cluster.start` with its fields. Never raises.
 
         Args:
-            reply: Called with what the action returns, once it is done; not after a failure, which
-                becomes a message.
+            reply: Called with what the action returns, once it is done; after a failure, which
+                becomes a message, with `failed=True`.
         """
         part, _, verb = name.partition(".")
         if name == "panel.dismiss":
@@ -118,6 +119,7 @@ class Panel:
             found = self.parts[part].find(verb, fields)
         except WorkbenchError as error:
             self._failed(part, error)
+            reply(None, failed=True)
             return
         if found.slow:
             self.later(name, lambda: self._call(part, found, fields, reply))
@@ -129,6 +131,7 @@ class Panel:
             reply(found.call(**fields))
         except Exception as error:  # shown; the panel stays usable
             self._failed(part, error)
+            reply(None, failed=True)
         self.changed.set()
 
     def _failed(self, part: str, error: Exception) -> None:

@@ -10,6 +10,7 @@ from .part import Part
 from .queue import QueuePart
 from .recipe import RecipePart
 from .strategies import StrategiesPart
+from .teaching import TeachingPart
 
 PARTS: tuple[type[Part], ...] = (
     ClusterPart,
@@ -19,4 +20,5 @@ PARTS: tuple[type[Part], ...] = (
     LivePart,
     FaultsPart,
     ComparisonPart,
+    TeachingPart,
 )

@@ -21,19 +21,23 @@ class PanelStore {
 
   /** Ask the kernel to do something; the promise is for actions that answer. */
   do(name, fields = {}) {
-    if (this.gone) return Promise.reject(new Error(this.gone));
+    if (this.gone) return new Promise(() => {});
     const id = ++this.number;
     this.waiting.set(id, performance.now());
     setTimeout(() => this.tell(), SILENT_MS + 50);
     this.model.send({ type: "do", id, name, fields });
-    return new Promise((resolve) => this.replies.set(id, resolve));
+    const answer = new Promise((resolve, reject) => this.replies.set(id, { resolve, reject }));
+    answer.catch(() => {}); // most controls do not wait; the kernel shows a message
+    return answer;
   }
 
   receive(message, buffers) {
     if (message?.type === "parts") Object.assign(this.parts, message.parts);
     else if (message?.type === "ack") this.waiting.delete(message.id);
     else if (message?.type === "reply") {
-      this.replies.get(message.id)?.(message.value);
+      const answer = this.replies.get(message.id);
+      if (message.failed) answer?.reject(new Error("it failed; the panel says why"));
+      else answer?.resolve(message.value);
       this.replies.delete(message.id);
     } else if (message?.type === "frame") {
       if (message.run !== this.run) { this.run = message.run; this.frames.seq = -1; }

@@ -18,8 +18,9 @@ from ...history.snapshot import Snapshot
 from ..dashboard import deliver_while_busy, palette
 from ..frames import make_frame
 
-OnDo = Callable[[str, dict[str, Any], Callable[[Any], None]], None]
-"""`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that asked."""
+OnDo = Callable[[str, dict[str, Any], Callable[..., None]], None]
+"""`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that asked, with a
+value, or with `failed=True`."""
 
 _HERE = Path(__file__).parent
 _FIRST, _LAST = ("kit.js",), ("shell.js",)
@@ -106,5 +107,7 @@ class PanelWidget(anywidget.AnyWidget):
             self._on_do(
                 content["name"],
                 fields if isinstance(fields, dict) else {},
-                lambda value: self.send({"type": "reply", "id": number, "value": value}),
+                lambda value, failed=False: self.send(
+                    {"type": "reply", "id": number, "value": value, "failed": failed}
+                ),
             )

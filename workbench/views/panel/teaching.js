@@ -1,0 +1,109 @@
+// What a run tells a class: one step at a time with its messages, blame, what-if, calibration.
+
+SECTIONS.push((() => {
+  const AGAIN_MS = 1500, PHASE_MS = 900, calm = () => globalThis.matchMedia?.("(prefers-reduced-motion: reduce)").matches;
+
+  /** A picture that the kernel drew, with its words to unfold. */
+  function frame(caption, help) {
+    const place = kit.h("div", { class: "wbp-picture" }), words = kit.h("pre", {});
+    const root = kit.h("figure", { class: "wbp-lesson" }, kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help)), place,
+      kit.h("details", {}, kit.h("summary", {}, "The same as text"), words));
+    return {
+      root,
+      show({ svg, text }) {
+        place.innerHTML = svg; // drawn by the kernel, which escapes words
+        kit.text(words, text);
+        return place.firstElementChild;
+      },
+      clear() { place.replaceChildren(); kit.text(words, ""); },
+    };
+  }
+
+  /** Let the messages of a step travel, phase after phase, as they did. */
+  function play(svg, diagram) {
+    if (!svg || calm()) return;
+    let at = 0;
+    diagram.phases.forEach((phase, p) => {
+      const last = Math.max(0, ...phase.arrows.map((a) => a.order ?? 0)), each = PHASE_MS / (last + 1);
+      phase.arrows.forEach((arrow, a) => {
+        const group = svg.querySelector(`[data-arrow="${p}.${a}"]`), line = group?.querySelector("path.s"), head = group?.querySelector("path.f");
+        if (!line) return;
+        const timing = { delay: at + (arrow.order ?? 0) * each, duration: Math.max(250, each), fill: "backwards", easing: "ease-in-out" };
+        const length = line.getTotalLength(), dots = line.getAttribute("stroke-dasharray");
+        line.animate([{ strokeDasharray: `0 ${length}` }, { strokeDasharray: `${length} 0` }], { ...timing, fill: "backwards" }).finished.then(() => kit.attr(line, "stroke-dasharray", dots)).catch(() => {});
+        head.animate([{ opacity: 0 }, { opacity: 0, offset: 0.85 }, { opacity: 1 }], timing);
+        group.animate([{ opacity: 0.15 }, { opacity: 1 }], { ...timing, duration: 120 });
+      });
+      at += phase.arrows.length ? PHASE_MS : 250;
+    });
+  }
+
+  function make(app, root) {
+    const none = kit.h("p", { class: "wbp-empty" }, "Run something first; then look at it step by step here.");
+    const pause = kit.button("Pause", "Hold the run, to go on step by step", () => app.do(latest.state === "paused" ? "live.resume" : "live.pause"));
+    const one = kit.button("One step", "Do one step and show what happened in it", () => app.do("live.step", { steps: 1 }), "wbp-primary");
+    const which = kit.field({ kind: "int", label: "Step", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
+    const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
+    const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
+    const blame = frame("Who waited for whom", "row waited for column");
+    const victim = kit.h("select", { class: "wbp-input", "aria-label": "Without which worker", onchange: () => { seen.what = ""; ask(); } });
+    const what = frame("What if one worker were as fast as the others", "the ghost is the run without its straggler");
+    what.root.querySelector("figcaption").append(victim);
+    const calibrate = kit.button("Calibrate", "Slow worker 1 by 50 ms in a small run of its own and show what was read", doCalibrate);
+    const read = kit.h("div", { class: "wbp-read", role: "status" });
+    const stepper = kit.h("div", { class: "wbp-row" }, pause, one, which.root, again);
+    const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
+    root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
+      kit.h("figcaption", {}, kit.h("b", {}, "Can it be believed?"), kit.h("span", {}, "a known delay in, the reading out")), calibrate, read));
+    let latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
+
+    async function doCalibrate() {
+      calibrate.disabled = true;
+      kit.text(read, "measuring…");
+      try {
+        read.innerHTML = (await app.do("teaching.calibrate")).html; // made by the kernel, which escapes words
+      } catch { kit.text(read, ""); } finally { calibrate.disabled = false; }
+    }
+
+    /** Ask for the pictures that are out of date; the kernel makes them one after the other. */
+    async function ask() {
+      if (asking || !latest.run || !latest.steps) return;
+      asking = true;
+      asked = performance.now();
+      const key = `${latest.run}#${latest.number}#${latest.steps}`, number = which.read();
+      try {
+        if (seen.step !== `${key}#${number}`) {
+          seen.step = `${key}#${number}`;
+          picture = await app.do("teaching.step", number === "" ? {} : { step: Number(number) });
+          drawn = step.show(picture);
+          if (picture.diagram && (latest.state === "paused" || latest.over)) play(drawn, picture.diagram);
+        }
+        if (seen.blame !== key) { seen.blame = key; blame.show(await app.do("teaching.blame")); }
+        if (seen.what !== key && latest.workers > 1) {
+          seen.what = key;
+          what.show(await app.do("teaching.what_if", victim.value === "" ? {} : { without: Number(victim.value) }));
+        }
+      } catch { /* the panel says why */ } finally { asking = false; }
+    }
+
+    return {
+      always: true,
+      draw(value) {
+        if (value.run !== latest.run || value.number !== latest.number) { seen = {}; asking = false; for (const one of [step, blame, what]) one.clear(); }
+        if (value.workers !== latest.workers) victim.replaceChildren(kit.h("option", { value: "" }, "the slowest"), ...Array.from({ length: value.workers }, (_, r) => kit.h("option", { value: r }, `worker ${r}`)));
+        latest = value;
+        kit.show(none, !value.run);
+        kit.show(lessons, Boolean(value.run));
+        kit.show(what.root, value.workers > 1);
+        kit.text(pause, value.state === "paused" ? "Resume" : "Pause");
+        pause.disabled = !["running", "paused"].includes(value.state);
+        one.disabled = value.state !== "paused";
+        again.disabled = !picture?.diagram;
+        const due = performance.now() - asked > AGAIN_MS || value.state === "paused" || value.over;
+        if (due) ask();
+      },
+    };
+  }
+
+  return { name: "teaching", tab: "teach", title: "Look closer", make };
+})());
