@@ -28,8 +28,11 @@ def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):
     queue = cluster.queue()
     seen, left, threads, moment = [], [], set(), {}
 
+    turn = threading.Lock()
+
     def look(queue):
-        seen.append(queue.progress)
+        with turn:  # it is called on several threads
+            seen.append(queue.progress)
         left.append(queue.remaining_s)
         threads.add(threading.current_thread())
         item = queue.current

@@ -13,6 +13,7 @@ import pytest
 from workbench.cookbook import Recipe
 from workbench.errors import ClusterError, PlanError, RunError
 from workbench.plan import Plan, make_plan
+from workbench.session import pacing
 from workbench.session import queue as queues
 from workbench.session.checks import BusyError
 from workbench.session.lineup import Item, Lineup
@@ -318,25 +319,38 @@ def test_listeners_hear_of_every_change_and_may_fail(caplog: pytest.LogCaptureFi
 
     queue = queue_on(Cluster(finish))
     queue.listen(fail)
-    undo = queue.listen(lambda q: heard.append(tuple(item.state for item in q.items)))
+    queue.listen(lambda q: heard.append(tuple(item.state for item in q.items)))
     queue.add(plans_of("ab"))
     queue.wait(WAIT_S)
     assert ("finished", "running") in heard
     assert heard[-1] == ("finished", "finished")
     assert "a view was closed" in caplog.text
-    undo()
-    count = len(heard)
+
+
+def test_who_listens_no_more_hears_nothing() -> None:
+    heard: list[Queue] = []
+    queue = queue_on(Cluster(finish))
+    undo = queue.listen(heard.append)
     queue.clear()
-    assert len(heard) == count
+    assert heard == [queue]
+    undo()
+    queue.clear()
+    assert heard == [queue]
 
 
 def test_progress_follows_the_steps_and_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "TICK_S", 0.005)
+    monkeypatch.setattr(pacing, "TICK_S", 0.005)
     cluster = Cluster()
     queue = queue_on(cluster)
     queue.add(plans_of("ab"))
     seen: list[float] = []
-    queue.listen(lambda q: seen.append(q.progress))
+    turn = threading.Lock()  # listeners are called on several threads
+
+    def look(queue: Queue) -> None:
+        with turn:
+            seen.append(queue.progress)
+
+    queue.listen(look)
     for _ in range(2):
         run = cluster.next()
         for step in range(1, 11):

@@ -17,6 +17,7 @@ from ..plan import Plan
 from .checks import BusyError
 from .interrupts import deferred
 from .lineup import Item, Lineup, Outcome
+from .pacing import PaceWatch
 from .run import Run
 from .sweep import Source, sweep
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("workbench.session")
 
-TICK_S = 0.5
-"""How often the present run is looked at."""
 CLOSED = "the cluster was stopped"
 
 POLL_S = 0.05
@@ -310,12 +309,12 @@ class Queue:
         Raises:
             Whatever it failed with.
         """
-        watch: list[_Watch] = []
+        watch: list[PaceWatch] = []
 
         def begun(run: Run) -> None:
             with self._lock:
                 item.run = run
-                watch.append(_Watch(item, run, self._lock, self._tell))
+                watch.append(PaceWatch(item, run, self._lock, self._tell))
                 ending = self._ending or self._closed
             self._tell()
             if ending:
@@ -372,42 +371,6 @@ class Queue:
 
 class _GivenUp(Exception):
     """The queue was stopped while a plan was about to begin."""
-
-
-class _Watch:
-    """Looks at a run every now and then and writes down how far it is."""
-
-    def __init__(
-        self, item: Item, run: Run, lock: threading.RLock, tell: Callable[[], None]
-    ) -> None:
-        self._item, self._run, self._lock, self._tell = item, run, lock, tell
-        self._elapsed_s, self._seen_at = 0.0, time.monotonic()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="workbench-pace", daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        while not self._end.wait(TICK_S):
-            self._look()
-            self._tell()
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        if self._run.state != "paused":
-            self._elapsed_s += now - self._seen_at
-        self._seen_at = now
-        snapshot = self._run.snapshot()
-        with self._lock:
-            self._item.pace.update(
-                snapshot.step, snapshot.total_steps, snapshot.elapsed_s, self._elapsed_s
-            )
-
-    def end(self) -> None:
-        """Look a last time, and no more."""
-        self._end.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5)
-        self._look()
 
 
 def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
