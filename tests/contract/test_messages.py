@@ -72,3 +72,28 @@ def test_sharded_layers_count_as_drawn(workers: Workers) -> None:
     drawn = messages("sharded", 2)
     expected = [drawn.sent_bytes(f"w{rank}", known, 0) for rank in range(2)]
     assert joined(reports)["sent_bytes"] == pytest.approx(np.tile(expected, (STEPS, 1)))
+
+
+def test_a_divided_layer_pair_counts_as_drawn(workers: Workers) -> None:
+    keywords = {"batch": 20, "steps": STEPS}
+    reports = workers.run("tensor_parallel", cells.train, workers=2, keywords=keywords)
+    assert failures(reports) == []
+    # One pair: its output is added up; it is the first layer, so no gradient of its input is.
+    known = {"Y": 20 * 3 * NUMBER_BYTES, "X": 0}
+    drawn = messages("tensor_parallel", 2)
+    expected = [drawn.sent_bytes(f"w{rank}", known, 0) for rank in range(2)]
+    assert joined(reports)["sent_bytes"] == pytest.approx(np.tile(expected, (STEPS, 1)))
+
+
+def test_a_grid_of_pipelines_counts_as_drawn(workers: Workers) -> None:
+    options = {"stages": 2, "schedule": "gpipe", "microbatches": 2}
+    reports = workers.run(
+        "hybrid", cells.train, workers=4, options=options, keywords={"batch": 24, "steps": STEPS}
+    )
+    assert failures(reports) == []
+    clocks = 2 * 2 * NUMBER_BYTES  # two numbers for each holder of a stage ride along
+    held = [sum(w.nbytes for w in report.weights.values()) for report in reports[:2]]
+    known = units(reports) | {f"G{place}": size + clocks for place, size in enumerate(held)}
+    drawn = messages("hybrid", 4, options)
+    expected = [drawn.sent_bytes(f"w{rank}", known, 0) for rank in range(4)]
+    assert joined(reports)["sent_bytes"] == pytest.approx(np.tile(expected, (STEPS, 1)))
