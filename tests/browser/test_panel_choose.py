@@ -60,6 +60,15 @@ def test_two_strategies_over_three_seeds_become_two_cells(notebook, tmp_path):
         "%%distributed mirrored -n 2 --seeds 3",
         "%%distributed local_sgd -n 2 --seeds 3",
     ]
+    # Where the front end lets no widget insert cells, the text is copied and shown.
+    book.page.evaluate(
+        "() => { window.jupyterapp.shell.currentWidget.context.model.sharedModel.insertCell = 0; }"
+    )
+    press(book, "To a cell")
+    text = book.page.get_by_label("The cells that ask for what is picked")
+    text.wait_for()
+    assert "%%distributed local_sgd -n 2 --seeds 3" in text.input_value()
+    book.page.get_by_text("into a new cell").wait_for()
 
 
 def test_what_is_wrong_is_said_where_it_was_typed(notebook, tmp_path):

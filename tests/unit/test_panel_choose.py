@@ -67,7 +67,7 @@ def do(panel, action, /, **fields):
     """Do it; return what it answers, and the newest error."""
     found = []
     panel.notices.clear()
-    panel.do(action, fields, found.append)
+    panel.do(action, fields, lambda value, **_: found.append(value))
     return (found or [None])[0], (panel.notices or [None])[-1]
 
 
@@ -152,7 +152,7 @@ def test_options_are_checked_by_the_catalog_and_reset_by_nothing(panel):
 
 
 def test_a_wrong_option_of_a_strategy_that_is_not_picked_holds_nothing_up(panel):
-    do(panel, "strategies.option", strategy="gossip", option="topology", value="star?")
+    do(panel, "strategies.option", strategy="gossip", option="graph", value="star?")
     do(panel, "strategies.option", strategy="local_sgd", option="every", value="0")
     assert panel.wire()["strategies"]["ready"]
     do(panel, "strategies.toggle", strategy="local_sgd")

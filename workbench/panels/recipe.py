@@ -159,7 +159,7 @@ def _misfit(picked: Recipe | None, framework: str) -> str:
     try:
         check_written_for(picked, framework)
     except PlanError as error:
-        return f"{error.what} {error.next_step}"
+        return f"{error.what.rstrip('.')}: {error.next_step}."
     return ""
 
 

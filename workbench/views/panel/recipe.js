@@ -44,7 +44,7 @@ SECTIONS.push({
     const detail = kit.h("div", { class: "wbp-recipe-detail" },
       kit.h("div", { class: "wbp-row wbp-code-head" }, title, about), parameters, listing, kit.h("div", { class: "wbp-row" }, copy, cell, said), area);
     root.append(list, problem, detail);
-    let source = "", quiet = 0;
+    let source = "", quiet = 0, value = null;
 
     function say(words) {
       kit.text(said, words);
@@ -57,7 +57,9 @@ SECTIONS.push({
     }
 
     async function toCell() {
-      const { cells } = await app.do("recipe.cell");
+      const answer = await app.do("recipe.cell").catch(() => null); // the panel says why
+      if (!answer) return;
+      const { cells } = answer;
       const put = insertCells(app.store.model, app.root, cells);
       if (put) {
         area.hidden = true;
@@ -73,7 +75,7 @@ SECTIONS.push({
     }
 
     function row(one) {
-      const input = kit.h("input", { type: "radio", name: group, onchange: () => app.do("recipe.pick", { name: one.name }) });
+      const input = kit.h("input", { type: "radio", name: group, onchange: () => app.do("recipe.pick", { name: one.name }).catch(redraw) });
       const words = kit.h("span", { class: "wbp-recipe-words" }, kit.h("span", { class: "wbp-recipe-name" }), kit.h("small", { class: "wbp-muted" }));
       return kit.h("label", { class: "wbp-recipe-row" }, input, words);
     }
@@ -101,16 +103,19 @@ SECTIONS.push({
       kit.show(parameters, picked.parameters.length);
     }
 
+    function redraw() {
+      if (!value) return;
+      kit.list(list, value.groups, (g) => g.title, (g) => kit.h("div", { class: "wbp-recipe-group" }, kit.h("div", { class: "wbp-group-title" }, g.title), kit.h("div", {})), (element, g) => {
+        kit.list(element.lastChild, g.recipes, (r) => r.name, row, (child, one) => drawRow(child, one, value.selected));
+      });
+      kit.text(problem, value.problem);
+      kit.show(problem, value.problem);
+      kit.show(detail, value.picked);
+      if (value.picked) drawCode(value.picked);
+    }
+
     return {
-      draw(value) {
-        kit.list(list, value.groups, (g) => g.title, (g) => kit.h("div", { class: "wbp-recipe-group" }, kit.h("div", { class: "wbp-group-title" }, g.title), kit.h("div", {})), (element, g) => {
-          kit.list(element.lastChild, g.recipes, (r) => r.name, row, (child, one) => drawRow(child, one, value.selected));
-        });
-        kit.text(problem, value.problem);
-        kit.show(problem, value.problem);
-        kit.show(detail, value.picked);
-        if (value.picked) drawCode(value.picked);
-      },
+      draw(now) { value = now; redraw(); },
       close() { clearTimeout(quiet); },
     };
   },

@@ -113,7 +113,7 @@ SECTIONS.push({
       const id = `wbp-${Math.random().toString(36).slice(2)}`;
       const box = kit.h("input", { type: "checkbox", id, "aria-describedby": `${id}-about`, onchange: () => {
         if (box.checked) open = card.name;
-        app.do("strategies.toggle", { strategy: card.name });
+        app.do("strategies.toggle", { strategy: card.name }).catch(redraw);
         redraw();
       } });
       const more = kit.h("button", { type: "button", class: "wbp-more-button", "aria-label": `Options and details of ${card.name}`, onclick: () => { open = open === card.name ? "" : card.name; redraw(); } }, "Details");
@@ -157,9 +157,9 @@ SECTIONS.push({
       const name = kit.h("strong", {}), term = kit.h("span", { class: "wbp-muted" }), facts = kit.h("span", { class: "wbp-muted" });
       const why = kit.h("div", { class: "wbp-problem" }), options = kit.h("div", { class: "wbp-options", role: "group", "aria-label": "Options" });
       const none = kit.h("p", { class: "wbp-muted wbp-none" }, "It has no options.");
-      const suits = kit.h("dd", {}), source = kit.h("dd", {}), aliases = kit.h("dd", {});
+      const suits = kit.h("span", {}), source = kit.h("span", {}), aliases = kit.h("span", {});
       const picture = kit.h("div", { class: "wbp-picture" });
-      const about = kit.h("dl", { class: "wbp-about" }, kit.h("dt", {}, "Suits"), suits, kit.h("dt", {}, "Source"), source, kit.h("dt", {}, "Also called"), aliases);
+      const about = kit.h("div", { class: "wbp-about" }, [["Suits", suits], ["Source", source], ["Also called", aliases]].flatMap(([name, words]) => [kit.h("span", { class: "wbp-muted" }, name), words]));
       const element = kit.h("div", { class: "wbp-detail", id, role: "region" },
         kit.h("div", { class: "wbp-row" }, name, term, facts), why, kit.h("div", { class: "wbp-detail-body" }, kit.h("div", { class: "wbp-detail-words" }, options, none, about), picture));
       let asked = "";
@@ -221,7 +221,7 @@ SECTIONS.push({
 
     function drawFrameworks() {
       kit.list(frameworks, value.frameworks, (f) => f.name, (f) => {
-        const input = kit.h("input", { type: "radio", name: group, onchange: () => app.do("strategies.framework", { name: f.name }) });
+        const input = kit.h("input", { type: "radio", name: group, onchange: () => app.do("strategies.framework", { name: f.name }).catch(redraw) });
         return kit.h("label", {}, input, FRAMEWORK_NAMES[f.name] ?? f.name);
       }, (element, f) => {
         element.firstChild.checked = f.name === value.framework;
