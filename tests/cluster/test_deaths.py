@@ -154,7 +154,7 @@ def test_the_stores_keeper_may_die_while_a_run_goes_on(cluster):
 
 def test_without_the_controller_no_engine_can_be_reached_and_restart_brings_another(cluster):
     run, before = going(cluster), {e.pid for e in cluster.engines}
-    kill(cluster._engines._ground.cluster.controller.pid)
+    kill(cluster._engines._ground.hub.controller.pid)
     text = ends(run)
     assert "ipyparallel's controller" in text
     assert "SIGKILL" in text

@@ -17,18 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
 import psutil
 
 from ..errors import ClusterError
-from . import controller, deaths, profile, progress
-from .launcher import CLUSTER_SETTINGS, ENGINE_ARGS, WarmEngineSetLauncher
+from . import deaths, profile, progress
+from .hub import Hub
+from .launcher import ENGINE_ARGS, WarmEngineSetLauncher
 from .parents import Parents
 from .warm_client import Exit, WarmParent, start_keeper
 
 log = logging.getLogger("workbench.cluster")
 REGISTER_POLL_S = 0.01
-REAPED_S = 0.5
 PREPARED_POLL_S = 0.1
 
 
@@ -58,9 +57,13 @@ class Ground:
         self.parents = Parents(launcher, self._child_left, self.folder)
         self.why_not = self.parents.why_not(framework)
         self.forks = not self.why_not
-        self.client: Any = None
-        self.socket: Any = None
-        self.cluster: Any = None
+        self.hub = Hub(
+            self.folder,
+            "" if self.forks else launcher,
+            hosts,
+            self._controller_left,
+            self._unlisted,
+        )
         self.broken = ""
         self._on_exit, self._on_helper_exit = on_exit, on_helper_exit
         self._memory = deaths.MemoryWatch()
@@ -74,13 +77,22 @@ class Ground:
         self._store_pid = 0
         self._prepared: threading.Thread | None = None
         self._error: Exception | None = None
-        self._changed = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def warm(self) -> WarmParent | None:
         """The warm parent of the default framework; None where engines are not forked."""
         return self.parents.find(self.framework)
+
+    @property
+    def client(self) -> Any:
+        """The kernel's client of ipyparallel; None until it is connected."""
+        return self.hub.client
+
+    @property
+    def socket(self) -> Any:
+        """The stream that calls are sent on; None until it is connected."""
+        return self.hub.socket
 
     def can_fork(self, framework: str) -> bool:
         """Whether engines that have this framework can be forked here."""
@@ -133,52 +145,21 @@ class Ground:
     def _preparing(self) -> progress.Progress:
         warm = self.warm
         imports = "" if warm is None or warm.ready.is_set() else self.framework
-        running = self.cluster is not None and self.cluster.controller is not None
-        return progress.preparing(running, self.socket is not None, imports)
+        return progress.preparing(self.hub.controller is not None, self.socket is not None, imports)
 
     def _prepare(self) -> None:
         try:
             if self.forks:  # before there is a controller that could be left behind
                 self.parents.guard_dir(self.folder)
-            self.cluster = self._ipyparallel()
-            self.cluster.start_controller_sync()
-            deaths.watch(self.cluster.controller.pid, self._controller_left)
-            if self.forks:
-                self.parents.guard(self.cluster.controller.pid)
-            self._connect()
+            self.hub.start(self.parents.guard if self.forks else lambda pid: None)
         except Exception as error:
             self._error = error
-
-    def _ipyparallel(self) -> Any:
-        quiet = logging.getLogger("workbench.ipyparallel")
-        quiet.setLevel(logging.CRITICAL)
-        settings: dict[str, Any] = {**CLUSTER_SETTINGS}
-        if not self.forks:
-            settings["engines"] = self.launcher
-        if self.hosts:
-            settings["controller_ip"] = self.hosts
-        return ipyparallel.Cluster(
-            profile_dir=str(self.folder),
-            cluster_id="",
-            config=controller.config(self.folder),
-            log=quiet,
-            n=0,
-            shutdown_atexit=False,
-            **settings,
-        )
-
-    def _connect(self) -> None:
-        self.client = self.cluster.connect_client_sync()
-        self.client._registration_callbacks.append(self._registration)
-        # The stream that direct views send on; sending on the bare socket below it would eat
-        # the wake-up of a reply that arrives meanwhile.
-        self.socket = self.client._mux_stream
 
     # -- kept clusters -----------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
         """Return what `take_over` needs to know; see `kept.py`."""
-        running = self.cluster.controller if self.cluster is not None else None
+        running = self.hub.controller
         with self._lock:
             store, store_pid = self._store, self._store_pid
         return {
@@ -206,17 +187,15 @@ class Ground:
         if about["store"] is not None and psutil.pid_exists(int(about["store_pid"])):
             host, port = about["store"]
             self._store, self._store_pid = (str(host), int(port)), int(about["store_pid"])
-        self._prepared = threading.Thread(target=self._reconnect, args=(about,), daemon=True)
+        self._prepared = threading.Thread(
+            target=self._reconnect, args=(about["ipyparallel"],), daemon=True
+        )
         self._prepared.start()
         self.ensure()
 
-    def _reconnect(self, about: Mapping[str, Any]) -> None:
+    def _reconnect(self, saved: Mapping[str, Any]) -> None:
         try:
-            self.cluster = cluster = self._ipyparallel()
-            launcher = cluster.controller_launcher_class
-            cluster.controller = launcher.from_dict(about["ipyparallel"], parent=cluster)
-            deaths.watch(cluster.controller.pid, self._controller_left)
-            self._connect()
+            self.hub.reconnect(saved)
         except Exception as error:
             self._error = error
 
@@ -224,9 +203,7 @@ class Ground:
         """Let go of everything; it goes on without us."""
         self._stopping = True
         self.parents.release()
-        if self.client is not None:
-            with contextlib.suppress(Exception):
-                self.client.close(linger=0)
+        self.hub.close()
 
     # -- engines -----------------------------------------------------------------------------------
 
@@ -249,10 +226,10 @@ class Ground:
         Raises:
             ClusterError: They did not come up; shows the end of their logs.
         """
-        self._wait_unregistered(ids)
+        self.hub.await_unlisted(ids)
         # The hub keeps an id for an engine that asked for it and died before its heart was heard,
         # and would give another one to who asks next; it is told even where clients see none.
-        self._strike_off([i for i in ids if i <= self._highest])
+        self.hub.strike_off([i for i in ids if i <= self._highest])
         settings = self._launcher_settings(ids, framework or self.framework, report)
         sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
@@ -261,8 +238,7 @@ class Ground:
         end = time.monotonic() + timeout_s
         while not set(ids) <= set(self.client.ids):
             report(progress.connected(len(set(ids) & set(self.client.ids)), len(ids)))
-            self._changed.wait(REGISTER_POLL_S * 10)
-            self._changed.clear()
+            self.hub.await_change(REGISTER_POLL_S * 10)
             dead = {i: end for one in warm_sets for i, end in one.exits.items()}
             if dead or time.monotonic() > end:
                 missing = sorted(set(ids) - set(self.client.ids))
@@ -279,11 +255,11 @@ class Ground:
         for one in warm_sets:
             self._pids.update(one.pids)
         self._highest = max(self._highest, *ids)
-        known = self.client._engines
-        return {i: str(known[i]) for i in ids}
+        return self.hub.uuids(ids)
 
     def _start_set(self, settings: dict[str, Any]) -> Any:
-        return self.cluster.engines[self.cluster.start_engines_sync(**settings)]
+        cluster = self.hub.cluster
+        return cluster.engines[cluster.start_engines_sync(**settings)]
 
     def _launcher_settings(
         self, ids: Sequence[int], framework: str, report: progress.Report
@@ -320,24 +296,7 @@ class Ground:
     def end(self, engine: int, pid: int) -> None:
         """End an engine for good and wait until it is gone."""
         self.signal(engine, pid, signals.SIGKILL)
-        self._wait_unregistered([engine])
-
-    def _wait_unregistered(self, engines: Sequence[int]) -> None:
-        end = time.monotonic() + 10
-        while set(engines) & set(self.client.ids) and time.monotonic() < end:
-            self._unregister(engines)
-            self._changed.wait(0.1)
-            self._changed.clear()
-
-    def _unregister(self, engines: Sequence[int]) -> None:
-        """Tell the hub that engines are gone, as ipyparallel's nanny would; heartbeats are slow."""
-        # Engines that end after the client was closed have no hub to be struck off from.
-        if not self.client._closed:
-            self._strike_off([i for i in engines if i in self.client.ids])
-
-    def _strike_off(self, engines: Sequence[int]) -> None:
-        for engine in engines:
-            self.client._send(self.client._query_socket, "unregistration_request", {"id": engine})
+        self.hub.await_unlisted([engine])
 
     # -- exits -------------------------------------------------------------------------------------
 
@@ -348,29 +307,24 @@ class Ground:
             self._pids.pop(engine)
             # First: ipyparallel, once told, ends the engine's calls with words of its own.
             self._on_exit(engine, how)
-            self._unregister([engine])
+            self.hub.unlist([engine])
         elif end.pid == self._store_pid:
             self._store, self._store_pid = None, 0  # the next run gets a fresh one
             if not self._stopping:
                 self._on_helper_exit("the store that workers meet at", end.pid, how)
 
     def _controller_left(self, end: Exit) -> None:
-        if end.code is None and end.signal is None:  # ipyparallel has reaped it before we looked
-            with contextlib.suppress(Exception):
-                code = self.cluster.controller.process.wait(timeout=REAPED_S)
-                end = Exit(end.pid, code if code >= 0 else None, -code if code < 0 else None)
         if not self._stopping:
             self.broken = f"ipyparallel's controller (pid {end.pid}) died: {self._words(end)}"
             self._on_helper_exit("ipyparallel's controller", end.pid, self._words(end))
 
+    def _unlisted(self, engine: int) -> None:
+        if engine not in self._pids:
+            self._on_exit(engine, "its heart stopped")
+
     def _words(self, end: Exit) -> str:
         memory = self._memory.seen(end.pid, end.signal == signals.SIGKILL)
         return deaths.words(end, memory, self._ended_by_us.pop(end.pid, ""))
-
-    def _registration(self, event: dict[str, Any]) -> None:
-        self._changed.set()
-        if event["event"] == "unregister" and event["id"] not in self._pids:
-            self._on_exit(int(event["id"]), "its heart stopped")
 
     # -- the store ---------------------------------------------------------------------------------
 
@@ -400,29 +354,15 @@ class Ground:
         self._stopping = True
         if self._prepared is not None:
             self._prepared.join(timeout=30)
-        if self.client is not None:
-            with contextlib.suppress(Exception):
-                self.client.close(linger=0)
+        self.hub.close()
         if self._keeper is not None:
             assert self._keeper.stdin is not None
             self._keeper.stdin.close()
             self._keeper.wait(timeout=5)
-        if self.cluster is not None:
-            with contextlib.suppress(Exception):
-                if not self.forks:
-                    self.cluster.stop_engines_sync()
-                self._end_controller()
+        self.hub.stop()
         self.parents.stop()
         profile.end_family(self.folder)  # what lost its parent, and what cells started
         profile.remove(self.folder)
-
-    def _end_controller(self) -> None:
-        running = self.cluster.controller
-        if running is not None and running.pid > 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(running.pid, signals.SIGTERM)
-            with contextlib.suppress(Exception):
-                self.cluster.stop_controller_sync()
 
 
 def _who(pid: int) -> dict[str, Any] | None:
