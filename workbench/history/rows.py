@@ -130,7 +130,7 @@ def row_of(group: Sequence[RunSummary], base_rate: float, *, has_one_device: boo
         strategy=first.strategy,
         framework=first.framework,
         workers=first.workers,
-        steps=first.steps,
+        steps=max(run.steps for run in group),
         samples_per_s=rate,
         relative=relative,
         speedup=relative if has_one_device else None,

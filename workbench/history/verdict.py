@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 EQUAL = 1.05
 """Throughputs within this ratio are called equal."""
 
+LEAST_STEPS = 5
+"""Of shorter runs the first step, which costs more, is too much to judge by."""
+
 _SAYS = {
     "data_wait_s": "waits {} for data",
     "sync_wait_s": "waits {} for the slowest worker",
@@ -27,15 +30,15 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     Args:
         baseline: Index of the row the others are held against.
     """
-    rated = [row for row in rows if row.samples_per_s.mean > 0]
+    rated = [row for row in rows if row.samples_per_s.mean > 0 and row.steps >= LEAST_STEPS]
     if len(rows) < 2:
         return ""
     if len(rated) < 2:
-        return "Throughput was not measured in enough runs to compare them."
+        return "Throughput was not measured in enough runs and steps to compare them."
     fastest = max(rated, key=lambda row: row.samples_per_s.mean)
     base = rows[baseline]
     other = base
-    if fastest is base or not base.samples_per_s.mean > 0:
+    if fastest is base or base not in rated:
         other = max((row for row in rated if row is not fastest),
                     key=lambda row: row.samples_per_s.mean)  # fmt: skip
     ratio = fastest.samples_per_s.mean / other.samples_per_s.mean

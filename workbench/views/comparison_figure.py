@@ -144,7 +144,8 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
         axes.set_yscale("log")
     elif not len(values):
         say(axes)
-        axes.set_xlim(0, 1)
+        axes.set_xticks([])
+        axes.set_yticks([])
     axes.margins(x=0.015)
 
 
