@@ -13,9 +13,7 @@ import os
 import signal as signals
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +21,17 @@ from ..errors import ClusterError
 from ..protocol import Message
 from . import calls, deaths, kept, profile, progress
 from .calls import Call
+from .engine_info import EngineInfo, Listeners, described, recalled
 from .ground import Ground
+from .pending import Pending, gather
 from .router import ControlRouter
+
+__all__ = ["EngineInfo", "Engines", "Listeners"]
 
 log = logging.getLogger("workbench.cluster")
 START_TIMEOUT_S = 120.0
 ORPHAN_S = 3.0
 """How long an engine that was not forked does without its kernel before it ends."""
-_KNOWN = ("uuid", "pid", "host", "python", "device")
-
-
-@dataclass
-class EngineInfo:
-    """One engine as the kernel sees it.
-
-    Attributes:
-        id: Permanent; never given to another engine of this cluster but its replacement.
-        state: idle, busy, dead.
-        frameworks: What it has imported.
-    """
-
-    id: int
-    uuid: str
-    pid: int = 0
-    host: str = ""
-    python: str = ""
-    device: str = "cpu"
-    state: str = "idle"
-    exit: str = ""
-    frameworks: set[str] = field(default_factory=set)
-    began: float = 0.0  # its start time, which tells it from a later process with the same pid
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """Who is told what; each is called on a background thread and must return quickly."""
-
-    message: Callable[[int, Message], None]
-    death: Callable[[EngineInfo], None]
-    helper: Callable[[str], None] = lambda text: None
-    """Told, in words, when a process of the cluster that is no engine ended."""
 
 
 class Engines:
@@ -89,7 +58,7 @@ class Engines:
         self.launcher = launcher
         self._hosts = hosts
         self._ground = self._make_ground(framework, folder)
-        self._calls: dict[int, list[Call]] = {}
+        self._calls = Pending(self._idle)
         self.router = ControlRouter(self._heard, hosts or "127.0.0.1", key)
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()
@@ -225,7 +194,7 @@ class Engines:
         """Return what the cluster's folder says about its processes (`kept.py`)."""
         return {
             **self._ground.about(),
-            "engines": {str(i): _about(one) for i, one in self.engines.items()},
+            "engines": {str(i): described(one) for i, one in self.engines.items()},
             "next_id": self._next_id,
             "key": self.router.key.hex() if self.kept else "",
             "framework": self.framework,
@@ -242,9 +211,7 @@ class Engines:
         self.idle_timeout_s = float(about["idle_timeout_s"])
         self._next_id = int(about["next_id"])
         for number, one in about["engines"].items():
-            known = {key: value for key, value in one.items() if key in _KNOWN}
-            info = EngineInfo(int(number), **known, frameworks=set(one["frameworks"]))
-            info.began = float(one["create_time"])
+            info = recalled(int(number), one)
             if not kept.alive(one):
                 info.state, info.exit = "dead", "ended while no notebook was there"
             self.engines[info.id] = info
@@ -262,9 +229,7 @@ class Engines:
             call.finish(ClusterError(f"Engine {engine} died: {info.exit if info else 'gone'}."))
             return call
         info.state = "busy"
-        with self._lock:
-            self._calls.setdefault(engine, []).append(call)
-        call.when_done(self._settle)
+        self._calls.add(call)
         return call
 
     def when_taken(self, callback: Callable[[int], None]) -> None:
@@ -274,9 +239,7 @@ class Engines:
     def release(self, reason: str) -> None:
         """Let go of all processes, which go on without us; what waits for them here is told why."""
         self._stopping = True
-        with self._lock:
-            stranded = [c for waiting in self._calls.values() for c in waiting]
-        for call in stranded:
+        for call in self._calls.all():
             call.finish(ClusterError(reason))
         self._ground.release()
         self.engines.clear()
@@ -306,19 +269,13 @@ class Engines:
             on_output, self.router.feed,
         )  # fmt: skip
         info.state = "busy"
-        with self._lock:
-            self._calls.setdefault(engine, []).append(call)
-        call.when_done(self._settle)
+        self._calls.add(call)
         return call
 
-    def _settle(self, call: Call) -> None:
-        with self._lock:
-            waiting = self._calls.get(call.engine, [])
-            if call in waiting:
-                waiting.remove(call)
-            info = self.engines.get(call.engine)
-            if info is not None and info.state == "busy" and not waiting:
-                info.state = "idle"
+    def _idle(self, engine: int) -> None:
+        info = self.engines.get(engine)
+        if info is not None and info.state == "busy":
+            info.state = "idle"
 
     def call(
         self,
@@ -333,18 +290,7 @@ class Engines:
             ClusterError: One of them raised, died or did not answer in time.
         """
         pending = [self.submit(i, name, args(i) if callable(args) else args) for i in ids]
-        end = time.monotonic() + timeout_s
-        results: dict[int, Any] = {}
-        for one in pending:
-            if not one.done.wait(max(0.0, end - time.monotonic())):
-                raise ClusterError(
-                    f"Engine {one.engine} did not answer within {timeout_s:g} s.",
-                    next_step=f"%cluster restart {one.engine}",
-                )
-            if isinstance(one.result, BaseException):
-                raise ClusterError(f"Engine {one.engine} failed in {name}.", seen=str(one.result))
-            results[one.engine] = one.result
-        return results
+        return gather(pending, name, timeout_s)
 
     def signal(self, engine: int, sig: int) -> None:
         """Send a signal to one engine (by pid; only engines we started)."""
@@ -421,8 +367,7 @@ class Engines:
         """Settle what an engine that is no more leaves behind."""
         info.state, info.exit = "dead", how
         self.router.forget(info.id)
-        with self._lock:
-            stranded = list(self._calls.pop(info.id, []))
+        stranded = self._calls.take(info.id)
         log = deaths.excerpt(self.log_tail(info.id, 200))
         error = deaths.EngineDiedError(f"Engine {info.id}", info.pid, how, log)
         self._listeners.death(info)
@@ -452,20 +397,9 @@ class Engines:
     def stop(self) -> None:
         """End everything this cluster started; safe to call twice."""
         self._stopping = True
-        with self._lock:
-            stranded = [c for waiting in self._calls.values() for c in waiting]
-        for call in stranded:
+        for call in self._calls.all():
             call.finish(ClusterError("The cluster was stopped."))
         self._ground.stop()
         self.engines.clear()
         with contextlib.suppress(Exception):
             self.router.close()
-
-
-def _about(info: EngineInfo) -> dict[str, Any]:
-    """Return what another kernel must know of an engine."""
-    return {
-        **{name: getattr(info, name) for name in _KNOWN},
-        "frameworks": sorted(info.frameworks),
-        "create_time": info.began,
-    }
