@@ -9,7 +9,7 @@ import pytest
 
 from workbench import catalog
 from workbench.cookbook import Recipe, builtin
-from workbench.cookbook.ways import misfit, use_of
+from workbench.cookbook.ways import use_of
 from workbench.errors import PlanError
 from workbench.limits import Limits
 from workbench.line import parse_cell_line
@@ -211,32 +211,6 @@ def test_a_recipe_greys_the_strategies_that_its_way_does_not_suit(panel):
     assert "wb.prepare" in found["model_split"]
     assert "wb.fit" in found["model_split"]
     assert not found["mirrored"]
-
-
-@pytest.mark.parametrize(
-    ("source", "way", "features"),
-    [
-        ("wb.fit(m, d, clip_norm=1.0, compile=False, accumulate=1)", "fit", {"clip_norm"}),
-        (PREPARE, "prepare", set()),
-        ("model.fit(x)", "keras", set()),
-        ("keras.Sequential([]).fit(x)", None, set()),
-        ("strategy.run(step)", "loop", set()),
-        ("model.fit(x)\nwb.fit(m)", "fit", set()),
-        ("%time wb.fit(m)", None, set()),
-        ("trainer.train()", None, set()),
-    ],
-)
-def test_how_a_recipe_trains_is_read_from_its_source(source, way, features):
-    assert use_of(source).way == way
-    assert use_of(source).features == features
-
-
-@pytest.mark.parametrize("framework", catalog.FRAMEWORKS)
-@pytest.mark.parametrize("name", builtin.names())
-def test_built_in_recipes_suit_what_the_catalog_says(framework, name):
-    use = use_of(builtin.lookup(name, framework).source)
-    assert use.way is not None
-    assert not misfit(catalog.lookup("mirrored", framework), use)
 
 
 def test_without_a_cluster_everything_can_be_chosen_and_written_down(panel):
