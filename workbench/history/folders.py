@@ -114,7 +114,7 @@ def _holds(path: Path) -> bool:
         about = json.loads(path.read_text())
         if about["host"] != socket.gethostname():
             return time.time() - path.stat().st_mtime < _FOREIGN_S
-        return abs(psutil.Process(about["pid"]).create_time() - about["began"]) < 1.0
+        return bool(abs(psutil.Process(about["pid"]).create_time() - about["began"]) < 1.0)
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):
         return False
 
