@@ -2,9 +2,15 @@
 
 After each run the kernel and everything it started are counted: memory, file descriptors, threads,
 processes, shared memory, temporary files. Printed are the slopes per 100 runs behind the warm-up,
-by least squares, and how the runs ended.
+by least squares: over all, and over the earlier and the later half, which tells what levels off
+from what leaks; and how the runs ended. With `--json` what is known is written after every run.
 
-    python benchmarks/soak.py [--runs 200] [--seed 0] [--json FILE]
+    python benchmarks/soak.py [--runs 200] [--seed 0] [--json docs/measured/soak.json]
+
+A killed engine gives way to a fresh one, which is smaller; so how engines grow is seen without
+kills:
+
+    python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 """
 
 from __future__ import annotations
@@ -19,8 +25,10 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -36,7 +44,7 @@ model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh()
 wb.fit(model, wb.data.synthetic(256, shape=(16,), classes=4), loss=nn.CrossEntropyLoss(),
        optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=16, steps=STEPS)
 """
-FAULTS = ("none", "none", "none", "interrupt", "kill", "raise")
+FAULTS = ("interrupt", "kill", "raise")
 WARM_UP = 0.25  # of the runs: pools, caches and the first of everything
 
 
@@ -53,6 +61,9 @@ class Count:
     engine_files: int
     shared_memory: int
     temporary: int
+
+
+FIGURES = tuple(one.name for one in fields(Count))[1:]
 
 
 def count(run: int) -> Count:
@@ -87,11 +98,12 @@ class Round:
     fault: str
 
     @staticmethod
-    def draw(dice: random.Random) -> Round:
-        """Return any strategy that this machine can run, any fault."""
+    def draw(dice: random.Random, faults: Sequence[str] = FAULTS) -> Round:
+        """Return any strategy that this machine can run; one of the faults, or as often none."""
         entry = dice.choice([e for e in catalog.strategies("torch") if e.anywhere])
         workers = 1 if entry.max_workers == 1 else dice.choice((2, 2, 3))
-        return Round(entry.name, 2 if entry.name == "hybrid" else workers, dice.choice(FAULTS))
+        all_of = ("none",) * len(faults) + tuple(faults)
+        return Round(entry.name, 2 if entry.name == "hybrid" else workers, dice.choice(all_of))
 
 
 def one(cluster: wb.Cluster, what: Round, dice: random.Random) -> str:
@@ -126,26 +138,67 @@ def one(cluster: wb.Cluster, what: Round, dice: random.Random) -> str:
 
 
 def slopes(counts: list[Count]) -> dict[str, float]:
-    """Return what each figure grows by per 100 runs, behind the warm-up."""
-    kept = counts[int(len(counts) * WARM_UP) :]
-    at = [one.run for one in kept]
+    """Return what each figure grows by per 100 runs; NaN where there are fewer than two runs."""
+    if len(counts) < 2:
+        return dict.fromkeys(FIGURES, float("nan"))
+    at = [one.run for one in counts]
     return {
-        name: float(np.polyfit(at, [getattr(one, name) for one in kept], 1)[0] * 100)
-        for name in list(asdict(kept[0]))[1:]
+        name: float(np.polyfit(at, [getattr(one, name) for one in counts], 1)[0] * 100)
+        for name in FIGURES
     }
 
 
-def soak(runs: int, seed: int) -> tuple[list[Count], Counter[str], list[float]]:
-    """Do the runs; return the counts, how runs ended, and how long each took."""
-    dice = random.Random(seed)
-    counts, ends, seconds = [], Counter[str](), []
+@dataclass
+class Soaked:
+    """What was seen so far: a count, an end and a time for each run."""
+
+    counts: list[Count]
+    ends: Counter[str]
+    seconds: list[float]
+
+    def found(self) -> dict[str, Any]:
+        """Return it with the slopes behind the warm-up: over all, and over each half."""
+        kept = self.counts[int(len(self.counts) * WARM_UP) :]
+        half = len(kept) // 2
+        return {
+            "runs": len(self.counts),
+            "behind": len(self.counts) - len(kept),
+            "ends": dict(sorted(self.ends.items())),
+            "median_s": statistics.median(self.seconds),
+            "worst_s": max(self.seconds),
+            "slopes": slopes(kept),
+            "earlier": slopes(kept[:half]),
+            "later": slopes(kept[half:]),
+            "then": asdict(kept[0]),
+            "now": asdict(kept[-1]),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write it all, figures rounded to what they are worth."""
+        found = {**self.found(), "counts": [list(asdict(one).values()) for one in self.counts]}
+        path.write_text(json.dumps(_rounded(found)) + "\n")
+
+
+def soak(runs: int, seed: int, faults: Sequence[str] = FAULTS, path: Path | None = None) -> Soaked:
+    """Do the runs, and write what is known to `path` after each."""
+    dice, seen = random.Random(seed), Soaked([], Counter(), [])
     with wb.Cluster(2) as cluster:
         for number in range(runs):
             began = time.perf_counter()
-            ends[one(cluster, Round.draw(dice), dice)] += 1
-            seconds.append(time.perf_counter() - began)
-            counts.append(count(number))
-    return counts, ends, seconds
+            seen.ends[one(cluster, Round.draw(dice, faults), dice)] += 1
+            seen.seconds.append(time.perf_counter() - began)
+            seen.counts.append(count(number))
+            if path is not None:
+                seen.write(path)
+    return seen
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return None if value != value else round(value, 3)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def main() -> None:
@@ -153,22 +206,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=FAULTS)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    counts, ends, seconds = soak(given.runs, given.seed)
-    grown = slopes(counts)
-    first, last = counts[int(len(counts) * WARM_UP)], counts[-1]
-    print(
-        f"{given.runs} runs, median {statistics.median(seconds):.2f} s, most {max(seconds):.1f} s"
-    )
-    for end, times in sorted(ends.items()):
+    # A place of our own, so that other clusters' files are not counted.
+    with tempfile.TemporaryDirectory(prefix="soak-") as place:
+        os.environ["TMPDIR"] = tempfile.tempdir = place
+        found = soak(given.runs, given.seed, given.faults, given.json).found()
+    print(f"{found['runs']} runs, median {found['median_s']:.2f} s, most {found['worst_s']:.1f} s")
+    for end, times in found["ends"].items():
         print(f"  {times:4d}  {end}")
-    print(f"{'':16}{'then':>10}{'now':>10}{'per 100 runs':>14}")
-    for name, slope in grown.items():
-        print(f"{name:16}{getattr(first, name):10.1f}{getattr(last, name):10.1f}{slope:+14.2f}")
-    if given.json:
-        found = {"runs": given.runs, "ends": dict(ends), "slopes": grown}
-        given.json.write_text(json.dumps({**found, "counts": [asdict(c) for c in counts]}))
+    print(f"{'':16}{'then':>10}{'now':>10}{'per 100 runs':>14}{'earlier':>10}{'later':>10}")
+    for name in FIGURES:
+        print(
+            f"{name:16}{found['then'][name]:10.1f}{found['now'][name]:10.1f}"
+            f"{found['slopes'][name]:+14.2f}{found['earlier'][name]:+10.2f}"
+            f"{found['later'][name]:+10.2f}"
+        )
 
 
 if __name__ == "__main__":

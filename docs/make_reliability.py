@@ -2,6 +2,8 @@
 
 python benchmarks/bench_faults.py --json docs/measured/faults.json
 python benchmarks/rivals.py --json docs/measured/rivals.json
+python benchmarks/soak.py --json docs/measured/soak.json
+python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 python docs/make_reliability.py
 """
 
@@ -22,6 +24,17 @@ RIVALS = {
     "interrupted": "the stop button while three wait in `all_reduce`: until the cell ends",
     "orphans": "processes left 10 s after the kernel is SIGKILLed",
     "listens": "sockets that listen beyond loopback",
+}
+
+GROWTH = {
+    "kernel_mb": "memory of the kernel, MB",
+    "engines_mb": "memory of the engines and their helpers together, MB",
+    "files": "files of the kernel",
+    "threads": "threads of the kernel",
+    "processes": "processes",
+    "engine_files": "files of the engines and their helpers",
+    "shared_memory": "shared memory files",
+    "temporary": "temporary folders",
 }
 
 
@@ -72,6 +85,34 @@ def cell(fault: str, row: dict[str, Any] | None) -> str:
     return f"{seconds(row['median'])}, at most {seconds(max(ended))} ({says})"
 
 
+def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
+    """Return the table of what grew over many runs."""
+    lines = [
+        f"| per 100 runs, behind the first {without_kills['behind']} | with kills "
+        "| without | its earlier half | its later half |",
+        "|---|---|---|---|---|",
+    ]
+    for name, words in GROWTH.items():
+        parts = (found["slopes"], *(without_kills[part] for part in ("slopes", "earlier", "later")))
+        lines.append(f"| {words} | " + " | ".join(growth(part[name]) for part in parts) + " |")
+    lines.append(f"| runs | {found['runs']} | {without_kills['runs']} | | |")
+    for words in ("interrupt", "kill", "raise", "HUNG"):
+        counts = (
+            sum(times for end, times in one["ends"].items() if words in end)
+            for one in (found, without_kills)
+        )
+        called = {"interrupt": "interrupted", "kill": "an engine killed", "raise": "a rank raised"}
+        lines.append(f"| {called.get(words, 'hung')} | " + " | ".join(map(str, counts)) + " | | |")
+    return "\n".join(lines)
+
+
+def growth(value: float | None) -> str:
+    """Return a slope; what rounds to nothing is 0."""
+    if value is None:
+        return "–"
+    return f"{value:+.1f}" if abs(value) >= 0.05 else "0"
+
+
 def put(page: str, name: str, table: str) -> str:
     """Return the page with a table put between its marks."""
     begin, end = BEGIN.format(name), END.format(name)
@@ -89,8 +130,14 @@ def written() -> str:
 
 def filled(page: str) -> str:
     """Return a page with its tables as they were measured."""
-    page = put(page, "faults", faults(json.loads((MEASURED / "faults.json").read_text())["rows"]))
-    return put(page, "rivals", rivals(json.loads((MEASURED / "rivals.json").read_text())))
+    page = put(page, "faults", faults(measured("faults")["rows"]))
+    page = put(page, "rivals", rivals(measured("rivals")))
+    return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
+
+
+def measured(name: str) -> Any:
+    """Return what a benchmark wrote."""
+    return json.loads((MEASURED / f"{name}.json").read_text())
 
 
 if __name__ == "__main__":
