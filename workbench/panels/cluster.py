@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .model import Panel
 
 LOG_LINES = 200
+ENGINES = 2
+"""Engines that are started where some are needed and nobody said how many."""
 
 
 class ClusterPart(Part):

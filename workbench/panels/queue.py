@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from ..session.queue import Queue
-from .cluster import ClusterPart
+from .cluster import ENGINES, ClusterPart
 from .part import Part, Wire, action
-
-ENGINES = 2
-"""Engines that Run starts where there is no cluster and no number of workers was picked."""
 
 
 class QueuePart(Part):

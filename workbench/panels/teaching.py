@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import RunError, WorkbenchError
 from ..session.calibrate import calibrate
 from ..session.run import Run
+from .cluster import ENGINES, ClusterPart
 from .live import LivePart
 from .part import Part, Wire, action
 
@@ -51,6 +52,10 @@ class TeachingPart(Part):
     @action(slow=True)
     def calibrate(self) -> dict[str, Any]:
         """Inject a known delay and say what the instrument read."""
+        if self.panel.session.cluster is None:
+            cluster = self.panel.parts["cluster"]
+            assert isinstance(cluster, ClusterPart)
+            cluster.bring(ENGINES)
         found = calibrate(self.panel.session.need_cluster())
         return {**found.to_wire(), "html": found.table().html()}
 

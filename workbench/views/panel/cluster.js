@@ -53,8 +53,8 @@ SECTIONS.push((() => {
 
     function redraw() {
       const asked = Number(count.read()), { running, busy } = latest;
-      kit.text(start, running ? "Add engines" : "Start");
-      start.title = running ? `Add engines until there are ${asked}` : "Start this many engines";
+      if (running) kit.rename(start, "Add engines", `Add engines until there are ${asked}`);
+      else kit.rename(start, "Start", "Start this many engines");
       start.disabled = busy || !(asked >= 1) || (running && asked <= latest.count);
       devices.enable(!running);
     }

@@ -14,7 +14,7 @@ const kit = {
       else if (name === "text") element.textContent = value;
       else element.setAttribute(name, value === true ? "" : value);
     }
-    element.append(...children.flat().filter((c) => c != null && c !== false));
+    element.append(...children.flat(2).filter((c) => c != null && c !== false));
     return element;
   },
 
@@ -22,7 +22,7 @@ const kit = {
   svg(tag, props = {}, ...children) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(props)) if (value != null) element.setAttribute(name, value);
-    element.append(...children.flat().filter((c) => c != null && c !== false));
+    element.append(...children.flat(2).filter((c) => c != null && c !== false));
     return element;
   },
 
@@ -43,6 +43,13 @@ const kit = {
   /** A button that is disabled while `app` waits for the kernel's answer to it. */
   button(text, label, onclick, kind = "") {
     return kit.h("button", { type: "button", class: `wbp-button ${kind}`.trim(), title: label, "aria-label": `${text}: ${label}`, onclick }, text);
+  },
+
+  /** Give a button another meaning: what is read, seen and heard of it. */
+  rename(button, text, label) {
+    kit.text(button, text);
+    kit.attr(button, "title", label);
+    kit.attr(button, "aria-label", `${text}: ${label}`);
   },
 
   /** Keep children of `parent` in step with `items`: made once per key, updated, moved, removed. */

@@ -6,24 +6,24 @@ SECTIONS.push({
   order: 3,
   title: "Run on show",
   make(app, root) {
-    const pick = kit.field({ kind: "choice", label: "Run on show", onchange: (run) => app.do("live.pick", { run }) });
+    const pick = kit.h("select", { class: "wbp-input wbp-pick", "aria-label": "Which run is on show", onchange: () => app.do("live.pick", { run: pick.value }) });
     const none = kit.h("p", { class: "wbp-empty" }, "No run yet. Choose a recipe and strategies, then press Run.");
     const error = kit.h("details", { class: "wbp-failure", hidden: true }, kit.h("summary", {}, "Why it failed"), kit.h("pre"));
     const place = kit.h("div", { class: "wbp-live" });
-    root.append(pick.root, none, error, place);
+    root.append(pick, none, error, place);
     let view = null, names = "";
     return {
       always: true,
       draw(value) {
         kit.show(none, !value.run);
-        kit.show(pick.root, value.runs.length > 1);
+        kit.show(pick, value.runs.length > 1);
         const listed = JSON.stringify(value.runs);
         if (names !== listed) {
           names = listed;
-          pick.input.replaceChildren(...[...value.runs].reverse().map((r) => kit.h("option", { value: r.name }, `${r.name} · ${r.strategy} · ${r.state}`)));
+          pick.replaceChildren(...[...value.runs].reverse().map((r) => kit.h("option", { value: r.name }, `${r.name} · ${r.strategy} · ${r.state}`)));
         }
-        pick.set(value.run);
-        pick.enable(!["starting", "running", "paused", "stopping", "recovering"].includes(value.state));
+        if (pick.value !== value.run) pick.value = value.run;
+        pick.disabled = ["starting", "running", "paused", "stopping", "recovering"].includes(value.state);
         kit.show(error, Boolean(value.error));
         kit.text(error.lastChild, [value.error, value.printed].filter(Boolean).join("\n\n"));
         if (value.run && !view) view = new View(kit.h("div"), app.store.frames, app.palette);

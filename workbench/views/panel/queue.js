@@ -19,8 +19,10 @@ SECTIONS.push((() => {
         const waiting = value.items.filter((i) => i.state === "waiting").length;
         paused = live?.state === "paused";
         run.disabled = starting;
-        kit.text(run, value.busy ? "Add to the queue" : "Run");
-        kit.text(pause, paused ? "Resume" : "Pause");
+        if (value.busy) kit.rename(run, "Add to the queue", "Train what is picked after what waits already");
+        else kit.rename(run, "Run", "Train what is picked, one run after the other");
+        if (paused) kit.rename(pause, "Resume", "Go on with the run");
+        else kit.rename(pause, "Pause", "Hold the run after the present step");
         for (const button of [pause, stop]) { kit.show(button, going); button.disabled = live?.state === "stopping"; }
         pause.disabled ||= !["running", "paused"].includes(live?.state);
         kit.show(all, value.busy && waiting > 0);
@@ -39,7 +41,7 @@ SECTIONS.push((() => {
 SECTIONS.push((() => {
   function make(app, root) {
     const none = kit.h("p", { class: "wbp-empty" }, "Nothing waits. Choose strategies and press Run; several go one after the other.");
-    const list = kit.h("ol", { class: "wbp-queue" });
+    const list = kit.h("ol", { class: "wbp-lineup" });
     const going = kit.field({ kind: "bool", label: "Go on after a run that fails", onchange: (on) => app.do("queue.keep_going", { on }) });
     const clear = kit.button("Clear", "Take out all that wait", () => app.do("queue.clear"));
     root.append(none, list, kit.h("div", { class: "wbp-row" }, going.root, clear));

@@ -15,6 +15,7 @@ class PanelStore {
     this.waiting = new Map();
     this.number = 0;
     this.gone = "";
+    this.onsilence = () => {};
   }
 
   hello() { this.model.send({ type: "hello" }); }
@@ -24,7 +25,7 @@ class PanelStore {
     if (this.gone) return new Promise(() => {});
     const id = ++this.number;
     this.waiting.set(id, performance.now());
-    setTimeout(() => this.tell(), SILENT_MS + 50);
+    setTimeout(() => { if (this.silent) this.onsilence(); this.tell(); }, SILENT_MS + 50);
     this.model.send({ type: "do", id, name, fields });
     const answer = new Promise((resolve, reject) => this.replies.set(id, { resolve, reject }));
     answer.catch(() => {}); // most controls do not wait; the kernel shows a message
@@ -164,8 +165,15 @@ class App {
     kit.list(this.notices, notices, (n) => n.id, (n) => {
       const close = kit.h("button", { type: "button", class: "wbp-close", "aria-label": "Close this message", onclick: () => this.do("panel.dismiss", { notice: n.id }) }, "×");
       const detail = n.detail && kit.h("details", {}, kit.h("summary", {}, "Traceback"), kit.h("pre", {}, n.detail));
-      return kit.h("div", { class: `wbp-notice wbp-${n.level}`, role: n.level === "error" ? "alert" : "status" }, kit.h("div", { class: "wbp-words" }, kit.h("pre", {}, n.text), detail), close);
+      return kit.h("div", { class: `wbp-notice wbp-${n.level}`, role: n.level === "error" ? "alert" : "status" }, kit.h("div", { class: "wbp-words" }, this.words(n.text), detail), close);
     });
+  }
+
+  /** A message of several lines: what it is about, then what was seen, what is allowed, what to do. */
+  words(text) {
+    const [first, ...rest] = text.split("\n"), rows = rest.map((line) => /^\s+(\w+):\s+(.*)$/.exec(line));
+    if (!rest.length || rows.some((row) => !row)) return kit.h("pre", {}, text);
+    return kit.h("div", {}, kit.h("b", {}, first), kit.h("dl", {}, rows.map(([, name, value]) => [kit.h("dt", {}, name), kit.h("dd", {}, value)])));
   }
 
   close() {
@@ -175,16 +183,58 @@ class App {
 }
 
 const GONE = "This panel belonged to a kernel that is gone, so it does nothing. Run wb.panel() again.";
+const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
+
+/**
+ * Notice that the panel's kernel is gone. Widgets are told of a restart that was asked for; of a
+ * kernel that died JupyterLab's connection knows; elsewhere the next kernel is asked for its comms.
+ */
+class Watch {
+  constructor(model, lose) {
+    Object.assign(this, { model, lose, manager: model.widget_manager, undo: [], asking: false });
+    model.on("comm:close", lose);
+    model.on("comm_live_update", () => void this.look());
+    const kernel = this.manager?.kernel;
+    this.connect(kernel?.statusChanged, (_, status) => { if (ENDED.includes(status)) lose(); });
+    this.connect(kernel?.disposed, lose);
+    void this.look();
+  }
+
+  connect(signal, slot) {
+    if (!signal?.connect) return;
+    signal.connect(slot);
+    this.undo.push(() => signal.disconnect(slot));
+  }
+
+  /** A model that was read from a file, or whose comm was closed, has nobody to talk to. */
+  async look() {
+    const own = await this.manager?.get_model?.(this.model.get("me"))?.catch(() => null);
+    if (own?.comm_live === false) this.lose();
+  }
+
+  /** Ask whether the kernel that answers knows this panel. */
+  async ask() {
+    if (this.asking || !this.manager?._get_comm_info) return;
+    this.asking = true;
+    try {
+      const known = await this.manager._get_comm_info();
+      if (known && !(this.model.get("me") in known)) this.lose();
+    } catch { /* no kernel to answer; the panel says that it is silent */ } finally { this.asking = false; }
+  }
+
+  close() { for (const undo of this.undo) undo(); }
+}
 
 export default () => {
   let store;
   return {
     initialize({ model }) {
       store = new PanelStore(model);
+      const watch = new Watch(model, () => store.lose(GONE));
+      store.onsilence = () => void watch.ask();
       model.on("msg:custom", (content, buffers) => store.receive(content, buffers));
-      model.on("comm_live_update", () => { if (model.comm_live === false) store.lose(GONE); });
-      model.on("comm:close", () => store.lose(GONE));
       store.hello();
+      return () => watch.close();
     },
     render({ model, el }) {
       const app = new App(kit.h("div"), store, model.get("palette"));

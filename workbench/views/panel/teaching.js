@@ -6,16 +6,20 @@ SECTIONS.push((() => {
   /** A picture that the kernel drew, with its words to unfold. */
   function frame(caption, help) {
     const place = kit.h("div", { class: "wbp-picture" }), words = kit.h("pre", {});
-    const root = kit.h("figure", { class: "wbp-lesson" }, kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help)), place,
-      kit.h("details", {}, kit.h("summary", {}, "The same as text"), words));
+    const none = kit.h("p", { class: "wbp-empty", hidden: true }), more = kit.h("details", { hidden: true }, kit.h("summary", {}, "The same as text"), words);
+    const head = help && kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help));
+    const root = kit.h("figure", { class: "wbp-lesson", "aria-label": caption }, head, place, none, more);
     return {
-      root,
+      root, place,
       show({ svg, text }) {
         place.innerHTML = svg; // drawn by the kernel, which escapes words
         kit.text(words, text);
+        kit.text(none, svg ? "" : text); // why there is no picture
+        kit.show(none, !svg);
+        kit.show(more, Boolean(svg));
         return place.firstElementChild;
       },
-      clear() { place.replaceChildren(); kit.text(words, ""); },
+      clear() { place.replaceChildren(); kit.text(words, ""); for (const one of [none, more]) kit.show(one, false); },
     };
   }
 
@@ -45,24 +49,26 @@ SECTIONS.push((() => {
     const which = kit.field({ kind: "int", label: "Step", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
     const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
-    const blame = frame("Who waited for whom", "row waited for column");
-    const victim = kit.h("select", { class: "wbp-input", "aria-label": "Without which worker", onchange: () => { seen.what = ""; ask(); } });
-    const what = frame("What if one worker were as fast as the others", "the ghost is the run without its straggler");
-    what.root.querySelector("figcaption").append(victim);
+    const blame = frame("Who waited for whom");
+    const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker that would be as fast as the others", onchange: () => { seen.what = ""; ask(); } });
+    const what = frame("What if one worker were as fast as the others");
+    what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
     const calibrate = kit.button("Calibrate", "Slow worker 1 by 50 ms in a small run of its own and show what was read", doCalibrate);
-    const read = kit.h("div", { class: "wbp-read", role: "status" });
+    const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read" });
     const stepper = kit.h("div", { class: "wbp-row" }, pause, one, which.root, again);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
-      kit.h("figcaption", {}, kit.h("b", {}, "Can it be believed?"), kit.h("span", {}, "a known delay in, the reading out")), calibrate, read));
+      kit.h("figcaption", {}, kit.h("b", {}, "Can it be believed?"), kit.h("span", {}, "a known delay in, the reading out")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
     let latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
 
     async function doCalibrate() {
       calibrate.disabled = true;
-      kit.text(read, "measuring…");
+      kit.text(said, "measuring, some seconds…");
       try {
-        read.innerHTML = (await app.do("teaching.calibrate")).html; // made by the kernel, which escapes words
-      } catch { kit.text(read, ""); } finally { calibrate.disabled = false; }
+        const found = await app.do("teaching.calibrate");
+        read.innerHTML = found.html; // made by the kernel, which escapes words
+        kit.text(said, found.passed ? "It can." : "It cannot be trusted here: see below.");
+      } catch { kit.text(said, ""); } finally { calibrate.disabled = false; }
     }
 
     /** Ask for the pictures that are out of date; the kernel makes them one after the other. */
@@ -90,12 +96,13 @@ SECTIONS.push((() => {
       always: true,
       draw(value) {
         if (value.run !== latest.run || value.number !== latest.number) { seen = {}; asking = false; for (const one of [step, blame, what]) one.clear(); }
-        if (value.workers !== latest.workers) victim.replaceChildren(kit.h("option", { value: "" }, "the slowest"), ...Array.from({ length: value.workers }, (_, r) => kit.h("option", { value: r }, `worker ${r}`)));
+        if (value.workers !== latest.workers) victim.replaceChildren(kit.h("option", { value: "" }, "the slowest worker"), ...Array.from({ length: value.workers }, (_, r) => kit.h("option", { value: r }, `worker ${r}`)));
         latest = value;
         kit.show(none, !value.run);
         kit.show(lessons, Boolean(value.run));
         kit.show(what.root, value.workers > 1);
-        kit.text(pause, value.state === "paused" ? "Resume" : "Pause");
+        if (value.state === "paused") kit.rename(pause, "Resume", "Go on with the run");
+        else kit.rename(pause, "Pause", "Hold the run, to go on step by step");
         pause.disabled = !["running", "paused"].includes(value.state);
         one.disabled = value.state !== "paused";
         again.disabled = !picture?.diagram;

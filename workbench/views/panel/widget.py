@@ -51,9 +51,11 @@ class PanelWidget(anywidget.AnyWidget):
     _esm = script()
     _css = style()
     palette = traitlets.Dict().tag(sync=True)
+    me = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, on_do: OnDo, on_hello: Callable[[], None]) -> None:
         super().__init__(palette=palette())
+        self.me = self.model_id or ""  # how the browser asks whether the kernel knows this widget
         self._on_do, self._on_hello = on_do, on_hello
         self._lock = threading.Lock()
         self._sent: dict[str, Any] = {}
