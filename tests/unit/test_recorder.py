@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
+
 import numpy as np
 
 from workbench.engine.recorder import Recorder
-from workbench.protocol import records_from
+from workbench.protocol import RECORD, records_from
 
 
 class Late:
@@ -87,3 +90,31 @@ def test_drain_returns_no_more_rows_than_asked_for() -> None:
         add(recorder, step)
     assert len(records_from(recorder.drain(2))) == 2
     assert recorder.pending == 3
+
+
+def test_the_ring_takes_nothing_of_the_heap() -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        recorder = Recorder(run=1, rank=0)
+        add(recorder, 0)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert held < 4096 < (1 << 16) * RECORD.itemsize
+
+
+def test_rows_of_a_process_that_was_forked_are_its_own() -> None:
+    recorder = Recorder(run=1, rank=0, capacity=4)
+    add(recorder, 0)
+    child = os.fork()
+    if child == 0:
+        try:
+            recorder.drain()
+            for step in range(6, 10):
+                add(recorder, step)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    add(recorder, 1)
+    assert records_from(recorder.drain())["step"].tolist() == [0, 1]
