@@ -29,4 +29,4 @@ def slide(book, label, value):
 
 def turn(book, tab):
     """Open one of the panel's tabs."""
-    book.page.locator(".wbp-tabs").get_by_role("tab", name=tab).click()
+    book.page.locator(".wbp-tabs").first.get_by_role("tab", name=tab).click()

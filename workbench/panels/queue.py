@@ -27,7 +27,7 @@ class QueuePart(Part):
         """Put the picked strategies with their seeds at the end of the queue."""
         session, choice = self.panel.session, self.panel.choice
         choice.check(choice.framework_in(session))
-        if session.cluster is None:
+        if session.cluster is None or not session.cluster.worker_ids:
             part = self.panel.parts["cluster"]
             assert isinstance(part, ClusterPart)
             part.bring(choice.workers or ENGINES)

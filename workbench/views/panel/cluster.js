@@ -1,6 +1,8 @@
 // The cluster's row: how many engines, start, restart, stop, and a line per engine.
 
 SECTIONS.push((() => {
+  const MOST = 256; // as workbench/session/checks.py has it
+
   function line(app) {
     return (e) => {
       const parts = Object.fromEntries(["id", "state", "device", "cpu", "memory", "gpu", "log"].map((n) => [n, kit.h("span", { class: `wbp-e-${n}` })]));
@@ -37,8 +39,16 @@ SECTIONS.push((() => {
     element.firstChild.setAttribute("aria-label", `rank ${e.rank ?? "none"}, engine ${e.engine}: ${e.doing || e.state}, ${e.device}, CPU ${cpu == null ? "unknown" : Math.round(cpu)} percent, memory ${kit.bytes(e.memory_bytes)}. ${e.log_line ?? ""}`);
   }
 
+  /** The cluster in a few words, where its engines' lines do not say enough. */
+  function whole({ running, lost, engines }) {
+    const dead = engines.filter((e) => e.state === "dead").length;
+    if (!running) return lost ? `The cluster is gone: ${lost}.` : "No cluster yet. Start one, or press Run.";
+    return dead ? `${dead} of ${engines.length} engines dead: Restart brings ${dead > 1 ? "them" : "it"} back.` : "";
+  }
+
   function make(app, root) {
-    const count = kit.field({ kind: "int", label: "Engines", min: 1, max: 256, onchange: () => redraw() });
+    const count = kit.field({ kind: "int", label: "Engines", min: 1, max: MOST, onchange: () => redraw() });
+    count.input.addEventListener("input", () => redraw());
     const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
     count.set(2);
     devices.set("auto");
@@ -52,10 +62,11 @@ SECTIONS.push((() => {
     let latest = { count: 0, running: false };
 
     function redraw() {
-      const asked = Number(count.read()), { running, busy } = latest;
+      const asked = Number(count.read()), { running, busy } = latest, possible = Number.isInteger(asked) && asked >= 1 && asked <= MOST;
+      count.error(possible ? "" : `a whole number, from 1 to ${MOST}`);
       if (running) kit.rename(start, "Add engines", `Add engines until there are ${asked}`);
       else kit.rename(start, "Start", "Start this many engines");
-      start.disabled = busy || !(asked >= 1) || (running && asked <= latest.count);
+      start.disabled = busy || !possible || (running && asked <= latest.count);
       devices.enable(!running);
     }
 
@@ -68,7 +79,7 @@ SECTIONS.push((() => {
         for (const button of [restart, stop]) { kit.show(button, value.running); button.disabled = busy && !value.progress; }
         kit.show(track, Boolean(value.progress));
         if (value.progress) track.value = value.progress.fraction;
-        kit.text(words, value.progress?.text ?? (busy ? "one moment…" : value.lost ? `The cluster is gone: ${value.lost}.` : value.running ? "" : "No cluster yet. Start one, or press Run."));
+        kit.text(words, value.progress?.text ?? (busy ? "one moment…" : whole(value)));
         redraw();
         kit.list(engines, value.engines, (e) => e.engine, line(app), update);
         engines.classList.toggle("wbp-many", value.engines.length > 8);

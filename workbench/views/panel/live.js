@@ -25,6 +25,7 @@ SECTIONS.push({
         if (pick.value !== value.run) pick.value = value.run;
         pick.disabled = ["starting", "running", "paused", "stopping", "recovering"].includes(value.state);
         kit.show(error, Boolean(value.error));
+        kit.text(error.firstChild, `Why it failed: ${(value.error ?? "").split("\n")[0]}`);
         kit.text(error.lastChild, [value.error, value.printed].filter(Boolean).join("\n\n"));
         if (value.run && !view) view = new View(kit.h("div"), app.store.frames, app.palette);
         if (view && !view.root.parentNode) place.append(view.root);

@@ -53,7 +53,7 @@ SECTIONS.push((() => {
       const later = kit.button("↓", "Begin later", () => app.do("queue.move", { number: i.number, to: element.wbp.place + 1 }), "wbp-small");
       const remove = kit.button("×", "Take out of the queue", () => app.do("queue.remove", { number: i.number }), "wbp-small");
       const show = kit.button("Show", "Show this run below", () => app.do("live.pick", { run: element.wbp.run }), "wbp-small");
-      const why = kit.h("details", { hidden: true }, kit.h("summary", {}, "Why"), kit.h("pre", {}));
+      const why = kit.h("details", { class: "wbp-why", hidden: true }, kit.h("summary", {}), kit.h("pre", {}));
       const element = kit.h("li", {}, kit.h("div", { class: "wbp-row" }, name, about, state, bar, sooner, later, remove, show), why);
       element.wbp = { name, about, state, bar, sooner, later, remove, show, why, place: 0, run: "" };
       return element;
@@ -72,6 +72,7 @@ SECTIONS.push((() => {
       kit.show(own.show, Boolean(i.run) && !["waiting", "running"].includes(i.state));
       const reason = i.error || i.why;
       kit.show(own.why, Boolean(reason));
+      kit.text(own.why.firstChild, (reason ?? "").split("\n")[0]);
       kit.text(own.why.lastChild, reason ?? "");
     }
 
