@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import psutil
 import pytest
@@ -65,3 +67,38 @@ def test_nothing_but_a_clusters_folder_is_ever_removed(own_temp):
         assert not profile.is_ours(path)
         profile.remove(path)
         assert path.exists()
+
+
+HEEDLESS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+                         env={**os.environ, sys.argv[1]: sys.argv[2]}, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_nobody_reaps_has_ended(tmp_path, monkeypatch):
+    """As in a container whose first process reaps late."""
+    monkeypatch.setattr(profile, "END_S", 20.0)
+    heedless = [sys.executable, "-c", HEEDLESS, profile.MARK, str(tmp_path)]
+    with subprocess.Popen(heedless, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        began = time.monotonic()
+        profile.end_family(tmp_path)
+        assert time.monotonic() - began < profile.END_S / 2
+        assert child.status() == psutil.STATUS_ZOMBIE
+        parent.communicate()
+
+
+def test_a_process_that_takes_its_time_to_end_is_waited_for(tmp_path, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    one = psutil.Process(process.pid)
+    families = [[one], []]
+    monkeypatch.setattr(profile, "family", lambda path: families.pop(0))
+    monkeypatch.setattr(one, "kill", lambda: threading.Timer(0.1, process.kill).start())
+    profile.end_family(tmp_path)
+    ended = one.status() == psutil.STATUS_ZOMBIE
+    process.communicate()
+    assert ended

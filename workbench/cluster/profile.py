@@ -23,6 +23,7 @@ OWNER_FILE = "owner.json"
 CLOCK_SLACK_S = 2.0
 _PARTS = ("security", "log", "pid", "startup", TMP, "doing")
 END_S = 2.0
+POLL_S = 0.01
 UNFINISHED_S = 600.0
 
 
@@ -142,7 +143,24 @@ def end_family(path: str | os.PathLike[str]) -> None:
         for process in [one for one in left if not is_tracker(one)] or left:
             with contextlib.suppress(psutil.Error):
                 process.kill()  # psutil compares start times first
-        psutil.wait_procs(left, timeout=END_S)
+        _await_end(left)
+
+
+def _await_end(processes: list[psutil.Process]) -> None:
+    """Wait until processes have ended, for `END_S` at most.
+
+    Zombies have ended: in a container the first process may take its time to reap them, or never.
+    """
+    end = time.monotonic() + END_S
+    while any(map(_lives, processes)) and time.monotonic() < end:
+        time.sleep(POLL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.is_running())
+    except psutil.Error:
+        return False
 
 
 def group(leader: int) -> list[psutil.Process]:
