@@ -11,6 +11,7 @@ from workbench.engine.values import describe
 from workbench.errors import PlanError
 from workbench.line import parse_cell_line, parse_cluster_line
 from workbench.protocol import Message
+from workbench.session import prompt
 from workbench.session.logs import Tail, follow
 from workbench.session.paused import Paused
 from workbench.windows import check_window, parse_window
@@ -212,6 +213,22 @@ def test_a_rank_goes_on_where_nobody_can_answer():
     engine, kernel = talk(paused_can_prompt=False)
     assert "no prompt" in engine.ask("debugger", "cell line 3", "")
     assert not kernel.stops
+
+
+def test_a_rank_that_pauses_before_its_cell_is_waited_for_is_told_the_same(monkeypatch):
+    monkeypatch.setattr(prompt, "can_prompt", lambda: False)
+    engine, kernel = talk()
+    with prompt.attending(True):
+        kernel.unattended()  # the end of another cell takes nothing from it
+        assert "no prompt" in engine.ask("debugger", "cell line 3", "")
+    for blocks in (True, False):
+        with prompt.attending(blocks):
+            assert bool(engine.ask("debugger", "cell line 3", "")) is blocks
+    assert engine.announce
+    monkeypatch.setattr(prompt, "can_prompt", lambda: True)
+    with prompt.attending(True):
+        assert engine.ask("debugger", "cell line 4", "") == ""
+        assert not engine.announce
 
 
 def test_a_rank_goes_on_where_the_notebook_is_silent(monkeypatch):

@@ -70,6 +70,7 @@ class Paused:
         self._served: dict[int, Mapping[str, Any]] = {}
         self._changed = threading.Condition()
         self._attended_s = -ATTENDED_S
+        self._promised = False
         self._can_prompt = False
         self.prompting = False  # whether a prompt is open
         self.on_drop: Callable[[int], object] = lambda engine: None
@@ -107,14 +108,22 @@ class Paused:
         """Take note that a cell blocks whose main thread looks after those that pause."""
         self._can_prompt, self._attended_s = can_prompt, time.monotonic()
 
+    def promise(self, *, can_prompt: bool) -> None:
+        """Take note that a cell is about to be sent that will block, and look after them then."""
+        self._can_prompt, self._promised = can_prompt, True
+
+    def promise_over(self) -> None:
+        """Take note that this cell has ended."""
+        self._promised = False
+
     def unattended(self) -> None:
         """Take note that no cell blocks any more."""
         self._attended_s = -ATTENDED_S
 
     @property
     def _attended(self) -> bool:
-        """Whether a cell blocks, and looks after those that pause."""
-        return time.monotonic() - self._attended_s < ATTENDED_S
+        """Whether a cell blocks, or is about to, and looks after those that pause."""
+        return self._promised or time.monotonic() - self._attended_s < ATTENDED_S
 
     def forget(self, engine: int) -> None:
         """Drop an engine that has died."""

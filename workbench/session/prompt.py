@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..errors import RunError
 from ..views.output import ranges
@@ -43,6 +44,26 @@ def attend(draw: Callable[[], object] = lambda: None) -> None:
         for engine in paused.stops:  # after `leave` too: nobody could come back while this blocks
             paused.go_on(engine, reason)
         paused.attended(can_prompt=able)
+
+
+@contextlib.contextmanager
+def attending(blocks: bool) -> Iterator[None]:
+    """Send a cell and wait for it in the block: a rank may pause before the wait has begun.
+
+    It is then told what it would be told later.
+
+    Args:
+        blocks: Whether this thread will wait for the cell; else nothing is done.
+    """
+    blocks = blocks and threading.current_thread() is threading.main_thread()
+    promised = everyone() if blocks else []
+    for paused in promised:
+        paused.promise(can_prompt=can_prompt())
+    try:
+        yield
+    finally:
+        for paused in promised:
+            paused.promise_over()
 
 
 def unattended() -> None:

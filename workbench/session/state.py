@@ -16,6 +16,7 @@ from .checkpoints import apart
 from .cluster import Cluster
 from .frameworks import default_framework, prewarmed
 from .interrupts import ending
+from .prompt import attending
 from .recipes import recipes
 from .run import Run
 from .show import CellView, RunView, check_view
@@ -31,6 +32,7 @@ class Session:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     prepared: Engines | None = None
     lost: str = ""  # why the cluster is no longer there, when nobody stopped it
+    _starting: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     # -- the cluster -------------------------------------------------------------------------------
 
@@ -46,10 +48,16 @@ class Session:
     def start(self, count: int, **settings: Any) -> Cluster:
         """Start the notebook's cluster, or add engines to it until it has `count`.
 
+        Where another thread (the panel's) is starting it, that is waited for.
+
         Raises:
             PlanError: The settings make no sense, or a cluster with others is running.
             ClusterError: The engines did not come up.
         """
+        with self._starting:
+            return self._start(count, settings)
+
+    def _start(self, count: int, settings: dict[str, Any]) -> Cluster:
         if self.cluster is not None:
             self._grow(self.cluster, count, settings)
             return self.cluster
@@ -71,6 +79,10 @@ class Session:
         Raises:
             ClusterError: It cannot be taken over, or the notebook has a cluster.
         """
+        with self._starting:
+            return self._attach(cluster, take)
+
+    def _attach(self, cluster: str, take: bool) -> Cluster:
         from .attach import attach
 
         if self.cluster is not None:
@@ -149,7 +161,7 @@ class Session:
         """
         self._refuse_training_flags(line)
         cluster = self.need_cluster()
-        with ending(cluster):
+        with attending(not line.background), ending(cluster):
             task = cluster.execute(
                 recipe.source,
                 framework=line.framework,
@@ -234,7 +246,7 @@ class Session:
             )
 
         def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
-            with ending(cluster):
+            with attending(not line.background), ending(cluster):
                 run = cluster.start(plan, number=number, autoreload=autoreload)
                 self.recipes[run.name] = recipe
                 begun(run)

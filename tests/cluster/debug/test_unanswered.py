@@ -3,6 +3,8 @@
 import pytest
 from debugging import TRAINS
 
+from workbench.session import prompt, show
+
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
 
@@ -20,6 +22,15 @@ def test_breakpoint_goes_on_where_nobody_can_answer(book, stop):
     assert cell.text.count("breakpoint() at cell line 3") == 2, "said once on each rank"
     assert "%cluster debug 0 opens the paused frame" in cell.text
     assert cell.text.count("done 49") == 2
+
+
+def test_a_breakpoint_before_the_cell_is_waited_for_reads_the_same(book, monkeypatch):
+    looks = iter([False, False])
+    monkeypatch.setattr(show, "attend", lambda *draw: next(looks, True) and prompt.attend(*draw))
+    cell = book.ok("%%distributed\nbreakpoint()\nprint('done')")
+    assert cell.text.count("breakpoint() at cell line 2") == 2
+    assert "paused" not in cell.text.replace("opens the paused frame", "")
+    assert cell.text.count("done") == 2
 
 
 def test_breakpoint_in_a_run_goes_on_too(book):
