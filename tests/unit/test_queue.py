@@ -16,7 +16,7 @@ from workbench.plan import Plan, make_plan
 from workbench.session import pacing
 from workbench.session import queue as queues
 from workbench.session.checks import BusyError
-from workbench.session.lineup import Item, Lineup
+from workbench.session.lineup import TAKEN_OUT, Item, Lineup
 from workbench.session.queue import Queue
 from workbench.session.sweep import sweep
 
@@ -67,7 +67,8 @@ def test_only_what_waits_can_be_moved_and_removed() -> None:
         line.remove(b.number)
     line.clear()
     assert [item.name for item in line.items] == ["a"]
-    assert c.state == d.state == "waiting"
+    assert b.state == c.state == d.state == "stopped"
+    assert c.why == TAKEN_OUT
 
 
 def test_a_new_batch_forgets_the_one_before_and_numbers_go_on() -> None:
@@ -262,6 +263,40 @@ def test_stop_all_ends_the_present_run_and_gives_up_the_rest() -> None:
     assert states(queue.items) == {"d": "finished"}
 
 
+def test_what_is_added_while_a_stopped_run_winds_down_begins() -> None:
+    cluster = Cluster()
+    winding = threading.Event()
+    queue = queue_on(cluster)
+    (a,) = queue.add([plan_of("a")])
+    run = cluster.next()
+    run.stop = winding.set  # type: ignore[method-assign]
+    queue.stop_all()
+    (b,) = queue.add([plan_of("b")])
+    assert winding.wait(WAIT_S)
+    run.end("stopped")
+    cluster.next().end()
+    queue.wait(WAIT_S)
+    assert (a.state, b.state) == ("stopped", "finished")
+
+
+def test_stop_reaches_a_plan_that_waits_for_the_cluster_and_the_next_begins() -> None:
+    cluster = Cluster(finish)
+    asked = threading.Event()
+
+    def refuse(plan: Plan) -> None:
+        if plan.name == "a":
+            asked.set()
+            raise BusyError("Another one is going on: a cell.")
+
+    cluster.refuse = refuse
+    queue = queue_on(cluster)
+    a, b = queue.add(plans_of("ab"))
+    assert asked.wait(WAIT_S)
+    queue.stop()
+    queue.wait(WAIT_S)
+    assert (a.state, a.run, b.state) == ("stopped", None, "finished")
+
+
 def test_stop_all_reaches_a_run_that_is_just_being_started() -> None:
     cluster = Cluster()
     starting, go = threading.Event(), threading.Event()
@@ -401,6 +436,19 @@ def test_a_cell_runs_its_plans_itself_and_gets_the_runs() -> None:
     runs = queue.train(plans_of("ab"), conduct_on(cluster))
     assert runs == cluster.started
     assert states(queue.items) == {"a": "finished", "b": "finished"}
+    assert not queue.busy
+
+
+def test_a_cell_ends_when_the_rest_of_its_plans_is_taken_out() -> None:
+    cluster = Cluster(finish)
+    queue = queue_on(cluster)
+
+    def conduct(plan: Plan, begun: Callable[[Any], None]) -> Any:
+        queue.clear()
+        return conduct_on(cluster)(plan, begun)
+
+    assert queue.train(plans_of("abc"), conduct) == cluster.started
+    assert states(queue.items) == {"a": "finished"}
     assert not queue.busy
 
 

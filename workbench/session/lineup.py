@@ -1,7 +1,7 @@
 """Plans in a row, as a pure state machine: what waits, what runs, how far it is, for how long yet.
 
     waiting ── begin ──> running ── settle ──> finished | stopped | failed
-       └──────────────── give_up ────────────> stopped
+       └───────── give_up, remove, clear ────> stopped
 
 One runs at a time, in the order of the list. A batch is what was added since nothing was left to
 do; a new batch makes the list forget the one before (its runs are in `wb.runs`).
@@ -19,6 +19,7 @@ from .estimate import Estimate, Pace, Ran, estimate, units
 
 State: TypeAlias = Literal["waiting", "running", "finished", "stopped", "failed"]
 Outcome: TypeAlias = Literal["finished", "stopped", "failed"]
+TAKEN_OUT = "it was taken out"
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Lineup:
         """
         item = self._waiting(number)
         self.items.remove(item)
+        item.state, item.why = "stopped", TAKEN_OUT
         return item
 
     def move(self, number: int, to: int) -> None:
@@ -110,7 +112,8 @@ class Lineup:
 
     def clear(self) -> None:
         """Take out all that wait."""
-        self.items = [item for item in self.items if item.state != "waiting"]
+        for item in self.give_up(TAKEN_OUT):
+            self.items.remove(item)
 
     def _waiting(self, number: int) -> Item:
         item = self.item(number)

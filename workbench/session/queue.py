@@ -52,7 +52,7 @@ class Queue:
         self._worker: threading.Thread | None = None  # also the one that trains in a cell
         self._idle = threading.Event()
         self._idle.set()
-        self._ending = False
+        self._ending = False  # the one that is about to begin is to end at once
         self._closed = False
 
     # -- what is asked for -------------------------------------------------------------------------
@@ -122,16 +122,17 @@ class Queue:
     def stop(self) -> None:
         """End the present run at a step that its workers agree on; the next one begins then."""
         with self._lock:
-            current = self._line.current
-        if current is not None and current.run is not None:
-            current.run.stop()
+            run = self._to_end()
+        if run is not None:
+            run.stop()
 
     def stop_all(self, why: str = "the queue was stopped") -> None:
         """End the present run, and let none of those that wait begin."""
         with self._lock:
             self._line.give_up(why)
-            self._ending = self._worker is not None
-        self.stop()
+            run = self._to_end()
+        if run is not None:
+            run.stop()
         self._tell()
 
     def close(self) -> None:
@@ -233,7 +234,8 @@ class Queue:
                 mine = self._take_up(plans)
             while any(item.state == "waiting" for item in mine):
                 item = self._next()
-                assert item is not None
+                if item is None:  # they were taken out in this moment
+                    break
                 self._run(item, conduct)
                 if item.state == "stopped":
                     self._give_up(f"{item.name} was stopped", mine)
@@ -296,7 +298,17 @@ class Queue:
 
     def _next(self) -> Item | None:
         with self._lock:
+            self._ending = False  # was meant for the one before
             return self._line.begin()
+
+    def _to_end(self) -> Run | None:
+        """Return the run to stop, if it has begun; else it ends as it begins. Under the lock."""
+        current = self._line.current
+        if current is None:
+            return None
+        self._ending = current.run is None
+        run: Run | None = current.run
+        return run
 
     def _give_up(self, why: str, only: Sequence[Item] | None = None) -> None:
         with self._lock:
