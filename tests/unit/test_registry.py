@@ -35,6 +35,19 @@ def test_the_newest_keeps_the_name_and_older_ones_count_up():
     assert [run.name for run in made] == ["base@1", "base@2", "base"]
 
 
+def test_who_looks_while_runs_are_added_sees_what_there_was():
+    runs = Runs()
+    for name in ("a", "b"):
+        runs.add(FakeRun(name))
+    seen = []
+    for run in runs.values():  # a view's thread looks while the queue's adds
+        seen.append(run.name)
+        runs.add(FakeRun("b"))
+        runs.add(FakeRun("c"))
+    assert len(seen) == 2
+    assert set(runs) == {"a", "b@1", "b@2", "b", "c@1", "c"}
+
+
 def test_a_missing_run_is_a_key_error_that_suggests_the_nearest():
     runs = Runs()
     runs.add(FakeRun("mirrored"))

@@ -189,6 +189,7 @@ class Cluster:
         self._pool.drop_group()
         return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
 
+    @_begins
     def free(self) -> dict[int, int]:
         """Drop the cells' variables on all engines; return how many names each dropped.
 
@@ -276,6 +277,7 @@ class Cluster:
 
     # -- variables --------------------------------------------------------------------------------
 
+    @_begins
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
         """Set variables on engines (all, or those named).
 
@@ -287,6 +289,7 @@ class Cluster:
         check_travels(values)
         self._engines.call(ids or self.ids, PUSH, (dict(values),))
 
+    @_begins
     def pull(
         self, names: Sequence[str], ids: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
@@ -381,8 +384,8 @@ class Cluster:
         run.resume_from = resume_from
         run.advance("submit")
         self._busy = run
-        run.begin_logs()
         try:
+            run.begin_logs()
             checkpoints.describe(run)
             launch = Launch(pool, run, servers, leases, number, autoreload, self._renumber)
             with deferred():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +18,26 @@ if TYPE_CHECKING:
 
 
 class Runs(Mapping[str, Run]):
-    """Runs by name, newest last; when a name is used again the older run becomes `name@1`."""
+    """Runs by name, newest last; when a name is used again the older run becomes `name@1`.
+
+    Any thread may look while another one adds: who looks goes on in what there was before.
+    """
 
     def __init__(self) -> None:
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, Run] = {}  # replaced, never changed
+        self._lock = threading.Lock()
 
     def add(self, run: Run) -> None:
         """Keep a run under its name."""
-        older = self._runs.pop(run.name, None)
-        if older is not None:
-            count = sum(1 for name in self._runs if name.startswith(f"{run.name}@"))
-            older.name = f"{run.name}@{count + 1}"
-            self._runs[older.name] = older
-        self._runs[run.name] = run
+        with self._lock:
+            runs = dict(self._runs)
+            older = runs.pop(run.name, None)
+            if older is not None:
+                count = sum(1 for name in runs if name.startswith(f"{run.name}@"))
+                older.name = f"{run.name}@{count + 1}"
+                runs[older.name] = older
+            runs[run.name] = run
+            self._runs = runs
 
     @property
     def latest(self) -> Run | None:

@@ -1,0 +1,39 @@
+"""The notebook's cluster when a cell and the panel start it at once."""
+
+import threading
+from types import SimpleNamespace
+
+from workbench.session import state
+from workbench.session.state import Session
+
+WAIT_S = 20
+
+
+def test_two_threads_that_start_the_cluster_get_the_same_one(monkeypatch):
+    made, begun, go = [], threading.Event(), threading.Event()
+
+    def slow(count, engines=None, **settings):
+        begun.set()
+        assert go.wait(WAIT_S)
+        made.append(
+            SimpleNamespace(
+                keeping=SimpleNamespace(on_end=None), devices_asked="auto",
+                launcher="local", worker_ids=list(range(count)),
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    monkeypatch.setattr(state, "Cluster", slow)
+    session, found = Session(), []
+    threads = [
+        threading.Thread(target=lambda: found.append(session.start(2)), daemon=True)
+        for _ in range(2)
+    ]
+    threads[0].start()
+    assert begun.wait(WAIT_S)
+    threads[1].start()
+    go.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(made) == 1
+    assert found == [made[0]] * 2
