@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError, RunError
+from ..history import disk
 from ..session.compare import Compared, compare
 from ..session.registry import runs
 from ..views.exports import as_bytes
@@ -39,6 +41,7 @@ class ComparisonPart(Part):
         self._compared: Compared | None = None
         self._wire: Wire | None = None
         self._why = ""
+        self._trained: dict[Path, bool] = {}
 
     # -- which runs --------------------------------------------------------------------------------
 
@@ -47,11 +50,20 @@ class ComparisonPart(Part):
         over = [run for run in list(runs.values()) if run.is_over]
         if self._picked is not None:
             return [run for run in over if run.name in self._picked]
-        trained = [run for run in over if run.history.totals.steps]
+        trained = [run for run in over if self._has_steps(run)]
         if not trained:
             return []
         recipe = trained[-1].plan.recipe.digest
         return [run for run in trained if run.plan.recipe.digest == recipe][-MOST:]
+
+    def _has_steps(self, run: Run) -> bool:
+        """Whether a run that is over did a step; it is not read from disk for that."""
+        known = self._trained.get(run.folder)
+        if known is None:
+            resting = run.history.rests and disk.holds(run.folder, len(run.engines), 1)
+            known = resting or bool(run.history.totals.steps)
+            self._trained[run.folder] = known
+        return known
 
     @action()
     def pick(self, run: str, on: bool = True) -> None:

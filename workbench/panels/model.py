@@ -89,8 +89,8 @@ class Panel:
             self.notices = [*same, notice][-NOTICES:]
         self.changed.set()
 
-    def dismiss(self, notice: int) -> None:
-        """Take a message away."""
+    def dismiss(self, notice: object) -> None:
+        """Take a message away, by its id."""
         with self._lock:
             self.notices = [one for one in self.notices if one.id != notice]
         self.changed.set()
@@ -110,10 +110,11 @@ class Panel:
                 becomes a message, with `failed=True`.
         """
         part, _, verb = name.partition(".")
-        if name == "panel.dismiss":
-            self.dismiss(int(fields.get("notice", 0)))
-            return
         try:
+            if name == "panel.dismiss":
+                self.dismiss(fields.get("notice"))
+                reply(None)
+                return
             if part not in self.parts:
                 raise PlanError("The panel has no such section.", seen=part)
             found = self.parts[part].find(verb, fields)
