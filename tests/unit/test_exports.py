@@ -50,6 +50,12 @@ def test_csv_quotes_names() -> None:
     assert row["run"] == name
 
 
+@pytest.mark.parametrize("name", ["=1+1", "@SUM(A1)", "+1", "-1", "\t=1"])
+def test_csv_has_no_name_that_a_spreadsheet_would_calculate(name: str) -> None:
+    (row,) = read(Compared(compare([make_run(name)])).to_csv())
+    assert row["run"] == f"'{name}"
+
+
 def test_pandas_has_the_same_figures_as_csv() -> None:
     pandas = pytest.importorskip("pandas")
     shown = Compared(compared("partial"))

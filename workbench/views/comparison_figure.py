@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from .comparison_parts import (
     width_in,
 )
 from .comparison_table import comparison_table
+from .drawing import own_style
 from .theme import MUTED, PAPER
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 110
+_STYLE = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
 _SUBTITLE_PT = 7.5
 _MOST_NAME_IN, _CURVES_IN, _TITLE_IN, _TICKS_IN = 1.9, 2.15, 0.34, 0.3
 _LOSS_POINTS = 110
@@ -240,17 +241,7 @@ def _subtitle(row: ComparisonRow) -> str:
 
 def _written(comparison: Comparison, form: str) -> bytes:
     buffer = io.BytesIO()
-    with _own_style():
+    with own_style(_STYLE):
         metadata = {"Date": None} if form == "svg" else None
         draw(comparison).savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
     return buffer.getvalue()
-
-
-@contextmanager
-def _own_style() -> Iterator[None]:
-    """The user's own matplotlib settings neither change this picture nor are changed by it."""
-    import matplotlib.style
-
-    ours = {"hatch.linewidth": 1.0, "svg.fonttype": "none", "svg.hashsalt": "workbench"}
-    with matplotlib.style.context(["default", ours]):
-        yield

@@ -28,6 +28,8 @@ color:#1F2328;background:#FFFFFF}}img{{max-width:100%;margin-top:1.5rem}}</style
 <body>{table}<img alt="{title}" src="data:image/svg+xml;base64,{picture}"></body></html>
 """
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
 
 def csv_of(comparison: Comparison) -> str:
     """Return a line per plan: plain numbers, units in the headings, nothing where not measured.
@@ -40,8 +42,18 @@ def csv_of(comparison: Comparison) -> str:
     writer = csv.DictWriter(target, keys, lineterminator="\n")
     writer.writeheader()
     for record in fields.records(comparison.rows, comparison.metrics):
-        writer.writerow({key: "" if value is None else value for key, value in record.items()})
+        writer.writerow({key: _csv_cell(value) for key, value in record.items()})
     return target.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    """Return a cell; a spreadsheet would calculate a name that begins as a formula does.
+
+    https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    if isinstance(value, str) and value[:1] in _FORMULA:
+        return f"'{value}"
+    return "" if value is None else value
 
 
 def frame_of(comparison: Comparison) -> pd.DataFrame:

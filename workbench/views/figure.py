@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import threading
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 from ..history.snapshot import Curve, Snapshot
 from ..metrics import PARTS
 from . import text, units
+from .drawing import own_style
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
 from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, series
@@ -26,7 +26,6 @@ _WIDTH_IN, _DPI = 9.0, 110
 _HEAD_IN, _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 0.76, 2.1, 0.27, 0.75, 1.35
 _TITLE_LETTERS = 100  # as many as fit the width
 _VISIBLE_STEPS = 12
-_DRAWING = threading.Lock()
 
 
 def run_bundle(snapshot: Snapshot) -> dict[str, Any]:
@@ -66,12 +65,8 @@ def placeholder_bundle(title: str) -> dict[str, Any]:
 
 def run_png(snapshot: Snapshot) -> bytes:
     """Return the picture of a run as PNG."""
-    import matplotlib.style
-
     target = io.BytesIO()
-    # The user's own matplotlib settings neither change this picture nor are changed by it.
-    # Two threads that change and restore them in turn would leave the wrong ones behind.
-    with _DRAWING, matplotlib.style.context(["default", {"hatch.linewidth": 1.0}]):
+    with own_style({"hatch.linewidth": 1.0}):
         run_figure(snapshot).savefig(target, format="png", dpi=_DPI)
     return target.getvalue()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import textwrap
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,16 +88,16 @@ def hatch(key: str) -> str:
     )
 
 
-class Picture:
+class Picture(ABC):
     """Base of what notebooks show as SVG, HTML and text of the same content."""
 
+    @abstractmethod
     def canvas(self) -> Canvas:
         """Return the drawing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(self) -> str:
         """Return the content as plain text."""
-        raise NotImplementedError
 
     def svg(self) -> str:
         """Return an SVG document of its own, for a file."""
