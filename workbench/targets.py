@@ -119,7 +119,8 @@ def _check_host(where: str) -> None:
     except ValueError:
         host = secret = None
     if not host or " " in where:
-        raise PlanError("MLflow's URI is malformed.", seen=_short(where), allowed=_URIS)
+        seen = _short(re.sub(r"//[^/@]*@", "//***@", where))  # it may hold a password
+        raise PlanError("MLflow's URI is malformed.", seen=seen, allowed=_URIS)
     if secret is not None:
         raise PlanError(
             "The URI holds a password, which would be kept with the run.",

@@ -62,6 +62,13 @@ def test_what_is_no_place_is_refused(text, words):
     assert refused.value.allowed
 
 
+def test_a_malformed_uri_is_shown_without_its_password():
+    with pytest.raises(PlanError, match="malformed") as refused:
+        parse_target("mlflow:mysql://me:secret@host:port/runs")
+    assert "secret" not in str(refused.value)
+    assert "host:port" in str(refused.value)
+
+
 def test_a_password_is_refused_and_not_repeated():
     with pytest.raises(PlanError, match="password") as refused:
         parse_target("mlflow:https://me:s3cret@host/mlflow")

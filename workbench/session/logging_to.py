@@ -81,19 +81,24 @@ class RunLog:
 
     def _main(self) -> None:
         try:
-            about = _about(self._run)
-            for text in self._targets:
-                target = parse_target(text)
-                with self._guarded(text):
-                    self._sinks[text] = sink = kind_of(target).open(target.where, about)
-                    self.places[text] = sink.place
-            while self._sinks and not self._is_time_to_end():
-                self._turn(over=False)
-            self._turn(over=True)
-            self._end()
+            self._write()
+        except Exception as error:  # the run goes on, and its user hears of it
+            self._run.note(f"--log ended before the run did: {type(error).__name__}: {error}")
         finally:
             _open.discard(self)
             self._done.set()
+
+    def _write(self) -> None:
+        about = _about(self._run)
+        for text in self._targets:
+            target = parse_target(text)
+            with self._guarded(text):
+                self._sinks[text] = sink = kind_of(target).open(target.where, about)
+                self.places[text] = sink.place
+        while self._sinks and not self._is_time_to_end():
+            self._turn(over=False)
+        self._turn(over=True)
+        self._end()
 
     def _is_time_to_end(self) -> bool:
         # Two events, one wait: the end of the notebook is rare, so it is looked for in between.
