@@ -35,6 +35,13 @@ def test_the_newest_keeps_the_name_and_older_ones_count_up():
     assert [run.name for run in made] == ["base@1", "base@2", "base"]
 
 
+def test_an_older_run_takes_no_name_that_somebody_has_chosen():
+    runs = Runs()
+    for name in ("base@2", "base", "base", "base"):
+        runs.add(FakeRun(name))
+    assert list(runs) == ["base@2", "base@1", "base@3", "base"]
+
+
 def test_who_looks_while_runs_are_added_sees_what_there_was():
     runs = Runs()
     for name in ("a", "b"):

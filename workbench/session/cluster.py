@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
@@ -21,7 +21,6 @@ from ..protocol import Message
 from ..windows import parse_window
 from . import checkpoints, hangs, logging_to, registry
 from .checks import (
-    BusyError,
     check_framework,
     check_limits,
     check_members,
@@ -42,23 +41,11 @@ from .requests import FREE, PULL, PUSH, cell_requests, labels
 from .run import Run
 from .stacks import Stacks, gather
 from .task import Task
+from .turns import Turns, begins
 from .vitals import Vitals
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-
-def _begins(method: Method) -> Method:
-    """Have no other thread begin a cell or a run meanwhile: the queue has one of its own."""
-
-    @wraps(method)
-    def alone(self: Cluster, *args: Any, **kwargs: Any) -> Any:
-        with self._beginning:
-            return method(self, *args, **kwargs)
-
-    return cast("Method", alone)
-
-
-class Cluster:
+class Cluster(Turns):
     """A controller and engines of this notebook; also a context manager.
 
     Args:
@@ -102,10 +89,9 @@ class Cluster:
         self._runs: dict[int, Run] = {}  # those that are heard
         self.folders: dict[int, Path] = {}  # of all its runs
         self._number = itertools.count(1)
+        super().__init__()
         self._lock = threading.Lock()
-        self._busy: Run | Task | None = None
         self.vitals = Vitals(self)
-        self._beginning = threading.RLock()  # held while a cell or a run is begun
         self._queue = Queue(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
         pool.lease(count)
@@ -189,7 +175,7 @@ class Cluster:
         self._pool.drop_group()
         return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
 
-    @_begins
+    @begins
     def free(self) -> dict[int, int]:
         """Drop the cells' variables on all engines; return how many names each dropped.
 
@@ -277,7 +263,7 @@ class Cluster:
 
     # -- variables --------------------------------------------------------------------------------
 
-    @_begins
+    @begins
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
         """Set variables on engines (all, or those named).
 
@@ -289,7 +275,7 @@ class Cluster:
         check_travels(values)
         self._engines.call(ids or self.ids, PUSH, (dict(values),))
 
-    @_begins
+    @begins
     def pull(
         self, names: Sequence[str], ids: Sequence[int] | None = None
     ) -> dict[int, dict[str, Any]]:
@@ -359,7 +345,7 @@ class Cluster:
         )
         return self.start(plan, number=number, autoreload=autoreload)
 
-    @_begins
+    @begins
     def start(
         self, plan: Plan, *, number: int = 1, autoreload: str = "", resume_from: str = ""
     ) -> Run:
@@ -410,7 +396,7 @@ class Cluster:
             self._queue.add(plans)
         return self._queue
 
-    @_begins
+    @begins
     def execute(
         self,
         source: str,
@@ -452,35 +438,6 @@ class Cluster:
         if task.group_broken:
             self._pool.drop_group()
         self._pool.on_task(None)
-
-    @property
-    def busy(self) -> Run | Task | None:
-        """The run or the cell that goes on, or went on last."""
-        return self._busy
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a cell or a run is going on."""
-        return self._busy is not None and not self._busy.is_over
-
-    @property
-    def last_task(self) -> Task | None:
-        """The cell that runs, or ran last, be it a run's or not."""
-        return self._busy.task if isinstance(self._busy, Run) else self._busy
-
-    def _claim(self) -> None:
-        self.keeping.touch()
-        busy = self._busy
-        if busy is None or busy.is_over:
-            self._pool.replacer.wait()
-            return
-        what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
-        raise BusyError(
-            f"Another one is going on: {what}.",
-            next_step="wait for it (run.wait()), or stop it (run.stop())"
-            if isinstance(busy, Run)
-            else "wait for it, or interrupt it",
-        )
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ class Runs(Mapping[str, Run]):
             runs = dict(self._runs)
             older = runs.pop(run.name, None)
             if older is not None:
-                count = sum(1 for name in runs if name.startswith(f"{run.name}@"))
-                older.name = f"{run.name}@{count + 1}"
+                free = (f"{run.name}@{number}" for number in itertools.count(1))
+                older.name = next(name for name in free if name not in runs)
                 runs[older.name] = older
             runs[run.name] = run
             self._runs = runs
