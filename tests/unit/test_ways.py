@@ -16,7 +16,9 @@ PREPARE = 'model = wb.prepare(model)\nwb.log(fit="wb.fit(")\n'
     [
         ("wb.fit(m, d, clip_norm=1.0, compile=False, accumulate=1)", "fit", {"clip_norm"}),
         (PREPARE, "prepare", set()),
-        ("model.fit(x)", "keras", set()),
+        ("import keras\nmodel.fit(x)", "keras", set()),
+        ("model.fit(x)", None, set()),
+        ("import torch\nscaler.fit(x)\nwb.watch(model, optimizer)", None, set()),
         ("keras.Sequential([]).fit(x)", None, set()),
         ("strategy.run(step)", "loop", set()),
         ("model.fit(x)\nwb.fit(m)", "fit", set()),

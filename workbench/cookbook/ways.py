@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..catalog import FIT_FEATURES, Strategy, Way
+from .recipe import framework_of
 
 WORDS: dict[Way, str] = {
     "fit": "wb.fit",
@@ -38,6 +39,8 @@ def use_of(source: str) -> Use:
         return Use()
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     ways = {way: call for call in calls if (way := _way(call))}
+    if framework_of(source) != "tensorflow":  # a scaler and a trainer of Lightning have a fit too
+        ways.pop("keras", None)
     if "fit" in ways:
         return Use("fit", _features(ways["fit"]))
     order: tuple[Way, ...] = ("prepare", "keras", "loop")
