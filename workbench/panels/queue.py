@@ -35,11 +35,6 @@ class QueuePart(Part):
         cluster.queue(choice.plans(session))
 
     @action()
-    def stop(self) -> None:
-        """End the present run; the next one begins then."""
-        self._queue().stop()
-
-    @action()
     def stop_all(self) -> None:
         """End the present run and let none of the others begin."""
         self._queue().stop_all()

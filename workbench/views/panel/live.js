@@ -11,7 +11,7 @@ SECTIONS.push({
     const error = kit.h("details", { class: "wbp-failure", hidden: true }, kit.h("summary", {}, "Why it failed"), kit.h("pre"));
     const place = kit.h("div", { class: "wbp-live" });
     root.append(pick, none, error, place);
-    let view = null, names = "";
+    let view = null, names = "", drawn = null;
     return {
       always: true,
       draw(value) {
@@ -29,7 +29,9 @@ SECTIONS.push({
         kit.text(error.lastChild, [value.error, value.printed].filter(Boolean).join("\n\n"));
         if (value.run && !view) view = new View(kit.h("div"), app.store.frames, app.palette);
         if (view && !view.root.parentNode) place.append(view.root);
-        view?.schedule();
+        const now = `${app.store.run}:${app.store.frames.seq}`; // other news need no new charts
+        if (drawn !== now) view?.schedule();
+        drawn = now;
       },
       restyle() { view?.restyle(); view?.schedule(); },
       close() { view?.close(); },

@@ -1,0 +1,64 @@
+"""The panel's Understand tab in a real JupyterLab: a class looks at one step after the other."""
+
+import re
+
+import pytest
+from panel_hands import opened, press, turn
+
+pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
+
+START = "%load_ext workbench\nimport workbench as wb\n%cluster start 2"
+TRAIN = """%%distributed mirrored --background --plot off --steps 100000 --inject slow=1:40ms
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32)
+"""
+STEP = r"""() => {
+  const words = document.querySelector(".wbp-lesson .wbp-picture")?.textContent ?? "";
+  return Number(/step (\d+) of/.exec(words)?.[1] ?? -1);
+}"""
+STATE = "state => document.querySelector('.wbp-live .wb-state')?.textContent === state"
+
+
+def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, tmp_path):
+    book = opened(notebook, "teach.ipynb", cells=[START, TRAIN, "wb.panel()"], height=1900)
+    page, lessons = book.page, ".wbp-teaching"
+    turn(book, "Understand")
+    page.wait_for_selector(".wbp-lesson svg")
+    press(book, "Pause", lessons)
+    step = page.get_by_role("button", name="One step")
+    page.wait_for_function("() => !document.querySelector('.wbp-teaching .wbp-primary').disabled")
+    for _ in range(2):
+        page.wait_for_function(SETTLED)
+        before = page.evaluate(STEP)
+        step.click()
+        page.wait_for_function(f"(step) => ({STEP})() === step + 1", arg=before)
+    blame = page.get_by_role("figure", name="Who waited for whom")
+    blame.get_by_text("in all for worker 1").first.wait_for()
+    ghost = page.get_by_role("figure", name="What if one worker")
+    ghost.get_by_text("What if: without worker 1").first.wait_for()
+    ghost.get_by_role("combobox").select_option("0")
+    ghost.get_by_text("What if: without worker 0").first.wait_for()
+    page.get_by_label("Step", exact=True).fill("2")
+    page.keyboard.press("Tab")
+    page.wait_for_function(f"() => ({STEP})() === 2")
+    book.screenshot(tmp_path / "teach.png", ".wbp")
+
+    press(book, "Stop: ", ".wbp-queue")
+    page.wait_for_function("() => document.querySelector('.wbp-teaching .wbp-primary').disabled")
+    press(book, "Calibrate", lessons)
+    read = page.locator(".wbp-read table")
+    read.wait_for(timeout=60_000)
+    assert re.search(r"50(\.0)? ms", read.inner_text())
+    book.screenshot(tmp_path / "calibrated.png", ".wbp")
+    book.dark()
+    page.wait_for_timeout(1000)
+    book.screenshot(tmp_path / "calibrated-dark.png", ".wbp")
+
+
+SETTLED = f"""() => {{
+  const words = document.querySelector(".wbp-e-state")?.textContent;
+  return words === "paused" && ({STEP})() >= 0;
+}}"""
