@@ -160,6 +160,7 @@ class Cluster(Turns):
         check_framework(framework)
         self._engines.framework = framework
 
+    @begins
     def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids."""
         return self._pool.add(count, framework)
