@@ -6,6 +6,10 @@ from panel_hands import opened, press, turn
 pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
 
 ENGINES = "count => document.querySelectorAll('.wbp-engine').length === count"
+NAME = """() => {
+  const e = document.activeElement;
+  return e.ariaLabel || e.labels?.[0]?.textContent || e.textContent;
+}"""
 ALL_FINISHED = """count => {
   const states = [...document.querySelectorAll(".wbp-lineup .wb-state")];
   return states.length === count && states.every((s) => s.textContent === "finished");
@@ -52,3 +56,44 @@ def test_two_strategies_are_picked_run_and_compared(notebook, tmp_path):
     assert page.locator(".wbp-table tbody tr").count() == 2
     assert page.locator(".wbp-verdict").inner_text()
     book.screenshot(tmp_path / "compared.png", ".wbp")
+
+
+def test_a_hand_that_has_only_keys_starts_picks_runs_and_stops(notebook):
+    book = opened(notebook, "panel-keys.ipynb", height=2000)
+    page, keys = book.page, book.page.keyboard
+
+    def go_to(name):
+        """Tab on until the control of this name has the focus."""
+        for _ in range(90):
+            if page.evaluate(NAME).startswith(name):
+                return
+            keys.press("Tab")
+        raise AssertionError(f"Tab never comes to {name}, but to {page.evaluate(NAME)}")
+
+    page.get_by_label("Engines", exact=True).first.focus()
+    keys.press("ArrowDown")  # one engine
+    go_to("Start")
+    keys.press("Enter")
+    page.wait_for_function(ENGINES, arg=1)
+    go_to("Choose")
+    go_to("one_device")
+    keys.press("Space")
+    page.locator(".wbp-card.wbp-on").filter(has_text="one_device").wait_for()
+    go_to("mirrored")
+    keys.press("Space")
+    page.locator(".wbp-total").filter(has_text=": one_device on 1 worker").wait_for()
+    go_to("Steps")
+    keys.type("100000")
+    keys.press("Enter")
+    page.get_by_role("button", name="Run: ").focus()
+    keys.press("Space")
+    page.locator(".wbp-tabs [aria-selected=true]").filter(has_text="Run").wait_for()
+    page.wait_for_selector(".wbp-live canvas", timeout=60_000)
+    go_to("Stop: End the run")
+    keys.press("Enter")
+    page.locator(".wbp-live .wb-state", has_text="stopped").wait_for()
+    go_to("Run")
+    page.locator(".wbp-tabs [aria-selected=true]").focus()
+    keys.press("ArrowRight")
+    keys.press("End")
+    assert page.evaluate(NAME) == "Understand"

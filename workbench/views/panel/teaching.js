@@ -59,16 +59,14 @@ SECTIONS.push((() => {
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
       kit.h("figcaption", {}, kit.h("b", {}, "Can it be believed?"), kit.h("span", {}, "a known delay in, the reading out")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
-    let latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
+    let measuring = false, held = false, latest = { run: null }, seen = {}, asking = false, asked = 0, drawn = null, picture = null;
 
     async function doCalibrate() {
-      calibrate.disabled = true;
+      measuring = calibrate.disabled = true;
       kit.text(said, "measuring, some seconds…");
       try {
-        const found = await app.do("teaching.calibrate");
-        read.innerHTML = found.html; // made by the kernel, which escapes words
-        kit.text(said, found.passed ? "It can." : "It cannot be trusted here: see below.");
-      } catch { kit.text(said, ""); } finally { calibrate.disabled = false; }
+        read.innerHTML = (await app.do("teaching.calibrate")).html; // made by the kernel, which escapes words
+      } catch { /* the panel says why */ } finally { measuring = calibrate.disabled = false; kit.text(said, ""); }
     }
 
     /** Ask for the pictures that are out of date; the kernel makes them one after the other. */
@@ -95,7 +93,7 @@ SECTIONS.push((() => {
     return {
       always: true,
       draw(value) {
-        if (value.run !== latest.run || value.number !== latest.number) { seen = {}; asking = false; for (const one of [step, blame, what]) one.clear(); }
+        if (value.run !== latest.run || value.number !== latest.number) { seen = {}; asking = false; which.input.value = ""; for (const one of [step, blame, what]) one.clear(); }
         if (value.workers !== latest.workers) victim.replaceChildren(kit.h("option", { value: "" }, "the slowest worker"), ...Array.from({ length: value.workers }, (_, r) => kit.h("option", { value: r }, `worker ${r}`)));
         latest = value;
         kit.show(none, !value.run);
@@ -105,6 +103,10 @@ SECTIONS.push((() => {
         else kit.rename(pause, "Pause", "Hold the run, to go on step by step");
         pause.disabled = !["running", "paused"].includes(value.state);
         one.disabled = value.state !== "paused";
+        const going = Boolean(value.run) && !value.over;
+        calibrate.disabled = measuring || going;
+        if (!measuring && going !== held) kit.text(said, going ? "It needs the engines: once this run is over." : "");
+        held = going;
         again.disabled = !picture?.diagram;
         const due = performance.now() - asked > AGAIN_MS || value.state === "paused" || value.over;
         if (due) ask();
