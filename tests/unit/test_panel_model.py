@@ -167,3 +167,51 @@ def test_a_widget_that_is_gone_does_not_keep_the_others_from_drawing(panel):
     other = Widget()
     Pump(panel, lambda: None).draw((Gone(), other))
     assert len(other.parts) == 1
+
+
+def test_a_draw_that_fails_does_not_freeze_the_panel(panel):
+    fail = [True]
+
+    def on_show():
+        if fail.pop() if fail else False:
+            raise RuntimeError("its folder is gone")
+
+    pump, widget = Pump(panel, on_show), Widget()
+    pump.add(widget)
+    panel.changed.set()
+    assert widget.told.wait(10)  # by the tick after the one that failed
+    pump.remove(widget)
+
+
+def test_a_widget_that_says_hello_twice_is_drawn_once(panel):
+    pump, widget = Pump(panel, lambda: None), Widget()
+    pump.add(widget)
+    pump.add(widget)
+    assert pump.widgets == (widget,)
+    pump.remove(widget)
+    assert pump.widgets == ()
+
+
+class Over:
+    """A run that is over; counts how often it is asked how it is."""
+
+    name, number, is_over, asked = "base", 1, True, 0
+
+    def snapshot(self):
+        self.asked += 1
+        return object()
+
+
+def test_a_run_that_is_over_is_read_once(panel):
+    run, frames = Over(), []
+
+    class Frames(Widget):
+        def frame(self, key, snapshot):
+            frames.append((key, snapshot))
+
+    pump = Pump(panel, lambda: run)
+    for _ in range(3):
+        assert pump.draw((Frames(),)) is False
+    assert run.asked == 1
+    assert {key for key, _ in frames} == {"base#1"}
+    assert len({id(snapshot) for _, snapshot in frames}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class ClusterPart(Part):
     def __init__(self, panel: Panel) -> None:
         super().__init__(panel)
         self._progress: Progress | None = None
+        self._watching = threading.Lock()
         self._watched: Cluster | None = None
         self._undo: Callable[[], None] = lambda: None
         self._engines: list[Wire] = []
@@ -51,13 +53,14 @@ class ClusterPart(Part):
         self._watch(None)
 
     def _watch(self, cluster: Cluster | None) -> None:
-        if cluster is self._watched:
-            return
-        self._undo()
-        self._watched, self._engines = cluster, []
-        self._undo = lambda: None
-        if cluster is not None:
-            self._undo = cluster.vitals.watch(self._seen)
+        with self._watching:  # the last panel may close while the next one opens
+            if cluster is self._watched:
+                return
+            self._undo()
+            self._watched, self._engines = cluster, []
+            self._undo = lambda: None
+            if cluster is not None:
+                self._undo = cluster.vitals.watch(self._seen)
 
     def _seen(self, vitals: Sequence[EngineVitals]) -> None:
         self._engines = [one.to_wire() for one in vitals]

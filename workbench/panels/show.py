@@ -27,16 +27,26 @@ class PanelView:
 
     def __init__(self, panel: Panel, pump: Pump) -> None:
         self.panel, self._pump = panel, pump
-        self.widget = PanelWidget(panel.do, panel.changed.set)
+        self.widget = PanelWidget(panel.do, self._opened, self._left)
         self._publish: Publish | None = None
         self._kept: dict[str, str] = {}
         pump.add(self.widget)
 
-    def close(self) -> None:
-        """Take the widget away; runs, the cluster and what was kept stay."""
+    def _opened(self) -> None:
+        """A browser shows it (again)."""
+        self._pump.add(self.widget)
+        if self._publish is not None and self._keep not in self.panel.keepers:
+            self.panel.keepers.append(self._keep)
+
+    def _left(self) -> None:
+        """No browser shows it any more: its cell was run again, or its output cleared."""
         self._pump.remove(self.widget)
         with contextlib.suppress(ValueError):
             self.panel.keepers.remove(self._keep)
+
+    def close(self) -> None:
+        """Take the widget away; runs, the cluster and what was kept stay."""
+        self._left()
         self.widget.close()
 
     def _keep(self, name: str, thing: Any) -> None:
@@ -50,8 +60,7 @@ class PanelView:
     def _ipython_display_(self) -> None:
         self._publish = notebook_publisher()
         self._publish(self._repr_mimebundle_(), f"workbench-panel-{uuid.uuid4().hex}", False)
-        if self._keep not in self.panel.keepers:
-            self.panel.keepers.append(self._keep)
+        self._opened()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         bundle = self.widget._repr_mimebundle_()

@@ -148,7 +148,11 @@ class App {
       if (value.broken) { kit.text(section.broken, value.broken); continue; }
       if (section.seen === value && !section.view.always) continue;
       section.seen = value;
-      section.view.draw(value, parts);
+      try { section.view.draw(value, parts); } catch (error) { // the other sections go on
+        console.error(error);
+        kit.show(section.broken, true);
+        kit.text(section.broken, `This part cannot be drawn: ${error.message}`);
+      }
     }
     this.drawNotices(parts.panel?.notices ?? []);
   }
@@ -254,6 +258,8 @@ export default () => {
         themes.disconnect();
         media?.removeEventListener("change", restyle);
         app.close();
+        // A view that is moved is made anew at once and says hello; the last one says goodbye.
+        setTimeout(() => { if (!store.listeners.size && !store.gone) model.send({ type: "bye" }); }, 1000);
       };
     },
   };

@@ -46,6 +46,7 @@ class PanelWidget(anywidget.AnyWidget):
     Args:
         on_do: See `OnDo`; called on whichever thread the kernel handles widget messages on.
         on_hello: Called when a browser has opened the widget and wants to be told everything.
+        on_bye: Called when the last view in a browser is gone.
     """
 
     _esm = script()
@@ -53,10 +54,12 @@ class PanelWidget(anywidget.AnyWidget):
     palette = traitlets.Dict().tag(sync=True)
     me = traitlets.Unicode().tag(sync=True)
 
-    def __init__(self, on_do: OnDo, on_hello: Callable[[], None]) -> None:
+    def __init__(
+        self, on_do: OnDo, on_hello: Callable[[], None], on_bye: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(palette=palette())
         self.me = self.model_id or ""  # how the browser asks whether the kernel knows this widget
-        self._on_do, self._on_hello = on_do, on_hello
+        self._on_do, self._on_hello, self._on_bye = on_do, on_hello, on_bye
         self._lock = threading.Lock()
         self._sent: dict[str, Any] = {}
         self._run, self._latest, self._seq = "", None, 0
@@ -103,6 +106,8 @@ class PanelWidget(anywidget.AnyWidget):
         if kind == "hello":
             self.forget()
             self._on_hello()
+        elif kind == "bye":
+            self._on_bye()
         elif kind == "do" and isinstance(content.get("name"), str):
             number, fields = content.get("id"), content.get("fields")
             self.send({"type": "ack", "id": number})
