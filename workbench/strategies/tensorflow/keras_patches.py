@@ -42,6 +42,40 @@ def losses_noted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def rows_added_up() -> Iterator[None]:
+    """Add up the rows of an embedding's gradient that occur several times, before the update.
+
+    Such a gradient lists rows. Several replicas' lists are joined one behind the other, so a row
+    that more than one of them needed is there repeatedly; so is one that a batch holds repeatedly.
+    Optimizers that square gradients (Adam, RMSprop, Adagrad) take the squares of the parts, where
+    the square of their sum is meant: steps depend on how the batch was divided. What is added up
+    already passes unchanged.
+
+    Upstream: Keras has squared them since https://github.com/keras-team/keras/pull/18692; Keras 2
+    added them up first. The arithmetic is that of TensorFlow's `_deduplicate_indexed_slices`.
+    """
+
+    def make(original: Any) -> Any:
+        def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+            summed = original(self, grads_and_vars)
+            return [(_rows_once(gradient), variable) for gradient, variable in summed]
+
+        return _all_reduce_sum_gradients
+
+    module = "keras.src.backend.tensorflow.optimizer"
+    with _replaced(module, "TFOptimizer", "_all_reduce_sum_gradients", make):
+        yield
+
+
+def _rows_once(gradient: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+@contextlib.contextmanager
 def central_storage() -> Iterator[None]:
     """Let replicas write to variables that lie on one device; enter it in the strategy's scope.
 

@@ -29,7 +29,7 @@ from ...engine.tensorflow_support import built
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .iterators import datasets_kept
 from .keras_fit import KerasFit, check_model
-from .keras_patches import losses_noted
+from .keras_patches import losses_noted, rows_added_up
 from .loop import OwnLoop
 from .markers import Markers
 from .mistakes import note_keras_2
@@ -91,6 +91,7 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
+            stack.enter_context(rows_added_up())
             stack.enter_context(datasets_kept())
             self._steps = steps = Steps(context, markers, self.synchronise)
             self._fit = KerasFit(context, steps, distribution, self._trains, self)

@@ -202,7 +202,15 @@ def micro_batches(batch: Any, accumulate: int) -> list[tuple[Any, float]]:
 
 
 def _add(some: list[Any], more: list[Any]) -> list[Any]:
-    return [a if b is None else b if a is None else a + b for a, b in zip(some, more, strict=True)]
+    return [a if b is None else b if a is None else _sum(a, b)
+            for a, b in zip(some, more, strict=True)]  # fmt: skip
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        values, rows = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, rows, a.dense_shape)
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
 def converted(function: Any) -> Any:
