@@ -84,6 +84,7 @@ def test_several_strategies_and_seeds_end_in_a_comparison(book):
 def test_a_loop_of_ones_own_trains_with_one_line_added(book):
     cell = book.ok(
         "%%distributed mirrored --plot text\n"
+        "import torch; from torch import nn\n"
         "model = nn.Linear(64, 10); optimizer = torch.optim.SGD(model.parameters(), 0.1); "
         "loss_fn = nn.CrossEntropyLoss()\n"
         'data = wb.data.digits("train")\n'
