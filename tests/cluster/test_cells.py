@@ -16,6 +16,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 pytest.importorskip("torch")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def names_that_cells_use(book):
+    """So that each test can run alone."""
+    book.ok("%%distributed\nimport torch")
+
+
 def test_the_all_reduce_of_the_first_page(book):
     cell = book.ok(
         "%%distributed\n"
