@@ -103,3 +103,4 @@ def test_a_reload_brings_the_panel_back_and_a_kernel_that_is_gone_is_said(notebo
 
     page.evaluate(RESTART)
     gone.wait_for(timeout=30_000)
+    book.wait_idle()

@@ -19,6 +19,12 @@ STEP = r"""() => {
   const words = document.querySelector(".wbp-lesson .wbp-picture")?.textContent ?? "";
   return Number(/step (\d+) of/.exec(words)?.[1] ?? -1);
 }"""
+# The picture on show is that of the last step there is, and no other is under way.
+SETTLED = f"""() => {{
+  const last = document.querySelector(".wbp-teaching input[type=number]").max;
+  const state = document.querySelector(".wbp-e-state")?.textContent;
+  return state === "paused" && last !== "" && ({STEP})() === Number(last);
+}}"""
 
 
 def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, tmp_path):
@@ -54,9 +60,3 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     book.dark()
     page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "calibrated-dark.png", ".wbp")
-
-
-SETTLED = f"""() => {{
-  const words = document.querySelector(".wbp-e-state")?.textContent;
-  return words === "paused" && ({STEP})() >= 0;
-}}"""

@@ -102,6 +102,7 @@ SECTIONS.push((() => {
         if (value.state === "paused") kit.rename(pause, "Resume", "Go on with the run");
         else kit.rename(pause, "Pause", "Hold the run, to go on step by step");
         pause.disabled = !["running", "paused"].includes(value.state);
+        kit.attr(which.input, "max", value.steps ? value.steps - 1 : null);
         one.disabled = value.state !== "paused";
         const going = Boolean(value.run) && !value.over;
         calibrate.disabled = measuring || going;
