@@ -78,7 +78,7 @@ class FakeRun:
 
     @property
     def history(self) -> Any:
-        return SimpleNamespace(totals=SimpleNamespace(steps=self.snapshot().step))
+        return SimpleNamespace(rests=False, totals=SimpleNamespace(steps=self.snapshot().step))
 
     def snapshot(self) -> Any:
         at = int((time.monotonic() - self._begun_s) * 5) % DRAWN

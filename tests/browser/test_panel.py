@@ -1,7 +1,7 @@
 """The panel in a real JupyterLab: what a teacher clicks, and what they see."""
 
 import pytest
-from panel_hands import opened, press, turn
+from panel_hands import amiss, be_wide, opened, press, turn
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
 
@@ -55,7 +55,10 @@ def test_two_strategies_are_picked_run_and_compared(notebook, tmp_path):
     page.wait_for_selector(".wbp-table tbody tr >> nth=1")
     assert page.locator(".wbp-table tbody tr").count() == 2
     assert page.locator(".wbp-verdict").inner_text()
-    book.screenshot(tmp_path / "compared.png", ".wbp")
+    for width in (1240, 420):
+        be_wide(page, width)
+        assert (width, amiss(page)) == (width, [])
+        book.screenshot(tmp_path / f"compared-{width}.png", ".wbp")
 
 
 def test_a_hand_that_has_only_keys_starts_picks_runs_and_stops(notebook):

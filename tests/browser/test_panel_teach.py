@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from panel_hands import opened, press, turn
+from panel_hands import amiss, be_wide, opened, press, turn
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster, pytest.mark.torch]
 
@@ -56,7 +56,10 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     read = page.locator(".wbp-read table")
     read.wait_for(timeout=60_000)
     assert re.search(r"[\d.]+ ± [\d.]+ ms\s+50 ± 5 ms", read.inner_text())
-    book.screenshot(tmp_path / "calibrated.png", ".wbp")
+    for width in (1240, 420, 1000):
+        be_wide(page, width)
+        assert (width, amiss(page)) == (width, [])
+        book.screenshot(tmp_path / f"calibrated-{width}.png", ".wbp")
     book.dark()
     page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "calibrated-dark.png", ".wbp")

@@ -145,6 +145,7 @@ class App {
       const value = parts[section.name];
       if (!value) continue;
       kit.show(section.broken, Boolean(value.broken));
+      kit.show(section.inner, !value.broken);
       if (value.broken) { kit.text(section.broken, value.broken); continue; }
       if (section.seen === value && !section.view.always) continue;
       section.seen = value;

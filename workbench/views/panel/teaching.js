@@ -54,7 +54,7 @@ SECTIONS.push((() => {
     const what = frame("What if one worker were as fast as the others");
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
     const calibrate = kit.button("Calibrate", "Slow worker 1 by 50 ms in a small run of its own and show what was read", doCalibrate);
-    const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read" });
+    const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "What calibration read" });
     const stepper = kit.h("div", { class: "wbp-row" }, pause, one, which.root, again);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
@@ -98,7 +98,7 @@ SECTIONS.push((() => {
         latest = value;
         kit.show(none, !value.run);
         kit.show(lessons, Boolean(value.run));
-        kit.show(what.root, value.workers > 1);
+        kit.show(what.root, value.workers > 1 && value.steps > 0);
         if (value.state === "paused") kit.rename(pause, "Resume", "Go on with the run");
         else kit.rename(pause, "Pause", "Hold the run, to go on step by step");
         pause.disabled = !["running", "paused"].includes(value.state);
