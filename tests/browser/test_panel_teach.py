@@ -56,6 +56,7 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     read = page.locator(".wbp-read table")
     read.wait_for(timeout=60_000)
     assert re.search(r"[\d.]+ ± [\d.]+ ms\s+50 ± 5 ms", read.inner_text())
+    ghost.filter(has_text="in 45 steps").wait_for()  # of the calibration's run, to its last step
     for width in (1240, 420, 1000):
         be_wide(page, width)
         assert (width, amiss(page)) == (width, [])

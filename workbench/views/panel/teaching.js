@@ -87,7 +87,11 @@ SECTIONS.push((() => {
           seen.what = key;
           what.show(await app.do("teaching.what_if", victim.value === "" ? {} : { without: Number(victim.value) }));
         }
-      } catch { /* the panel says why */ } finally { asking = false; }
+      } catch { /* the panel says why */ } finally {
+        asking = false;
+        const now = `${latest.run}#${latest.number}#${latest.steps}`;
+        if (now !== key) app.schedule(); // what was told meanwhile may have been the last news
+      }
     }
 
     return {
