@@ -1,0 +1,200 @@
+"""Writes the tables of docs/magics.md from the parsers of the magics' lines.
+
+    python docs/make_magics.py
+
+What a flag is called, what it takes and what it is for come from `workbench/line.py`. What a parser
+does not know (the default in words, an example) stands here, per flag; a flag that is missing here
+is an error, and a test parses every example.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Action, ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "docs" / "magics.md"
+BEGIN, END = "<!-- {}: written by make_magics.py -->", "<!-- end of {} -->"
+
+CELL: dict[str, tuple[str, str]] = {
+    "strategy": ("none: the cell runs on every worker", "%%distributed one_device,mirrored"),
+    "--workers": ("all engines", "%%distributed mirrored -n 4"),
+    "--ranks": ("all workers", "%%distributed --ranks 0,2"),
+    "--framework": ("the recipe's, else the cluster's", "%%distributed --framework tensorflow"),
+    "--option": ("each option's own", "%%distributed parameter_server -o max_staleness=4"),
+    "--epochs": ("what `wb.fit` is passed, else 1", "%%distributed mirrored --epochs 2"),
+    "--steps": ("what `wb.fit` is passed", "%%distributed mirrored --steps 200"),
+    "--batch-size": ("what `wb.fit` is passed", "%%distributed mirrored --batch-size 256"),
+    "--seed": ("what `wb.fit` is passed, else 0", "%%distributed mirrored --seed 7"),
+    "--seeds": ("one run, with one seed", "%%distributed mirrored --seeds 3"),
+    "--name": ("the strategy's name", "%%distributed mirrored --name base"),
+    "--recipe": ("the cell below", "%distributed sharded --recipe base"),
+    "--init-from": ("the cell's own initial weights", "%%distributed mirrored --init-from base"),
+    "--local": ("off", "%%distributed --local"),
+    "--background": ("off: the cell ends with the run", "%%distributed mirrored --background"),
+    "--inject": ("no faults", "%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms"),
+    "--plot": ("`auto`: the widget in a notebook, else text", "%%distributed mirrored --plot off"),
+    "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),
+    "--log": ("nowhere else", "%%distributed mirrored --log tensorboard:runs"),
+    "--checkpoint": ("no checkpoints", "%%distributed mirrored --checkpoint kept"),
+    "--checkpoint-every": (
+        "100, with `--checkpoint`",
+        "%%distributed mirrored --checkpoint kept --checkpoint-every 50",
+    ),
+    "--on-failure": (
+        "`replace` with `--checkpoint`, else `stop`",
+        "%%distributed mirrored --on-failure continue",
+    ),
+}
+"""Per flag of `%%distributed`: its default in words, a line that uses it."""
+
+CLUSTER: dict[str, tuple[str, str]] = {
+    "action": ("`status`", "%cluster"),
+    "values": ("start: 2; else see the actions", "%cluster start 4"),
+    "--devices": ("`auto`", "%cluster start 2 --devices cpu"),
+    "--launcher": ("`local`", "%cluster start 8 --launcher slurm --hosts 10.0.0.5"),
+    "--hosts": ("loopback only", "%cluster start 8 --launcher ssh --hosts 10.0.0.5"),
+    "--framework": ("torch, where it is installed", "%cluster start 2 --framework tensorflow"),
+    "--keep": ("off: it ends with the notebook", "%cluster start 8 --keep"),
+    "--idle-timeout": ("never; a day with `--keep`", "%cluster start 2 --idle-timeout 30m"),
+    "--take": ("off", "%cluster attach ID --take"),
+    "--command": ("a prompt", '%cluster debug 1 -c "p x.shape" -c u'),
+    "--port": ("no server", "%cluster debug 1 --port 5678"),
+    "--follow": ("off", "%cluster logs 1 -f"),
+    "--lines": ("40", "%cluster logs 1 -n 100"),
+}
+"""The same for `%cluster`."""
+
+ACTIONS: dict[str, tuple[str, str]] = {
+    "start": ("%cluster start 4", "starts engines, or adds some until there are so many (2)"),
+    "status": ("%cluster", "a row per engine: device, CPU, memory, what it does, its last words"),
+    "restart": ("%cluster restart 1", "fresh engines under the same ids; all where none is named"),
+    "logs": ("%cluster logs 1", "the last lines of engines' logs; of all where none is named"),
+    "stacks": ("%cluster stacks", "where every thread of every engine is, now"),
+    "debug": ("%cluster debug", "the frames of the rank that failed first, or of the one named"),
+    "free": ("%cluster free", "drops the cells' variables on all engines"),
+    "attach": ("%cluster attach ID", "takes over a kept cluster, with its run"),
+    "stop": ("%cluster stop", "ends all engines"),
+}
+"""Per action of `%cluster`: a line that asks for it, what it does."""
+
+
+def actions_of(parser: ArgumentParser) -> list[Action]:
+    """Return a parser's arguments, in the order in which they were added."""
+    return list(parser._actions)
+
+
+def key(action: Action) -> str:
+    """Return the name under which this module knows an argument: its long flag, or its name."""
+    return action.option_strings[-1] if action.option_strings else action.dest
+
+
+def flags(parser: ArgumentParser, known: Mapping[str, tuple[str, str]]) -> str:
+    """Return the table of a parser's arguments.
+
+    Raises:
+        ValueError: One of them is not known here, or one that is known is gone.
+    """
+    found = {key(action): action for action in actions_of(parser)}
+    if set(found) != set(known):
+        raise ValueError(f"make_magics.py and the parser differ: {sorted(set(found) ^ set(known))}")
+    rows = [("flag", "takes", "what it does", "without it", "example")]
+    for name, action in found.items():
+        default, example = known[name]
+        shown = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"{name.upper()}"
+        rows.append((shown, takes(action), sentence(action.help or ""), default, f"`{example}`"))
+    return table(rows)
+
+
+def takes(action: Action) -> str:
+    """Return what follows a flag."""
+    if action.nargs == 0:
+        return ""
+    if action.choices:
+        return ", ".join(f"`{choice}`" for choice in action.choices)
+    if not action.option_strings:
+        return "words" if action.nargs == "*" else "a word"
+    more = ", repeatable" if isinstance(action.default, list) else ""
+    return f"`{action.metavar or action.dest.upper()}`{more}"
+
+
+def sentence(text: str) -> str:
+    """Return a help text as Markdown: flags and forms in backquotes."""
+    words = [f"`{word}`" if word.startswith("--") else word for word in text.split(" ")]
+    return " ".join(words)
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Return a Markdown table; the first row is its head."""
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def actions() -> str:
+    """Return the table of what `%cluster` does.
+
+    Raises:
+        ValueError: The parser knows other actions than this module.
+    """
+    from workbench import line
+
+    if set(line.ACTIONS) != set(ACTIONS):
+        odd = sorted(set(line.ACTIONS) ^ set(ACTIONS))
+        raise ValueError(f"make_magics.py and line.py differ: {odd}")
+    rows = [(f"`{example}`", what) for example, what in ACTIONS.values()]
+    return table([("line", "what it does"), *rows])
+
+
+def names() -> str:
+    """Return the table of names that cells find on the engines."""
+    rows = [(f"`{name}`", *what) for name, what in NAMES.items()]
+    return table([("name", "under", "what it is"), *rows])
+
+
+NAMES: dict[str, tuple[str, str]] = {
+    "rank": ("both", "this worker's index, 0 to `world_size - 1`"),
+    "local_rank": ("both", "its index among the workers of its host"),
+    "world_size": ("both", "workers of this cell or run; servers do not count"),
+    "device": ("both", "what this worker computes on: `cpu`, `cuda:0`"),
+    "wb": ("both", "the package: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
+    "dist": ("PyTorch", "`torch.distributed`, its process group ready"),
+    "strategy": ("TensorFlow", "the run's `tf.distribute.Strategy`, in whose scope the cell is"),
+}  # fmt: skip
+"""What is injected, for which framework, what it is."""
+
+
+def put(page: str, name: str, content: str) -> str:
+    """Return the page with the part of that name replaced.
+
+    Raises:
+        ValueError: The page lacks its marks.
+    """
+    begin, end = BEGIN.format(name), END.format(name)
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page needs {begin} and {end}, once each")
+    head, _, rest = page.partition(begin)
+    return f"{head}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
+def make_page(page: str) -> str:
+    """Return the page with all its tables made anew."""
+    from workbench.line import cell_parser, cluster_parser
+
+    parts = {
+        "actions of %cluster": actions(),
+        "flags of %cluster": flags(cluster_parser(), CLUSTER),
+        "flags of %%distributed": flags(cell_parser(), CELL),
+        "injected names": names(),
+    }
+    for name, content in parts.items():
+        page = put(page, name, content)
+    return page
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPOSITORY))
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
