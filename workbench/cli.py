@@ -1,4 +1,4 @@
-"""`workbench demo`, `lab`, `ps` and `stop`: the main job from a shell."""
+"""`workbench demo`, `lab`, `labs`, `ps` and `stop`: the main job from a shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cli_clusters
+from . import cli_clusters, cli_labs
 from .errors import WorkbenchError
 
 if TYPE_CHECKING:
@@ -32,12 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
     cli_clusters.add_commands(commands)
+    cli_labs.add_commands(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if given.command in ("ps", "stop"):
             return cli_clusters.run(given)
+        if given.command == "labs":
+            return cli_labs.run(given)
         return _demo(given.out) if given.command == "demo" else _lab(rest)
     except WorkbenchError as error:
         print(error, file=sys.stderr)

@@ -1,0 +1,77 @@
+"""`labs.check("3.2")`: looks at an answer, and remembers what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import WorkbenchError
+from ..views.table import Column, Table
+from .answers import Check, Stuck
+from .exercise import exercises, find
+from .report import Finding, Report
+
+RESULTS = "WORKBENCH_LABS_RESULTS"
+"""Names the file that reports are appended to, a line each (`workbench grade` sets it)."""
+
+_reports: dict[str, Report] = {}
+
+
+def check(exercise: str, namespace: dict[str, Any] | None = None) -> Report:
+    """Look at the answer to an exercise; the notebook shows what is right and what is not.
+
+    Args:
+        exercise: Its number, such as `"3.2"`.
+        namespace: Where the answer's names are; the notebook's by default.
+
+    Raises:
+        PlanError: There is no such exercise.
+    """
+    asked = find(exercise)
+    looking = Check(asked.number, _notebook() if namespace is None else namespace)
+    try:
+        asked.look(looking)
+    except Stuck:
+        pass
+    except WorkbenchError as error:
+        looking.findings.append(Finding(False, error.what, error.next_step or ""))
+    except Exception as error:  # an answer of a kind that the check did not foresee
+        words = f"The answer could not be looked at: {type(error).__name__}: {error}"
+        hint = f"compare its form with what the text of exercise {asked.number} asks for"
+        looking.findings.append(Finding(False, words, hint))
+    report = Report(asked.number, asked.title, asked.where, tuple(looking.findings))
+    _reports[asked.number] = report
+    _note(report)
+    return report
+
+
+def progress(lab: int | None = None) -> Table:
+    """Return a table of the exercises of a lab (or of all that were checked) and how they stand."""
+    names = [e.number for e in exercises(lab)] if lab is not None else sorted(_reports)
+    rows = [
+        [n, find(n).title, _reports[n].verdict if n in _reports else "not checked"] for n in names
+    ]
+    done = sum(row[2] == "right" for row in rows)
+    columns = [Column("exercise", "left"), Column("about", "left"), Column("", "left")]
+    return Table(columns, rows, f"{done} of {len(rows)} right")
+
+
+def forget(lab: int) -> None:
+    """Forget what was found in a lab: it begins again."""
+    for number in [n for n in _reports if n.startswith(f"{lab}.")]:
+        del _reports[number]
+
+
+def _notebook() -> dict[str, Any]:
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+    return {} if shell is None else dict(shell.user_ns)
+
+
+def _note(report: Report) -> None:
+    if path := os.environ.get(RESULTS):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(report.to_wire()) + "\n")

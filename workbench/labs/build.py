@@ -1,0 +1,150 @@
+"""Makes the notebooks of a lab from its source: the students' and the instructors'."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import WorkbenchError
+from .source import Lab, Piece, read
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+Version = Literal["student", "solved"]
+
+CELL_TIMEOUT_S = 300
+_METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+_TAGS = {"exercise": ["exercise"], "check": ["check", "nbval-check-output"]}
+
+
+def notebook(lab: Lab, version: Version) -> NotebookNode:
+    """Return a lab's notebook without outputs."""
+    from nbformat import v4
+
+    cells = []
+    for place, piece in enumerate(lab.pieces):
+        cell = _cell(piece, version)
+        cell["id"] = f"lab{lab.number}-{place:02d}"
+        cells.append(cell)
+    metadata = {**_METADATA, "workbench": {"lab": lab.number, "version": version}}
+    made: NotebookNode = v4.new_notebook(cells=cells, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
+    return made
+
+
+def _cell(piece: Piece, version: Version) -> NotebookNode:
+    from nbformat import v4
+
+    if piece.kind == "text":
+        text: NotebookNode = v4.new_markdown_cell(piece.source)  # type: ignore[no-untyped-call,unused-ignore]
+        return text
+    source = piece.solution if piece.kind == "exercise" and version == "solved" else piece.source
+    metadata: dict[str, Any] = {"tags": _TAGS.get(piece.kind, ["step"])}
+    if piece.exercise:
+        metadata["workbench"] = {piece.kind: piece.exercise}
+    code: NotebookNode = v4.new_code_cell(source, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
+    return code
+
+
+def execute(made: NotebookNode, folder: Path) -> None:
+    """Run a notebook in a kernel of its own; its outputs are those of this run.
+
+    Raises:
+        WorkbenchError: A cell failed, or a check found something wrong.
+    """
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    client = NotebookClient(
+        made,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        record_timing=False,
+        store_widget_state=False,
+    )
+    try:
+        client.execute(env={**os.environ, "WORKBENCH_HOME": str(folder / "home")})
+    except CellExecutionError as error:
+        raise WorkbenchError(f"A cell of the lab failed: {error}") from None
+    for cell in made.cells:
+        if "check" in cell.metadata.get("tags", []) and not _passed(cell):
+            raise WorkbenchError(
+                "A check does not pass on the solution.", seen=_plain(cell) or cell.source
+            )
+
+
+def _plain(cell: NotebookNode) -> str:
+    return "\n".join(output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+
+
+def _passed(cell: NotebookNode) -> bool:
+    lines = _plain(cell).splitlines()
+    return bool(lines) and ": right (" in lines[0]
+
+
+def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
+    """Write the two notebooks of a lab.
+
+    Args:
+        source: The file `lab_N.md`.
+        to: Folder of the students' notebook `lab_N.ipynb`: steps keep the outputs of a run with the
+            solutions, exercises and checks have none.
+        solved_to: Folder of the instructors' `lab_N_solved.ipynb`, whose checks keep their outputs.
+        run: Whether to run the lab for its outputs; else those of cells that have not changed stay.
+    """
+    import nbformat
+
+    lab = read(source)
+    student, solved = notebook(lab, "student"), notebook(lab, "solved")
+    for_students, for_instructors = (
+        to / f"lab_{lab.number}.ipynb", solved_to / f"lab_{lab.number}_solved.ipynb"
+    )  # fmt: skip
+    if run:
+        with tempfile.TemporaryDirectory() as folder:
+            execute(solved, Path(folder))
+        _take_outputs(student, solved, "step")
+    else:
+        for made, path in ((student, for_students), (solved, for_instructors)):
+            if path.exists():
+                _keep_outputs(made, nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call,unused-ignore]
+    for cell in solved.cells:
+        if cell.cell_type == "code" and "check" not in cell.metadata["tags"]:
+            cell.outputs = []
+    for made, path in ((student, for_students), (solved, for_instructors)):
+        for cell in made.cells:
+            cell.pop("execution_count", None)
+            if cell.cell_type == "code":
+                cell["execution_count"] = None
+                cell.outputs = [_still(output) for output in cell.outputs]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(made, path)  # type: ignore[no-untyped-call,unused-ignore]
+    return [for_students, for_instructors]
+
+
+def _take_outputs(made: NotebookNode, executed: NotebookNode, tag: str) -> None:
+    for cell, ran in zip(made.cells, executed.cells, strict=True):
+        if cell.cell_type == "code" and tag in cell.metadata["tags"]:
+            cell.outputs = [dict(output) for output in ran.outputs]
+
+
+def _keep_outputs(made: NotebookNode, old: NotebookNode) -> None:
+    outputs = {cell.source: cell.outputs for cell in old.cells if cell.cell_type == "code"}
+    for cell in made.cells:
+        if cell.cell_type == "code":
+            cell.outputs = outputs.get(cell.source, [])
+
+
+def _still(output: Any) -> Any:
+    """Return an output as GitHub shows it: of a drawing the SVG, for it strips those in HTML."""
+    if "execution_count" in output:
+        output["execution_count"] = None
+    data = output.get("data", {})
+    if "image/svg+xml" in data:
+        data.pop("text/html", None)
+    return output

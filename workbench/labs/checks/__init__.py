@@ -1,0 +1,1 @@
+"""The checks of the labs' exercises: one file for each lab."""

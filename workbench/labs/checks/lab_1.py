@@ -1,0 +1,104 @@
+"""Lab 1: two namespaces, and when to distribute."""
+
+from __future__ import annotations
+
+import math
+
+from ..answers import Check, close
+from ..exercise import exercise
+
+SHARE = 0.02
+"""How far a number that is read from a run may be off: a student may round it."""
+
+
+@exercise("1.1", "The square of the rank", where="the engines")
+def square(c: Check) -> None:
+    """Every engine holds the square of its rank."""
+    found = c.engines("square")
+    right = [rank for rank, value in enumerate(found) if value == rank**2]
+    off = [rank for rank in range(len(found)) if rank not in right]
+    c.expect(
+        not off,
+        "every engine holds the square of its rank",
+        f"the value of rank {off[0] if off else 0} is {found[off[0] if off else 0]}",
+        "a square is a number times itself; `rank` is different on each engine",
+    )
+
+
+@exercise("1.2", "Bring it home")
+def total(c: Check) -> None:
+    """The sum of the pulled values, as one number."""
+    value = c.value("total")
+    c.need(
+        not hasattr(value, "__len__"),
+        f"`total` is {value!r}: one number is asked for.",
+        "%pull gives a list, one value for each rank; add them up",
+    )
+    c.expect(
+        c.number_of("total") == 5,
+        "the three squares are added up in the notebook",
+        f"`total` is {value}, which is not the sum of the three squares",
+        "pull from all engines, not from one",
+    )
+
+
+@exercise("1.3", "The mean of all numbers", where="the engines")
+def mean(c: Check) -> None:
+    """The mean over unequal parts, on every worker."""
+    found = c.engines("mean")
+    for rank, value in enumerate(found):
+        c.need(
+            isinstance(value, (int, float)),
+            f"`mean` of rank {rank} is no plain number.",
+            "`.item()` makes a number of a tensor with one element",
+        )
+    c.expect(
+        len({round(value, 6) for value in found}) == 1,
+        "all workers have the same mean",
+        f"the workers have different means: {[round(value, 3) for value in found]}",
+        "each worker knows its own part only; an all-reduce tells it about the others",
+    )
+    parts = [rank + i for rank in range(len(found)) for i in range(rank + 1)]
+    truth = sum(parts) / len(parts)
+    c.expect(
+        all(math.isclose(value, truth, rel_tol=1e-5) for value in found),
+        "it is the mean of all numbers",
+        "it is not the mean of all numbers",
+        "worker 2 has three numbers and worker 0 only one: sums and counts can be added up, means "
+        "cannot",
+    )
+
+
+@exercise("1.4", "The speed-up as measured")
+def speedup(c: Check) -> None:
+    """Throughput of two workers over that of one, from the runs."""
+    for which in ("small", "big"):
+        alone, together = (c.run(f"{which}-{how}").summarise() for how in ("alone", "together"))
+        truth = together.samples_per_s / alone.samples_per_s
+        name = f"speedup_{which}"
+        found = c.number_of(name)
+        c.expect(
+            close(found, truth, SHARE),
+            f"`{name}` is the ratio of the two throughputs",
+            f"`{name}` is {found:.3g}, which the two runs do not show",
+            "samples per second with two workers, divided by those with one",
+        )
+
+
+@exercise("1.5", "The crossing point")
+def crossing(c: Check) -> None:
+    """T1 / n + c = T1, solved for T1."""
+    good = True
+    for n, c_s in ((2, 0.01), (4, 0.03), (16, 0.5)):
+        found = c.call("crossing_s", n, c_s)
+        try:
+            good &= math.isclose(float(found), c_s * n / (n - 1), rel_tol=1e-6)
+        except (TypeError, ValueError):
+            c.wrong(f"crossing_s({n}, {c_s}) returned {found!r}: a number is asked for.")
+        if not good:
+            c.wrong(
+                f"crossing_s({n}, {c_s}) returned {found:.4g}: there, {n} workers are not as fast "
+                "as one.",
+                "put your result for T₁ into T₁ / n + c_s: it must give T₁ again",
+            )
+    c.expect(good, "n workers and one take the same time there", "")
