@@ -54,7 +54,7 @@ def short(cell: str) -> str:
 
 def part(mistake: Mistake, shown: str) -> str:
     """Return the page's part about one mistake."""
-    blocks = [f"### {mistake.title}\n", f"```python\n{short(mistake.cell)}\n```"]
+    blocks = [f"## {mistake.title}\n", f"```python\n{short(mistake.cell)}\n```"]
     blocks.append(f"```text\n{settled(shown)}\n```")
     if mistake.cure:
         blocks.append(f"Followed:\n\n```python\n{short(mistake.cure)}\n```")
@@ -65,8 +65,8 @@ def parts() -> dict[str, str]:
     """Return the parts of the page as it is, by title."""
     if not PAGE.exists():
         return {}
-    found = re.split(r"(?m)^(?=### )", PAGE.read_text())[1:]
-    return {one.partition("\n")[0][4:]: one.strip() + "\n" for one in found}
+    found = re.split(r"(?m)^(?=## )", PAGE.read_text())[1:]
+    return {one.partition("\n")[0][3:]: one.strip() + "\n" for one in found}
 
 
 def check(mistake: Mistake, shown: str) -> None:

@@ -1,0 +1,86 @@
+"""How the pages of this folder become a site: `python -m sphinx -W -b html docs docs/_build`.
+
+The pages are plain Markdown that GitHub shows as well, so this file does what their plainness asks
+for: cells of a notebook are highlighted as such, and links to files of the repository work.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pygments.lexer import bygroups, inherit
+from pygments.lexers.python import PythonLexer
+from pygments.token import Comment, Keyword, Name, Operator, Text
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+DOCS = Path(__file__).resolve().parent
+REPOSITORY = DOCS.parent
+ON_THE_SITE = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+"""Files beside this folder that have a page here."""
+
+project = "Workbench"
+author = "the Workbench contributors"
+project_copyright = author
+version = release = re.findall(
+    r'^version = "(.*)"', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE
+)[0]
+
+extensions = ["myst_parser"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 4
+nitpicky = True
+
+html_theme = "furo"
+html_title = "Workbench"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+
+
+class CellLexer(PythonLexer):
+    """Python as a notebook's cells have it: with magics and shell commands."""
+
+    name = "a notebook's cell"
+    aliases: ClassVar[list[str]] = ["cell"]
+    tokens: ClassVar[dict[str, list[Any]]] = {
+        "root": [
+            (r"^(\s*)(%%?)(\w+)(.*?)(#.*)?$", bygroups(Text, Operator, Keyword, Name, Comment)),
+            (r"^(\s*)(!)(.*)$", bygroups(Text, Operator, Name)),
+            inherit,
+        ]
+    }
+
+
+class RepositoryLinks(SphinxTransform):
+    """Links to files beside this folder lead to their page here, or to a copy of the file."""
+
+    default_priority = 5
+
+    def apply(self, **rest: Any) -> None:
+        """Replace them; what leads to no file is left, and Sphinx complains about it."""
+        here = DOCS / Path(self.env.doc2path(self.env.docname)).parent
+        for link in list(self.document.findall(addnodes.pending_xref)):
+            path = (here / str(link["reftarget"])).resolve()
+            if link.get("refdomain") == "doc" and not path.is_file():
+                path = path.with_name(path.name + ".md")  # the parser takes pages' suffixes away
+            if DOCS in path.parents or REPOSITORY not in path.parents or not path.is_file():
+                continue
+            if page := ON_THE_SITE.get(path.relative_to(REPOSITORY).as_posix()):
+                link["refdomain"], link["reftarget"] = "doc", page
+                continue
+            target = "/" + Path("..", path.relative_to(REPOSITORY)).as_posix()
+            copy = addnodes.download_reference(
+                "", "", *link.children, refdoc=self.env.docname, reftarget=target, refexplicit=True
+            )
+            link.replace_self(copy)
+
+
+def setup(app: Sphinx) -> None:
+    """Add what is above."""
+    app.add_lexer("python3", CellLexer)
+    app.add_transform(RepositoryLinks)
