@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from pathlib import Path
@@ -130,7 +131,7 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
 def _take_outputs(made: NotebookNode, executed: NotebookNode, tag: str) -> None:
     for cell, ran in zip(made.cells, executed.cells, strict=True):
         if cell.cell_type == "code" and tag in cell.metadata["tags"]:
-            cell.outputs = [dict(output) for output in ran.outputs]
+            cell.outputs = copy.deepcopy(ran.outputs)
 
 
 def _keep_outputs(made: NotebookNode, old: NotebookNode) -> None:
