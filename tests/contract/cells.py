@@ -160,6 +160,27 @@ def watched_loop(steps=30):
     return [type(loader).__name__, all(len(name) > 6 for name in model.state_dict())]
 
 
+def averaged_by_hand(steps=10):
+    """A loop that averages its gradients with collectives of its own, under wb.watch."""
+    import torch
+    import torch.distributed as dist
+
+    from workbench.engine.watch import watch
+
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(10 * steps, 8), torch.randn(10 * steps, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=10)
+    watch(model, optimizer, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+
 def without_all_reduce():
     """The canary: a data-parallel strategy that forgot to average its gradients."""
     import contextlib

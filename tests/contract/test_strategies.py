@@ -348,6 +348,16 @@ def test_a_loop_with_its_own_ddp_is_recorded_as_it_is(workers: Workers) -> None:
     assert reports[0].value == ["DataLoader", True]
 
 
+def test_waits_of_a_loop_that_averages_by_itself_are_unknown_not_0(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", cells.averaged_by_hand, workers=2))
+    derived = metrics.derive(joined(reports))
+    assert np.isnan(derived.sync_wait_s).all()
+    assert np.isnan(derived.transfer_s).all()
+    assert (derived.compute_s > 0).all()
+    (told,) = reports[0].emitted("unmeasured")
+    assert set(told["columns"]) >= {"sync_wait_s", "transfer_s"}
+
+
 @pytest.mark.timing
 def test_a_blocked_collective_raises_when_its_sockets_are_shut(workers: Workers) -> None:
     waited, _ = clean(workers.run("mirrored", cells.blocked, workers=2))

@@ -29,12 +29,28 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         raise FitError("A training loop of this cell is recorded already.")
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
-    return OwnLoop(
+    several = context.spec.world_size > 1
+    inside = _communicates(model)
+    loop = OwnLoop(
         context,
         model,
         optimizer,
         None,
         watched=loader,
         sent_bytes=sent_bytes,
-        communicates=context.spec.world_size > 1,
+        communicates=several and inside,
     )
+    if several and not inside:
+        # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
+        loop.timer.blind()
+        why = "the loop communicates outside backward, where wb.watch does not see it"
+        context.emit("unmeasured", columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why))
+    return loop
+
+
+def _communicates(model: torch.nn.Module) -> bool:
+    """Whether backward through this module ends in communication."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (torch.nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
