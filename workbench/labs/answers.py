@@ -225,8 +225,8 @@ class Check:
                 "do all workers send and receive in an order that fits? A worker that waits for a "
                 "message nobody sends waits for ever",
             )
-        if (error := task.failure()) is not None:
-            self.wrong(_failed(error), error.next_step or "")
+        if (failure := task.failure()) is not None:
+            self.wrong(_failed(failure), failure.next_step or "")
         found = cluster.pull([_ANSWER], task.ids)
         return [found[engine].get(_ANSWER) for engine in task.ids]
 

@@ -118,11 +118,10 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
         if cell.cell_type == "code" and "check" not in cell.metadata["tags"]:
             cell.outputs = []
     for made, path in ((student, for_students), (solved, for_instructors)):
-        for cell in made.cells:
-            cell.pop("execution_count", None)
-            if cell.cell_type == "code":
-                cell["execution_count"] = None
-                cell.outputs = [_still(output) for output in cell.outputs]
+        for place, cell in enumerate(made.cells):
+            if cell.cell_type == "code":  # nbval wants a number where there is an output
+                cell["execution_count"] = place if cell.outputs else None
+                cell.outputs = [_still(output, place) for output in cell.outputs]
         path.parent.mkdir(parents=True, exist_ok=True)
         nbformat.write(made, path)  # type: ignore[no-untyped-call,unused-ignore]
     return [for_students, for_instructors]
@@ -141,10 +140,10 @@ def _keep_outputs(made: NotebookNode, old: NotebookNode) -> None:
             cell.outputs = outputs.get(cell.source, [])
 
 
-def _still(output: Any) -> Any:
+def _still(output: Any, place: int) -> Any:
     """Return an output as GitHub shows it: of a drawing the SVG, for it strips those in HTML."""
     if "execution_count" in output:
-        output["execution_count"] = None
+        output["execution_count"] = place
     data = output.get("data", {})
     if "image/svg+xml" in data:
         data.pop("text/html", None)

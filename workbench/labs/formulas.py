@@ -34,7 +34,10 @@ def beside(
 
 
 def _row(what: str, formula: str, predicted: float, measured: float, unit: str = "") -> list[str]:
-    show = _SHOWN.get(unit, lambda value: f"{number(value)} {unit}")
+    def in_unit(value: float) -> str:
+        return f"{number(value)} {unit}"
+
+    show = _SHOWN.get(unit, in_unit)
     ratio = measured / predicted if predicted else math.nan
     values = [show(v) if math.isfinite(v) else UNKNOWN for v in (predicted, measured)]
     return [what, formula, *values, f"{ratio:.2f}" if math.isfinite(ratio) else UNKNOWN]

@@ -27,8 +27,9 @@ def _labs_held(names, ours):
 {_FOUND} = _labs_held
 """
 _OURS = (
-    "rank local_rank world_size device wb dist strategy labs get_ipython In Out exit quit open"
-).split()
+    *("rank", "local_rank", "world_size", "device", "wb", "dist", "strategy", "labs"),
+    *("get_ipython", "In", "Out", "exit", "quit", "open"),
+)
 
 
 def namespaces() -> Namespaces:

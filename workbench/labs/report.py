@@ -52,6 +52,11 @@ class Report:
         return bool(self.findings) and all(finding.right for finding in self.findings)
 
     @property
+    def ran(self) -> str:
+        """Where its cell ran, in words."""
+        return f"ran {'in' if self.where == 'the notebook' else 'on'} {self.where}"
+
+    @property
     def verdict(self) -> str:
         """`right`, or `not yet`."""
         return "right" if self.passed else "not yet"
@@ -67,7 +72,7 @@ class Report:
 
     def text(self) -> str:
         """The report as plain text."""
-        lines = [f"{self.exercise} {self.title}: {self.verdict} (ran on {self.where})"]
+        lines = [f"{self.exercise} {self.title}: {self.verdict} ({self.ran})"]
         for finding in self.findings:
             lines.append(f"  {MARKS[finding.right]} {finding.words}")
             if finding.hint:
@@ -83,7 +88,7 @@ class Report:
             f'font-size:13px;line-height:1.5"><div style="font-weight:600">'
             f"{html.escape(self.exercise)} {html.escape(self.title)}: "
             f'<span style="color:{color}">{self.verdict}</span> <span style="opacity:.6;'
-            f'font-weight:400">· ran on {html.escape(self.where)}</span></div>{body}</div>'
+            f'font-weight:400">· {html.escape(self.ran)}</span></div>{body}</div>'
         )
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

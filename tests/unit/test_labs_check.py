@@ -1,0 +1,183 @@
+"""Checks: what they ask for, what they say, and that nothing a student writes breaks them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from workbench.errors import PlanError
+from workbench.labs import asking, exercise
+from workbench.labs.answers import Check, Stuck
+from workbench.labs.formulas import beside
+from workbench.labs.packing import take_home
+from workbench.views.namespaces import Namespaces
+
+
+def said(ask, **names):
+    """What a check says when it asks for something of these names."""
+    check = Check("3.2", names)
+    with pytest.raises(Stuck):
+        ask(check)
+    (finding,) = check.findings
+    assert not finding.right
+    return finding
+
+
+@pytest.mark.parametrize("value", [None, ...])
+def test_an_empty_answer_is_named_with_its_exercise(value):
+    finding = said(lambda c: c.value("slow"), slow=value)
+    assert "`slow` is still empty" in finding.words
+    assert "exercise 3.2" in finding.hint
+
+
+def test_a_missing_name_says_which_cell_to_run():
+    finding = said(lambda c: c.value("slow"))
+    assert "no `slow`" in finding.words
+    assert "exercise 3.2, and those above it" in finding.hint
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (True, "True"), ("fast", "'fast'"), ([1, 2], "[1, 2]"), (math.nan, "nan"),
+        (math.inf, "inf"), (np.zeros((2, 2)), "a number is asked for"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_shown(value, words):
+    assert words in said(lambda c: c.number_of("x"), x=value).words
+
+
+def test_numbers_of_all_kinds_are_taken():
+    names = {"a": 1, "b": np.float32(2), "c": np.array([3.0])[0], "d": "4"}
+    check = Check("1.1", names)
+    assert [check.number_of(name) for name in "abc"] == [1, 2, 3]
+    assert check.whole("a") == 1
+    assert "2.5" in said(lambda c: c.whole("x"), x=2.5).words
+
+
+def test_a_wrong_shape_is_said_with_both_shapes():
+    finding = said(lambda c: c.array("x", (3,)), x=np.zeros((3, 1)))
+    assert "(3, 1)" in finding.words
+    assert "(3,)" in finding.words
+    assert "4 items: 3" in said(lambda c: c.items("x", 3), x=[1, 2, 3, 4]).words
+    assert "array of numbers" in said(lambda c: c.array("x"), x=[[1], [1, 2]]).words
+
+
+def test_a_choice_is_compared_without_regard_to_case():
+    assert Check("1.1", {"x": " Ring "}).text("x", ["ring", "tree"]) == "ring"
+    assert "'tree'" in said(lambda c: c.text("x", ["ring", "tree"]), x="star").hint
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda n: 1 / 0, "ZeroDivisionError"),
+        (lambda n: None, "returned None"),
+        (lambda: 1, "TypeError"),
+        (3, "a function is asked for"),
+    ],
+)
+def test_a_function_that_fails_is_said_with_its_arguments(function, words):
+    assert words in said(lambda c: c.call("f", 2), f=function).words
+
+
+def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
+    finding = said(lambda c: c.run("never-ran"))
+    assert "never-ran" in finding.words
+    assert "--name never-ran" in finding.hint
+
+
+def test_without_a_cluster_the_next_step_is_said():
+    finding = said(lambda c: c.engines("x"))
+    assert "No cluster" in finding.words
+    assert "%cluster start" in finding.hint
+
+
+@pytest.mark.parametrize("number", ["3", 3.2, "3,2", "", None, "x.y"])
+def test_an_exercise_is_named_by_lab_and_place(number):
+    if number == 3.2:
+        number = 3.25
+    with pytest.raises(PlanError):
+        exercise.find(number)
+
+
+def test_an_unknown_exercise_lists_those_of_the_lab():
+    with pytest.raises(PlanError, match=r"1\.1, 1\.2"):
+        exercise.find("1.9")
+    with pytest.raises(PlanError, match="no lab"):
+        exercise.find("77.1")
+
+
+def test_every_lab_has_at_least_three_exercises_in_a_row():
+    for lab in exercise.labs():
+        numbers = [found.number for found in exercise.exercises(lab)]
+        assert numbers == [f"{lab}.{i}" for i in range(1, len(numbers) + 1)]
+        assert len(numbers) >= 3
+
+
+def test_a_report_says_what_is_right_and_never_raises(monkeypatch, tmp_path):
+    results = tmp_path / "results.jsonl"
+    monkeypatch.setenv(asking.RESULTS, str(results))
+    good = asking.check("1.5", {"crossing_s": lambda n, c_s: c_s * n / (n - 1)})
+    assert good.passed
+    assert repr(good).startswith("1.5 The crossing point: right (ran in the notebook)")
+    bad = asking.check("1.5", {"crossing_s": lambda n, c_s: c_s})
+    assert not bad.passed
+    assert "hint: " in repr(bad)
+    assert "not yet" in bad.html()
+    odd = asking.check("1.5", {"crossing_s": lambda n, c_s: object()})
+    assert not odd.passed
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["passed"] for line in lines] == [True, False, False]
+    assert "not yet" in repr(asking.progress(1))
+    asking.forget(1)
+    assert "not yet" not in repr(asking.progress(1))
+
+
+def test_what_a_check_did_not_foresee_is_said_and_not_raised(monkeypatch):
+    def breaks(check):
+        raise RuntimeError("broken")
+
+    unforeseen = exercise.Exercise("1.1", "made up", "the notebook", breaks)
+    monkeypatch.setattr(asking, "find", lambda number: unforeseen)
+    report = asking.check("1.1", {})
+    assert not report.passed
+    assert "RuntimeError: broken" in repr(report)
+
+
+def test_hints_of_students_text_are_escaped():
+    report = asking.check("1.5", {"crossing_s": "<script>alert(1)</script>"})
+    assert "<script>" not in report.html()
+
+
+def test_formulas_stand_beside_what_was_measured():
+    table = beside(
+        ("a step", "T/2", 0.02, 0.021, "s"),
+        ("sent", "2M", 2048.0, 2048.0, "bytes"),
+        ("share", "(p-1)/p", 0.5, math.nan, "share"),
+        ("nothing", "0", 0.0, 1.0),
+    )
+    assert [row[-1] for row in table.rows] == ["1.05", "1.00", "–", "–"]
+    assert table.rows[0][2:4] == ["20 ms", "21 ms"]
+    assert table.rows[2][2:4] == ["50.0%", "–"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "to", "words"), [((), "lab.tar", "zip"), (("none",), "l.zip", "none")]
+)
+def test_what_cannot_be_taken_home_is_said(tmp_path, runs, to, words):
+    with pytest.raises((PlanError, KeyError), match=words):
+        take_home(*runs, to=tmp_path / to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_of_names_says_who_holds_what():
+    many = {f"name_{i}": "1" for i in range(12)}
+    picture = Namespaces({"x": "<b>"}, [{}, many])
+    assert "engine 1:\n  name_0 = 1" in picture.text()
+    assert "no name of yours" in picture.text()
+    assert "and 4 more" in picture.svg()
+    assert "<b>" not in picture.svg()

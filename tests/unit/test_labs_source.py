@@ -1,0 +1,117 @@
+"""A lab's source becomes the students' and the instructors' notebook."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbformat import v4
+
+from workbench.errors import PlanError
+from workbench.labs import build, source
+
+LAB = """# Lab 4: made up
+
+Text.
+
+```python
+step = 1
+```
+
+More text.
+
+```python exercise 4.1
+# YOUR CODE 4.1
+answer = None
+```
+
+```python solution 4.1
+# YOUR CODE 4.1
+answer = 42
+```
+
+```python wrong 4.1
+answer = 41
+```
+
+```python wrong 4.1
+answer = "42"
+```
+
+```python check 4.1
+```
+
+The end.
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "lab_4.md"
+    path.write_text(LAB)
+    return path
+
+
+def test_the_file_is_read_in_its_order(path):
+    lab = source.read(path)
+    assert lab.number == 4
+    kinds = [piece.kind for piece in lab.pieces]
+    assert kinds == ["text", "step", "text", "exercise", "check", "text"]
+    (exercise,) = lab.exercises
+    assert exercise.solution.endswith("answer = 42")
+    assert exercise.wrong == ["answer = 41", 'answer = "42"']
+    assert lab.pieces[4].source == 'labs.check("4.1")'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("# YOUR CODE 4.1\nanswer = None", "answer = None", "YOUR CODE 4.1"),
+        ("python solution 4.1\n", "python wrong 4.1\n", "a solution"),
+        ('```python wrong 4.1\nanswer = "42"\n```\n', "", "2 wrong answers"),
+        ("```python check 4.1\n```\n", "", "a check"),
+        ("python solution 4.1", "python answer 4.1", "not understood"),
+        ("python solution 4.1", "python solution 4.2", "not understood"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_said(path, old, new, words):
+    assert old in LAB
+    path.write_text(LAB.replace(old, new, 1))
+    with pytest.raises(PlanError, match=words):
+        source.read(path)
+
+
+@pytest.mark.parametrize("name", ["lab.md", "lab_4.txt", "lab_9.md"])
+def test_a_file_that_is_no_lab_is_refused(path, name):
+    with pytest.raises(PlanError, match="no such lab"):
+        source.read(path.with_name(name))
+
+
+def test_students_get_the_empty_cell_and_instructors_the_solution(path):
+    lab = source.read(path)
+    student, solved = build.notebook(lab, "student"), build.notebook(lab, "solved")
+    nbformat.validate(student)
+    nbformat.validate(solved)
+    text = "\n".join(cell.source for cell in student.cells)
+    assert "answer = None" in text
+    assert "42" not in text
+    assert "answer = 42" in "\n".join(cell.source for cell in solved.cells)
+    assert student.metadata["workbench"] == {"lab": 4, "version": "student"}
+    exercise, check = student.cells[3], student.cells[4]
+    assert exercise.metadata["workbench"] == {"exercise": "4.1"}
+    assert check.metadata["workbench"] == {"check": "4.1"}
+
+
+def test_outputs_of_cells_that_did_not_change_are_kept(path, tmp_path):
+    student, solved = build.build(path, tmp_path, tmp_path / "solved", run=False)
+    made = nbformat.read(student, as_version=4)
+    data = {"image/svg+xml": "<svg/>", "text/html": "<svg/>", "text/plain": "a drawing"}
+    made.cells[1].outputs = [v4.new_output("display_data", data)]
+    nbformat.write(made, student)
+    path.write_text(LAB.replace("More text.", "Other text."))
+    build.build(path, tmp_path, tmp_path / "solved", run=False)
+    (kept,) = nbformat.read(student, as_version=4).cells[1].outputs
+    assert kept.data == {"image/svg+xml": "<svg/>", "text/plain": "a drawing"}
+    path.write_text(LAB.replace("step = 1", "step = 2"))
+    build.build(path, tmp_path, tmp_path / "solved", run=False)
+    assert nbformat.read(student, as_version=4).cells[1].outputs == []
+    assert solved.exists()
