@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 QUICKSTART = "00_quickstart.ipynb"
+SOLUTIONS = "solutions"
 CELL_TIMEOUT_S = 300
 SHARED = Path("share/distributed-workbench/notebooks")
 
@@ -144,7 +145,7 @@ def _lab(rest: list[str]) -> int:
     _need("jupyterlab")
     target = Path.cwd() / "workbench-notebooks"
     if not target.exists():
-        shutil.copytree(notebooks_folder(), target, ignore=shutil.ignore_patterns(".*"))
+        shutil.copytree(notebooks_folder(), target, ignore=shutil.ignore_patterns(".*", SOLUTIONS))
     command = [sys.executable, "-m", "jupyterlab", str(target), *rest]
     return subprocess.call(command, env=dict(os.environ))
 

@@ -50,6 +50,7 @@ def code(notebook, tag=""):
 
 
 @pytest.mark.cluster
+@pytest.mark.timing
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", [marked(path) for path in SOURCES])
 def test_with_its_solutions_a_lab_runs_and_its_checks_say_what_they_said(

@@ -74,8 +74,22 @@ def test_lab_opens_a_copy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.subprocess, "call", lambda command, env: calls.append(command) or 0)
     assert cli.main(["lab", "--no-browser"]) == 0
-    assert (tmp_path / "workbench-notebooks" / cli.QUICKSTART).is_file()
+    copied = {path.name for path in (tmp_path / "workbench-notebooks").iterdir()}
+    assert {cli.QUICKSTART, "lab_1.ipynb"} <= copied
+    assert cli.SOLUTIONS not in copied
     assert calls[0][-1] == "--no-browser"
+
+
+def test_labs_are_made_from_their_sources(tmp_path, capsys):
+    sources = cli.notebooks_folder() / cli.SOLUTIONS
+    solved = tmp_path / "solved"
+    where = ["--to", str(tmp_path), "--solved-to", str(solved)]
+    assert cli.main(["labs", str(sources / "lab_1.md"), *where]) == 0
+    assert (tmp_path / "lab_1.ipynb").is_file()
+    assert (solved / "lab_1_solved.ipynb").is_file()
+    assert "lab_1.ipynb" in capsys.readouterr().out
+    assert cli.main(["labs", str(sources / "lab_99.md"), *where]) == 1
+    assert "no such lab" in capsys.readouterr().err
 
 
 def test_a_command_is_needed(capsys):
