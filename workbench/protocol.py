@@ -234,6 +234,19 @@ class RunSpec:
     profile: tuple[int, ...] = ()
 
     @property
+    def host_ranks(self) -> list[int]:
+        """Ranks of the workers on this worker's host; all of them where hosts are not known."""
+        if not self.hosts:
+            return list(range(self.world_size))
+        workers = self.hosts[: self.world_size]  # servers follow; they have no local rank
+        return [rank for rank, name in enumerate(workers) if name == self.hosts[self.rank]]
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's index among those of its host."""
+        return self.host_ranks.index(self.rank)
+
+    @property
     def kept_as(self) -> int:
         """Rank under which this engine's rows are kept, for the whole of the run."""
         return self.rank if self.lane < 0 else self.lane

@@ -122,5 +122,22 @@ def test_a_run_spec_travels_as_json() -> None:
     assert RunSpec.from_wire(json.loads(json.dumps(bare.to_wire()))) == bare
 
 
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [
+        ((), [0, 1, 2, 3]),
+        (("a",) * 4, [0, 1, 2, 3]),
+        (("a", "b", "a", "b"), [0, 0, 1, 1]),
+        (("a",) * 6, [0, 1, 2, 3]),  # two servers behind the workers
+    ],
+)
+def test_a_local_rank_counts_the_workers_of_its_host(
+    hosts: tuple[str, ...], local: list[int]
+) -> None:
+    specs = [RunSpec("run", rank, 4, (0, 1, 2, 3), hosts=hosts) for rank in range(4)]
+    assert [spec.local_rank for spec in specs] == local
+    assert max(len(spec.host_ranks) for spec in specs) == max(local) + 1
+
+
 def test_events_are_documented() -> None:
     assert {"run_started", "eval", "log", "run_finished", "error"} <= set(EVENTS)

@@ -284,7 +284,7 @@ def _inject(namespace: dict[str, Any], spec: RunSpec, framework: Any) -> dict[st
     """Set the engines' names before the cell; return them to notice reassignment later."""
     names = {
         "rank": spec.rank,
-        "local_rank": spec.rank,
+        "local_rank": spec.local_rank,
         "world_size": spec.world_size,
         "device": spec.device,
         "wb": importlib.import_module("workbench"),

@@ -32,13 +32,11 @@ _store_port = 0
 def environ(spec: RunSpec) -> dict[str, str]:
     """Return the environment that torchrun would set, so that other libraries find their rank."""
     host = spec.hosts[spec.rank] if spec.hosts else ""
-    same = [rank for rank, name in enumerate(spec.hosts) if name == host]
-    local_rank = same.index(spec.rank) if same else spec.rank
-    local_size = len(same) or spec.world_size
+    local_size = len(spec.host_ranks)
     address, port = spec.store or ("127.0.0.1", 0)
     values = {
         "RANK": spec.rank,
-        "LOCAL_RANK": local_rank,
+        "LOCAL_RANK": spec.local_rank,
         "WORLD_SIZE": spec.world_size,
         "LOCAL_WORLD_SIZE": local_size,
         "GROUP_RANK": sorted(set(spec.hosts)).index(host) if spec.hosts else 0,
