@@ -1,0 +1,168 @@
+"""Lab 3: synchronous means waiting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..answers import Check, close
+from ..exercise import exercise
+
+SHARE = 0.05
+"""How far a rate that is read from a run may be off: tables round it."""
+SAME_S = 1e-4
+"""Two readings of one clock that are the same, after a copy through a tensor."""
+
+
+@exercise("3.1", "What to expect of a step")
+def expect(c: Check) -> None:
+    """Steps are equal, and waits are what is missing to the longest."""
+    work_ms = np.array([10.0, 40.0, 10.0])
+    step, wait = c.array("step_ms", (3,)), c.array("wait_ms", (3,))
+    c.expect(
+        float(np.ptp(step)) < 5,
+        "all workers see the same step",
+        f"`step_ms` differs from worker to worker: {_list(step)}",
+        "a step ends with the update, and nobody can update before the average is there",
+    )
+    c.expect(
+        bool(np.all(np.abs(step - work_ms.max()) <= 8)),
+        "its length is set by the right worker",
+        f"steps of {_list(step)} ms are not what these three workers take",
+        "for whom do the gradients have to wait before they can be averaged?",
+    )
+    c.expect(
+        bool(np.all(np.abs(wait - (work_ms.max() - work_ms)) <= 5)),
+        "the waits are right",
+        f"`wait_ms` is {_list(wait)}",
+        "own work and own wait add up to the step; the last one to arrive finds all others there",
+    )
+
+
+@exercise("3.2", "A step by hand", where="the engines")
+def by_hand(c: Check) -> None:
+    """Each worker knows its own wait: the latest of all times less its own."""
+    ready, found = c.engines("ready_s"), c.engines("wait_s")
+    waits = []
+    for rank, value in enumerate(found):
+        one = np.asarray(value).reshape(-1) if not isinstance(value, (str, dict)) else np.empty(0)
+        c.need(
+            len(one) == 1 and one.dtype.kind in "fiu",
+            f"`wait_s` of rank {rank} is {value!r}: one number is asked for.",
+            "`.item()` makes a number of a tensor with one element",
+        )
+        waits.append(float(one[0]))
+    truth = [max(ready) - mine for mine in ready]
+    c.need(len(ready) > 1, "One worker alone waits for nobody.", "run labs.begin(3) again")
+    c.expect(
+        min(waits) >= -SAME_S,
+        "nobody waits for less than no time",
+        f"a wait of {min(waits) * 1e3:.1f} ms is negative",
+        "take your own time from the latest one, not the other way round",
+    )
+    last = int(np.argmin(truth))
+    c.expect(
+        abs(waits[last]) <= SAME_S,
+        "the worker that was ready last waits for nobody",
+        f"rank {last} was ready last, and its `wait_s` is {waits[last] * 1e3:.1f} ms",
+        "the time that everybody waits for is one of the times themselves: which one?",
+    )
+    off = [r for r in range(len(ready)) if abs(waits[r] - truth[r]) > SAME_S and r != last]
+    c.expect(
+        not off,
+        "the others wait until it is ready",
+        f"the wait of rank {off[0] if off else 0} is {waits[off[0] if off else 0] * 1e3:.1f} ms, "
+        "which is not the time until the last one was ready",
+        "all workers need the same time to wait for: ask for it with one all_reduce, and mind its "
+        "`op`",
+    )
+
+
+@exercise("3.3", "Find the slow worker")
+def blind(c: Check) -> None:
+    """The culprit of a run whose straggler was drawn by chance, and what each worker could do."""
+    run = c.run("blind")
+    rank, step, wait = (run.history[k] for k in ("rank", "step_s", "sync_wait_s"))
+    samples = run.history["samples"]
+    workers = len(run.engines)
+    waited = [float(np.nansum(wait[rank == r])) for r in range(workers)]
+    busy = [float(step[rank == r].sum()) - waited[r] for r in range(workers)]
+    truth = [float(samples[rank == r].sum()) / busy[r] for r in range(workers)]
+    culprit = c.whole("culprit")
+    c.need(0 <= culprit < workers, f"There is no rank {culprit}.", f"ranks are 0 to {workers - 1}")
+    c.expect(
+        culprit == int(np.argmin(truth)),
+        "that is the slow worker",
+        f"worker {culprit} waited {waited[culprit] * 1e3:.0f} ms in all: it is not the slow one",
+        "who waits is early; for whom do the others wait? blind.blame() has a column for each",
+    )
+    found = c.array("potential", (workers,))
+    c.expect(
+        bool(np.all(found > 0)) and max(found) > 1.2 * min(found),
+        "the potentials tell the workers apart",
+        f"`potential` is {_list(found)}: nearly the same for all",
+        "divide by the time in which the worker was busy, without its waits",
+    )
+    c.expect(
+        all(close(a, b, SHARE) for a, b in zip(found, truth, strict=True)),
+        "they are samples by busy time",
+        f"`potential` is {_list(found)}, which the run does not show",
+        "add up over the run first, then divide: the samples of a worker by its steps less its "
+        "waits",
+    )
+
+
+@exercise("3.4", "How much of its time a worker waits")
+def share(c: Check) -> None:
+    """(n/(n+1) - 1/2) / (n/(n+1)) = (n - 1) / 2n."""
+    for n in (1, 2, 3, 8, 1000):
+        found = _float(c, "waiting_share", n)
+        if n == 1:
+            c.need(
+                abs(found) < 1e-9,
+                f"waiting_share(1) returned {found:.4g}.",
+                "for whom does a worker wait that is alone?",
+            )
+        c.need(
+            0 <= found < 1,
+            f"waiting_share({n}) returned {found:.4g}.",
+            "a share is a fraction of the whole step: it lies between 0 and 1",
+        )
+        c.need(
+            math.isclose(found, (n - 1) / (2 * n), rel_tol=1e-6, abs_tol=1e-9),
+            f"waiting_share({n}) returned {found:.4g}.",
+            "the mean wait is the mean step less the mean delay; divide it by the mean step",
+        )
+    c.expect(True, "the share is right, for few workers and for many", "")
+
+
+@exercise("3.5", "Keep it or drop it")
+def keep(c: Check) -> None:
+    """The others' step without it, as they share its part: t n / (n - 1)."""
+    for n, t_s in ((3, 0.01), (2, 0.02), (10, 0.3)):
+        found = _float(c, "keep_up_to_s", n, t_s)
+        c.need(
+            math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
+            f"keep_up_to_s({n}, {t_s}) returned {found:.4g}: there, keeping and dropping take "
+            "different times.",
+            "how large is the part of each worker once the slow one has gone, and how long does "
+            "it take for that part?",
+        )
+    c.expect(True, "there, keeping it and dropping it take the same time", "")
+
+
+def _float(c: Check, name: str, *args: float) -> float:
+    found = c.call(name, *args)
+    shown = ", ".join(map(str, args))
+    try:
+        value = float(found)
+    except (TypeError, ValueError):
+        c.wrong(f"{name}({shown}) returned {found!r}: a number is asked for.")
+    c.need(math.isfinite(value), f"{name}({shown}) returned {value}: a finite number is asked for.")
+    return value
+
+
+def _list(values: np.ndarray[Any, Any]) -> str:
+    return "[" + ", ".join(f"{value:.3g}" for value in values) + "]"
