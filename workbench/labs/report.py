@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,5 +101,10 @@ class Report:
 
 def _line(finding: Finding) -> str:
     mark = f'<span style="color:{_COLORS[finding.right]}">{MARKS[finding.right]}</span>'
-    hint = f'<div style="opacity:.72;padding-left:1.2em">hint: {html.escape(finding.hint)}</div>'
-    return f"<div>{mark} {html.escape(finding.words)}</div>{hint if finding.hint else ''}"
+    hint = f'<div style="opacity:.72;padding-left:1.2em">hint: {_code(finding.hint)}</div>'
+    return f"<div>{mark} {_code(finding.words)}</div>{hint if finding.hint else ''}"
+
+
+def _code(words: str) -> str:
+    """Return words for a page, with what stands in backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(words))
