@@ -205,12 +205,12 @@ class Check:
         return found
 
     def ask(
-        self, source: str, *, limit_s: float = LIMIT_S, framework: str | None = None
+        self, source: str, *, limit_s: float = LIMIT_S, framework: str | None = None, hint: str = ""
     ) -> list[Any]:
         """Run code on every engine and return what it left in `_labs_answer`, by rank.
 
         Code that hangs is interrupted after `limit_s` seconds; an exception in it ends the check
-        with its words.
+        with its words, and `hint`.
         """
         try:
             cluster = session.need_cluster()
@@ -226,7 +226,7 @@ class Check:
                 "message nobody sends waits for ever",
             )
         if (failure := task.failure()) is not None:
-            self.wrong(_failed(failure), failure.next_step or "")
+            self.wrong(_failed(failure), hint or failure.next_step or "")
         found = cluster.pull([_ANSWER], task.ids)
         return [found[engine].get(_ANSWER) for engine in task.ids]
 
