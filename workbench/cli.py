@@ -1,4 +1,4 @@
-"""`workbench demo`, `lab`, `labs`, `ps` and `stop`: the main job from a shell."""
+"""`workbench demo`, `lab`, `labs`, `grade`, `ps` and `stop`: the main job from a shell."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.command in ("ps", "stop"):
             return cli_clusters.run(given)
-        if given.command == "labs":
+        if given.command in cli_labs.COMMANDS:
             return cli_labs.run(given)
         return _demo(given.out) if given.command == "demo" else _lab(rest)
     except WorkbenchError as error:

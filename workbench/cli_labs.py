@@ -1,10 +1,24 @@
-"""`workbench labs`: the labs' notebooks made from their sources."""
+"""`workbench labs` and `grade`: labs made from their sources, and what students hand in."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlanError, WorkbenchError
+
+if TYPE_CHECKING:
+    from .labs.grading.limits import Limits
+
+COMMANDS = ("labs", "grade")
+NOT_GRADED = 2
+_GRADE = """\
+Runs each notebook's exercises in the lab as it was handed out, in processes of its own.
+Exit status: 0 all graded and all right; 1 all graded, something is not right; 2 something could
+not be graded, or an argument is wrong."""
 
 
 def add_commands(commands: Any) -> None:
@@ -20,11 +34,36 @@ def add_commands(commands: Any) -> None:
     labs.add_argument(
         "--run", action="store_true", help="run each lab with its solutions and keep the outputs"
     )
+    _add_grade(commands)
+
+
+def _add_grade(commands: Any) -> None:
+    grade = commands.add_parser(
+        "grade", help="grade notebooks that students have handed in", description=_GRADE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = grade.add_argument
+    add("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
+    add("--json", metavar="FILE", help="write everything there as JSON; - for standard output")
+    add("--limit", type=float, default=60.0, metavar="SECONDS", help="for a cell (default 60)")
+    add("--total", type=float, default=600.0, metavar="SECONDS",
+        help="for a notebook (default 600)")  # fmt: skip
+    add("--memory", type=float, default=4.0, metavar="GB", help="for a notebook (default 4)")
+    add("--jobs", type=int, default=1, metavar="N",
+        help="notebooks at once (default 1: labs measure times)")  # fmt: skip
+    add("--lab", type=Path, metavar="FILE",
+        help="the lab as handed out (default: the one that the notebook names)")  # fmt: skip
 
 
 def run(given: argparse.Namespace) -> int:
     """Do what one of these commands asks for; return the exit status."""
-    return _make(given)
+    if given.command == "labs":
+        return _make(given)
+    try:
+        return _grade(given)
+    except WorkbenchError as error:
+        print(error, file=sys.stderr)
+        return NOT_GRADED
 
 
 def _make(given: argparse.Namespace) -> int:
@@ -38,3 +77,54 @@ def _make(given: argparse.Namespace) -> int:
         took = f" ({time.perf_counter() - began:.0f} s)" if given.run else ""
         print(f"{source}: {', '.join(map(str, made))}{took}")
     return 0
+
+
+def _grade(given: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from .cli import notebooks_folder
+    from .labs.grading.outcome import Graded, printable
+    from .labs.grading.showing import status, table, to_json
+    from .labs.grading.supervise import grade
+
+    limits = _limits(given)
+
+    def done(one: Graded) -> None:
+        words = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "not graded"
+        print(f"{printable(one.file)}: {words}, {one.seconds:.0f} s", file=sys.stderr, flush=True)
+
+    graded = grade(
+        given.notebooks, notebooks=Path() if given.lab else notebooks_folder(),
+        canonical=given.lab, limits=limits, jobs=given.jobs, done=done,
+    )  # fmt: skip
+    content = to_json(graded, asdict(limits))
+    if given.json == "-":
+        print(content, end="")
+    else:
+        print(table(graded).text())
+        if given.json:
+            Path(given.json).write_text(content, encoding="utf-8")
+    return status(graded)
+
+
+def _limits(given: argparse.Namespace) -> Limits:
+    """Return the limits, once all arguments make sense."""
+    from .labs.grading.limits import Limits
+    from .labs.grading.reading import Unreadable
+    from .labs.grading.runner import lab_of
+
+    least = {"limit": 1, "total": 10, "memory": 0.5, "jobs": 1}
+    for name, value in least.items():
+        seen = getattr(given, name)
+        if not value <= seen < 10**7:  # so is what is no number
+            raise PlanError(f"--{name} is out of range.", seen=seen, allowed=f"{value} or more")
+    if given.lab is not None:
+        try:
+            lab_of(given.lab)
+        except Unreadable as why:
+            raise PlanError(f"--lab cannot be used: {why}", seen=str(given.lab)) from None
+    if given.json not in (None, "-"):
+        folder = Path(given.json).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
+            raise PlanError("--json cannot be written there.", seen=given.json)
+    return Limits(cell_s=given.limit, total_s=given.total, memory_gb=given.memory)

@@ -1,0 +1,39 @@
+"""What of the grader's environment a notebook sees, and where it is told to keep its files."""
+
+from __future__ import annotations
+
+import os
+import site
+from pathlib import Path
+
+from .processes import MARK
+
+_KEPT = (
+    "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME", "SYSTEMROOT",
+)  # fmt: skip
+"""What of the grader's environment a notebook sees: no secret has one of these names."""
+
+
+def kept() -> dict[str, str]:
+    """Return what is taken over from our own environment."""
+    found = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    if site.ENABLE_USER_SITE:
+        found["PYTHONUSERBASE"] = site.getuserbase()
+    return found
+
+
+def environment(folder: Path, mark: str) -> dict[str, str]:
+    """Return the environment of a notebook that lives in `folder`."""
+    places = {
+        "HOME": "home", "TMPDIR": "t", "WORKBENCH_HOME": "runs", "IPYTHONDIR": "ipython",
+        "JUPYTER_CONFIG_DIR": "jupyter", "JUPYTER_DATA_DIR": "jupyter", "MPLCONFIGDIR": "plots",
+        "JUPYTER_RUNTIME_DIR": "jupyter", "XDG_CACHE_HOME": "home", "XDG_CONFIG_HOME": "home",
+        "XDG_DATA_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "home", "KERAS_HOME": "home",
+    }  # fmt: skip
+    for place in {*places.values(), "work"}:
+        (folder / place).mkdir(parents=True, exist_ok=True)
+    ours = {name: str(folder / place) for name, place in places.items()}
+    fixed = {"PYTHONHASHSEED": "0", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    return {**kept(), **ours, **fixed, MARK: mark, "JPY_PARENT_PID": str(os.getpid())}

@@ -1,0 +1,207 @@
+"""The grader's wire to a kernel: start it, run cells within a time, interrupt it, end it.
+
+Outputs are not listened to, so a cell may print what it likes: its kernel drops it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.session import Session
+
+from . import processes
+from .environment import environment
+from .limits import Limits
+from .watch import Watch
+
+START_S = 90.0
+LEAVE_S = 8.0
+POLL_MS = 50
+MOST_REPLY_BYTES = 8_000_000
+
+
+class Gone(Exception):
+    """The kernel is no more; the message says why."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of a cell.
+
+    Attributes:
+        error: What it raised, in a line; empty where it raised nothing.
+        interrupted: Whether it took too long, and heeded the interrupt.
+        answer: What `inside` answered.
+    """
+
+    error: str = ""
+    interrupted: bool = False
+    seconds: float = 0.0
+    answer: dict[str, Any] | None = None
+
+
+class Link:
+    """One kernel in a folder of its own.
+
+    Args:
+        folder: New and empty; nothing of it is used by another kernel.
+        deadline: When all must be over, by `time.monotonic`.
+    """
+
+    def __init__(self, folder: Path, lab: int, mark: str, limits: Limits, deadline: float) -> None:
+        self._limits, self._mark, self._deadline = limits, mark, deadline
+        self._nonce = secrets.token_hex(16)
+        env = environment(folder, mark)
+        key = secrets.token_hex(32)
+        wire = {
+            "transport": "ipc", "ip": str(folder / "k"), "key": key, "shell_port": 1,
+            "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5,
+            "signature_scheme": "hmac-sha256", "kernel_name": "",
+        }  # fmt: skip
+        connection = folder / "kernel.json"
+        connection.write_text(json.dumps(wire), encoding="utf-8")
+        connection.chmod(0o600)
+        self._log = folder / "kernel.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "workbench.labs.grading.kernel"],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder / "work", env=env,
+                start_new_session=True,
+            )  # fmt: skip
+        given = {"nonce": self._nonce, "lab": lab, "limits": asdict(limits)}
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as stdin:
+            stdin.write(json.dumps({**given, "connection": str(connection)}).encode() + b"\n")
+        self._session = Session(key=key.encode())
+        self._context = zmq.Context()
+        self._shell, self._control = (self._socket(f"{folder / 'k'}-{port}") for port in (1, 4))
+        self.watch = Watch(limits, self.family, self.kill)
+
+    def _socket(self, path: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_REPLY_BYTES)
+        socket.connect(f"ipc://{path}")
+        return socket
+
+    # -- its processes -----------------------------------------------------------------------------
+
+    def family(self) -> list[Any]:
+        """Every process that the notebook has started: all our descendants."""
+        return processes.below(os.getpid())
+
+    def kill(self) -> None:
+        """End the kernel and all that it has started, at once."""
+        processes.end(self.family)
+
+    def end(self) -> None:
+        """End the kernel as Jupyter does, so that it can clear away; then whatever is left."""
+        if self.process.poll() is None:
+            self._send(self._control, "shutdown_request", {"restart": False})
+        until = time.monotonic() + LEAVE_S
+        while self.family() and time.monotonic() < until:
+            time.sleep(0.05)
+        self.watch.stop()
+        processes.end(lambda: {*self.family(), *processes.marked(self._mark)})
+        self.process.wait()
+        for socket in (self._shell, self._control):
+            socket.close(linger=0)
+        self._context.term()
+
+    # -- cells -------------------------------------------------------------------------------------
+
+    def begin(self) -> dict[str, str]:
+        """Wait until the kernel answers; return the titles of the lab's exercises.
+
+        Raises:
+            Gone: It did not start.
+        """
+        try:
+            answer = self._run(self._nonce + "{}", START_S, interrupt=False).answer or {}
+        except Gone as gone:
+            tail = self._log.read_bytes()[-800:].decode("utf-8", "replace").strip()
+            raise Gone(f"{gone} (its last words: {tail})" if tail else str(gone)) from None
+        titles: dict[str, str] = answer.get("titles", {})
+        return titles
+
+    def ask(self, do: str, exercise: str = "", *, limit_s: float = 30.0) -> Reply:
+        """Have `inside` do something.
+
+        Raises:
+            Gone: The kernel is no more.
+        """
+        return self._run(self._nonce + json.dumps({"do": do, "exercise": exercise}), limit_s)
+
+    def run(self, source: str, limit_s: float) -> Reply:
+        """Run a cell.
+
+        Raises:
+            Gone: The kernel ended, or had to be ended.
+        """
+        return self._run(source, limit_s)
+
+    def _run(self, source: str, limit_s: float, *, interrupt: bool = True) -> Reply:
+        began = time.monotonic()
+        number = self._send(self._shell, "execute_request", {
+            "code": source, "silent": False, "store_history": False, "user_expressions": {},
+            "allow_stdin": False, "stop_on_error": False,
+        })  # fmt: skip
+        until = min(began + limit_s, self._deadline)
+        content = self._reply(number, until)
+        interrupted = content is None
+        if content is None and interrupt:
+            self._interrupt()
+            content = self._reply(number, time.monotonic() + self._limits.grace_s)
+        if content is None:
+            self.kill()
+            raise Gone(f"it took longer than {limit_s:g} s and heeded no interrupt")
+        error = ""
+        if content.get("status") == "error":
+            error = f"{content.get('ename')}: {content.get('evalue')}"
+        answer = content.get(self._nonce)
+        return Reply(error, interrupted, time.monotonic() - began, answer)
+
+    def _send(self, socket: zmq.Socket[bytes], kind: str, content: dict[str, Any]) -> str:
+        message = self._session.msg(kind, content)
+        with contextlib.suppress(zmq.ZMQError):
+            self._session.send(socket, message)
+        return str(message["header"]["msg_id"])
+
+    def _reply(self, number: str, until: float) -> dict[str, Any] | None:
+        """Return the reply to a message; None when it has not come by then."""
+        while True:
+            while self._shell.poll(POLL_MS):
+                with contextlib.suppress(Exception):  # what is no message of Jupyter's
+                    _, message = self._session.recv(self._shell, mode=zmq.NOBLOCK)
+                    if message and message["parent_header"].get("msg_id") == number:
+                        return dict(message["content"])
+            if self.watch.broken:
+                raise Gone(self.watch.broken)
+            if self.process.poll() is not None:
+                raise Gone(self.watch.broken or _ended(self.process.returncode))
+            if time.monotonic() > until:
+                return None
+
+    def _interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            os.kill(self.process.pid, signal.SIGINT)
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"it ended the notebook's process (exit code {code})"
+    try:
+        return f"it ended the notebook's process ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"it ended the notebook's process (signal {-code})"

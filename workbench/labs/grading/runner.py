@@ -1,0 +1,112 @@
+"""The process that grades one notebook: reads it, merges it, runs it, settles every exercise.
+
+It takes what it is to do as JSON on standard input, and writes what came out to standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+
+from . import processes
+from .limits import Limits
+from .merging import Merged, merge
+from .outcome import Graded, Outcome
+from .reading import Book, Unreadable, read
+from .settling import Grading
+
+_WATCH_PARENT_S = 1.0
+
+
+def grade(path: Path, canonical: Path | None, notebooks: Path, folder: Path,
+          limits: Limits) -> Graded:  # fmt: skip
+    """Grade one notebook.
+
+    Args:
+        canonical: The lab as it was handed out; by default found in `notebooks`.
+        folder: For its kernels; private, and removed by somebody else.
+    """
+    began = time.monotonic()
+    graded = Graded(str(path), versions=versions())
+    try:
+        merged = _prepare(path, canonical, notebooks, graded)
+    except Unreadable as why:
+        graded.problems.append(str(why))
+        return graded
+    Grading(merged, graded, folder, limits).run()
+    graded.seconds = time.monotonic() - began
+    return graded
+
+
+def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded) -> Merged:
+    handed_in = read(path)
+    graded.lab = handed_in.lab if handed_in.lab is not None else handed_in.guessed_lab()
+    if canonical is None:
+        if graded.lab is None:
+            raise Unreadable("It is of no lab: it names none, and has no cell `# YOUR CODE`.")
+        canonical = notebooks / f"lab_{graded.lab}.ipynb"
+        if not canonical.is_file():
+            raise Unreadable(f"It is of lab {graded.lab}, which does not exist.")
+    lab = read(canonical)
+    wanted = lab.lab if lab.lab is not None else lab.guessed_lab()
+    merged = merge(lab, handed_in)
+    if wanted != graded.lab and len(merged.untouched) == len(merged.exercises):
+        theirs = "no lab" if graded.lab is None else f"lab {graded.lab}"
+        raise Unreadable(f"It is of {theirs}; lab {wanted} is asked for.")
+    graded.lab = wanted
+    graded.outcomes = [Outcome(number) for number in merged.exercises]
+    graded.notes = merged.notes
+    return merged
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("distributed-workbench", "torch", "tensorflow"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def lab_of(path: Path) -> Book:
+    """Return a lab as handed out, to see that it can be used.
+
+    Raises:
+        Unreadable: It is none.
+    """
+    lab = read(path)
+    if not any(cell.check for cell in lab.cells):
+        raise Unreadable("It has no checks: name a student's notebook that `workbench labs` made.")
+    return lab
+
+
+def _end_with(parent: int) -> None:
+    """End all and ourselves when the process that started us is no more."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_PARENT_S)
+    processes.end(lambda: processes.below(os.getpid()))
+    os._exit(1)
+
+
+def main() -> None:
+    """Grade the notebook that standard input names."""
+    given = json.loads(sys.stdin.readline())
+    processes.adopt()
+    threading.Thread(target=_end_with, args=(given["parent"],), daemon=True).start()
+    canonical = given["canonical"]
+    graded = grade(
+        Path(given["path"]), None if canonical is None else Path(canonical),
+        Path(given["notebooks"]), Path(given["folder"]), Limits(**given["limits"]),
+    )  # fmt: skip
+    sys.stdout.write(json.dumps(graded.to_wire()))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

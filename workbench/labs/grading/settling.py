@@ -1,0 +1,198 @@
+"""Runs a lab with a student's answers until every exercise is settled."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from .limits import STEP_S, Limits
+from .link import Gone, Link, Reply
+from .merging import Item, Merged
+from .outcome import Graded, Outcome
+
+
+class _Again(Exception):
+    """The kernel is to be started anew, without the cells of an exercise."""
+
+
+class _Enough(Exception):
+    """Nothing more can be graded."""
+
+
+class Grading:
+    """One notebook's lab, run until every exercise is settled.
+
+    Args:
+        folder: Where its kernels live, each in a folder of its own.
+    """
+
+    def __init__(self, merged: Merged, graded: Graded, folder: Path, limits: Limits) -> None:
+        self._merged, self._graded, self._folder, self._limits = merged, graded, folder, limits
+        self._deadline = time.monotonic() + limits.total_s
+        self._open = dict.fromkeys(merged.exercises)
+        self._outcomes = {one.exercise: one for one in graded.outcomes}
+        self._left_out: set[str] = set()
+        self._ran: list[str] = []  # exercises whose cells ran in this kernel, in order
+        self._engines = 0
+        self._lost_by = ""  # the exercise whose cells left fewer engines
+
+    def run(self) -> None:
+        """Settle every exercise, or say why not."""
+        try:
+            self._pass()
+            while self._open:
+                self._graded.restarts += 1
+                self._pass()
+        except _Enough as why:
+            for number in self._open:
+                self._outcomes[number].error = f"not reached: {why}"
+            self._graded.problems.append(f"Not all of it was graded: {why}.")
+
+    def _pass(self) -> None:
+        self._ran, self._engines, self._lost_by = [], 0, ""
+        folder = self._folder / str(self._graded.restarts)
+        folder.mkdir()
+        mark = self._folder.name
+        link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline)
+        try:
+            self._begin(link)
+            with contextlib.suppress(_Again):
+                for item in self._merged.items:
+                    if self._open:
+                        self._check_time()
+                        getattr(self, f"_{item.kind}")(link, item)
+        finally:
+            link.end()
+
+    def _begin(self, link: Link) -> None:
+        try:
+            titles = link.begin()
+        except Gone as gone:
+            raise _Enough(f"its kernel did not start: {gone}") from None
+        for number, one in self._outcomes.items():
+            one.title = titles.get(number, one.title)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise _Enough(f"the notebook's {self._limits.total_s:g} s were over")
+
+    # -- the lab's steps ---------------------------------------------------------------------------
+
+    def _step(self, link: Link, item: Item) -> None:
+        try:
+            reply = link.run(item.sources[0], max(self._limits.cell_s, STEP_S))
+            after = link.ask("after_step").answer or {}
+        except Gone as gone:
+            self._fell(item, str(gone))
+        if reply.interrupted or reply.error:
+            self._check_time()
+            self._without_the_loser("")
+            why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
+            self._problem(f"The lab's step in cell {item.place} failed: {why}")
+        self._engines = max(self._engines, after.get("engines", 0))
+
+    def _problem(self, words: str) -> None:
+        if words not in self._graded.problems:
+            self._graded.problems.append(words)
+
+    def _fell(self, item: Item, why: str) -> None:
+        """The kernel is gone in a step or a check: somebody's cell has prepared that."""
+        self._check_time()
+        mine = [item.exercise] if item.kind == "check" else []
+        suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
+        if not suspects:
+            raise _Enough(f"the lab's cell {item.place} failed, and no answer had run: {why}")
+        if item.kind == "step":
+            why = f"after its cell had run, cell {item.place} of the lab failed: {why}"
+        self._stop(suspects[0], why)
+
+    def _stop(self, number: str, why: str) -> None:
+        """Leave an exercise's cells out from now on, and begin again."""
+        outcome = self._outcomes[number]
+        if number in self._open:
+            self._settle(number, "stopped", why)
+        elif outcome.passed:  # it was right, and brought the kernel down later
+            outcome.state, outcome.error = "stopped", why
+        self._leave_out(number)
+
+    def _leave_out(self, number: str) -> None:
+        self._left_out.add(number)
+        if not self._open:
+            return
+        if self._graded.restarts >= self._limits.restarts:
+            raise _Enough(f"its kernel was started anew {self._limits.restarts} times")
+        raise _Again
+
+    def _without_the_loser(self, number: str) -> None:
+        """Begin again if cells of another exercise have cost engines that are needed here."""
+        lost_by = self._lost_by
+        if lost_by and lost_by != number and lost_by not in self._left_out:
+            self._problem(f"Exercise {lost_by} ended engines that later cells need: it was left "
+                          "out, and the lab run again.")  # fmt: skip
+            self._leave_out(lost_by)
+
+    # -- exercises ---------------------------------------------------------------------------------
+
+    def _settle(self, number: str, state: Any, error: str = "") -> None:
+        outcome = self._outcomes[number]
+        outcome.state, outcome.error = state, error or outcome.error
+        self._open.pop(number, None)
+
+    def _answer(self, link: Link, item: Item) -> None:
+        number, outcome = item.exercise, self._outcomes[item.exercise]
+        is_open = number in self._open
+        left_out = number in self._left_out
+        try:
+            for source in [item.stub] if left_out else item.sources:
+                reply = link.run(source, self._limits.cell_s)
+                if is_open:
+                    self._take(outcome, reply)
+            self._mended(link.ask("mend"), number if is_open else "")
+        except Gone as gone:
+            self._check_time()
+            self._stop(number, str(gone))
+        if not left_out:
+            self._ran.append(number)
+        self._check_time()
+
+    def _take(self, outcome: Outcome, reply: Reply) -> None:
+        outcome.seconds += reply.seconds
+        if reply.interrupted:
+            outcome.error = f"it took longer than {self._limits.cell_s:g} s and was interrupted"
+            outcome.state = "stopped"
+        elif reply.error and not outcome.error:
+            outcome.error = reply.error
+
+    def _mended(self, reply: Reply, number: str) -> None:
+        answer = reply.answer or {}
+        if number:
+            self._outcomes[number].put_back += answer.get("put_back", [])
+            if answer.get("engines", 0) < self._engines and not self._lost_by:
+                self._lost_by = number
+
+    def _check(self, link: Link, item: Item) -> None:
+        number = item.exercise
+        if number not in self._open:
+            return
+        outcome = self._outcomes[number]
+        try:
+            reply = link.ask("check", number, limit_s=self._limits.cell_s)
+        except Gone as gone:
+            self._fell(item, f"in its check, {gone}")
+        self._check_time()
+        answer = reply.answer or {}
+        report = answer.get("report") or {}
+        passed = report.get("passed") is True
+        if not passed:
+            self._without_the_loser(number)
+        self._mended(reply, number)
+        outcome.seconds += reply.seconds
+        outcome.findings = report.get("findings") or []
+        if outcome.state == "stopped":
+            self._settle(number, "stopped")
+        elif passed:
+            self._settle(number, "right")
+        else:
+            self._settle(number, "untouched" if number in self._merged.untouched else "wrong")

@@ -1,0 +1,85 @@
+"""The result for people: a table; and for programs: JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...views.table import Column, Table
+from .outcome import MARKS, NOT_GRADED, RIGHT, Graded, Outcome, printable
+
+_WRAP = 72
+_FORMAT = 1
+"""Of the JSON; grows when a field changes its meaning."""
+
+
+def status(graded: Sequence[Graded]) -> int:
+    """The exit status: 0 all right, 1 something is not, 2 something could not be graded."""
+    return max((one.status for one in graded), default=RIGHT)
+
+
+def table(graded: Sequence[Graded]) -> Table:
+    """Return a row for each notebook, a column for each exercise, points, and reasons."""
+    numbers = sorted({o.exercise for one in graded for o in one.outcomes}, key=_order)
+    columns = [Column("notebook", "left"), *(Column(number, "left") for number in numbers)]
+    columns += [Column("points"), Column("s"), Column("what is not right", "left", _WRAP)]
+    rows: list[list[str]] = []
+    for one in graded:
+        rows.extend(_rows(one, numbers))
+    legend = ", ".join(f"{mark} {state}" for state, mark in MARKS.items())
+    right = sum(one.status == RIGHT for one in graded)
+    title = f"{right} of {len(graded)} notebooks all right"
+    return Table(columns, rows, title, [legend, *_notes(graded)])
+
+
+def _order(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in number.split("."))
+
+
+def _rows(one: Graded, numbers: Sequence[str]) -> list[list[str]]:
+    mine = {outcome.exercise: outcome for outcome in one.outcomes}
+    marks = [MARKS[mine[number].state] if number in mine else "" for number in numbers]
+    points = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "-"
+    first = [printable(Path(one.file).name), *marks, points, f"{one.seconds:.0f}"]
+    reasons = [_reason(outcome) for outcome in one.outcomes if not outcome.passed]
+    reasons += [_line(problem) for problem in one.problems]
+    blank = [""] * len(first)
+    return [[*(blank if i else first), reason] for i, reason in enumerate(reasons or [""])]
+
+
+def _reason(outcome: Outcome) -> str:
+    return _line(f"{outcome.exercise}: {outcome.reason}")
+
+
+def _line(words: str) -> str:
+    """Return words that fit a table: one line, no word that widens it."""
+    short = [w if len(w) <= _WRAP else w[: _WRAP - 3] + "..." for w in printable(words).split()]
+    line = " ".join(short)
+    return line if len(line) <= 4 * _WRAP else line[: 4 * _WRAP - 3] + "..."
+
+
+def _notes(graded: Sequence[Graded]) -> list[str]:
+    found = []
+    for one in graded:
+        name = printable(Path(one.file).name)
+        found += [f"{name}: {_line(note)}" for note in one.notes]
+        found += [
+            f"{name}: {outcome.exercise} had redefined {_line(', '.join(outcome.put_back))}: "
+            "put back"
+            for outcome in one.outcomes if outcome.put_back
+        ]  # fmt: skip
+    return found
+
+
+def to_json(graded: Sequence[Graded], limits: dict[str, Any]) -> str:
+    """Return everything that is known, as JSON."""
+    content = {
+        "format": _FORMAT,
+        "status": status(graded),
+        "ungraded": sum(one.status == NOT_GRADED for one in graded),
+        "limits": limits,
+        "notebooks": [one.to_wire() for one in graded],
+    }
+    return json.dumps(content, indent=1) + "\n"
