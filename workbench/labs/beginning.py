@@ -37,7 +37,7 @@ def begin(
     count = len(exercises(lab))
     shell = _shell()
     if shell is not None:
-        shell.run_line_magic("load_ext", "workbench")
+        shell.extension_manager.load_extension("workbench")
         limit.install(shell, limit_s)
     asking.forget(lab)
     line = ProgressLine()
@@ -58,8 +58,8 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
                 "The notebook works on a kept cluster; a lab clears its engines.",
                 next_step="begin the lab in a notebook of its own, or %cluster stop first",
             )
-        session.stop()
         words = f" (a cluster of {len(old.worker_ids)} was stopped for it)"
+        session.stop()
     elif old is not None:
         dropped = sum(old.free().values())
         words = f" ({dropped} variables of earlier cells were cleared)" if dropped else ""

@@ -1,0 +1,327 @@
+"""Lab 2: all-reduce by hand.
+
+Tensors under test hold `10**rank` times a number that tells its place, so that each decimal digit
+of a quotient says how often a worker's part is in a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..answers import Check
+from ..exercise import exercise
+
+LIMIT_S = 40.0
+"""Beyond what `Mail` waits for messages, for an answer that hangs without them."""
+
+SIZES = (12, 7, 1)
+"""Numbers in the tensors: divisible by three workers, not divisible, fewer than workers."""
+
+NUMBER_BYTES = 4
+
+STEP_BY_STEP = (
+    "follow the messages on paper: to each send belongs a receive of the same size on the other "
+    "worker, and while one waits for the other nothing else happens on both"
+)
+
+EXACT = 1e-9
+"""How far weights in double precision may differ; rounding is below 1e-14."""
+
+_ADD_UP = """
+def _labs_look():
+    found = []
+    for groups in {groups!r}:
+        for size in {sizes!r}:
+            x = (torch.arange(size) % 9 + 1).float() * 10**rank
+            mail = Mail()
+            {name}(x, mail, *groups)
+            found.append([x, mail.sent_bytes, dict(mail.sent_to)])
+    return found
+_labs_answer = _labs_look()
+del _labs_look
+"""
+
+_TRAIN = """
+def _labs_look():
+    def model():
+        torch.manual_seed(5)
+        return torch.nn.Sequential(
+            torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+        ).double()
+    torch.manual_seed(6)
+    batches = [
+        (torch.randn(size, 6).double(), torch.randint(0, 3, (size,)))
+        for size in (8 * world_size + 1, 2 * world_size + 1, 8 * world_size + 1)
+    ]
+    together, alone = model(), model()
+    train(together, batches, dist.all_reduce)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5, momentum=0.9)
+    for x, y in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(alone(x), y).backward()
+        optimizer.step()
+    flat = torch.nn.utils.parameters_to_vector
+    return [flat(net.parameters()) for net in (together, alone, model())]
+_labs_answer = _labs_look()
+del _labs_look
+"""
+
+Groups = list[list[int]]
+
+
+def _ready(c: Check, function: str) -> int:
+    """End the check unless the engines have the function and the post office; count them."""
+    have = c.ask(f"_labs_answer = [callable(globals().get(n)) for n in ('Mail', {function!r})]")
+    c.need(
+        all(one[0] for one in have),
+        "The engines have no `Mail`.",
+        "run the cell of section 2 that defines it, then the exercise's cell again",
+    )
+    c.need(
+        all(one[1] for one in have),
+        f"The engines have no function `{function}`.",
+        f"run the cell of exercise {c.number}; it begins with %%distributed",
+    )
+    return len(have)
+
+
+def _added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> list[Any]:
+    """Run an all-reduce on the engines; return by engine its results, one for each trial."""
+    groups = [[]] if groupings is None else [[one] for one in groupings]
+    source = _ADD_UP.format(groups=groups, sizes=SIZES, name=function)
+    return c.ask(source, limit_s=LIMIT_S, hint=STEP_BY_STEP)
+
+
+def _sums(c: Check, found: list[Any], trials: list[str]) -> bool:
+    """Say whether every worker has the sum in every trial; of the first wrong one, what it has."""
+    workers = len(found)
+    whole = sum(10**rank for rank in range(workers))
+    for place, trial in enumerate(trials):
+        parts = [_parts(worker[place][0]) for worker in found]
+        changed = any((parts[rank] != 10**rank).any() for rank in range(workers))
+        for rank in range(workers):
+            if not (parts[rank] == whole).all():
+                said = _unlike(rank, workers, parts[rank], whole, trial, changed)
+                return c.expect(False, "", *said)
+    return c.expect(True, "every worker has the sum, whatever the tensor's size", "")
+
+
+def _parts(x: Any) -> Any:
+    """Return whose parts are in each number: a decimal digit for each worker."""
+    numbers = np.asarray(x, dtype=float)
+    return numbers / (np.arange(len(numbers)) % 9 + 1)
+
+
+def _unlike(
+    rank: int, workers: int, parts: Any, whole: int, trial: str, others_changed: bool
+) -> tuple[str, str]:
+    """Return what is wrong with a worker's result, and a hint."""
+    if (parts == 10**rank).all():
+        hints = (
+            "the function changes `x` itself: `x += y` does, `x = x + y` makes another tensor",
+            "the sum is made; who has it hands it on, and this worker has to receive it into `x`",
+        )
+        words = f"{trial}: worker {rank} still holds its own numbers only."
+        return words, hints[others_changed]
+    at = int(np.flatnonzero(parts != whole)[0])
+    value = parts[at]
+    words = f"{trial}: number {at} of worker {rank} is not the sum"
+    digits = f"{value:.0f}".zfill(workers)[::-1]
+    if value == round(value) and len(digits) == workers:
+        ranks = ", ".join(map(str, range(workers)))
+        words += f"; the parts of workers {ranks} are in it {', '.join(digits)} times"
+    hint = "each part belongs into each number once; follow one number through the rounds on paper"
+    return f"{words}.", hint
+
+
+def _through_mail(c: Check, found: list[Any]) -> None:
+    sent = sum(trial[1] for worker in found for trial in worker)
+    c.need(
+        sent > 0 or len(found) == 1,
+        "Nothing was sent through `mail`.",
+        "write it with mail.send, mail.receive and mail.exchange",
+    )
+
+
+@exercise("2.1", "Reduce to one", where="the engines")
+def reduce_to_one(c: Check) -> None:
+    """The sum is everywhere, and made by one."""
+    workers = _ready(c, "reduce_to_one")
+    found = _added_up(c, "reduce_to_one")
+    if not _sums(c, found, [f"With {size} numbers" for size in SIZES]):
+        return
+    _through_mail(c, found)
+    good = all(
+        trial[1] == size * NUMBER_BYTES * (workers - 1 if rank == 0 else 1)
+        for rank, worker in enumerate(found)
+        for size, trial in zip(SIZES, worker, strict=True)
+    )
+    sent = [worker[0][1] for worker in found]
+    c.expect(
+        good,
+        "one worker adds up and hands out, the others send once",
+        f"of a tensor of {SIZES[0] * NUMBER_BYTES} bytes the workers sent {sent}",
+        "everybody but worker 0 sends the tensor once, to worker 0; it answers each of them once",
+    )
+
+
+@exercise("2.2", "The ring", where="the engines")
+def ring(c: Check) -> None:
+    """The sum is everywhere, and nobody sends more than the ring's share."""
+    workers = _ready(c, "ring")
+    found = _added_up(c, "ring")
+    if not _sums(c, found, [f"With {size} numbers" for size in SIZES]):
+        return
+    _through_mail(c, found)
+    astray = [
+        (rank, to)
+        for rank, worker in enumerate(found)
+        for trial in worker
+        for to in trial[2]
+        if int(to) != (rank + 1) % workers
+    ]
+    c.expect(
+        not astray,
+        "everybody sends to the next one around the circle",
+        f"worker {astray[0][0] if astray else 0} sent to worker {astray[0][1] if astray else 0}",
+        "in a ring a worker knows two others: it sends to one of them and receives from the other",
+    )
+    most = [2 * (workers - 1) * math.ceil(size / workers) * NUMBER_BYTES for size in SIZES]
+    sent = max(worker[0][1] for worker in found)
+    c.expect(
+        all(t[1] <= limit for worker in found for t, limit in zip(worker, most, strict=True)),
+        "nobody sends more than a chunk in each of the rounds",
+        f"of a tensor of {SIZES[0] * NUMBER_BYTES} bytes a worker sent {sent}",
+        "a message is one chunk of the tensor, not the whole of it",
+    )
+
+
+def groupings(workers: int) -> list[Groups]:
+    """Return ways to group workers: unequal ones, leaders that are not the lowest, one group."""
+    ranks = list(range(workers))
+    if workers < 2:
+        return [[ranks]]
+    turned = ranks[::-1]
+    half = (workers + 1) // 2
+    return [
+        [ranks[:half], ranks[half:]],
+        [ranks[:1], ranks[1:]],
+        [turned[: workers - 1], turned[workers - 1 :]],
+        [ranks],
+        [[rank] for rank in ranks],
+    ]
+
+
+@exercise("2.3", "Hierarchical", where="the engines")
+def hierarchical(c: Check) -> None:
+    """The sum is everywhere, and only leaders talk to other groups."""
+    workers = _ready(c, "hierarchical")
+    tried = groupings(workers)
+    found = _added_up(c, "hierarchical", tried)
+    trials = [(groups, size) for groups in tried for size in SIZES]
+    if not _sums(c, found, [f"Groups {groups}, {size} numbers" for groups, size in trials]):
+        return
+    _through_mail(c, found)
+    for place, (groups, size) in enumerate(trials):
+        for rank, worker in enumerate(found):
+            sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
+            _within(c, groups, rank, sent, size * NUMBER_BYTES)
+    c.expect(True, "members talk to their leader alone, whoever that is", "")
+    c.expect(True, "between groups no leader sends more than it may", "")
+
+
+def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_bytes: int) -> None:
+    """End the check when a worker sent what is not its to send."""
+    mine = next(group for group in groups if rank in group)
+    leaders = [group[0] for group in groups]
+    if rank != mine[0]:
+        others = [to for to in sent if to != mine[0]]
+        c.need(
+            not others,
+            f"Groups {groups}: worker {rank} sent to worker {others[0] if others else 0}.",
+            "it leads no group, so it sends to the first of its own group and to nobody else",
+        )
+        return
+    far = [to for to in sent if to not in mine and to not in leaders]
+    c.need(
+        not far,
+        f"Groups {groups}: worker {rank} sent to worker {far[0] if far else 0}, a member of "
+        "another group.",
+        "members are served by their own leader",
+    )
+    across = sum(sent[to] for to in sent if to not in mine)
+    c.need(
+        across <= (len(groups) - 1) * size_bytes,
+        f"Groups {groups}: leader {rank} sent {across} bytes to other leaders, of a tensor of "
+        f"{size_bytes}.",
+        "the leaders make one sum among themselves, after their groups have added up",
+    )
+
+
+@exercise("2.4", "Where ring and one cross")
+def crossing(c: Check) -> None:
+    """Both formulae give the same time at that size."""
+    for n, latency_s, bytes_per_s in ((3, 0.01, 2e6), (4, 1e-3, 1e9), (64, 5e-5, 1e8)):
+        found = c.call("crossing_bytes", n, latency_s, bytes_per_s)
+        asked = f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g})"
+        try:
+            m_bytes = float(found)
+        except (TypeError, ValueError):
+            c.wrong(f"{asked} returned {found!r}: a number is asked for.")
+        one_s = n * (latency_s + m_bytes / bytes_per_s)
+        ring_s = 2 * (n - 1) * (latency_s + m_bytes / (n * bytes_per_s))
+        c.need(
+            m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-6),
+            f"{asked} returned {m_bytes:.4g}: there, one takes {one_s:.4g} s and the ring "
+            f"{ring_s:.4g} s.",
+            "set both times equal, bring what holds M to one side and what holds λ to the other",
+        )
+    c.expect(True, "both take equally long there", "")
+
+
+@exercise("2.5", "Mirrored training by hand", where="the engines")
+def train(c: Check) -> None:
+    """Workers stay equal to each other and to one device, with unequal shares."""
+    have = c.ask(
+        "_labs_answer = [callable(globals().get(n)) for n in ('train', 'loss_fn', 'Mail')]"
+    )
+    c.need(
+        all(all(one) for one in have),
+        "The engines lack `train`, or what it needs.",
+        "run the cells of sections 2 and 9 in their order, then the cell of exercise 2.5",
+    )
+    found = c.ask(
+        _TRAIN, limit_s=LIMIT_S, hint="all workers call all_reduce equally often, in the same order"
+    )
+    together, alone, begun = (
+        [np.asarray(worker[k], dtype=float) for worker in found] for k in range(3)
+    )
+    c.need(
+        all(weights.shape == alone[0].shape and np.isfinite(weights).all() for weights in together),
+        "After training, weights are missing or not finite.",
+        "change the gradients in place, and nothing else of the model",
+    )
+    c.need(
+        not np.array_equal(together[0], begun[0]),
+        "The weights have not changed.",
+        "optimizer.step() stays where it is",
+    )
+    apart = max(float(np.abs(weights - together[0]).max()) for weights in together)
+    c.expect(
+        apart <= EXACT,
+        "all workers end with the same weights",
+        f"the workers' weights are up to {apart:.1g} apart",
+        "each worker knows the gradient of its own share; before optimizer.step() it has to know "
+        "everybody's",
+    )
+    off = float(np.abs(together[0] - alone[0]).max())
+    c.expect(
+        off <= EXACT,
+        "they are those of one device that takes whole batches",
+        f"the weights of worker 0 are up to {off:.1g} off those of one device",
+        "a worker's gradient is a mean over its own samples; a share of 22 samples weighs more "
+        "than one of 21",
+    )

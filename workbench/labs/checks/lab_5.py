@@ -1,0 +1,221 @@
+"""Lab 5: the parameter server, and what it costs not to wait."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...session.results import Results
+from ..answers import Check, close
+from ..exercise import exercise
+
+SHARE = 0.02
+"""How far a number that is read from a run may be off: a student may round it."""
+
+TARGET = 1.2
+"""The loss that exercise 5.5 asks for."""
+
+SMOOTH_SAMPLES = 192
+
+Floats = NDArray[np.float64]
+Diary = list[tuple[str, int]]
+
+_TURNS: Diary = [(what, w) for what in ("pull", "push") for w in (0, 1, 2)]
+_DIARIES: list[tuple[Diary, list[int], str]] = [
+    ([("pull", 0), ("push", 0), ("pull", 0), ("push", 0)], [0, 0],
+     "one worker alone computes on the newest parameters"),
+    (_TURNS, [0, 1, 2], "three pulled at once: each push ages those that come after it"),
+    ([("pull", 0), ("pull", 1), ("push", 0), ("push", 1), ("pull", 0), ("push", 0), ("pull", 1),
+      ("push", 1)], [0, 1, 0, 0],
+     "what counts is the worker's own latest pull, which may come long after its latest push"),
+]  # fmt: skip
+
+
+@exercise("5.1", "Staleness from the server's diary")
+def staleness(c: Check) -> None:
+    """Updates between a worker's latest pull and its push."""
+    for diary, truth, hint in _DIARIES:
+        found = c.call("staleness", list(diary))
+        try:
+            numbers = [float(value) for value in found]
+        except (TypeError, ValueError):
+            c.wrong(
+                f"staleness(...) returned {found!r}: a list of numbers is asked for.",
+                "begin with an empty list and append one number for each push",
+            )
+        pushes = len(truth)
+        c.need(
+            len(numbers) == pushes,
+            f"For a diary with {pushes} pushes staleness(...) returned {len(numbers)} numbers.",
+            "one number for each push, none for a pull",
+        )
+        c.need(
+            numbers == truth,
+            f"For {diary} staleness(...) returned {[f'{value:g}' for value in numbers]}.",
+            hint,
+        )
+    c.expect(True, "the staleness of every push is right, in three diaries", "")
+
+
+@exercise("5.2", "Staleness of unequal workers")
+def own_staleness(c: Check) -> None:
+    """The sum over the others of t_i / t_j."""
+    cases = (([0.2, 0.2, 0.2, 0.2], 1), ([0.02, 0.08, 0.02], 1), ([0.02, 0.08, 0.02], 0),
+             ([1.0, 2.0], 0), ([0.3, 0.1, 0.4, 0.2], 3))  # fmt: skip
+    for step_s, i in cases:
+        found = c.call("own_staleness", i, list(step_s))
+        truth = sum(step_s[i] / t for j, t in enumerate(step_s) if j != i)
+        try:
+            good = math.isclose(float(found), truth, rel_tol=1e-6)
+        except (TypeError, ValueError):
+            c.wrong(f"own_staleness({i}, {step_s}) returned {found!r}: a number is asked for.")
+        hint = (
+            "worker i itself is none of the others"
+            if len(set(step_s)) == 1
+            else "in t seconds a worker with steps of 0.1 s makes t / 0.1 pushes; add up the others"
+        )
+        c.need(good, f"own_staleness({i}, {step_s}) returned {float(found):.4g}.", hint)
+    c.expect(True, "it is right for equal and for unequal workers", "")
+    step_s = [0.5, 0.1, 0.3]
+    shares = [1 / t / sum(1 / s for s in step_s) for t in step_s]
+    mean = sum(share * float(c.call("own_staleness", i, step_s)) for i, share in enumerate(shares))
+    c.expect(
+        math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
+        "weighted by how often each worker pushes, the mean is that of equal workers",
+        f"weighted by how often each worker pushes, the mean is {mean:.3g}",
+        "the mean over all pushes does not depend on the speeds",
+    )
+
+
+@exercise("5.3", "A bound on staleness", where="the engines")
+def tight(c: Check) -> None:
+    """The largest bound under which no push is staler than 4 updates; who waited, how much."""
+    run = c.run("tight")
+    workers, bound = run.plan.workers, run.plan.options.get("max_staleness")
+    c.need(
+        run.plan.strategy == "parameter_server" and workers == 3,
+        f"The run 'tight' is {run.plan.strategy} with {workers} workers.",
+        "uncomment the line that is given, and put the option where the dots are",
+    )
+    c.need(
+        bound is not None,
+        "The run 'tight' has no bound.",
+        "the option was used for the run 'bounded', a few cells above",
+    )
+    limit = (workers - 1) * (int(bound) + 1)
+    if limit > 4:
+        c.expect(
+            False, "", f"With max_staleness={bound} a push may be up to {limit} updates stale.",
+            "the option counts steps ahead, not updates: solve (N - 1)(s + 1) for s",
+        )  # fmt: skip
+    else:
+        c.expect(
+            limit == 4,
+            "the bound is the largest that rules out pushes staler than 4 updates",
+            f"With max_staleness={bound} no push is staler than {limit}: that is stricter than "
+            "asked for.",
+            "leave the workers as much freedom as the limit allows",
+        )
+    _waits(c, run)
+
+
+def _waits(c: Check, run: Results) -> None:
+    ranks, blamed = run.history["rank"], run.history["blamed_rank"]
+    blamed = blamed[blamed >= 0]
+    c.need(
+        len(blamed) > 0,
+        "In the run 'tight' nobody was held back.",
+        "make worker 1 slow as in the line that is given",
+    )
+    truth = int(np.bincount(blamed.astype(int)).argmax())
+    found = c.whole("waited_for")
+    c.expect(
+        found == truth,
+        "`waited_for` is the worker that the others were blocked by",
+        f"`waited_for` is {found}, which the history does not show",
+        "`blamed_rank` names it in each row that waited; -1 stands where nobody was waited for",
+    )
+    mine = ranks == 0
+    share = float(run.history["sync_wait_s"][mine].sum() / run.history["step_s"][mine].sum())
+    found_share = c.number_of("waited_share")
+    c.expect(
+        close(found_share, share, SHARE),
+        "`waited_share` is the share of its time that worker 0 was blocked",
+        f"`waited_share` is {found_share:.3g}, which the history does not show",
+        "take the rows of worker 0 only, and divide sum by sum",
+    )
+
+
+@exercise("5.4", "A rate that knows the age of a gradient", where="the engines")
+def aware(c: Check) -> None:
+    """lr / max(1, staleness); a run with the option, that settles."""
+    good = True
+    for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
+        found = c.call("rate_of_push", lr, stale)
+        try:
+            good = math.isclose(float(found), lr / max(1, stale), rel_tol=1e-6)
+        except (TypeError, ValueError):
+            c.wrong(f"rate_of_push({lr}, {stale}) returned {found!r}: a number is asked for.")
+        c.need(
+            good,
+            f"rate_of_push({lr}, {stale}) returned {float(found):.4g}.",
+            "a staleness of 2 halves the rate, one of 0 or 1 leaves it as it is",
+        )
+    c.expect(good, "the rate is divided by the staleness, and a fresh gradient keeps it all", "")
+    run = c.run("aware")
+    if not c.expect(
+        run.plan.strategy == "parameter_server" and bool(run.plan.options["staleness_aware_lr"]),
+        "the run 'aware' divides each push's rate by its staleness",
+        "the run 'aware' takes every push at the full rate",
+        "an option of parameter_server, set with -o name=true",
+    ):
+        return
+    loss = _by_time(run)[2]
+    c.expect(
+        bool(np.isfinite(loss).all()) and float(np.median(loss[-9:])) < float(np.median(loss[:9])),
+        "its loss falls, at the same learning rate",
+        "its loss does not fall",
+        "run the recipe of `hot` as it is, with three workers of equal speed",
+    )
+
+
+@exercise("5.5", "Samples and seconds to the same loss")
+def ratios(c: Check) -> None:
+    """What the parameter server needed over what mirrored training needed."""
+    sync, uneven = (_reached(c, name) for name in ("sync", "uneven"))
+    for at, what in ((1, "samples"), (0, "seconds")):
+        name = f"{what}_ratio"
+        found = c.number_of(name)
+        c.expect(
+            close(found, uneven[at] / sync[at], SHARE),
+            f"`{name}` is what the parameter server needed, over what mirrored training needed",
+            f"`{name}` is {found:.3g}, which the two curves do not show",
+            f"curve() gives seconds, samples and loss; take the {what} at the first place where "
+            f"the loss is below {TARGET}, and divide uneven's by sync's",
+        )
+
+
+def _reached(c: Check, name: str) -> tuple[float, float]:
+    seconds, used, loss = _by_time(c.run(name))
+    below = np.flatnonzero(loss < TARGET)
+    c.need(
+        len(below) > 0,
+        f"The run {name!r} does not get below a loss of {TARGET}.",
+        f"run its cell again, with --name {name} and the steps that are given there",
+    )
+    return float(seconds[below[0]]), float(used[below[0]])
+
+
+def _by_time(run: Results) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds, samples and smoothed loss of all workers' rows, as the lab's `curve`."""
+    history: Any = run.history
+    ends, ranks = history["start_s"] + history["step_s"], history["rank"]
+    until = min(ends[ranks == rank].max() for rank in np.unique(ranks))
+    order = np.argsort(ends, kind="stable")
+    order = order[ends[order] <= until]
+    used, loss = np.cumsum(history["samples"][order]), history["loss"][order]
+    smooth = [loss[(used > end - SMOOTH_SAMPLES) & (used <= end)].mean() for end in used]
+    return ends[order], used.astype(float), np.array(smooth)
