@@ -33,6 +33,8 @@ extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 nitpicky = True
+highlight_language = "none"
+smartquotes = False  # it would make dashes of flags
 
 html_theme = "furo"
 html_title = "Workbench"
@@ -82,5 +84,6 @@ class RepositoryLinks(SphinxTransform):
 
 def setup(app: Sphinx) -> None:
     """Add what is above."""
-    app.add_lexer("python3", CellLexer)
+    for name in ("python", "python3"):  # what releases of Sphinx call it
+        app.add_lexer(name, CellLexer)
     app.add_transform(RepositoryLinks)
