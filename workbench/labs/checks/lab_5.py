@@ -100,11 +100,12 @@ def tight(c: Check) -> None:
         f"The run 'tight' is {run.plan.strategy} with {workers} workers.",
         "uncomment the line that is given, and put the option where the dots are",
     )
-    c.need(
-        bound is not None,
-        "The run 'tight' has no bound.",
-        "the option was used for the run 'bounded', a few cells above",
-    )
+    if bound is None:
+        c.wrong(
+            "The run 'tight' has no bound.",
+            "the option was used for the run 'bounded', a few cells above",
+        )
+        return
     limit = (workers - 1) * (int(bound) + 1)
     if limit > 4:
         c.expect(
@@ -151,7 +152,7 @@ def _waits(c: Check, run: Results) -> None:
 
 @exercise("5.4", "A rate that knows the age of a gradient", where="the engines")
 def aware(c: Check) -> None:
-    """lr / max(1, staleness); a run with the option, that settles."""
+    """The rate over max(1, staleness); a run with the option, that settles."""
     good = True
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
         found = c.call("rate_of_push", lr, stale)
