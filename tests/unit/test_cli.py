@@ -5,6 +5,7 @@ import sys
 
 import nbformat
 import pytest
+from nbformat.sign import NotebookNotary
 
 from workbench import cli
 from workbench.cluster import kept, profile
@@ -72,11 +73,16 @@ def test_demo_writes_notebook_and_page_and_reports_a_failing_cell(tmp_path, monk
 def test_lab_opens_a_copy(tmp_path, monkeypatch):
     calls = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setattr(cli.subprocess, "call", lambda command, env: calls.append(command) or 0)
     assert cli.main(["lab", "--no-browser"]) == 0
     copied = {path.name for path in (tmp_path / "workbench-notebooks").iterdir()}
     assert {cli.QUICKSTART, "lab_1.ipynb"} <= copied
     assert cli.SOLUTIONS not in copied
+    book = nbformat.read(tmp_path / "workbench-notebooks" / "lab_1.ipynb", as_version=4)
+    assert NotebookNotary().check_signature(book)
+    book.cells[1].source += "  # changed"
+    assert not NotebookNotary().check_signature(book)
     assert calls[0][-1] == "--no-browser"
 
 
