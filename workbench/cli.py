@@ -158,7 +158,7 @@ def _trust(folder: Path) -> None:
 
     notary = NotebookNotary()  # type: ignore[no-untyped-call,unused-ignore]
     for path in sorted(folder.glob("*.ipynb")):
-        notary.sign(nbformat.read(path, as_version=4))
+        notary.sign(nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call,unused-ignore]
 
 
 if __name__ == "__main__":
