@@ -65,21 +65,29 @@ class RepositoryLinks(SphinxTransform):
 
     def apply(self, **rest: Any) -> None:
         """Replace them; what leads to no file is left, and Sphinx complains about it."""
-        here = DOCS / Path(self.env.doc2path(self.env.docname)).parent
+        included = self.env.docname in ON_THE_SITE.values() and self.env.docname != "index"
+        folder = REPOSITORY if included else DOCS
         for link in list(self.document.findall(addnodes.pending_xref)):
-            path = (here / str(link["reftarget"])).resolve()
+            target, _, anchor = str(link["reftarget"]).partition("#")
+            path = (folder / target).resolve()
             if link.get("refdomain") == "doc" and not path.is_file():
                 path = path.with_name(path.name + ".md")  # the parser takes pages' suffixes away
-            if DOCS in path.parents or REPOSITORY not in path.parents or not path.is_file():
-                continue
-            if page := ON_THE_SITE.get(path.relative_to(REPOSITORY).as_posix()):
-                link["refdomain"], link["reftarget"] = "doc", page
-                continue
-            target = "/" + Path("..", path.relative_to(REPOSITORY)).as_posix()
-            copy = addnodes.download_reference(
-                "", "", *link.children, refdoc=self.env.docname, reftarget=target, refexplicit=True
-            )
-            link.replace_self(copy)
+            if REPOSITORY in path.parents and path.is_file():
+                self._lead(link, path.relative_to(REPOSITORY), anchor)
+
+    def _lead(self, link: addnodes.pending_xref, path: Path, anchor: str) -> None:
+        page = ON_THE_SITE.get(path.as_posix())
+        if path.parent == Path("docs") and path.suffix == ".md":
+            page = path.stem
+        if page:
+            link["refdomain"], link["reftarget"] = "doc", page
+            link["reftargetid"] = anchor or link.get("reftargetid")
+            return
+        target = "/" + Path("..", path).as_posix()
+        copy = addnodes.download_reference(
+            "", "", *link.children, refdoc=self.env.docname, reftarget=target, refexplicit=True
+        )
+        link.replace_self(copy)
 
 
 def setup(app: Sphinx) -> None:

@@ -26,8 +26,8 @@ class Shown:
 class Kernel:
     """Runs cells one after the other, as a notebook's Run All does: nobody can type."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, manager: Any, client: Any) -> None:
+        self._manager, self._client = manager, client
 
     def run(self, source: str) -> Shown:
         said: list[str] = []
@@ -36,9 +36,13 @@ class Kernel:
             content = message["content"]
             said.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
 
-        answer = self._client.execute_interactive(
-            source, timeout=CELL_LIMIT_S, allow_stdin=False, output_hook=hear
-        )["content"]
+        try:
+            answer = self._client.execute_interactive(
+                source, timeout=CELL_LIMIT_S, allow_stdin=False, output_hook=hear
+            )["content"]
+        except TimeoutError:
+            self._manager.interrupt_kernel()  # the cells behind it can still run
+            return Shown("".join(said), f"the cell takes longer than {CELL_LIMIT_S} s")
         error = f"{answer['ename']}: {answer['evalue']}" if answer["status"] == "error" else ""
         return Shown("".join(said), error or ("aborted" if answer["status"] != "ok" else ""))
 
@@ -56,7 +60,7 @@ def kernel(folder: Path) -> Iterator[Kernel]:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=env)
     try:
-        yield Kernel(client)
+        yield Kernel(manager, client)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=False)
