@@ -164,7 +164,10 @@ class Check:
         try:
             found = function(*args)
         except Exception as error:
-            self.wrong(f"{name}({shown}) raised {type(error).__name__}: {error}")
+            self.wrong(
+                f"{name}({shown}) raised {type(error).__name__}: {error}",
+                "call it with these values in a cell of its own, to see the line that raised it",
+            )
         if found is None or found is NotImplemented or found is Ellipsis:
             self.wrong(
                 f"{name}({shown}) returned {found}.",
@@ -210,7 +213,7 @@ class Check:
         """Run code on every engine and return what it left in `_labs_answer`, by rank.
 
         Code that hangs is interrupted after `limit_s` seconds; an exception in it ends the check
-        with its words, and `hint`.
+        with its words, and `hint` unless the failure has a next step of its own.
         """
         try:
             cluster = session.need_cluster()
@@ -226,7 +229,7 @@ class Check:
                 "message nobody sends waits for ever",
             )
         if (failure := task.failure()) is not None:
-            self.wrong(_failed(failure), hint or failure.next_step or "")
+            self.wrong(_failed(failure), failure.next_step or hint)
         found = cluster.pull([_ANSWER], task.ids)
         return [found[engine].get(_ANSWER) for engine in task.ids]
 

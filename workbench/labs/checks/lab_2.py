@@ -1,48 +1,17 @@
-"""Lab 2: all-reduce by hand.
-
-Tensors under test hold `10**rank` times a number that tells its place, so that each decimal digit
-of a quotient says how often a worker's part is in a sum.
-"""
+"""Lab 2: all-reduce by hand."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from ..answers import Check
 from ..exercise import exercise
-
-LIMIT_S = 40.0
-"""Beyond what `Mail` waits for messages, for an answer that hangs without them."""
-
-SIZES = (12, 7, 1)
-"""Numbers in the tensors: divisible by three workers, not divisible, fewer than workers."""
-
-NUMBER_BYTES = 4
-
-STEP_BY_STEP = (
-    "follow the messages on paper: to each send belongs a receive of the same size on the other "
-    "worker, and while one waits for the other nothing else happens on both"
-)
+from .adding_up import LIMIT_S, NUMBER_BYTES, SIZES, Groups, added_up, ready, sums, through_mail
 
 EXACT = 1e-9
 """How far weights in double precision may differ; rounding is below 1e-14."""
-
-_ADD_UP = """
-def _labs_look():
-    found = []
-    for groups in {groups!r}:
-        for size in {sizes!r}:
-            x = (torch.arange(size) % 9 + 1).float() * 10**rank
-            mail = Mail()
-            {name}(x, mail, *groups)
-            found.append([x, mail.sent_bytes, dict(mail.sent_to)])
-    return found
-_labs_answer = _labs_look()
-del _labs_look
-"""
 
 _TRAIN = """
 def _labs_look():
@@ -69,91 +38,15 @@ _labs_answer = _labs_look()
 del _labs_look
 """
 
-Groups = list[list[int]]
-
-
-def _ready(c: Check, function: str) -> int:
-    """End the check unless the engines have the function and the post office; count them."""
-    have = c.ask(f"_labs_answer = [callable(globals().get(n)) for n in ('Mail', {function!r})]")
-    c.need(
-        all(one[0] for one in have),
-        "The engines have no `Mail`.",
-        "run the cell of section 2 that defines it, then the exercise's cell again",
-    )
-    c.need(
-        all(one[1] for one in have),
-        f"The engines have no function `{function}`.",
-        f"run the cell of exercise {c.number}; it begins with %%distributed",
-    )
-    return len(have)
-
-
-def _added_up(c: Check, function: str, groupings: list[Groups] | None = None) -> list[Any]:
-    """Run an all-reduce on the engines; return by engine its results, one for each trial."""
-    groups = [[]] if groupings is None else [[one] for one in groupings]
-    source = _ADD_UP.format(groups=groups, sizes=SIZES, name=function)
-    return c.ask(source, limit_s=LIMIT_S, hint=STEP_BY_STEP)
-
-
-def _sums(c: Check, found: list[Any], trials: list[str]) -> bool:
-    """Say whether every worker has the sum in every trial; of the first wrong one, what it has."""
-    workers = len(found)
-    whole = sum(10**rank for rank in range(workers))
-    for place, trial in enumerate(trials):
-        parts = [_parts(worker[place][0]) for worker in found]
-        changed = any((parts[rank] != 10**rank).any() for rank in range(workers))
-        for rank in range(workers):
-            if not (parts[rank] == whole).all():
-                said = _unlike(rank, workers, parts[rank], whole, trial, changed)
-                return c.expect(False, "", *said)
-    return c.expect(True, "every worker has the sum, whatever the tensor's size", "")
-
-
-def _parts(x: Any) -> Any:
-    """Return whose parts are in each number: a decimal digit for each worker."""
-    numbers = np.asarray(x, dtype=float)
-    return numbers / (np.arange(len(numbers)) % 9 + 1)
-
-
-def _unlike(
-    rank: int, workers: int, parts: Any, whole: int, trial: str, others_changed: bool
-) -> tuple[str, str]:
-    """Return what is wrong with a worker's result, and a hint."""
-    if (parts == 10**rank).all():
-        hints = (
-            "the function changes `x` itself: `x += y` does, `x = x + y` makes another tensor",
-            "the sum is made; who has it hands it on, and this worker has to receive it into `x`",
-        )
-        words = f"{trial}: worker {rank} still holds its own numbers only."
-        return words, hints[others_changed]
-    at = int(np.flatnonzero(parts != whole)[0])
-    value = parts[at]
-    words = f"{trial}: number {at} of worker {rank} is not the sum"
-    digits = f"{value:.0f}".zfill(workers)[::-1]
-    if value == round(value) and len(digits) == workers:
-        ranks = ", ".join(map(str, range(workers)))
-        words += f"; the parts of workers {ranks} are in it {', '.join(digits)} times"
-    hint = "each part belongs into each number once; follow one number through the rounds on paper"
-    return f"{words}.", hint
-
-
-def _through_mail(c: Check, found: list[Any]) -> None:
-    sent = sum(trial[1] for worker in found for trial in worker)
-    c.need(
-        sent > 0 or len(found) == 1,
-        "Nothing was sent through `mail`.",
-        "write it with mail.send, mail.receive and mail.exchange",
-    )
-
 
 @exercise("2.1", "Reduce to one", where="the engines")
 def reduce_to_one(c: Check) -> None:
     """The sum is everywhere, and made by one."""
-    workers = _ready(c, "reduce_to_one")
-    found = _added_up(c, "reduce_to_one")
-    if not _sums(c, found, [f"With {size} numbers" for size in SIZES]):
+    workers = ready(c, "reduce_to_one")
+    found = added_up(c, "reduce_to_one")
+    if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
         return
-    _through_mail(c, found)
+    through_mail(c, found)
     good = all(
         trial[1] == size * NUMBER_BYTES * (workers - 1 if rank == 0 else 1)
         for rank, worker in enumerate(found)
@@ -171,11 +64,11 @@ def reduce_to_one(c: Check) -> None:
 @exercise("2.2", "The ring", where="the engines")
 def ring(c: Check) -> None:
     """The sum is everywhere, and nobody sends more than the ring's share."""
-    workers = _ready(c, "ring")
-    found = _added_up(c, "ring")
-    if not _sums(c, found, [f"With {size} numbers" for size in SIZES]):
+    workers = ready(c, "ring")
+    found = added_up(c, "ring")
+    if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
         return
-    _through_mail(c, found)
+    through_mail(c, found)
     astray = [
         (rank, to)
         for rank, worker in enumerate(found)
@@ -218,13 +111,13 @@ def groupings(workers: int) -> list[Groups]:
 @exercise("2.3", "Hierarchical", where="the engines")
 def hierarchical(c: Check) -> None:
     """The sum is everywhere, and only leaders talk to other groups."""
-    workers = _ready(c, "hierarchical")
+    workers = ready(c, "hierarchical")
     tried = groupings(workers)
-    found = _added_up(c, "hierarchical", tried)
+    found = added_up(c, "hierarchical", tried)
     trials = [(groups, size) for groups in tried for size in SIZES]
-    if not _sums(c, found, [f"Groups {groups}, {size} numbers" for groups, size in trials]):
+    if not sums(c, found, [f"Groups {groups}, {size} numbers" for groups, size in trials]):
         return
-    _through_mail(c, found)
+    through_mail(c, found)
     for place, (groups, size) in enumerate(trials):
         for rank, worker in enumerate(found):
             sent = {int(to): size_bytes for to, size_bytes in worker[place][2].items()}
