@@ -41,7 +41,8 @@ class Kernel:
                 source, timeout=CELL_LIMIT_S, allow_stdin=False, output_hook=hear
             )["content"]
         except TimeoutError:
-            self._manager.interrupt_kernel()  # the cells behind it can still run
+            self._manager.interrupt_kernel()
+            self._client.execute_interactive("", timeout=CELL_LIMIT_S)  # aborted: it was queued
             return Shown("".join(said), f"the cell takes longer than {CELL_LIMIT_S} s")
         error = f"{answer['ename']}: {answer['evalue']}" if answer["status"] == "error" else ""
         return Shown("".join(said), error or ("aborted" if answer["status"] != "ok" else ""))
