@@ -1,0 +1,257 @@
+"""Lab 8: things break."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...session.registry import runs
+from ..answers import Check
+from ..exercise import exercise
+
+STEPS, SAVED, TOTAL = 38, 20, 60
+BATCH = 48
+ROUNDING = 1e-10
+"""How far runs may be apart that differ in the order of their sums only (float64)."""
+
+_TRAIN = """
+def _labs_answer():
+    import torch
+
+    def begin(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(8, 1).double()
+        return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 8, generator=generator).double()
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+
+    def weights(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+    def apart(one, other):
+        return (one - other).abs().max().item()
+
+    def tried(what, function, *args):
+        try:
+            return function(*args), ""
+        except Exception as error:
+            return None, f"{what} raised {type(error).__name__}: {error}"
+
+    missing = [name for name in ("save", "load") if not callable(globals().get(name))]
+    if missing:
+        return {"missing": missing[0]}
+    model, optimizer = begin(0)
+    train(model, optimizer, 0, 20)
+    whole = weights(model)
+    model, optimizer = begin(0)
+    train(model, optimizer, 0, 12)
+    then = weights(model)
+    saved, error = tried("save", save, model, optimizer, 12)
+    if error or saved is None or saved is Ellipsis:
+        return {"error": error, "saved": False}
+    train(model, optimizer, 12, 17)
+    fresh, optimizer = begin(1)
+    unloaded = weights(fresh)
+    step, error = tried("load", load, saved, fresh, optimizer)
+    if error:
+        return {"error": error, "saved": True}
+    back = weights(fresh)
+    found = {
+        "saved": True, "step": step if isinstance(step, (int, float)) else None,
+        "empty": apart(back, unloaded) == 0, "back": apart(back, then),
+    }
+    train(fresh, optimizer, 12, 20)
+    found["end"] = apart(weights(fresh), whole)
+    return found
+_labs_answer = _labs_answer()
+"""
+
+
+@exercise("8.1", "What belongs into a checkpoint", where="the engines")
+def by_hand(c: Check) -> None:
+    """A training that is saved, goes on, dies and is loaded ends like one that never stopped."""
+    found: dict[str, Any] = c.ask(_TRAIN)[0]
+    if name := found.get("missing"):
+        c.wrong(
+            f"The engines have no function `{name}`.",
+            "run the cell of exercise 8.1 on the engines: it begins with %%distributed",
+        )
+    if error := found.get("error"):
+        c.wrong(f"{error}", "save gets (model, optimizer, step), load (saved, model, optimizer)")
+    c.need(
+        found["saved"],
+        "`save` returns nothing.",
+        "write its body in the cell of exercise 8.1, run the cell, and return what is needed",
+    )
+    c.need(
+        not found["empty"],
+        "`load` leaves the fresh model as it is.",
+        "model.load_state_dict(...) puts weights into a model",
+    )
+    c.expect(
+        found["back"] == 0,
+        "the weights come back as they were when they were saved",
+        "the weights that come back are not those of the moment of saving",
+        "training went on after `save`: did what `save` returned change with it?",
+    )
+    c.expect(
+        found["step"] == 12,
+        "it knows where to go on",
+        f"`load` returned {found['step']} as the step to go on from",
+        "`save` is told the step; `load` has nothing but what was saved to know it from",
+    )
+    if found["back"] == 0:
+        c.expect(
+            found["end"] == 0,
+            "the training ends with the same weights, to the last bit",
+            f"the weights at the end differ by {found['end']:.2g} from those of one go",
+            "the next update depends on more than the weights: who else has a memory here?",
+        )
+
+
+@exercise("8.2", "What a death costs")
+def lost(c: Check) -> None:
+    """Killed before step 38, saved at 20."""
+    goes_on, again, count = (c.whole(n) for n in ("goes_on_with", "done_again", "that_count"))
+    c.expect(
+        goes_on == SAVED,
+        "it goes on with the right step",
+        f"it does not go on with step {goes_on}",
+        "what do the workers still have of the steps after the last checkpoint?",
+    )
+    c.expect(
+        again == STEPS - SAVED,
+        "the steps between checkpoint and death are done again",
+        f"{again} is not the number of steps that are done again",
+        "count those that were done when the worker died, and are not in the checkpoint",
+    )
+    c.expect(
+        count == TOTAL,
+        "each step counts once",
+        f"the result is not one of {count} steps",
+        "what became of the weights that the first doing of those steps had made?",
+    )
+
+
+@exercise("8.3", "Resume with two workers")
+def resumed(c: Check) -> None:
+    """The run `resumed`: two workers, from the checkpoint, as if nothing had happened."""
+    c.need(
+        "resumed" in runs,
+        "There is no run named 'resumed' yet.",
+        'wb.resume(..., name="resumed") makes one; .wait() waits for its end',
+    )
+    run, whole = c.run("resumed"), c.run("undisturbed")
+    began = int(np.min(run.history["step"])) if len(run.history["step"]) else TOTAL
+    c.expect(
+        0 < began < TOTAL,
+        "it goes on from the checkpoint",
+        f"its first step is {began}",
+        'wb.resume("lab_8/broken", ...) goes on where the checkpoint was written',
+    )
+    workers = len(run.engines)
+    c.expect(
+        workers == 2,
+        "two workers do it",
+        f"the run has {workers} workers",
+        "without a word, wb.resume takes as many as there were",
+    )
+    truth = _apart(run.weights(), whole.weights())
+    c.expect(
+        truth <= ROUNDING,
+        "it ends with the weights of the undisturbed run, but for rounding",
+        f"its weights differ by {truth:.2g} from those of the undisturbed run",
+        "weights alone are not a checkpoint: momentum and the place in the data belong to it",
+    )
+    gap = c.number_of("gap")
+    c.expect(
+        abs(gap - truth) <= max(ROUNDING / 100, 0.01 * truth),
+        "`gap` is the largest difference",
+        f"`gap` is {gap:.3g}, which the two runs do not show",
+        "difference(one, other) of section 3, of this run and the undisturbed one",
+    )
+
+
+@exercise("8.4", "Go on with fewer")
+def fewer(c: Check) -> None:
+    """The global batch stays, and mirrored loses nothing."""
+    before, after = c.number_of("samples_before"), c.number_of("samples_after")
+    again, same = c.whole("done_again_by_two"), c.value("same_result")
+    c.need(
+        isinstance(same, (bool, np.bool_)),
+        f"`same_result` is {same!r}.",
+        "write True or False",
+    )
+    c.expect(
+        before == BATCH / 3,
+        "before the death each takes its part of the batch",
+        f"{before:g} samples are not the part of one of three workers",
+        "the global batch is what all workers consume together in a step",
+    )
+    c.expect(
+        after == BATCH / 2,
+        "after it the two share the whole batch",
+        f"after the death it is not {after:g} samples",
+        "the batch size of a run is the global one: does it change with the workers?",
+    )
+    c.expect(
+        again == 0,
+        "the right number of steps is done again",
+        f"{again} is not the number of steps that are done again",
+        "who, under mirrored, has the weights as they were after the last full step?",
+    )
+    c.expect(
+        bool(same),
+        "what becomes of the result is right",
+        f"`same_result` is {same}: compare what one update is made from, before and after",
+        "which samples go into step 30, with three workers and with two?",
+    )
+
+
+@exercise("8.5", "How often to save")
+def interval(c: Check) -> None:
+    """Young's interval, with the mean time between failures of n machines."""
+    for c_s, m_s, n in ((30.0, 10800.0, 1), (2.0, 86400.0, 16), (10.0, 1.8e8, 16384)):
+        shown = f"best_interval_s({c_s:g}, {m_s:g}, {n})"
+        found = c.call("best_interval_s", c_s, m_s, n)
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            c.wrong(f"{shown} returned {found!r}: a number is asked for.", "return one number")
+        c.need(
+            math.isfinite(value) and value > 0,
+            f"{shown} returned {value:g}.",
+            "an interval is a positive number of seconds",
+        )
+        whole_s = m_s / n
+
+        def loss(w: float, c_s: float = c_s, whole_s: float = whole_s) -> float:
+            return c_s / w + w / (2 * whole_s)
+
+        good = math.isclose(value, math.sqrt(2 * c_s * whole_s), rel_tol=1e-3)
+        if not good and n == 1:
+            side = "shorter" if loss(value * 0.99) < loss(value) else "longer"
+            c.wrong(
+                f"{shown} returned {value:.4g}: a {side} interval loses less.",
+                "at the lowest point the derivative of C/W + W/(2M) by W is zero",
+            )
+        c.need(
+            good,
+            f"{shown} returned {value:.4g}: not the best for {n} machines.",
+            "for one machine it is right; how often does any one of n machines fail?",
+        )
+    c.expect(True, "no other interval loses less, on one machine and on many", "")
+
+
+def _apart(weights: Any, others: Any) -> float:
+    if set(weights) != set(others):
+        return math.inf
+    return max(float(np.abs(weights[name] - others[name]).max()) for name in others)
