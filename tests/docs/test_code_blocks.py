@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,18 +99,29 @@ def test_a_page_runs_as_it_stands(page: Path, notebook: Kernel) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", marked("bash"))
-def test_the_commands_of_a_page_run(page: Path) -> None:
+def test_the_commands_of_a_page_run(page: Path, checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for block in blocks(page):
         if block.language == "bash" and not block.not_run:
-            code, said = run_in_a_shell(block.source, env=os.environ | {"PATH": path})
+            code, said = run_in_a_shell(
+                block.source, checkout, os.environ | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
+            )
             assert code == 0, f"{block.place}: {said}"
 
 
-def run_in_a_shell(source: str, env: dict[str, str]) -> tuple[int, str]:
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Hand out a copy of what commands read and write; the repository stays as it is."""
+    for folder in ("benchmarks", "docs", "notebooks"):
+        hidden = shutil.ignore_patterns("_build", ".ipynb_checkpoints", "__pycache__")
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=hidden)
+    return tmp_path
+
+
+def run_in_a_shell(source: str, folder: Path, env: dict[str, str]) -> tuple[int, str]:
     """Return the exit status and what was said; nothing that was started is left."""
     process = subprocess.Popen(
-        ["bash", "-euc", source], cwd=REPOSITORY, env=env, text=True, start_new_session=True,
+        ["bash", "-euc", source], cwd=folder, env=env, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
