@@ -1,0 +1,197 @@
+"""Lab 4: central storage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..answers import Check, close
+from ..exercise import exercise
+
+LIMIT_S = 8.0
+"""Steps on a few numbers take milliseconds; what takes longer waits for ever."""
+
+SHARE = 0.02
+"""How far a number that is read from a run may be off: a student may round it."""
+
+EXACT = 1e-9
+"""How far weights in double precision may differ; rounding is below 1e-14."""
+
+_TRAIN = """
+def _labs_look():
+    def part(step, worker):
+        generator = torch.Generator().manual_seed(100 * step + worker)
+        return torch.randn(7, generator=generator, dtype=torch.float64), 3 + 4 * worker
+    def ones():
+        return torch.ones(7, dtype=torch.float64)
+    w, velocity = ones(), torch.zeros(7, dtype=torch.float64) if rank == 0 else None
+    alone, state = ones(), torch.zeros(7, dtype=torch.float64)
+    for step in range(3):
+        gradient, samples = part(step, rank)
+        central_step(w, gradient, samples, velocity)
+        parts = [part(step, worker) for worker in range(world_size)]
+        mean = sum(g * s for g, s in parts) / sum(s for _, s in parts)
+        state = 0.9 * state + mean
+        alone = alone - 0.1 * state
+    return [w, velocity, alone, state]
+import torch
+_labs_answer = _labs_look()
+del _labs_look
+"""
+
+
+@exercise("4.1", "The host's step", where="the engines")
+def central_step(c: Check) -> None:
+    """Weighted by samples; state on the host; the weights with everybody."""
+    have = c.ask("_labs_answer = callable(globals().get('central_step'))")
+    c.need(
+        all(have),
+        "The engines have no function `central_step`.",
+        "run the cell of exercise 4.1; it begins with %%distributed",
+    )
+    found = c.ask(
+        _TRAIN,
+        limit_s=LIMIT_S,
+        hint="`velocity` is None on all workers but 0; `dist` is torch.distributed",
+    )
+    weights = [np.asarray(worker[0], dtype=float) for worker in found]
+    alone, state = (np.asarray(found[0][k], dtype=float) for k in (2, 3))
+    c.need(
+        all(w.shape == alone.shape for w in weights),
+        f"`w` has the shape {weights[0].shape} afterwards: that of {alone.shape} is asked for.",
+        "change `w` in place, and not its shape",
+    )
+    c.need(
+        bool((weights[0] != 1).any()),
+        "The weights of worker 0 have not changed.",
+        "change `w` in place: `w -= ...` does, `w = w - ...` makes a tensor that nobody sees",
+    )
+    c.expect(
+        all(np.array_equal(w, weights[0]) for w in weights),
+        "all workers have the host's weights",
+        "the workers' weights are not equal",
+        "the host has to hand its weights out, in every step",
+    )
+    held = np.asarray(found[0][1], dtype=float)
+    c.expect(
+        bool((held != 0).any()),
+        "the host keeps the optimizer's state",
+        "`velocity` of worker 0 is still zero after three steps",
+        "it is the state that the next step begins with: change it in place",
+    )
+    off = float(np.abs(weights[0] - alone).max())
+    c.expect(
+        off <= EXACT and float(np.abs(held - state).max()) <= EXACT,
+        "three steps equal those of one device with the whole batch",
+        f"after three steps a weight of worker 0 is {off:.1g} off that of one device",
+        "the mean of means is not the mean: each gradient counts by its worker's samples; and the "
+        "velocity of one step is where the next one begins",
+    )
+
+
+def _step_bytes(run: Any) -> float:
+    """Return what the workers of a run send in a step."""
+    return float(run.summarise().sent_step_bytes)
+
+
+@exercise("4.2", "What passes the host")
+def through_host(c: Check) -> None:
+    """In and out, of all workers, in one step."""
+    names = [
+        name for name in ("central-3", "central-1", "central-2", "adam-central") if _known(name)
+    ]
+    for name in names or ["central-3"]:
+        run = c.run(name)
+        found = c.call("through_host", run)
+        try:
+            value = float(found)
+        except (TypeError, ValueError):
+            c.wrong(f"through_host of run {name!r} returned {found!r}: a number is asked for.")
+        c.need(
+            close(value, 2 * _step_bytes(run), SHARE),
+            f"through_host of run {name!r} returned {value:.6g} bytes, which is not what passes.",
+            "add up the rows of a single step: the gradients of all its workers come in, and as "
+            "much goes out to them",
+        )
+    c.expect(True, "all that comes in and goes out in one step is counted", "")
+
+
+def _known(name: str) -> bool:
+    from ...session.registry import runs
+
+    return name in runs and runs[name].state == "finished"
+
+
+@exercise("4.3", "Where the curve bends")
+def best_workers(c: Check) -> None:
+    """No other number of workers gives a shorter step."""
+    for t1_s, m_bytes, bytes_per_s in ((0.06, 57640, 6e6), (1.0, 4e6, 1e9), (0.5, 1e8, 1e10)):
+        asked = f"best_workers({t1_s:g}, {m_bytes:g}, {bytes_per_s:g})"
+        found = c.call("best_workers", t1_s, m_bytes, bytes_per_s)
+        try:
+            n = float(found)
+        except (TypeError, ValueError):
+            c.wrong(f"{asked} returned {found!r}: a number is asked for.")
+        c.need(
+            math.isfinite(n) and n > 0,
+            f"{asked} returned {n:g}: a number above 0 is asked for.",
+        )
+        here_s, less_s, more_s = (
+            t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, 0.99 * n, 1.01 * n)
+        )
+        fewer = "fewer" if less_s < here_s else "more"
+        c.need(
+            here_s <= min(less_s, more_s),
+            f"{asked} returned {n:.4g}: with {fewer} workers a step is shorter.",
+            "the derivative is -T₁/N² + 2M/B; set it to zero and solve for N",
+        )
+    c.expect(True, "with fewer workers and with more a step is longer", "")
+
+
+@exercise("4.4", "Who holds what")
+def holds(c: Check) -> None:
+    """Multiples of M, as the runs have measured them."""
+    central, mirrored = c.run("adam-central").summarise(), c.run("adam-mirrored").summarise()
+    m_bytes = central.servers[0]["parameters_bytes"]
+    host_bytes = sum(
+        central.servers[0][f"{part}_bytes"] for part in ("parameters", "optimizer", "gradients")
+    )
+    measured = (mirrored.memory_bytes[0], central.memory_bytes[0], host_bytes)
+    trials = [((central.workers, 2), [size_bytes / m_bytes for size_bytes in measured])]
+    trials += [((n, slots), [2 + slots, 2, 1 + slots + n]) for n, slots in ((1, 0), (2, 1), (8, 2))]
+    who = ("a mirrored worker", "a worker of central storage", "the host")
+    right = [True] * len(who)
+    hints = (
+        "a mirrored worker has everything: weights, gradients, the optimizer's state",
+        "a worker of central storage computes gradients, and takes no optimizer's step",
+        "as many gradients arrive in a step as there are workers; the weights and the state exist "
+        "once",
+    )
+    said: list[tuple[str, str]] = []
+    for (n, slots), truth in trials:
+        found = _three(c, n, slots)
+        for k in range(len(who)):
+            if right[k] and not close(found[k], truth[k], SHARE):
+                right[k] = False
+                said.append((f"holds({n}, {slots}) says {found[k]:g} M for {who[k]}", hints[k]))
+    for k in range(len(who)):
+        if right[k]:
+            c.expect(True, f"what {who[k]} holds is right", "")
+    for words, hint in said:
+        c.expect(False, "", words, hint)
+
+
+def _three(c: Check, n: int, slots: int) -> list[float]:
+    found = c.call("holds", n, slots)
+    try:
+        values = [float(value) for value in found]
+    except (TypeError, ValueError):
+        values = []
+    c.need(
+        len(values) == 3 and all(math.isfinite(value) for value in values),
+        f"holds({n}, {slots}) returned {found!r}: a list of three numbers is asked for.",
+        "fill in the three names in the cell; each is a multiple of M",
+    )
+    return values
