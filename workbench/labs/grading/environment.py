@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import site
+import stat
 from pathlib import Path
+from typing import Any
 
 from .processes import MARK
 
@@ -16,11 +20,16 @@ _KEPT = (
 """What of the grader's environment a notebook sees: no secret has one of these names."""
 
 
+_PACKAGES = str(Path(__file__).resolve().parents[3])
+
+
 def kept() -> dict[str, str]:
     """Return what is taken over from our own environment."""
     found = {name: os.environ[name] for name in _KEPT if name in os.environ}
     if site.ENABLE_USER_SITE:
         found["PYTHONUSERBASE"] = site.getuserbase()
+    paths = [os.path.abspath(p) for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *({_PACKAGES} - set(paths))])
     return found
 
 
@@ -37,3 +46,18 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
     ours = {name: str(folder / place) for name, place in places.items()}
     fixed = {"PYTHONHASHSEED": "0", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     return {**kept(), **ours, **fixed, MARK: mark, "JPY_PARENT_PID": str(os.getpid())}
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, also parts that its owner may not write."""
+
+    def again(function: Callable[[str], Any], path: str, _: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), stat.S_IRWXU)
+        with contextlib.suppress(OSError):
+            if not os.path.islink(path):
+                os.chmod(path, stat.S_IRWXU)
+        with contextlib.suppress(OSError):
+            function(path)
+
+    shutil.rmtree(folder, onerror=again)

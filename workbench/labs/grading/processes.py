@@ -36,7 +36,7 @@ def adopt(on: bool = True) -> bool:
 def lives(process: psutil.Process) -> bool:
     """Whether a process runs: it is there and no zombie."""
     with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

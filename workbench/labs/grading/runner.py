@@ -1,6 +1,7 @@
 """The process that grades one notebook: reads it, merges it, runs it, settles every exercise.
 
-It takes what it is to do as JSON on standard input, and writes what came out to standard output.
+It takes what it is to do as JSON on standard input, and writes what it knows to standard output, a
+line each time that it knows more.
 """
 
 from __future__ import annotations
@@ -11,26 +12,43 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from . import processes
+from .environment import remove
 from .limits import Limits
 from .merging import Merged, merge
-from .outcome import Graded, Outcome
+from .outcome import Graded, Outcome, from_wire
 from .reading import Book, Unreadable, read
-from .settling import Grading
+from .settling import Grading, Tell
 
 _WATCH_PARENT_S = 1.0
+OVER = "over"
+"""In the last line, in place of an exercise."""
 
 
-def grade(path: Path, canonical: Path | None, notebooks: Path, folder: Path,
-          limits: Limits) -> Graded:  # fmt: skip
+def grade(
+    path: Path,
+    canonical: Path | None,
+    notebooks: Path,
+    folder: Path,
+    limits: Limits,
+    *,
+    until: float,
+    earlier: Mapping[str, Any] | None = None,
+    tell: Tell = lambda graded, running: None,
+) -> Graded:
     """Grade one notebook.
 
     Args:
         canonical: The lab as it was handed out; by default found in `notebooks`.
         folder: For its kernels; private, and removed by somebody else.
+        until: When it must be over, by `time.monotonic`.
+        earlier: What another runner had found when one of the notebook's cells ended it.
+        tell: Told what is known so far, and the exercise whose cells run next.
     """
     began = time.monotonic()
     graded = Graded(str(path), versions=versions())
@@ -39,7 +57,11 @@ def grade(path: Path, canonical: Path | None, notebooks: Path, folder: Path,
     except Unreadable as why:
         graded.problems.append(str(why))
         return graded
-    Grading(merged, graded, folder, limits).run()
+    if earlier is not None:
+        known = from_wire(earlier)
+        graded.outcomes, graded.problems = known.outcomes, known.problems
+        graded.restarts = known.restarts + 1
+    Grading(merged, graded, folder, limits, until, tell).run()
     graded.seconds = time.monotonic() - began
     return graded
 
@@ -86,11 +108,12 @@ def lab_of(path: Path) -> Book:
     return lab
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, folder: Path) -> None:
     """End all and ourselves when the process that started us is no more."""
     while os.getppid() == parent:
         time.sleep(_WATCH_PARENT_S)
     processes.end(lambda: processes.below(os.getpid()))
+    remove(folder)
     os._exit(1)
 
 
@@ -98,13 +121,19 @@ def main() -> None:
     """Grade the notebook that standard input names."""
     given = json.loads(sys.stdin.readline())
     processes.adopt()
-    threading.Thread(target=_end_with, args=(given["parent"],), daemon=True).start()
+    ending = (given["parent"], Path(given["folder"]))
+    threading.Thread(target=_end_with, args=ending, daemon=True).start()
     canonical = given["canonical"]
     graded = grade(
         Path(given["path"]), None if canonical is None else Path(canonical),
         Path(given["notebooks"]), Path(given["folder"]), Limits(**given["limits"]),
+        until=given["until"], earlier=given["earlier"], tell=_tell,
     )  # fmt: skip
-    sys.stdout.write(json.dumps(graded.to_wire()))
+    _tell(graded, OVER)
+
+
+def _tell(graded: Graded, running: str) -> None:
+    sys.stdout.write(json.dumps({"running": running, **graded.to_wire()}) + "\n")
     sys.stdout.flush()
 
 

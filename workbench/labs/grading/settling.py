@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .limits import STEP_S, Limits
 from .link import Gone, Link, Reply
 from .merging import Item, Merged
 from .outcome import Graded, Outcome
+
+Tell = Callable[[Graded, str], None]
 
 
 class _Again(Exception):
@@ -25,15 +28,27 @@ class Grading:
     """One notebook's lab, run until every exercise is settled.
 
     Args:
+        graded: Its outcomes are filled in; those that another runner has settled stay.
         folder: Where its kernels live, each in a folder of its own.
+        until: When it must be over, by `time.monotonic`.
+        tell: Told what is known, and whose cells will run next, should this process be ended.
     """
 
-    def __init__(self, merged: Merged, graded: Graded, folder: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        merged: Merged,
+        graded: Graded,
+        folder: Path,
+        limits: Limits,
+        until: float,
+        tell: Tell,
+    ) -> None:
         self._merged, self._graded, self._folder, self._limits = merged, graded, folder, limits
-        self._deadline = time.monotonic() + limits.total_s
-        self._open = dict.fromkeys(merged.exercises)
+        self._deadline, self._tell = until, tell
         self._outcomes = {one.exercise: one for one in graded.outcomes}
-        self._left_out: set[str] = set()
+        states = {number: one.state for number, one in self._outcomes.items()}
+        self._open = [number for number, state in states.items() if state == "not graded"]
+        self._left_out = {number for number, state in states.items() if state == "stopped"}
         self._ran: list[str] = []  # exercises whose cells ran in this kernel, in order
         self._engines = 0
         self._lost_by = ""  # the exercise whose cells left fewer engines
@@ -97,7 +112,7 @@ class Grading:
         if words not in self._graded.problems:
             self._graded.problems.append(words)
 
-    def _fell(self, item: Item, why: str) -> None:
+    def _fell(self, item: Item, why: str) -> NoReturn:
         """The kernel is gone in a step or a check: somebody's cell has prepared that."""
         self._check_time()
         mine = [item.exercise] if item.kind == "check" else []
@@ -108,8 +123,8 @@ class Grading:
             why = f"after its cell had run, cell {item.place} of the lab failed: {why}"
         self._stop(suspects[0], why)
 
-    def _stop(self, number: str, why: str) -> None:
-        """Leave an exercise's cells out from now on, and begin again."""
+    def _stop(self, number: str, why: str) -> NoReturn:
+        """An exercise has brought the kernel down: go on without its cells."""
         outcome = self._outcomes[number]
         if number in self._open:
             self._settle(number, "stopped", why)
@@ -117,11 +132,10 @@ class Grading:
             outcome.state, outcome.error = "stopped", why
         self._leave_out(number)
 
-    def _leave_out(self, number: str) -> None:
+    def _leave_out(self, number: str) -> NoReturn:
+        """Leave an exercise's cells out from now on; where something is open, begin again."""
         self._left_out.add(number)
-        if not self._open:
-            return
-        if self._graded.restarts >= self._limits.restarts:
+        if self._open and self._graded.restarts >= self._limits.restarts:
             raise _Enough(f"its kernel was started anew {self._limits.restarts} times")
         raise _Again
 
@@ -138,12 +152,16 @@ class Grading:
     def _settle(self, number: str, state: Any, error: str = "") -> None:
         outcome = self._outcomes[number]
         outcome.state, outcome.error = state, error or outcome.error
-        self._open.pop(number, None)
+        if number in self._open:
+            self._open.remove(number)
+        self._tell(self._graded, "")
 
     def _answer(self, link: Link, item: Item) -> None:
         number, outcome = item.exercise, self._outcomes[item.exercise]
         is_open = number in self._open
         left_out = number in self._left_out
+        if not left_out:
+            self._tell(self._graded, number)
         try:
             for source in [item.stub] if left_out else item.sources:
                 reply = link.run(source, self._limits.cell_s)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,9 +19,10 @@ from typing import IO, Any
 import psutil
 
 from . import processes
-from .environment import kept
+from .environment import kept, remove
 from .limits import Limits
 from .outcome import Graded, from_wire
+from .runner import OVER
 
 MARGIN_S = 150.0
 """For starting and ending kernels and for interrupts, beyond a notebook's time."""
@@ -63,12 +62,10 @@ def grade(
     finally:
         if ours:  # what has lost its runner is our child now
             me = psutil.Process()
-            processes.end(lambda: set(me.children()) - before - _dead(me.children()))
+            new = lambda: [p for p in me.children() if p not in before]  # noqa: E731
+            processes.end(lambda: filter(processes.lives, new()))
+            processes.reap(new())
             processes.adopt(False)
-
-
-def _dead(found: list[psutil.Process]) -> set[psutil.Process]:
-    return {process for process in found if not processes.lives(process)}
 
 
 class _Runners:
@@ -80,7 +77,7 @@ class _Runners:
             "canonical": None if canonical is None else str(canonical.absolute()),
             "limits": asdict(limits),
         }
-        self._limit_s = limits.total_s + MARGIN_S
+        self._limits = limits
         self._living: dict[int, subprocess.Popen[bytes]] = {}
         self._lock, self._stopped = threading.Lock(), False
 
@@ -98,7 +95,6 @@ class _Runners:
         try:
             graded = self._run(path, folder)
         finally:
-            processes.end(lambda: processes.marked(folder.name))
             remove(folder)
         graded.file = str(path)
         graded.seconds = graded.seconds or time.monotonic() - began
@@ -106,67 +102,97 @@ class _Runners:
         return graded
 
     def _run(self, path: Path, folder: Path) -> Graded:
-        given = {**self._given, "path": str(path.absolute()), "folder": str(folder)}
-        with self._lock:
-            if self._stopped:
-                return Graded(str(path), problems=["It was not begun."])
-            runner = subprocess.Popen(
-                [sys.executable, "-m", "workbench.labs.grading.runner"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, cwd=folder, env=kept() | {"HOME": str(folder)},
-            )  # fmt: skip
-            self._living[runner.pid] = runner
+        given = {
+            **self._given, "path": str(path.absolute()), "folder": str(folder), "earlier": None,
+            "until": time.monotonic() + self._limits.total_s, "parent": os.getpid(),
+        }  # fmt: skip
+        for _ in range(1 + self._limits.restarts):
+            with self._lock:
+                if self._stopped:
+                    return Graded(str(path), problems=["It was not begun."])
+                runner = self._start(folder)
+            last, why = self._hear(runner, given)
+            if last is None:
+                return Graded(str(path), problems=[why])
+            if last["running"] == OVER:
+                return from_wire(last)
+            if not _leave_out(last, why):
+                break
+            given["earlier"] = last
+        graded = from_wire(last)
+        graded.problems.append(why)
+        return graded
+
+    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+        runner = subprocess.Popen(
+            [sys.executable, "-m", "workbench.labs.grading.runner"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True, cwd=folder, env=kept() | {"HOME": str(folder)},
+        )  # fmt: skip
+        self._living[runner.pid] = runner
+        return runner
+
+    def _hear(
+        self, runner: subprocess.Popen[bytes], given: dict[str, Any]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Return the last that a runner said, and in words how it ended."""
         try:
-            return self._wait(runner, path, {**given, "parent": os.getpid()})
+            return _talk(runner, given, given["until"] - time.monotonic() + MARGIN_S)
         finally:
             family = processes.below(runner.pid)
             processes.end(lambda: [p for p in family if processes.lives(p)])
             runner.kill()
             runner.wait()
+            processes.end(lambda: processes.marked(Path(given["folder"]).name))
             with self._lock:
                 del self._living[runner.pid]
 
-    def _wait(self, runner: subprocess.Popen[bytes], path: Path, given: dict[str, Any]) -> Graded:
-        assert runner.stdin is not None
-        with contextlib.suppress(OSError), runner.stdin as stdin:
-            stdin.write(json.dumps(given).encode() + b"\n")
-        said: dict[str, bytes] = {}
-        readers = [
-            threading.Thread(target=_read, args=(pipe, name, said), daemon=True)
-            for name, pipe in (("out", runner.stdout), ("error", runner.stderr))
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            runner.wait(self._limit_s)
-        except subprocess.TimeoutExpired:
-            why = f"It was not over after {self._limit_s:g} s, and was ended."
-            return Graded(str(path), problems=[why])
-        for reader in readers:
-            reader.join(5)
-        try:
-            return from_wire(json.loads(said.get("out", b"")))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            last = said.get("error", b"").decode("utf-8", "replace").strip().splitlines()[-1:]
-            words = f"The process that grades it was ended (status {runner.returncode})."
-            return Graded(str(path), problems=[" ".join([words, *last])])
+
+def _leave_out(last: dict[str, Any], why: str) -> bool:
+    """Settle the exercise whose cells ended a runner, if it was one: the next leaves them out."""
+    for one in last["exercises"]:
+        if one["exercise"] == last["running"] and one["state"] == "not graded":
+            one.update(state="stopped", error=f"in its cell: {why}")
+            return True
+    return False
+
+
+def _talk(
+    runner: subprocess.Popen[bytes], given: dict[str, Any], limit_s: float
+) -> tuple[dict[str, Any] | None, str]:
+    assert runner.stdin is not None
+    with contextlib.suppress(OSError), runner.stdin as stdin:
+        stdin.write(json.dumps(given).encode() + b"\n")
+    said: dict[str, bytes] = {}
+    readers = [
+        threading.Thread(target=_read, args=(pipe, name, said), daemon=True)
+        for name, pipe in (("out", runner.stdout), ("error", runner.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        runner.wait(limit_s)
+        why = f"the process that grades it was ended (status {runner.returncode})"
+    except subprocess.TimeoutExpired:
+        why = f"the process that grades it was not over after {limit_s:.0f} s, and was ended"
+        runner.kill()
+    for reader in readers:
+        reader.join(5)
+    last = said.get("error", b"").decode("utf-8", "replace").strip().splitlines()[-1:]
+    return _last_line(said.get("out", b"")), ": ".join([why, *last])
+
+
+def _last_line(said: bytes) -> dict[str, Any] | None:
+    """Return the last whole thing that a runner said."""
+    for line in reversed(said.splitlines()):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            found: dict[str, Any] = json.loads(line)
+            from_wire(found)
+            if isinstance(found["running"], str):
+                return found
+    return None
 
 
 def _read(pipe: IO[bytes], name: str, into: dict[str, bytes]) -> None:
     with contextlib.suppress(OSError, ValueError):
         into[name] = pipe.read(MOST_ANSWER_BYTES)
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder, also parts that its owner may not write."""
-
-    def again(function: Callable[[str], Any], path: str, _: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            if not os.path.islink(path):
-                os.chmod(path, stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            function(path)
-
-    shutil.rmtree(folder, onerror=again)
