@@ -7,6 +7,7 @@ fresh notebook and no variables on the engines. What is not run says why (see `d
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -31,6 +32,9 @@ COVERED = {
 }
 """Pages that other tests run, or hold against what they are written from."""
 TENSORFLOW = {"README.md"}
+NEEDS_TENSORFLOW = [pytest.mark.tensorflow, pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="tensorflow is not installed"
+)]  # fmt: skip
 FORGET = """
 from workbench.session import registry
 from workbench.session.state import session
@@ -48,8 +52,8 @@ RUN = [page for page in pages() if name_of(page) not in COVERED]
 def marked(language: str) -> list[pytest.param]:
     """Return the pages that have blocks of a language to run."""
     return [
-        pytest.param(page, id=name_of(page), marks=pytest.mark.tensorflow
-                     if name_of(page) in TENSORFLOW else ())
+        pytest.param(page, id=name_of(page),
+                     marks=NEEDS_TENSORFLOW if name_of(page) in TENSORFLOW else ())
         for page in RUN
         if any(block.language == language and not block.not_run for block in blocks(page))
     ]  # fmt: skip
@@ -87,11 +91,9 @@ def run_as_a_cell(notebook: Kernel, block: Block) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 @pytest.mark.parametrize("page", marked("python"))
 def test_a_page_runs_as_it_stands(page: Path, notebook: Kernel) -> None:
-    pytest.importorskip("torch")
-    if name_of(page) in TENSORFLOW:
-        pytest.importorskip("tensorflow")
     for block in blocks(page):
         if block.language == "python" and not block.not_run:
             run_as_a_cell(notebook, block)
