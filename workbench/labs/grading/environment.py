@@ -7,6 +7,7 @@ import os
 import shutil
 import site
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -106,7 +106,7 @@ class Grading:
             self._without_the_loser("")
             why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
             self._problem(f"The lab's step in cell {item.place} failed: {why}")
-        self._engines = max(self._engines, after.get("engines", 0))
+        self._engines = after.get("engines", 0)
 
     def _problem(self, words: str) -> None:
         if words not in self._graded.problems:
@@ -187,8 +187,10 @@ class Grading:
         answer = reply.answer or {}
         if number:
             self._outcomes[number].put_back += answer.get("put_back", [])
-            if answer.get("engines", 0) < self._engines and not self._lost_by:
-                self._lost_by = number
+        engines, before = answer.get("engines", self._engines), self._engines
+        self._engines = engines
+        if engines < before and number and not self._lost_by:
+            self._lost_by = number
 
     def _check(self, link: Link, item: Item) -> None:
         number = item.exercise

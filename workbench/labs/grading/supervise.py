@@ -62,10 +62,13 @@ def grade(
     finally:
         if ours:  # what has lost its runner is our child now
             me = psutil.Process()
-            new = lambda: [p for p in me.children() if p not in before]  # noqa: E731
-            processes.end(lambda: filter(processes.lives, new()))
-            processes.reap(new())
+            processes.end(lambda: [p for p in _new(me, before) if processes.lives(p)])
+            processes.reap(_new(me, before))
             processes.adopt(False)
+
+
+def _new(me: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in me.children() if process not in before]
 
 
 class _Runners:
@@ -106,6 +109,7 @@ class _Runners:
             **self._given, "path": str(path.absolute()), "folder": str(folder), "earlier": None,
             "until": time.monotonic() + self._limits.total_s, "parent": os.getpid(),
         }  # fmt: skip
+        last: dict[str, Any] | None = None
         for _ in range(1 + self._limits.restarts):
             with self._lock:
                 if self._stopped:
@@ -119,6 +123,7 @@ class _Runners:
             if not _leave_out(last, why):
                 break
             given["earlier"] = last
+        assert last is not None
         graded = from_wire(last)
         graded.problems.append(why)
         return graded

@@ -1,0 +1,67 @@
+"""Notebooks as students hand them in, for a lab of a few cells that runs in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BEGIN = "import workbench as wb\nfrom workbench import labs\n\nlabs.begin(1, engines=3)"
+TORCH = "%%distributed\nimport torch"
+STUBS = {
+    "1.1": "%%distributed\n# YOUR CODE 1.1\nsquare = None",
+    "1.2": "# YOUR CODE 1.2\ntotal = None",
+    "1.3": "%%distributed\n# YOUR CODE 1.3\nmean = None",
+    "1.5": "# YOUR CODE 1.5\ndef crossing_s(n, c_s):\n    ...",
+}
+GOOD = {
+    "1.1": "%%distributed\n# YOUR CODE 1.1\nsquare = rank**2",
+    "1.2": "# YOUR CODE 1.2\n%pull square\ntotal = sum(square)",
+    "1.3": "%%distributed\n# YOUR CODE 1.3\npart = torch.arange(float(rank + 1)) + rank\n"
+    "both = torch.tensor([part.sum().item(), len(part)])\ndist.all_reduce(both)\n"
+    "mean = (both[0] / both[1]).item()",
+    "1.5": "# YOUR CODE 1.5\ndef crossing_s(n, c_s):\n    return c_s * n / (n - 1)",
+}
+
+
+def code(source: str, id: str = "", tags: tuple[str, ...] = (), **ours: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"tags": list(tags)}
+    if ours:
+        metadata["workbench"] = ours
+    cell = {"cell_type": "code", "source": source, "metadata": metadata, "outputs": []}
+    return {**cell, "id": id, "execution_count": None}
+
+
+def text(source: str) -> dict[str, Any]:
+    return {"cell_type": "markdown", "source": source, "metadata": {}}
+
+
+def cells(answers: dict[str, str] | None = None, numbers: Any = tuple(STUBS)) -> list[Any]:
+    """The lab's cells with these answers; the empty ones elsewhere."""
+    made = [text("# A lab"), code(BEGIN, "a", ("step",)), code(TORCH, "b", ("step",))]
+    for number in numbers:
+        answer = (answers or {}).get(number, STUBS[number])
+        made.append(text(f"## {number}"))
+        made.append(code(answer, f"x{number[-1]}", exercise=number))
+        made.append(code(f'labs.check("{number}")', f"c{number[-1]}", check=number))
+    return [*made, code("labs.progress(1)", "z", ("step",))]
+
+
+def book(made: list[Any], lab: int | None = 1) -> dict[str, Any]:
+    metadata = {} if lab is None else {"workbench": {"lab": lab, "version": "student"}}
+    return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+
+
+def write(path: Path, made: list[Any], lab: int | None = 1) -> Path:
+    path.write_text(json.dumps(book(made, lab)), encoding="utf-8")
+    return path
+
+
+def hand_in(folder: Path, name: str, **answers: str) -> Path:
+    """Write a notebook with good answers but for these: `e1_2="..."`."""
+    given = {key[1:].replace("_", "."): f"# YOUR CODE {key[1:].replace('_', '.')}\n{value}"
+             for key, value in answers.items()}  # fmt: skip
+    for number, source in given.items():
+        if GOOD[number].startswith("%%"):
+            given[number] = "%%distributed\n" + source
+    return write(folder / f"{name}.ipynb", cells({**GOOD, **given}))
