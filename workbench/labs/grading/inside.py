@@ -42,7 +42,7 @@ class Guard:
             (name, vars(module), key, value)
             for name, module in self._modules.items()
             for key, value in list(vars(module).items())
-            if isinstance(value, _KINDS) or name == "builtins"
+            if (isinstance(value, _KINDS) if name in ours else callable(value))
         ]
         classes = {
             value

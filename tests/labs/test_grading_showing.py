@@ -1,0 +1,82 @@
+"""The table for people, the JSON for programs, and the exit status."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workbench.labs.grading.outcome import Graded, Outcome, from_wire, printable
+from workbench.labs.grading.showing import status, table, to_json
+
+
+def wrong(words, hint="", right=False):
+    return {"right": right, "words": words, "hint": hint}
+
+
+def some():
+    return [
+        Graded("a/ann.ipynb", 1, [Outcome("1.1", state="right"), Outcome("1.10", state="right")]),
+        Graded("b/bob.ipynb", 1, [
+            Outcome("1.1", state="wrong", findings=[wrong("fine", right=True),
+                                                    wrong("it is 4", "look at `rank`")]),
+            Outcome("1.10", state="stopped", error="it took longer than 5 s\nand more"),
+        ], notes=["exercise 1.1 was missing: run as handed out"]),
+        Graded("c/cy.ipynb", problems=["It is not JSON: x."]),
+    ]  # fmt: skip
+
+
+def test_a_row_has_marks_points_and_the_first_reason_of_each_exercise():
+    shown = table(some()).text().splitlines()
+    assert shown[0] == "1 of 3 notebooks all right"
+    assert shown[1].split()[:5] == ["notebook", "1.1", "1.10", "points", "s"]
+    ann, bob, more, cy = shown[3:7]
+    assert ann.split() == ["ann.ipynb", "✓", "✓", "2/2", "0"]
+    assert bob.split()[:5] == ["bob.ipynb", "✗", "!", "0/2", "0"]
+    assert bob.endswith("1.1: it is 4 (hint: look at `rank`)")
+    assert more.strip() == "1.10: it took longer than 5 s"
+    assert cy.split()[:2] == ["cy.ipynb", "-"]
+    assert cy.endswith("It is not JSON: x.")
+    assert "bob.ipynb: exercise 1.1 was missing: run as handed out" in shown
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    bad = Graded("\x1b[2Jx.ipynb", 1, [Outcome("1.1", state="wrong", error="\x1b]0;evil\x07\r")])
+    shown = table([bad]).text()
+    assert not set("\x1b\x07\r") & set(shown)
+    assert printable("a\x9bb") == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_long_words_do_not_widen_the_table():
+    long = Outcome("1.1", state="wrong", error="E: " + "x" * 5000)
+    assert max(map(len, table([Graded("a.ipynb", 1, [long])]).text().splitlines())) < 130
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [(["right", "right"], 0), (["right", "wrong"], 1), (["untouched", "stopped"], 1),
+     (["right", "not graded"], 2), ([], 2)],
+)  # fmt: skip
+def test_the_exit_status_is_that_of_the_worst(states, expected):
+    one = Graded("a", 1, [Outcome(f"1.{i}", state=state) for i, state in enumerate(states)])
+    assert status([one]) == expected
+    assert status([Graded("b", 1, [Outcome("1.1", state="right")]), one]) == expected
+
+
+def test_the_json_has_everything_and_can_be_read_back():
+    graded = some()
+    content = json.loads(to_json(graded, {"cell_s": 5}))
+    assert content["status"] == 2
+    assert content["ungraded"] == 1
+    assert content["limits"] == {"cell_s": 5}
+    ann, bob, _ = content["notebooks"]
+    assert (ann["points"], ann["of"], ann["graded"]) == (2, 2, True)
+    assert bob["exercises"][0]["findings"][1]["hint"] == "look at `rank`"
+    assert bob["exercises"][0]["passed"] is False
+    assert [from_wire(one) for one in content["notebooks"]] == graded
+
+
+@pytest.mark.parametrize("wire", [{}, [], {"exercises": 3}, {"exercises": [{"state": "best"}]}])
+def test_what_no_runner_has_said_is_refused(wire):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        from_wire(wire)
