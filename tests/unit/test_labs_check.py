@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import asking, exercise
+from workbench.labs import answers, asking, exercise
 from workbench.labs.answers import Check, Stuck
 from workbench.labs.formulas import beside
 from workbench.labs.packing import take_home
@@ -84,10 +86,29 @@ def test_a_function_that_fails_is_said_with_its_arguments(function, words):
     assert words in said(lambda c: c.call("f", 2), f=function).words
 
 
+def test_a_function_that_never_ends_is_interrupted_and_what_was_timed_before_goes_on(monkeypatch):
+    def endless():
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
+
+    monkeypatch.setattr(answers, "CALL_LIMIT_S", 0.05)
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        finding = said(lambda c: c.call("f"), f=endless)
+        assert "did not end" in finding.words
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert 0 < signal.setitimer(signal.ITIMER_REAL, 0)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
     finding = said(lambda c: c.run("never-ran"))
     assert "never-ran" in finding.words
-    assert "--name never-ran" in finding.hint
+    assert "named never-ran" in finding.hint
 
 
 def test_without_a_cluster_the_next_step_is_said():

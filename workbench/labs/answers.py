@@ -13,10 +13,14 @@ from ..errors import RunError, WorkbenchError
 from ..session.registry import runs
 from ..session.results import Results
 from ..session.state import session
+from .limit import Late, at_most
 from .report import Finding
 
 LIMIT_S = 30.0
 """How long code of an answer may take on the engines."""
+
+CALL_LIMIT_S = 10.0
+"""How long a function of the notebook may take for one call."""
 
 _ANSWER = "_labs_answer"
 _PLAIN = f"""
@@ -158,11 +162,17 @@ class Check:
         return value  # type: ignore[no-any-return]
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a function of the notebook; its exception, or None as its result, ends the check."""
+        """Call a function of the notebook; what it raises, None, or no end of it ends the check."""
         function = self.function(name)
         shown = ", ".join(_shown(arg) for arg in args)
         try:
-            found = function(*args)
+            with at_most(CALL_LIMIT_S):
+                found = function(*args)
+        except Late:
+            self.wrong(
+                f"{name}({shown}) did not end within {CALL_LIMIT_S:g} s and was interrupted.",
+                "is there a loop that never ends?",
+            )
         except Exception as error:
             self.wrong(
                 f"{name}({shown}) raised {type(error).__name__}: {error}",
@@ -180,7 +190,7 @@ class Check:
         if name not in runs:
             self.wrong(
                 f"There is no run named {name!r}.",
-                f"run the cell of exercise {self.number}; its line needs --name {name}",
+                f"run the cell of exercise {self.number}; the run is to be named {name}",
             )
         found = runs[name]
         if found.state != "finished":

@@ -1,10 +1,12 @@
-"""Interrupts the cell of an exercise that never ends, and says which one it was."""
+"""Ends what a student wrote and what never ends: the cell of an exercise, a call in a check."""
 
 from __future__ import annotations
 
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 MARKER = re.compile(r"#\s*YOUR CODE\s+(\d+\.\d+)")
@@ -15,6 +17,33 @@ def exercise_of(source: str) -> str | None:
     """Return the number of the exercise whose cell this is, None for other cells."""
     found = MARKER.search(source)
     return found[1] if found else None
+
+
+class Late(BaseException):
+    """What a block did took longer than it may; no `except Exception` of an answer stops it."""
+
+
+@contextmanager
+def at_most(limit_s: float) -> Iterator[None]:
+    """Raise `Late` in the block after so many seconds, and again each second while it goes on.
+
+    Only the main thread can be reached; on another one there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def strike(*unused: Any) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, strike)
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left_s, again_s)
 
 
 class Limit:
