@@ -36,8 +36,11 @@ def test_every_environment_variable_is_explained(name: str) -> None:
 
 
 def test_variables_that_are_explained_exist() -> None:
-    sources = [*(REPOSITORY / "workbench").rglob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
-    code = "\n".join(path.read_text("utf-8") for path in [*sources, REPOSITORY / "run-tests"])
+    sources = [
+        path for name in ("workbench", "tests") for path in (REPOSITORY / name).rglob("*.py")
+    ]
+    sources += [REPOSITORY / name for name in ("run-tests", "binder/check", "binder/postBuild")]
+    code = "\n".join(path.read_text("utf-8") for path in sources)
     for name in re.findall(r"`(WORKBENCH_[A-Z_]+)", PAGE):
         assert name in code, name
 
