@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from itertools import combinations
 
 import matplotlib
@@ -170,3 +171,10 @@ def test_words_are_cut_in_the_middle_and_wrapped_to_a_width() -> None:
     assert " ".join(lines) == "several words in some lines"
     assert len(lines) > 1
     assert np.all([width_in(line, 9) <= 1.0 for line in lines])
+
+
+def test_losses_that_four_digits_do_not_tell_apart_lie_together():
+    runs = [replace(make_run(name), final_loss=loss) for name, loss in (("a", 2.0), ("b", 2.0001))]
+    axes = panel(comparison_figure.draw(compare(runs)), "Final loss")
+    labels = [label.get_text() for label in axes.get_xticklabels() if label.get_text()]
+    assert len(labels) == len(set(labels)) >= 2

@@ -41,6 +41,8 @@ SHARE_STYLES = {
 
 _LABELLED_IN, _WIDE_IN = 0.4, 3.2
 _MOST_BINS = 33
+_LEAST_SPAN = 0.02
+"""Of final losses that are nearly equal, relative: ticks have four digits."""
 
 
 def throughput(axes: Axes, comparison: Comparison) -> None:
@@ -182,7 +184,12 @@ def _outcome_axis(axes: Axes, spreads: Sequence[Spread], words: Sequence[str]) -
         axes.set_xticks([])
         return
     low, high = min(ends), max(ends)
-    span = (high - low) or abs(high) * 0.2 or 1.0
+    # What four digits do not tell apart is not to look far apart.
+    least = _LEAST_SPAN * max(abs(low), abs(high)) or 1.0
+    if high - low < least:
+        middle = (low + high) / 2
+        low, high = middle - least / 2, middle + least / 2
+    span = high - low
     room = 1 - (max(words_in(text, LABEL_PT) for text in words) + 0.2) / panel_in(axes)
     low, high = low - 0.12 * span, high + 0.12 * span
     axes.set_xlim(low, low + (high - low) / max(room, 0.25))
