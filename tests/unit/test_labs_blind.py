@@ -1,0 +1,170 @@
+"""Blind tasks: what is sealed, when it counts, and what is said; runs are stood in for."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from workbench.errors import PlanError
+from workbench.labs import asking, blind, probing
+from workbench.labs.cases import STRATEGIES, expected
+
+
+def history(rate, workers=1, steps=9, batch=96):
+    """Rows of workers that take `rate` samples per second together, but for a warm-up."""
+    rows = steps * workers
+    steps_of = np.repeat(np.arange(steps), workers)
+    step_s = np.where(steps_of < probing.WARM_UP, 10.0, batch / rate)
+    return {
+        "rank": np.tile(np.arange(workers), steps), "step": steps_of, "step_s": step_s,
+        "samples": np.full(rows, batch / workers),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Cases of seed 17; a run achieves exactly what the formulae say."""
+
+    def train(case, strategy, name, steps):
+        rate = expected(case)[strategy]
+        return SimpleNamespace(began=time.time(), history=history(rate, case.workers), name=name)
+
+    monkeypatch.setattr(blind, "train", train)
+    blind.begin(17)
+    yield
+    blind.begin(0)
+
+
+def checked(name):
+    return asking.check({"A": "9.4", "B": "9.5"}[name], {})
+
+
+def test_a_run_is_rated_by_its_typical_steps_after_warm_up():
+    assert probing.rate_of(SimpleNamespace(history=history(480, workers=3))) == pytest.approx(480)
+
+
+def test_rates_of_workers_that_do_not_wait_add_up():
+    rows = history(100, workers=2)
+    rows["step_s"] = np.where(rows["rank"] == 0, 1.0, 4.0)
+    rate = probing.rate_of(SimpleNamespace(history=rows))
+    assert rate == pytest.approx(48 / 1 + 48 / 4)
+
+
+def test_an_honest_prediction_of_the_best_passes(begun):
+    case = blind.case("A")
+    rates = expected(case)
+    best = max(rates, key=rates.__getitem__)
+    blind.seal(case, best, rates[best] * 1.3)
+    table = blind.run(case)
+    assert checked("A").passed
+    assert best in blind.score().text()
+    assert "choice 1.00 of 1" in table.text()
+
+
+def test_a_prediction_after_the_run_does_not_count(begun):
+    case = blind.case("A")
+    measured = {name: blind.measure(case, name) for name in STRATEGIES}
+    best = max(measured, key=measured.__getitem__)
+    blind.seal(case, best, measured[best])
+    assert "does not count" in blind.run(case).text()
+    report = checked("A")
+    assert not report.passed
+    assert "after the case had been run" in repr(report)
+    assert "0.00" in blind.score().text()
+
+
+def test_a_run_of_the_case_before_the_seal_is_found_by_its_time_too(begun):
+    case = blind.case("B")
+    blind.seal(case, "one_device", 1.0)
+    blind.run(case)
+    play = blind.latest("B")
+    assert play.honest
+    play.runs["mirrored"].began = play.sealed_at - 1
+    assert not play.honest
+
+
+def test_a_sealed_prediction_cannot_be_changed_once_the_case_is_open(begun, capsys):
+    case = blind.case("A")
+    blind.seal(case, "mirrored", 100)
+    blind.seal(case, "one_device", 200)
+    assert blind.latest("A").strategy == "one_device"
+    blind.run(case)
+    blind.seal(case, "mirrored", 300)
+    assert (blind.latest("A").strategy, blind.latest("A").predicted) == ("one_device", 200)
+    assert "stays as it was" in capsys.readouterr().out
+
+
+def test_a_case_that_was_run_comes_back_with_other_numbers(begun, capsys):
+    first = blind.case("A")
+    assert blind.case("A") == first
+    blind.seal(first, "mirrored", 100)
+    blind.run(first)
+    again = blind.case("A")
+    assert again != first
+    assert "new numbers" in capsys.readouterr().out
+    assert "Nothing is sealed" in repr(checked("A"))
+    with pytest.raises(PlanError, match=r"blind\.case"):
+        blind.measure(first, "mirrored")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rate", "words"),
+    [(None, None, "are needed"), ("mirrored", None, "are needed"), ("ring", 5, "'ring' is none"),
+     ("mirrored", "fast", "'fast' is no number"), ("mirrored", -1, "cannot be"),
+     ("mirrored", float("nan"), "cannot be"), (["mirrored"], 5, "is none of")],
+)  # fmt: skip
+def test_what_cannot_be_sealed_is_said_and_not_raised(begun, capsys, strategy, rate, words):
+    case = blind.case("A")
+    blind.seal(case, strategy, rate)
+    assert blind.run(case) is None
+    said = capsys.readouterr().out
+    assert words in said
+    assert "Seal a prediction for case A first" in said
+    assert not checked("A").passed
+
+
+def test_an_ideal_speed_up_chosen_by_habit_is_refused_with_hints(begun):
+    case = blind.case("A")
+    blind.seal(case, "mirrored", case.workers * case.batch / case.whole_s)
+    blind.run(case)
+    report = checked("A")
+    assert not report.passed
+    wrong = [finding for finding in report.findings if not finding.right]
+    assert len(wrong) == 2
+    assert all(finding.hint for finding in wrong)
+
+
+def test_the_check_of_a_case_never_names_the_best(begun):
+    case = blind.case("B")
+    rates = expected(case)
+    best, worst = (pick(rates, key=rates.__getitem__) for pick in (max, min))
+    blind.seal(case, worst, rates[worst])
+    blind.run(case)
+    assert best not in repr(checked("B"))
+
+
+def test_a_prediction_that_was_never_run_is_not_scored(begun):
+    blind.seal(blind.case("A"), "mirrored", 100)
+    assert "was not run" in repr(checked("A"))
+    assert "no case was run" in blind.score().text()
+
+
+def test_odd_cases_strategies_and_sizes_are_refused(begun):
+    with pytest.raises(PlanError, match="case"):
+        blind.case("Z")
+    with pytest.raises(PlanError, match="no case that is open"):
+        blind.time_step(None)
+    with pytest.raises(PlanError, match="strategy"):
+        blind.measure(blind.case("A"), "sharded")
+    with pytest.raises(PlanError, match="size"):
+        blind.time_message(blind.practice(), 0)
+
+
+def test_beginning_again_forgets_what_was_sealed(begun):
+    blind.seal(blind.case("A"), "mirrored", 100)
+    blind.begin(17)
+    assert blind.latest("A") is None
+    assert "Nothing is sealed" in repr(checked("A"))

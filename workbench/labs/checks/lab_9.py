@@ -1,0 +1,150 @@
+"""Lab 9: choose a strategy blind, predict what it achieves, and be scored."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .. import blind
+from ..answers import Check
+from ..cases import PRACTICE, STRATEGIES, Case, expected
+from ..exercise import exercise
+
+PROBED = 1.35
+"""Within what factor of the truth a probed number must be: real messages take time too."""
+
+PREDICTED = 1.5
+ENOUGH = 0.85
+
+_CASES = (
+    Case("P", 3, 1000, (1.0, 1.0, 1.0), 0.18, 0.015, 10e6),
+    Case("P", 2, 400, (1.0, 1.0), 0.05, 0.002, 4e6),
+    Case("P", 4, 800, (1.0, 1.0, 3.0, 1.0), 0.2, 0.03, 50e6),
+)
+"""What the formulae are tried on."""
+
+
+@exercise("9.1", "Three numbers from two probes")
+def probed(c: Check) -> None:
+    """T1, latency and bandwidth of the practice case."""
+    for name, truth, words, hint in (
+        ("t1_s", PRACTICE.whole_s, "the seconds of a step on one device",
+         "time_step gives it in seconds"),
+        ("latency_s", PRACTICE.latency_s, "what a message takes however small it is, in seconds",
+         "a message with next to no bytes takes hardly more than the latency"),
+        ("bytes_per_s", PRACTICE.bytes_per_s, "the bytes that the link carries in a second",
+         "two sizes: how many more bytes, in how many more seconds?"),
+    ):  # fmt: skip
+        found = c.number_of(name)
+        c.expect(
+            found > 0 and max(found / truth, truth / found) <= PROBED,
+            f"`{name}` is {words}",
+            f"`{name}` is {found:.4g}, which the probes of case P do not show",
+            hint,
+        )
+
+
+def _facts(case: Case) -> dict[str, Any]:
+    return {
+        **case.card, "t1_s": case.whole_s, "latency_s": case.latency_s,
+        "bytes_per_s": case.bytes_per_s,
+    }  # fmt: skip
+
+
+def _differs(c: Check, name: str, args: tuple[Any, ...], truth: float) -> str:
+    """Call a function of the notebook; return what is wrong with its result, or nothing."""
+    found = c.call(name, *args)
+    try:
+        value = float(found)
+    except (TypeError, ValueError):
+        return f"{name} returned {found!r}: a number is asked for"
+    return "" if math.isclose(value, truth, rel_tol=1e-3) else f"{name} returned {value:.4g}"
+
+
+_HINTS = {
+    "one_device": "the whole batch in T₁ seconds, and no message",
+    "mirrored": "2(N-1) messages of M/N bytes each, and the share of the slowest worker",
+    "central_storage": "two messages of M bytes each, and the share of the slowest worker",
+}
+
+
+@exercise("9.2", "Strategies that wait")
+def together(c: Check) -> None:
+    """Batch over the slowest share and the messages."""
+    for strategy in STRATEGIES[:3]:
+        wrong = ""
+        for case in _CASES:
+            facts = _facts(case)
+            wrong = _differs(c, "rate", (strategy, facts), expected(case)[strategy])
+            if wrong:
+                wrong += f" for {strategy!r} and {facts}"
+                break
+        c.expect(
+            not wrong, f"{strategy}: right, for equal and unequal workers", wrong, _HINTS[strategy]
+        )
+
+
+@exercise("9.3", "A strategy that does not wait")
+def apart(c: Check) -> None:
+    """The sum of the workers' own rates."""
+    for case in _CASES:
+        facts = _facts(case)
+        wrong = _differs(c, "server_rate", (facts,), expected(case)["parameter_server"])
+        c.need(
+            not wrong,
+            f"{wrong} for {facts}",
+            "what does one worker achieve, with its B/N samples, its own time for them, a push "
+            "and a pull? Then add up",
+        )
+    c.expect(True, "each worker's own rate, added up", "")
+
+
+@exercise("9.4", "Case A, blind", where="the engines")
+def case_a(c: Check) -> None:
+    """An honest prediction, near what was measured; a choice near the best."""
+    _played(c, "A")
+
+
+@exercise("9.5", "Case B, blind", where="the engines")
+def case_b(c: Check) -> None:
+    """An honest prediction, near what was measured; a choice near the best."""
+    _played(c, "B")
+
+
+def _played(c: Check, name: str) -> None:
+    play = blind.latest(name)
+    if play is None or not play.sealed:
+        c.wrong(
+            f"Nothing is sealed for case {name}.",
+            "give `strategy` and `samples_per_s` values before blind.seal, and run the cell",
+        )
+        return
+    c.need(
+        play.complete,
+        f"Case {name} is sealed and was not run to its end.",
+        "blind.run(case) runs your choice and the others",
+    )
+    if not c.expect(
+        play.honest,
+        "the prediction was sealed before the case was run",
+        "the prediction was sealed after the case had been run",
+        f'blind.case("{name}") deals out new numbers: predict from probes, seal, and then run',
+    ):
+        return
+    factor = play.factor
+    c.expect(
+        1 / PREDICTED <= factor <= PREDICTED,
+        f"the prediction is within a factor of {PREDICTED:g} of what was measured",
+        f"{play.predicted:.3g} samples/s were predicted for {play.strategy}, "
+        f"{play.measured[play.strategy]:.3g} were measured",
+        "what is left out: the messages, or a worker that is slower than the others?"
+        if factor > 1
+        else "samples per second: what is counted twice, or in another unit?",
+    )
+    share = play.scores[1]
+    c.expect(
+        share >= ENOUGH,
+        f"the choice achieves at least {ENOUGH:.0%} of the best of the four",
+        f"{play.strategy} achieved {share:.0%} of the best of the four",
+        "predict all four from the same three numbers, and compare before you choose",
+    )
