@@ -105,6 +105,12 @@ def test_a_function_that_never_ends_is_interrupted_and_what_was_timed_before_goe
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_function_that_raises_is_shown_with_its_arguments_and_a_hint():
+    finding = said(lambda c: c.call("share", 3, 0), share=lambda a, b: a / b)
+    assert "share(3, 0) raised ZeroDivisionError" in finding.words
+    assert "cell of its own" in finding.hint
+
+
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
     finding = said(lambda c: c.run("never-ran"))
     assert "never-ran" in finding.words
