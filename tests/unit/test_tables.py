@@ -222,3 +222,11 @@ def test_a_diverged_loss_is_shown_and_an_unknown_one_is_a_dash() -> None:
 def test_long_words_are_not_broken() -> None:
     table = Table([Column("a", "left", 8)], [["find_unused_parameters=false yes"]])
     assert "find_unused_parameters=false\nyes" in table.text()
+
+
+@pytest.mark.parametrize(
+    ("total", "said"), [(20, "20 steps,"), (30, "20 of 30 steps,"), (15, "20 steps,")]
+)
+def test_the_steps_asked_for_are_named_where_fewer_were_taken(total: int, said: str) -> None:
+    run = replace(make_summary("parameter_server"), total_steps=total)
+    assert summary_table(run).notes[0].startswith(said)

@@ -9,6 +9,7 @@ import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
 from workbench.views import stages, text, units
+from workbench.views.frames import make_head
 
 NAN = float("nan")
 
@@ -71,6 +72,13 @@ def test_the_progress_line_says_how_far_and_how_long():
     assert "<" in line
     line = text.progress_line(fake_snapshot(4, 100, total=None))
     assert "100 steps [" in line
+
+
+def test_a_worker_that_took_more_than_its_part_is_not_shown_beyond_the_total():
+    beyond = fake_snapshot(4, 100, total=80)
+    assert text.progress(beyond) == "step 100"
+    assert make_head(beyond)["fraction"] == 1.0
+    assert "<-" not in text.progress_line(beyond)
 
 
 def test_the_line_is_written_over_and_the_report_follows_it():

@@ -123,7 +123,9 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "state": snapshot.state,
         "over": snapshot.state in lifecycle.OVER,
         "progress": text.progress(snapshot),
-        "fraction": snapshot.step / snapshot.total_steps if snapshot.total_steps else None,
+        "fraction": min(1.0, snapshot.step / snapshot.total_steps)
+        if snapshot.total_steps
+        else None,
         "figures": text.figures(snapshot),
         "slow": text.slow(snapshot),
         "banner": snapshot.banner,

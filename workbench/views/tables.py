@@ -150,7 +150,8 @@ def _headline(run: RunSummary) -> str:
 
 
 def _figures(run: RunSummary) -> list[str]:
-    of = f" of {run.total_steps}" if run.total_steps and run.total_steps != run.steps else ""
+    # Workers that take steps as they come may take more than their part: "27 of 20" helps nobody.
+    of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     lines = [
         f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}: "
         f"{number(run.samples_per_s)} samples/s; a step takes {milliseconds(run.step_s * 1e3)}, "

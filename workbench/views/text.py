@@ -33,8 +33,8 @@ def worker_label(worker: Worker) -> str:
 
 
 def progress(snapshot: Snapshot) -> str:
-    """Return how far the run is: `step 120 of 400`."""
-    if snapshot.total_steps is None:
+    """Return how far the run is: `step 120 of 400`; a worker may take more than its part."""
+    if snapshot.total_steps is None or snapshot.step > snapshot.total_steps:
         return f"step {snapshot.step}"
     return f"step {snapshot.step} of {snapshot.total_steps}"
 
@@ -127,7 +127,7 @@ def progress_line(snapshot: Snapshot) -> str:
         done = min(1.0, snapshot.step / total)
         filled = int(done * _BAR_CELLS)
         bar = "█" * filled + " " * (_BAR_CELLS - filled)
-        left = (total - snapshot.step) / rate if rate > 0 else math.nan
+        left = max(0, total - snapshot.step) / rate if rate > 0 else math.nan
         head = f"{done * 100:3.0f}%|{bar}| {snapshot.step}/{total}"
         clock = f"{duration(snapshot.elapsed_s)}<{duration(left)}"
     else:
