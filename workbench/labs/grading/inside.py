@@ -35,8 +35,8 @@ class Guard:
     """What builtins, the checks and the modules they use were before the first student's cell."""
 
     def __init__(self) -> None:
-        ours = [name for name in sys.modules if name.partition(".")[0] == "workbench"]
-        names = ["builtins", *(name for name in _OTHERS if name in sys.modules), *ours]
+        ours = {name for name in sys.modules if name.partition(".")[0] == "workbench"}
+        names = ["builtins", *(name for name in _OTHERS if name in sys.modules), *sorted(ours)]
         self._modules = {name: sys.modules[name] for name in names}
         self._held = [
             (name, vars(module), key, value)

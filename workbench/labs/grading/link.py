@@ -73,7 +73,7 @@ class Link:
         connection.write_text(json.dumps(wire), encoding="utf-8")
         connection.chmod(0o600)
         self._log = folder / "kernel.log"
-        with self._log.open("wb") as log:
+        with processes.starting, self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "workbench.labs.grading.kernel"],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder / "work", env=env,

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,7 +16,10 @@ import psutil
 MARK = "WORKBENCH_GRADING"
 """In the environment of every process of a graded notebook that has not cleared it."""
 
-_SET_CHILD_SUBREAPER = 36
+starting = threading.Lock()
+"""Held while this process starts a kernel; who takes it for good may end all there are."""
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _SWEEPS_S = 10.0
 
 
@@ -24,11 +28,20 @@ def adopt(on: bool = True) -> bool:
 
     A process that has forked twice and left its session is then still found among our children.
     """
+    return _prctl(_SET_CHILD_SUBREAPER, int(on))
+
+
+def die_with_parent() -> bool:
+    """Have the system end this process when its parent ends (Linux); say whether it will."""
+    return _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        return int(libc.prctl(_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)) == 0
+        return int(libc.prctl(option, value, 0, 0, 0)) == 0
     except (OSError, AttributeError):
         return False
 

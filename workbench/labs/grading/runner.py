@@ -112,6 +112,7 @@ def _end_with(parent: int, folder: Path) -> None:
     """End all and ourselves when the process that started us is no more."""
     while os.getppid() == parent:
         time.sleep(_WATCH_PARENT_S)
+    processes.starting.acquire()  # for good: no other kernel is started
     processes.end(lambda: processes.below(os.getpid()))
     remove(folder)
     os._exit(1)
