@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .labs.grading.limits import Limits
 
 COMMANDS = ("labs", "grade")
-NOT_GRADED = 2
+NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
 Runs each notebook's exercises in the lab as it was handed out, in processes of its own.
 Exit status: 0 all graded and all right; 1 all graded, something is not right; 2 something could
@@ -64,6 +64,9 @@ def run(given: argparse.Namespace) -> int:
     except WorkbenchError as error:
         print(error, file=sys.stderr)
         return NOT_GRADED
+    except KeyboardInterrupt:
+        print("Interrupted: all was ended, and nothing was written.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _make(given: argparse.Namespace) -> int:

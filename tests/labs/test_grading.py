@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -304,7 +305,8 @@ def test_what_the_time_does_not_reach_is_not_graded(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
-def test_when_the_command_is_killed_nothing_of_its_notebooks_lives_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_when_the_command_is_ended_nothing_of_its_notebooks_lives_on(tmp_path, number):
     lab = write(tmp_path / "lab.ipynb", cells())
     began = tmp_path / "began"
     theirs = hand_in(tmp_path, "slow", e1_2=f"{ESCAPE}open({str(began)!r}, 'w').close()\n"
@@ -318,9 +320,12 @@ def test_when_the_command_is_killed_nothing_of_its_notebooks_lives_on(tmp_path):
     try:
         _until(began.exists, 120)
         assert of_folder(temp)
+        made.send_signal(number)
+        made.wait(60)
     finally:
         made.kill()
         made.wait()
+    assert made.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number]
     _until(lambda: not of_folder(temp) and not tagged() and not list(temp.iterdir()), 60)
 
 

@@ -16,7 +16,8 @@ from .processes import MARK
 _KEPT = (
     "PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX",
     "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME", "SYSTEMROOT",
+    "CUDA_HOME", "SYSTEMROOT", "WORKBENCH_MAX_ENGINES", "WORKBENCH_DEVICES", "WORKBENCH_HOSTS",
+    "WORKBENCH_IDLE_TIMEOUT",
 )  # fmt: skip
 """What of the grader's environment a notebook sees: no secret has one of these names."""
 
