@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from notebook_shell import Notebook
 
@@ -45,6 +48,20 @@ def test_beginning_starts_the_engines_and_beginning_again_clears_them(book):
     assert session.cluster.ids == engines
     assert "has no `square`" in check(book, "1.1")
     assert "0 of 5 right" in book.ok("labs.progress(1)").text
+
+
+def test_the_cluster_of_another_notebook_is_named(book, tmp_path):
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import workbench as wb\nwith wb.Cluster(1): print(1); input()"],
+        cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert other.stdout.readline().strip() == "1"
+        text = book.ok("labs.begin(1, engines=2)").text
+        assert "Other notebooks have a cluster too" in text
+        assert tmp_path.name in text
+    finally:
+        other.communicate("\n", timeout=60)
 
 
 def test_another_number_of_engines_is_made_to_fit(book):

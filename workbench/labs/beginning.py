@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+from ..cluster import kept
 from ..errors import PlanError
 from ..session.state import session
 from ..views.blocks import ProgressLine
@@ -46,6 +49,11 @@ def begin(
     finally:
         line.done()
     print(f"Lab {lab}: {engines} engines are ready{words}; {count} exercises.")  # noqa: T201
+    if others := _others():
+        print(  # noqa: T201 - the notebook's output
+            f"Other notebooks have a cluster too: {', '.join(others)}. Where memory is scarce, as "
+            "on a Binder, shut their kernels down."
+        )
 
 
 def _have(engines: int, framework: str, line: ProgressLine) -> str:
@@ -65,6 +73,14 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
         words = f" ({dropped} variables of earlier cells were cleared)" if dropped else ""
     session.start(engines, framework=framework, progress=line)
     return words
+
+
+def _others() -> list[str]:
+    """Return the notebooks, or their folders, that hold a cluster on this machine besides us."""
+    found = [one for one in kept.clusters() if one.owner and int(one.owner["pid"]) != os.getpid()]
+    return sorted(
+        Path(one.about.get("notebook") or one.about.get("cwd", "?")).name for one in found
+    )
 
 
 def _shell() -> Any:

@@ -69,10 +69,13 @@ def execute(made: NotebookNode, folder: Path) -> None:
         record_timing=False,
         store_widget_state=False,
     )
+    metadata = copy.deepcopy(made.metadata)
     try:
         client.execute(env={**os.environ, "WORKBENCH_HOME": str(folder / "home")})
     except CellExecutionError as error:
         raise WorkbenchError(f"A cell of the lab failed: {error}") from None
+    finally:
+        made.metadata = metadata  # without the versions of the kernel that ran it
     for cell in made.cells:
         if "check" in cell.metadata.get("tags", []) and not _passed(cell):
             raise WorkbenchError(
