@@ -87,7 +87,7 @@ def _grade(given: argparse.Namespace) -> int:
 
     from .cli import notebooks_folder
     from .labs.grading.outcome import Graded, printable
-    from .labs.grading.showing import status, table, to_json
+    from .labs.grading.showing import status, text, to_json
     from .labs.grading.supervise import grade
 
     limits = _limits(given)
@@ -104,7 +104,7 @@ def _grade(given: argparse.Namespace) -> int:
     if given.json == "-":
         print(content, end="")
     else:
-        print(table(graded).text())
+        print(text(graded))
         if given.json:
             Path(given.json).write_text(content, encoding="utf-8")
     return status(graded)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from workbench.labs.grading.outcome import Graded, Outcome, from_wire, printable
-from workbench.labs.grading.showing import status, table, to_json
+from workbench.labs.grading.showing import status, text, to_json
 
 
 def wrong(words, hint="", right=False):
@@ -27,29 +27,37 @@ def some():
 
 
 def test_a_row_has_marks_points_and_the_first_reason_of_each_exercise():
-    shown = table(some()).text().splitlines()
-    assert shown[0] == "1 of 3 notebooks all right"
+    shown = text(some()).splitlines()
+    assert shown[0] == "Lab 1: 1 of 2 all right"
     assert shown[1].split()[:5] == ["notebook", "1.1", "1.10", "points", "s"]
-    ann, bob, more, cy = shown[3:7]
+    ann, bob, more = shown[3:6]
+    cy = shown[10]
     assert ann.split() == ["ann.ipynb", "✓", "✓", "2/2", "0"]
     assert bob.split()[:5] == ["bob.ipynb", "✗", "!", "0/2", "0"]
     assert bob.endswith("1.1: it is 4 (hint: look at `rank`)")
     assert more.strip() == "1.10: it took longer than 5 s"
+    assert shown[6:8] == ["", "Not graded"]
     assert cy.split()[:2] == ["cy.ipynb", "-"]
     assert cy.endswith("It is not JSON: x.")
     assert "bob.ipynb: exercise 1.1 was missing: run as handed out" in shown
 
 
+def test_each_lab_has_a_table_of_its_own():
+    two = [Graded("b.ipynb", lab, [Outcome(f"{lab}.1", state="right")]) for lab in (2, 3)]
+    titles = [line.split() for line in text(two).splitlines() if line.startswith("notebook")]
+    assert [title[1] for title in titles] == ["2.1", "3.1"]
+
+
 def test_what_a_terminal_would_obey_is_not_printed():
     bad = Graded("\x1b[2Jx.ipynb", 1, [Outcome("1.1", state="wrong", error="\x1b]0;evil\x07\r")])
-    shown = table([bad]).text()
+    shown = text([bad])
     assert not set("\x1b\x07\r") & set(shown)
     assert printable("a\x9bb") == "a\N{REPLACEMENT CHARACTER}b"
 
 
 def test_long_words_do_not_widen_the_table():
     long = Outcome("1.1", state="wrong", error="E: " + "x" * 5000)
-    assert max(map(len, table([Graded("a.ipynb", 1, [long])]).text().splitlines())) < 130
+    assert max(map(len, text([Graded("a.ipynb", 1, [long])]).splitlines())) < 130
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,29 @@ def status(graded: Sequence[Graded]) -> int:
     return max((one.status for one in graded), default=RIGHT)
 
 
+def text(graded: Sequence[Graded]) -> str:
+    """Return a table for each lab, and what was found besides."""
+    labs = dict.fromkeys(_lab(one) for one in graded)
+    shown = [table([one for one in graded if _lab(one) == lab]).text() for lab in labs]
+    legend = ", ".join(f"{mark} {state}" for state, mark in MARKS.items())
+    return "\n\n".join(shown) + "\n" + "\n".join([legend, *_notes(graded)])
+
+
+def _lab(one: Graded) -> int | None:
+    """The lab that it was graded as; none where it could not be."""
+    return one.lab if one.outcomes else None
+
+
 def table(graded: Sequence[Graded]) -> Table:
-    """Return a row for each notebook, a column for each exercise, points, and reasons."""
+    """Return a row for each notebook of a lab, a column for each exercise, points, and reasons."""
     numbers = sorted({o.exercise for one in graded for o in one.outcomes}, key=_order)
     columns = [Column("notebook", "left"), *(Column(number, "left") for number in numbers)]
     columns += [Column("points"), Column("s"), Column("what is not right", "left", _WRAP)]
-    rows: list[list[str]] = []
-    for one in graded:
-        rows.extend(_rows(one, numbers))
-    legend = ", ".join(f"{mark} {state}" for state, mark in MARKS.items())
+    rows = [row for one in graded for row in _rows(one, numbers)]
+    if not numbers:
+        return Table(columns, rows, "Not graded")
     right = sum(one.status == RIGHT for one in graded)
-    title = f"{right} of {len(graded)} notebooks all right"
-    return Table(columns, rows, title, [legend, *_notes(graded)])
+    return Table(columns, rows, f"Lab {_lab(graded[0])}: {right} of {len(graded)} all right")
 
 
 def _order(number: str) -> tuple[int, ...]:
