@@ -101,6 +101,25 @@ def test_students_get_the_empty_cell_and_instructors_the_solution(path):
     assert check.metadata["workbench"] == {"check": "4.1"}
 
 
+def test_a_step_that_gives_an_answer_away_has_no_output_for_students(path, tmp_path, monkeypatch):
+    path.write_text(LAB.replace("```python\nstep = 1", "```python unseen\nstep = 1"))
+
+    def execute(made, folder):
+        for cell in made.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [v4.new_output("display_data", {"text/plain": cell.source})]
+
+    monkeypatch.setattr(build, "execute", execute)
+    student, _ = build.build(path, tmp_path, tmp_path / "solved", run=True)
+    cells = [c for c in nbformat.read(student, as_version=4).cells if c.cell_type == "code"]
+    assert [cell.outputs for cell in cells] == [[], [], []]
+    path.write_text(LAB)
+    build.build(path, tmp_path, tmp_path / "solved", run=True)
+    step, *others = [c for c in nbformat.read(student, as_version=4).cells if c.cell_type == "code"]
+    assert step.outputs
+    assert [cell.outputs for cell in others] == [[], []]
+
+
 def test_outputs_of_cells_that_did_not_change_are_kept(path, tmp_path):
     student, solved = build.build(path, tmp_path, tmp_path / "solved", run=False)
     made = nbformat.read(student, as_version=4)

@@ -45,7 +45,8 @@ def _cell(piece: Piece, version: Version) -> NotebookNode:
         text: NotebookNode = v4.new_markdown_cell(piece.source)  # type: ignore[no-untyped-call,unused-ignore]
         return text
     source = piece.solution if piece.kind == "exercise" and version == "solved" else piece.source
-    metadata: dict[str, Any] = {"tags": _TAGS.get(piece.kind, ["step"])}
+    step = ["step", "unseen"] if piece.unseen else ["step"]
+    metadata: dict[str, Any] = {"tags": _TAGS.get(piece.kind, step)}
     if piece.exercise:
         metadata["workbench"] = {piece.kind: piece.exercise}
     code: NotebookNode = v4.new_code_cell(source, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
@@ -98,7 +99,7 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
     Args:
         source: The file `lab_N.md`.
         to: Folder of the students' notebook `lab_N.ipynb`: steps keep the outputs of a run with the
-            solutions, exercises and checks have none.
+            solutions, but for those that are to be seen by oneself; exercises and checks have none.
         solved_to: Folder of the instructors' `lab_N_solved.ipynb`, whose checks keep their outputs.
         run: Whether to run the lab for its outputs; else those of cells that have not changed stay.
     """
@@ -112,7 +113,7 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
     if run:
         with tempfile.TemporaryDirectory() as folder:
             execute(solved, Path(folder))
-        _take_outputs(student, solved, "step")
+        _take_outputs(student, solved)
     else:
         for made, path in ((student, for_students), (solved, for_instructors)):
             if path.exists():
@@ -130,9 +131,9 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
     return [for_students, for_instructors]
 
 
-def _take_outputs(made: NotebookNode, executed: NotebookNode, tag: str) -> None:
+def _take_outputs(made: NotebookNode, executed: NotebookNode) -> None:
     for cell, ran in zip(made.cells, executed.cells, strict=True):
-        if cell.cell_type == "code" and tag in cell.metadata["tags"]:
+        if cell.cell_type == "code" and cell.metadata["tags"] == ["step"]:
             cell.outputs = copy.deepcopy(ran.outputs)
 
 

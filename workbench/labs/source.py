@@ -3,6 +3,7 @@
 Prose is Markdown. A fenced block of `python` is a cell. What follows the word says which kind:
 
     ```python                    a step: students get it as it is, and the figure it drew
+    ```python unseen             a step whose output they are to see for themselves first
     ```python exercise 3.2       the cell that students fill in; it has a line `# YOUR CODE 3.2`
     ```python solution 3.2       what stands in its place in the instructor's notebook
     ```python wrong 3.2          a mistake that the check must find; at least two
@@ -36,6 +37,7 @@ class Piece:
 
     Attributes:
         exercise: Number of the exercise it belongs to; empty for text and steps.
+        unseen: Whether students get a step without its output: it gives an answer away.
         solution: What stands in an exercise's place when it is solved.
         wrong: Mistakes that its check must find.
     """
@@ -43,6 +45,7 @@ class Piece:
     kind: Kind
     source: str
     exercise: str = ""
+    unseen: bool = False
     solution: str = ""
     wrong: list[str] = field(default_factory=list)
 
@@ -85,6 +88,8 @@ def _pieces(text: str) -> Iterator[Piece]:
         kind, number = words if len(words) == 2 else (" ".join(words), "")
         if not words:
             yield Piece("step", source)
+        elif words == ["unseen"]:
+            yield Piece("step", source, unseen=True)
         elif kind == "exercise" and number:
             yield (piece := Piece("exercise", source, number))
             open_[number] = piece
@@ -98,7 +103,7 @@ def _pieces(text: str) -> Iterator[Piece]:
             raise PlanError(
                 "A block of a lab is not understood.",
                 seen=f"```python{block[1]}",
-                allowed="exercise, solution, wrong or check, and the exercise's number; "
+                allowed="unseen, exercise, solution, wrong or check, and the exercise's number; "
                 "an exercise stands before what belongs to it",
             )
     if prose := text[at:].strip():
