@@ -75,7 +75,7 @@ def test_another_number_of_engines_is_made_to_fit(book):
 def test_cells_out_of_order_name_the_cell_that_is_missing(book):
     text = check(book, "1.4")
     assert "There is no run named 'small-alone'" in text
-    assert "hint: run the cell" in text
+    assert "hint: run the cells down to exercise 1.4" in text
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_function_that_raises_is_shown_with_its_arguments_and_a_hint():
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
     finding = said(lambda c: c.run("never-ran"))
     assert "never-ran" in finding.words
-    assert "named never-ran" in finding.hint
+    assert "--name never-ran" in finding.hint
 
 
 def test_without_a_cluster_the_next_step_is_said():
