@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import uuid
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 BEGIN = "import workbench as wb\nfrom workbench import labs\n\nlabs.begin(1, engines=3)"
 TORCH = "%%distributed\nimport torch"
@@ -65,3 +69,39 @@ def hand_in(folder: Path, name: str, **answers: str) -> Path:
         if GOOD[number].startswith("%%"):
             given[number] = "%%distributed\n" + source
     return write(folder / f"{name}.ipynb", cells({**GOOD, **given}))
+
+
+# -- processes that try to outlive their notebook
+
+TAG = uuid.uuid4().hex
+"""An argument of processes that try to outlive their notebook."""
+
+SLEEP = f"[sys.executable, '-c', 'import time; time.sleep(600)', '{TAG}']"
+ESCAPE = f"""
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.chdir("/")
+        os.execve(sys.executable, {SLEEP}, {{}})
+    os._exit(0)
+"""
+
+
+def tagged():
+    """The living processes that were told to outlive their notebook."""
+    return _living(lambda process: TAG in process.cmdline())
+
+
+def of_folder(folder):
+    """The living processes that were told to keep their files there."""
+    return _living(lambda process: process.environ().get("TMPDIR", "").startswith(str(folder)))
+
+
+def _living(is_meant):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if is_meant(process) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

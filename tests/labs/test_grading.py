@@ -5,18 +5,10 @@ All are graded once, two at a time, and every test looks at one of them.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
-import uuid
 
-import psutil
 import pytest
-from handed_in import BEGIN, GOOD, TORCH, cells, code, hand_in, write
+from handed_in import BEGIN, ESCAPE, GOOD, TORCH, cells, code, hand_in, of_folder, tagged, write
 
 from workbench.labs.grading.limits import Limits
 from workbench.labs.grading.supervise import grade
@@ -24,20 +16,7 @@ from workbench.labs.grading.supervise import grade
 pytestmark = [pytest.mark.torch, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 LIMITS = Limits(cell_s=6, total_s=240, memory_gb=2, processes=120, grace_s=9)
-TAG = uuid.uuid4().hex
-"""An argument of processes that try to outlive their notebook."""
-
 PULL = "%pull square\ntotal = sum(square)\n"
-SLEEP = f"[sys.executable, '-c', 'import time; time.sleep(600)', '{TAG}']"
-ESCAPE = f"""
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.chdir("/")
-        os.execve(sys.executable, {SLEEP}, {{}})
-    os._exit(0)
-"""
 FOOLED = """
 total = 1
 import builtins, math, sys
@@ -68,6 +47,7 @@ for _ in range(300):
     if os.fork() == 0:
         time.sleep(600)
         os._exit(0)
+time.sleep(60)
 """
 
 
@@ -105,25 +85,6 @@ def made(folder):
     return sorted(folder.glob("*.ipynb"))
 
 
-def tagged():
-    """The living processes that were told to outlive their notebook."""
-    return _living(lambda process: TAG in process.cmdline())
-
-
-def of_folder(folder):
-    """The living processes that were told to keep their files there."""
-    return _living(lambda process: process.environ().get("TMPDIR", "").startswith(str(folder)))
-
-
-def _living(is_meant):
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if is_meant(process) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
     folder, temp = tmp_path_factory.mktemp("handed_in"), tmp_path_factory.mktemp("t")
@@ -133,11 +94,9 @@ def graded(tmp_path_factory):
         patch.setenv("TMPDIR", str(temp))
         patch.setattr("tempfile.tempdir", str(temp))
         patch.setenv("WORKBENCH_SECRET", "token")
-        began = time.perf_counter()
         found = grade(made(folder), notebooks=folder, canonical=lab, limits=LIMITS, jobs=2)
     return {
-        "took_s": time.perf_counter() - began, "left": [*tagged(), *of_folder(temp)],
-        "left_files": list(temp.iterdir()),
+        "left": [*tagged(), *of_folder(temp)], "left_files": list(temp.iterdir()),
         **{os.path.basename(one.file).removesuffix(".ipynb"): one for one in found},
     }  # fmt: skip
 
@@ -233,104 +192,3 @@ def test_a_cell_sees_no_secret_and_no_input(graded):
 def test_nothing_is_left_when_all_are_graded(graded):
     assert graded["left"] == []
     assert graded["left_files"] == []
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-def command(*given, **settings):
-    return subprocess.run(
-        [sys.executable, "-m", "workbench.cli", "grade", *map(str, given)],
-        capture_output=True, text=True, check=False, timeout=300, **settings,
-    )  # fmt: skip
-
-
-def test_what_is_no_notebook_is_named_and_status_2_says_so(tmp_path):
-    (tmp_path / "broken.ipynb").write_text("{")
-    (tmp_path / "bytes.ipynb").write_bytes(b"\xff\xfe")
-    write(tmp_path / "other.ipynb", [code("x = 1")], lab=None)
-    write(tmp_path / "none.ipynb", cells(GOOD), lab=77)
-    names = ["broken", "bytes", "other", "none", "missing"]
-    paths = [tmp_path / f"{name}.ipynb" for name in names]
-    done = command(*paths, tmp_path, "--json", tmp_path / "out.json")
-    assert done.returncode == 2
-    content = json.loads((tmp_path / "out.json").read_text())
-    why = [one["problems"][0] for one in content["notebooks"]]
-    for words, expected in zip(
-        why, ["not JSON", "not UTF-8", "of no lab", "lab 77", "no such", "a folder"], strict=True
-    ):
-        assert expected in words
-    assert done.stdout.startswith("Not graded")
-    assert content["ungraded"] == 6
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [(["--limit", "0"], "--limit is out of range"), (["--total", "nan"], "--total is out"),
-     (["--memory", "-1"], "--memory"), (["--jobs", "0"], "--jobs"),
-     (["--json", "/nowhere/x.json"], "--json cannot be written"),
-     (["--lab", "/nowhere/lab.ipynb"], "no such file"), (["--limit", "x"], "invalid float")],
-)  # fmt: skip
-def test_arguments_that_make_no_sense_are_status_2(tmp_path, given, words):
-    done = command(tmp_path / "a.ipynb", *given)
-    assert done.returncode == 2
-    assert words in done.stderr
-
-
-def test_a_notebook_of_another_lab_is_not_graded_as_this_one(tmp_path):
-    lab = write(tmp_path / "lab.ipynb", cells())
-    theirs = write(tmp_path / "a.ipynb", [code("# YOUR CODE 2.1\nx = 1")], lab=2)
-    done = command(theirs, "--lab", lab, "--json", "-")
-    assert done.returncode == 2
-    problems = json.loads(done.stdout)["notebooks"][0]["problems"]
-    assert problems == ["It is of lab 2; lab 1 is asked for."]
-
-
-def test_a_lab_without_checks_is_no_lab(tmp_path):
-    write(tmp_path / "lab.ipynb", [code("x = 1")])
-    done = command(tmp_path / "a.ipynb", "--lab", tmp_path / "lab.ipynb")
-    assert done.returncode == 2
-    assert "no checks" in done.stderr
-
-
-def test_what_the_time_does_not_reach_is_not_graded(tmp_path):
-    lab = write(tmp_path / "lab.ipynb", cells())
-    theirs = hand_in(tmp_path, "slow", e1_2="import time\ntime.sleep(600)")
-    done = command(theirs, "--lab", lab, "--total", "15", "--limit", "100", "--json", "-")
-    assert done.returncode == 2
-    one = json.loads(done.stdout)["notebooks"][0]
-    assert one["exercises"][-1]["state"] == "not graded"
-    assert "15 s were over" in one["problems"][0]
-    assert one["exercises"][-1]["error"].startswith("not reached")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_when_the_command_is_ended_nothing_of_its_notebooks_lives_on(tmp_path, number):
-    lab = write(tmp_path / "lab.ipynb", cells())
-    began = tmp_path / "began"
-    theirs = hand_in(tmp_path, "slow", e1_2=f"{ESCAPE}open({str(began)!r}, 'w').close()\n"
-                     "time.sleep(600)")  # fmt: skip
-    (temp := tmp_path / "t").mkdir()
-    made = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cli", "grade", theirs, "--lab", lab, "--limit", "500"],
-        env={**os.environ, "TMPDIR": str(temp)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        _until(began.exists, 120)
-        assert of_folder(temp)
-        made.send_signal(number)
-        made.wait(60)
-    finally:
-        made.kill()
-        made.wait()
-    assert made.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number]
-    _until(lambda: not of_folder(temp) and not tagged() and not list(temp.iterdir()), 60)
-
-
-def _until(condition, timeout_s):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)

@@ -132,7 +132,9 @@ class Link:
         except Gone as gone:
             tail = self._log.read_bytes()[-800:].decode("utf-8", "replace").strip()
             raise Gone(f"{gone} (its last words: {tail})" if tail else str(gone)) from None
-        titles: dict[str, str] = answer.get("titles", {})
+        if "titles" not in answer:
+            raise Gone(answer.get("failed") or "it did not answer")
+        titles: dict[str, str] = answer["titles"]
         return titles
 
     def ask(self, do: str, exercise: str = "", *, limit_s: float = 30.0) -> Reply:

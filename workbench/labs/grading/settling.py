@@ -203,13 +203,15 @@ class Grading:
             self._fell(item, f"in its check, {gone}")
         self._check_time()
         answer = reply.answer or {}
-        report = answer.get("report") or {}
+        words = f"The check could not be made: {answer.get('failed') or 'no report came'}."
+        nothing = {"findings": [{"right": False, "words": words, "hint": ""}]}
+        report = answer.get("report") or nothing
         passed = report.get("passed") is True
         if not passed:
             self._without_the_loser(number)
         self._mended(reply, number)
         outcome.seconds += reply.seconds
-        outcome.findings = report.get("findings") or []
+        outcome.findings = report["findings"]
         if outcome.state == "stopped":
             self._settle(number, "stopped")
         elif passed:
