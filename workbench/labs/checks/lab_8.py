@@ -173,7 +173,7 @@ def resumed(c: Check) -> None:
     )
     gap = c.number_of("gap")
     c.expect(
-        abs(gap - truth) <= max(ROUNDING / 100, 0.01 * truth),
+        math.isclose(gap, truth, rel_tol=0.01, abs_tol=1e-18),
         "`gap` is the largest difference",
         f"`gap` is {gap:.3g}, which the two runs do not show",
         "difference(one, other) of section 3, of this run and the undisturbed one",
