@@ -13,7 +13,7 @@ from ...session.results import Results
 from ..answers import Check, close
 from ..exercise import exercise
 
-_SHARE = 0.002
+_SHARE = 0.01
 """How far a ratio may be off: a student may round it."""
 
 _FAR = 1e-5
