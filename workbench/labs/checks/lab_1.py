@@ -7,7 +7,7 @@ import math
 from ..answers import Check, close
 from ..exercise import exercise
 
-SHARE = 0.02
+SHARE = 0.05
 """How far a number that is read from a run may be off: a student may round it."""
 
 

@@ -10,8 +10,8 @@ from ..answers import Check
 from ..exercise import exercise
 from .adding_up import LIMIT_S, NUMBER_BYTES, SIZES, Groups, added_up, ready, sums, through_mail
 
-EXACT = 1e-9
-"""How far weights in double precision may differ; rounding is below 1e-14."""
+EXACT = 1e-5
+"""How far weights may differ: a share in single precision is 1e-7 off, a mean of means 1e-2."""
 
 _TRAIN = """
 def _labs_look():
@@ -167,7 +167,7 @@ def crossing(c: Check) -> None:
         one_s = n * (latency_s + m_bytes / bytes_per_s)
         ring_s = 2 * (n - 1) * (latency_s + m_bytes / (n * bytes_per_s))
         c.need(
-            m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-6),
+            m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-3),
             f"{asked} returned {m_bytes:.4g}: there, one takes {one_s:.4g} s and the ring "
             f"{ring_s:.4g} s.",
             "set both times equal, bring what holds M to one side and what holds λ to the other",

@@ -16,8 +16,11 @@ LIMIT_S = 8.0
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""
 
-EXACT = 1e-9
-"""How far weights in double precision may differ; rounding is below 1e-14."""
+EXACT = 1e-5
+"""How far weights may differ: a share in single precision is 1e-7 off, a mean of means 1e-2."""
+
+ASIDE = 1.06
+"""How far beside an answer a step must be longer: the answer is then within 3 % of the best."""
 
 _TRAIN = """
 def _labs_look():
@@ -42,9 +45,9 @@ del _labs_look
 """
 
 
-@exercise("4.1", "The host's step", where="the engines")
+@exercise("4.1", "The server's step", where="the engines")
 def central_step(c: Check) -> None:
-    """Weighted by samples; state on the host; the weights with everybody."""
+    """Weighted by samples; state on the server; the weights with everybody."""
     have = c.ask("_labs_answer = callable(globals().get('central_step'))")
     c.need(
         all(have),
@@ -70,14 +73,14 @@ def central_step(c: Check) -> None:
     )
     c.expect(
         all(np.array_equal(w, weights[0]) for w in weights),
-        "all workers have the host's weights",
+        "all workers have the server's weights",
         "the workers' weights are not equal",
-        "the host has to hand its weights out, in every step",
+        "the server has to hand its weights out, in every step",
     )
     held = np.asarray(found[0][1], dtype=float)
     c.expect(
         bool((held != 0).any()),
-        "the host keeps the optimizer's state",
+        "the server keeps the optimizer's state",
         "`velocity` of worker 0 is still zero after three steps",
         "it is the state that the next step begins with: change it in place",
     )
@@ -96,22 +99,22 @@ def _step_bytes(run: Any) -> float:
     return float(run.summarise().sent_step_bytes)
 
 
-@exercise("4.2", "What passes the host")
-def through_host(c: Check) -> None:
+@exercise("4.2", "What passes the server")
+def through_server(c: Check) -> None:
     """In and out, of all workers, in one step."""
     names = [
         name for name in ("central-3", "central-1", "central-2", "adam-central") if _known(name)
     ]
     for name in names or ["central-3"]:
         run = c.run(name)
-        found = c.call("through_host", run)
+        found = c.call("through_server", run)
         try:
             value = float(found)
         except (TypeError, ValueError):
-            c.wrong(f"through_host of run {name!r} returned {found!r}: a number is asked for.")
+            c.wrong(f"through_server of run {name!r} returned {found!r}: a number is asked for.")
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
-            f"through_host of run {name!r} returned {value:.6g} bytes, which is not what passes.",
+            f"through_server of run {name!r} returned {value:.6g} bytes, which is not what passes.",
             "add up the rows of a single step: the gradients of all its workers come in, and as "
             "much goes out to them",
         )
@@ -139,13 +142,13 @@ def best_workers(c: Check) -> None:
             f"{asked} returned {n:g}: a number above 0 is asked for.",
         )
         here_s, less_s, more_s = (
-            t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, 0.99 * n, 1.01 * n)
+            t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, n / ASIDE, n * ASIDE)
         )
         fewer = "fewer" if less_s < here_s else "more"
         c.need(
             here_s <= min(less_s, more_s),
             f"{asked} returned {n:.4g}: with {fewer} workers a step is shorter.",
-            "the derivative is -T₁/N² + 2M/B; set it to zero and solve for N",
+            "one term falls with N, the other grows; at the best N their slopes cancel",
         )
     c.expect(True, "with fewer workers and with more a step is longer", "")
 
@@ -155,13 +158,13 @@ def holds(c: Check) -> None:
     """Multiples of M, as the runs have measured them."""
     central, mirrored = c.run("adam-central").summarise(), c.run("adam-mirrored").summarise()
     m_bytes = central.servers[0]["parameters_bytes"]
-    host_bytes = sum(
+    server_bytes = sum(
         central.servers[0][f"{part}_bytes"] for part in ("parameters", "optimizer", "gradients")
     )
-    measured = (mirrored.memory_bytes[0], central.memory_bytes[0], host_bytes)
+    measured = (mirrored.memory_bytes[0], central.memory_bytes[0], server_bytes)
     trials = [((central.workers, 2), [size_bytes / m_bytes for size_bytes in measured])]
     trials += [((n, slots), [2 + slots, 2, 1 + slots + n]) for n, slots in ((1, 0), (2, 1), (8, 2))]
-    who = ("a mirrored worker", "a worker of central storage", "the host")
+    who = ("a mirrored worker", "a worker of central storage", "the server")
     right = [True] * len(who)
     hints = (
         "a mirrored worker has everything: weights, gradients, the optimizer's state",
