@@ -91,6 +91,10 @@ def test_what_the_time_does_not_reach_is_not_graded(tmp_path):
     assert one["exercises"][-1]["error"].startswith("not reached")
 
 
+def left_of(temp):
+    return [*of_folder(temp), *tagged(), *temp.iterdir()]
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_when_the_command_is_ended_nothing_of_its_notebooks_lives_on(tmp_path, number):
@@ -113,7 +117,7 @@ def test_when_the_command_is_ended_nothing_of_its_notebooks_lives_on(tmp_path, n
         made.kill()
         made.wait()
     assert made.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[number]
-    _until(lambda: not of_folder(temp) and not tagged() and not list(temp.iterdir()), 60)
+    _until(lambda: not left_of(temp), 60)
 
 
 def _until(condition, timeout_s):
