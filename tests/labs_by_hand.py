@@ -10,7 +10,7 @@ from typing import Any
 from nbclient import NotebookClient
 from nbformat import v4
 
-from workbench.labs import asking, build, source
+from workbench.labs import build, source
 
 REPOSITORY = Path(__file__).parents[1]
 SOLUTIONS = REPOSITORY / "notebooks" / "solutions"
@@ -51,8 +51,7 @@ class Proof:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if name != asking.RESULTS}
-    return {**ours, "WORKBENCH_HOME": str(folder / "home")}
+    return {**os.environ, "WORKBENCH_HOME": str(folder / "home")}
 
 
 def run(cells: list[Any], folder: Path) -> None:

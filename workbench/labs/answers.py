@@ -190,8 +190,8 @@ class Check:
         if name not in runs:
             self.wrong(
                 f"There is no run named {name!r}.",
-                f"run the cells down to exercise {self.number} in their order; the one that trains it "
-                f"names it: --name {name}",
+                f"run the cells down to exercise {self.number} in their order; the one that trains "
+                f"it names it: --name {name}",
             )
         found = runs[name]
         if found.state != "finished":

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 from ..errors import WorkbenchError
@@ -12,9 +9,6 @@ from ..views.table import Column, Table
 from .answers import Check, Stuck
 from .exercise import exercises, find
 from .report import Finding, Report
-
-RESULTS = "WORKBENCH_LABS_RESULTS"
-"""Names the file that reports are appended to, a line each (`workbench grade` sets it)."""
 
 _reports: dict[str, Report] = {}
 
@@ -43,7 +37,6 @@ def check(exercise: str, namespace: dict[str, Any] | None = None) -> Report:
         looking.findings.append(Finding(False, words, hint))
     report = Report(asked.number, asked.title, asked.where, tuple(looking.findings))
     _reports[asked.number] = report
-    _note(report)
     return report
 
 
@@ -69,9 +62,3 @@ def _notebook() -> dict[str, Any]:
 
     shell = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
     return {} if shell is None else dict(shell.user_ns)
-
-
-def _note(report: Report) -> None:
-    if path := os.environ.get(RESULTS):
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(report.to_wire()) + "\n")

@@ -2,7 +2,9 @@
 
 A case's card says what one would know of a cluster before renting it. How long the model computes
 and what the links carry is hidden: it can be measured by probes, and shows in what runs achieve.
-Each case is drawn so that one strategy wins by a margin; which one is hidden too.
+Each case is drawn so that one kind of traffic wins by a margin; which one is hidden too. Where
+workers are equal, central storage may tie with the parameter server: a choice scores by what it
+achieves, so either counts.
 """
 
 from __future__ import annotations
