@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import cli_clusters, cli_labs
 from .errors import WorkbenchError
+from .shipped import QUICKSTART, notebooks_folder
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-QUICKSTART = "00_quickstart.ipynb"
 SOLUTIONS = "solutions"
 CELL_TIMEOUT_S = 300
-SHARED = Path("share/distributed-workbench/notebooks")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,18 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     except WorkbenchError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def notebooks_folder() -> Path:
-    """Return the folder with the notebooks: of the checkout, or as installed.
-
-    Raises:
-        WorkbenchError: There is none.
-    """
-    for folder in (Path(__file__).parents[1] / "notebooks", Path(sys.prefix) / SHARED):
-        if (folder / QUICKSTART).exists():
-            return folder
-    raise WorkbenchError("The notebooks are not installed.", next_step="install from a checkout")
 
 
 def _need(module: str) -> Any:

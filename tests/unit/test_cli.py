@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbformat.sign import NotebookNotary
 
-from workbench import cli
+from workbench import cli, shipped
 from workbench.cluster import kept, profile
 from workbench.errors import WorkbenchError
 
@@ -32,7 +32,7 @@ def test_the_notebooks_of_the_checkout_are_found():
 
 
 def test_notebooks_that_are_not_installed_are_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "workbench" / "cli.py"))
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "workbench" / "shipped.py"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(WorkbenchError, match="not installed"):
         cli.notebooks_folder()
