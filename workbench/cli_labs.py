@@ -85,10 +85,10 @@ def _make(given: argparse.Namespace) -> int:
 def _grade(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from .shipped import notebooks_folder
     from .labs.grading.outcome import Graded, printable
     from .labs.grading.showing import status, text, to_json
     from .labs.grading.supervise import grade
+    from .shipped import notebooks_folder
 
     limits = _limits(given)
 
