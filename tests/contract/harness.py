@@ -7,11 +7,14 @@ the next one.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import secrets
+import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from notebook_shell import soon
 
 from workbench import catalog
 
@@ -30,6 +34,10 @@ PRELOAD = [
     "workbench.engine.runtime", "workbench.engine.torch_support", "workbench.data.torch_sets",
     *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
 ]  # fmt: skip
+
+
+ANSWER_S = 60.0
+"""How long a run may take; beyond that something hangs."""
 
 
 @dataclass
@@ -199,7 +207,9 @@ def _left(before: dict[str, Any]) -> list[str]:
     return left + (["process group"] if dist.is_initialized() else [])
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, stacks: str) -> None:
+    # Asked for by `Workers._abandon`; stays open as long as the process lives.
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115
     # As in an engine: what is there now stays, so the collector need not look through it again.
     # Else most of the suite's time is spent in that.
     gc.freeze()
@@ -227,6 +237,7 @@ class Workers:
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
+        self._stacks = tempfile.TemporaryDirectory()
         self._grow(count)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.runs = 0
@@ -236,7 +247,7 @@ class Workers:
         while len(self.processes) < count:
             ours, theirs = self._starter.Pipe()
             process = self._starter.Process(
-                target=_serve, args=(theirs,)
+                target=_serve, args=(theirs, self._stacks_of(len(self.processes)))
             )  # not daemonic: loaders have processes of their own
             process.start()
             theirs.close()
@@ -281,8 +292,8 @@ class Workers:
             )
         reports = []
         for rank in range(workers + servers):
-            if not self.pipes[rank].poll(60):
-                raise TimeoutError(f"worker {rank} does not answer")
+            if not self.pipes[rank].poll(ANSWER_S):
+                raise TimeoutError(f"worker {rank} does not answer\n{self._abandon(rank)}")
             try:
                 reports.append(self.pipes[rank].recv())
             except EOFError:
@@ -292,6 +303,23 @@ class Workers:
             reports[0].left += server.left
         return reports[:workers]
 
+    def _stacks_of(self, rank: int) -> str:
+        return os.path.join(self._stacks.name, str(rank))
+
+    def _abandon(self, silent: int) -> str:
+        """End all processes, whose late answers would be taken for the next run's; say why."""
+        os.kill(self.processes[silent].pid, signal.SIGUSR1)
+        soon(lambda: os.path.getsize(self._stacks_of(silent)) > 0, 5)
+        with open(self._stacks_of(silent)) as file:
+            where = file.read()
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.pipes.clear()
+        self.processes.clear()
+        return where
+
     def close(self) -> None:
         for pipe in self.pipes:
             pipe.close()
@@ -299,6 +327,7 @@ class Workers:
             process.join(5)
             if process.is_alive():
                 process.kill()
+        self._stacks.cleanup()
 
 
 def joined(reports: list[Report]) -> Any:
