@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 from .errors import PlanError
@@ -125,7 +126,13 @@ def _rate(bytes_per_s: float) -> str:
         whole = bytes_per_s >= _RATE_UNIT[unit]
         if whole and _RATE.match(short) and _parse_rate(short) == bytes_per_s:
             return short
-    return f"{bytes_per_s:.17f}".rstrip("0").rstrip(".") + "B/s"
+    return _plainly(bytes_per_s) + "B/s"
+
+
+def _plainly(value: float) -> str:
+    """Return a number without an exponent, in as many digits as give the same number again."""
+    digits = f"{Decimal(repr(float(value))):f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def _parse_rate(text: str) -> float:
@@ -141,7 +148,7 @@ def _duration(seconds: float) -> str:
     short = f"{seconds * 1e3:g}ms"
     if _DURATION.match(short) and parse_duration(short) == seconds:
         return short
-    return f"{seconds:.17f}".rstrip("0").rstrip(".") + "s"
+    return _plainly(seconds) + "s"
 
 
 def parse_duration(text: str) -> float:

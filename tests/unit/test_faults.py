@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workbench.errors import PlanError
@@ -25,6 +25,8 @@ FAULTS = st.one_of(
 
 
 @given(FAULTS)
+@example(Fault("bandwidth", bytes_per_s=0.0010000000000000002))
+@example(Fault("jitter", delay_s=1.0000000000000002e-9))
 def test_a_fault_survives_being_typed(fault: Fault) -> None:
     assert parse_fault(fault.text) == fault
 
