@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from nbclient import NotebookClient
 from nbformat import v4
 
@@ -16,7 +18,17 @@ REPOSITORY = Path(__file__).parents[1]
 SOLUTIONS = REPOSITORY / "notebooks" / "solutions"
 SOURCES = sorted(SOLUTIONS.glob("lab_*.md"), key=lambda path: int(path.stem[4:]))
 NEEDS_TENSORFLOW = {7}
+MISSING = importlib.util.find_spec("tensorflow") is None
 CELL_TIMEOUT_S = 180
+
+
+def marked(path: Path) -> Any:
+    """Return a lab as a test's parameter, with the marks of the framework it needs."""
+    marks = [pytest.mark.torch]
+    if int(path.stem[4:]) in NEEDS_TENSORFLOW:
+        reason = "tensorflow is not installed"
+        marks = [pytest.mark.tensorflow, pytest.mark.skipif(MISSING, reason=reason)]
+    return pytest.param(path, marks=marks, id=path.stem)
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class Tried:
     """What the check said of one answer.
 
     Attributes:
-        answer: `empty`, `wrong 1`, ... or `solution`.
+        answer: `empty`, `wrong 1`, ..., `right 1`, ... or `solution`.
         text: The report as the student reads it.
     """
 
@@ -35,6 +47,10 @@ class Tried:
     @property
     def passed(self) -> bool:
         return ": right (" in self.text.partition("\n")[0]
+
+    @property
+    def is_right(self) -> bool:
+        return self.answer == "solution" or self.answer.startswith("right")
 
     @property
     def has_hint(self) -> bool:
@@ -74,7 +90,8 @@ def prove(path: Path, folder: Path) -> Proof:
             cells.append(v4.new_code_cell(piece.source, metadata={"says": ("", "step")}))
         elif piece.kind == "exercise":
             wrong = [(f"wrong {i}", text) for i, text in enumerate(piece.wrong, 1)]
-            answers = [("empty", piece.source), *wrong, ("solution", piece.solution)]
+            right = [(f"right {i}", text) for i, text in enumerate(piece.right, 1)]
+            answers = [("empty", piece.source), *wrong, *right, ("solution", piece.solution)]
             for answer, text in answers:
                 said = (piece.exercise, answer)
                 cells.append(v4.new_code_cell(text, metadata={"gives": said}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,25 +11,16 @@ import time
 import nbformat
 import pytest
 from labs_by_hand import (
-    NEEDS_TENSORFLOW,
     REPOSITORY,
     SOLUTIONS,
     SOURCES,
     environment,
+    marked,
     same_sources,
 )
 
-MISSING = importlib.util.find_spec("tensorflow") is None
 CELL_TIMEOUT_S = 180
 MOST_BYTES = 1_000_000
-
-
-def marked(path):
-    marks = [pytest.mark.torch]
-    if int(path.stem[4:]) in NEEDS_TENSORFLOW:
-        reason = "tensorflow is not installed"
-        marks = [pytest.mark.tensorflow, pytest.mark.skipif(MISSING, reason=reason)]
-    return pytest.param(path, marks=marks, id=path.stem)
 
 
 def student(path):

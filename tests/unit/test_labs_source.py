@@ -29,6 +29,10 @@ answer = None
 answer = 42
 ```
 
+```python right 4.1
+answer = 42.0
+```
+
 ```python wrong 4.1
 answer = 41
 ```
@@ -58,6 +62,7 @@ def test_the_file_is_read_in_its_order(path):
     assert kinds == ["text", "step", "text", "exercise", "check", "text"]
     (exercise,) = lab.exercises
     assert exercise.solution.endswith("answer = 42")
+    assert exercise.right == ["answer = 42.0"]
     assert exercise.wrong == ["answer = 41", 'answer = "42"']
     assert lab.pieces[4].source == 'labs.check("4.1")'
 

@@ -6,6 +6,7 @@ Prose is Markdown. A fenced block of `python` is a cell. What follows the word s
     ```python unseen             a step whose output they are to see for themselves first
     ```python exercise 3.2       the cell that students fill in; it has a line `# YOUR CODE 3.2`
     ```python solution 3.2       what stands in its place in the instructor's notebook
+    ```python right 3.2          another answer that the check must pass; none is needed
     ```python wrong 3.2          a mistake that the check must find; at least two
     ```python check 3.2          the cell with `labs.check("3.2")`; its body may be empty
 
@@ -39,6 +40,7 @@ class Piece:
         exercise: Number of the exercise it belongs to; empty for text and steps.
         unseen: Whether students get a step without its output: it gives an answer away.
         solution: What stands in an exercise's place when it is solved.
+        right: Other answers that its check must pass.
         wrong: Mistakes that its check must find.
     """
 
@@ -47,6 +49,7 @@ class Piece:
     exercise: str = ""
     unseen: bool = False
     solution: str = ""
+    right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -95,6 +98,8 @@ def _pieces(text: str) -> Iterator[Piece]:
             open_[number] = piece
         elif kind == "solution" and number in open_:
             open_[number].solution = source
+        elif kind == "right" and number in open_:
+            open_[number].right.append(source)
         elif kind == "wrong" and number in open_:
             open_[number].wrong.append(source)
         elif kind == "check" and number in open_:
@@ -103,8 +108,8 @@ def _pieces(text: str) -> Iterator[Piece]:
             raise PlanError(
                 "A block of a lab is not understood.",
                 seen=f"```python{block[1]}",
-                allowed="unseen, exercise, solution, wrong or check, and the exercise's number; "
-                "an exercise stands before what belongs to it",
+                allowed="unseen, exercise, solution, right, wrong or check, and the exercise's "
+                "number; an exercise stands before what belongs to it",
             )
     if prose := text[at:].strip():
         yield Piece("text", prose)
