@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S
 
 import workbench as wb
@@ -10,7 +11,7 @@ from workbench.errors import ClusterError, PlanError, RunError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.fixture

@@ -7,13 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
 from workbench.errors import RunError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import soon
 
 import workbench as wb
@@ -14,7 +15,7 @@ from workbench import checkpoints
 from workbench.errors import PlanError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

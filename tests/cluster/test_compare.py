@@ -6,13 +6,14 @@ import json
 import math
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, notebook
 
 import workbench as wb
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

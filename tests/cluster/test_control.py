@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from needs import need
 from notebook_shell import WAIT_S, soon
 
 import workbench as wb
@@ -18,7 +19,7 @@ from workbench.errors import ClusterError, RunError
 from workbench.protocol import Message, new_key, pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

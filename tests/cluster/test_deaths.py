@@ -6,13 +6,14 @@ import signal
 import time
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, soon
 
 import workbench as wb
 from workbench.errors import ClusterError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import time, torch

@@ -1,9 +1,10 @@
 """Breakpoints in a real Jupyter kernel, with a front end that answers, or cannot."""
 
 import pytest
+from needs import need
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 manager = pytest.importorskip("jupyter_client.manager")
 
 

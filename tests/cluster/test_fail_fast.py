@@ -3,12 +3,13 @@
 import time
 
 import pytest
+from needs import need
 from notebook_shell import notebook, soon
 
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 PROMISE_S = 2.0
 STAMP = "import time, pathlib; pathlib.Path({path!r}).write_text(repr(time.perf_counter()))"

@@ -5,6 +5,7 @@ import signal
 
 import psutil
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, soon
 from warm_support import gone
 
@@ -12,7 +13,7 @@ import workbench as wb
 from workbench.errors import RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

@@ -1,9 +1,10 @@
 """Other libraries' loops run in a cell as they are: the environment is torchrun's."""
 
 import pytest
+from needs import need
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 ACCELERATE = """%%distributed
@@ -32,7 +33,7 @@ print(accelerator.num_processes, batches, type(model).__name__)
 
 
 def test_an_accelerate_loop_runs_unchanged(book):
-    pytest.importorskip("accelerate")
+    need("accelerate")
     assert book.ok(ACCELERATE).lines() == ["[ranks 0-1] 2 4 DistributedDataParallel"]
     same = "%%distributed\nboth = [torch.empty_like(weight) for _ in range(world_size)]\n"
     same += "dist.all_gather(both, weight)\ntorch.equal(*both)"
@@ -83,7 +84,7 @@ print(trainer.world_size, trainer.global_step, trainer.global_rank == rank)
 
 
 def test_a_lightning_trainer_runs_unchanged(book):
-    pytest.importorskip("lightning")
+    need("lightning")
     cell = book.ok(LIGHTNING)
     assert "[ranks 0-1] 2 4 True" in cell.lines()
     works(book)

@@ -3,13 +3,14 @@
 import time
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, notebook, soon
 
 from workbench.session.state import session
 from workbench.views.blocks import Blocks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 STUCK = """
 import os, time, torch

@@ -5,13 +5,14 @@ import threading
 import time
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
 
 from workbench.errors import RunError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 AT_A_STEP_S, IN_A_COLLECTIVE_S = 1.0, 3.0
 PROOF = "%%distributed\nimport torch\nx = torch.ones(1); dist.all_reduce(x); print(x.item())"

@@ -17,6 +17,7 @@ import pytest
 import zmq
 from ipyparallel import serialize
 from jupyter_client.session import Session
+from needs import need
 from notebook_shell import WAIT_S, soon
 
 import workbench as wb
@@ -24,7 +25,7 @@ from workbench import catalog
 from workbench.history import folders
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 CELL = """
 import torch

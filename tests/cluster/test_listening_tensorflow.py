@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import listening
 import pytest
+from needs import need
 from notebook_shell import soon
 
 import workbench as wb
 from workbench import catalog
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 START_S = 150
 CELL = """

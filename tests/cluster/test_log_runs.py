@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from needs import need
 from notebook_shell import soon
 from trace_format import check, nested, read
 
@@ -13,9 +14,7 @@ from workbench.errors import PlanError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
-pytest.importorskip("tensorboard")
-pytest.importorskip("mlflow")
+need("torch", "tensorboard", "mlflow")
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 from read_logs import read_board, read_tracked  # noqa: E402

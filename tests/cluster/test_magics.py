@@ -6,6 +6,7 @@ import time
 import nbformat
 import psutil
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, notebook, soon
 from warm_support import gone
 
@@ -14,7 +15,7 @@ from workbench.errors import ClusterError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 nbclient = pytest.importorskip("nbclient")
 
 FIT = """import torch

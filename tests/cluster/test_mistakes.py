@@ -15,12 +15,13 @@ from mistake_making import make, title, works
 from mistakes import Mistake, fit
 from mistakes_of_cells import ENGINES
 from mistakes_of_lines import LINE
+from needs import need
 from notebook_shell import notebook, soon
 
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 import json
 
 import pytest
+from needs import need
 from notebook_shell import soon
 
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """import torch
 from torch import nn

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, soon
 
 import workbench as wb
 from workbench.cluster.progress import Progress
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.manager import start_new_kernel
+from needs import need
 
 import workbench as wb
 from workbench import catalog
@@ -14,7 +15,7 @@ from workbench.line import parse_cell_line
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 STRATEGIES = [entry.name for entry in catalog.strategies("torch") if entry.anywhere]
 FUNCTION = """

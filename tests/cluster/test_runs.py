@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
 import workbench as wb
@@ -12,7 +13,7 @@ from workbench.cookbook import Recipe
 from workbench.errors import PlanError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FIT = """
 import torch

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S
 
 import workbench as wb
@@ -12,7 +13,7 @@ from workbench.errors import RunError
 from workbench.session import status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 RECIPE = """
 import torch, torch.nn as nn, workbench as wb

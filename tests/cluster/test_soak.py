@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import soon
 
 import workbench as wb
 from workbench.session import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 ROUNDS = [

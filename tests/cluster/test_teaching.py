@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, notebook, soon
 
 import workbench as wb
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 ENDLESS = """
 import torch

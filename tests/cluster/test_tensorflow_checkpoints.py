@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import notebook, soon
 
 import workbench as wb
@@ -9,7 +10,7 @@ from workbench import checkpoints
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 DATA = """
 import keras, numpy as np, tensorflow as tf

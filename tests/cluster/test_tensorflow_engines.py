@@ -1,20 +1,18 @@
 """Engines with TensorFlow: forked, swapped, importing beside, replaced, killed."""
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from needs import need
 from notebook_shell import soon
 from warm_support import gone, kernel
 
 from workbench.errors import RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow, pytest.mark.torch]
-pytest.importorskip("torch")
-if importlib.util.find_spec("tensorflow") is None:  # not imported: this is a notebook's kernel
-    pytest.skip("tensorflow is not installed", allow_module_level=True)
+need("torch", "tensorflow")
 
 FIT = """%%distributed mirrored -n 2 --framework tensorflow --plot off {flags}
 import keras

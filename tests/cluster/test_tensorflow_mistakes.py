@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from mistake_making import make, title
 from mistakes_of_keras import TENSORFLOW
+from needs import need
 from notebook_shell import notebook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 
 @pytest.fixture(scope="module")

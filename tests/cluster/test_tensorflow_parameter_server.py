@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import WAIT_S
 
 import workbench as wb
@@ -13,7 +14,7 @@ from workbench.errors import RunError
 from workbench.session.run import Run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 MODEL = """
 import keras, tensorflow as tf, workbench as wb

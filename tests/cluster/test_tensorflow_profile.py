@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from needs import need
 from notebook_shell import notebook
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 KERAS = """import keras
 model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])

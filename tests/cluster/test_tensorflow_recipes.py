@@ -1,16 +1,15 @@
 """The built-in recipes under TensorFlow's strategies."""
 
-import importlib.util
 import math
 
 import pytest
+from needs import need
 from notebook_shell import notebook
 
 from workbench.cookbook import builtin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-if importlib.util.find_spec("tensorflow") is None:  # not imported: this is a notebook's kernel
-    pytest.skip("tensorflow is not installed", allow_module_level=True)
+need("tensorflow")
 
 PAIRS = [
     ("digits_mlp", "mirrored"),

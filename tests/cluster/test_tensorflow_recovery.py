@@ -5,13 +5,14 @@ import os
 import signal
 
 import pytest
+from needs import need
 from notebook_shell import soon
 
 import workbench as wb
 from workbench.errors import PlanError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 WAIT_S = 120
 STEPS = 60

@@ -1,15 +1,14 @@
 """TensorFlow runs in a notebook: one engine holds all replicas."""
 
-import importlib.util
 import threading
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import notebook, soon
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-if importlib.util.find_spec("tensorflow") is None:  # not imported: this is a notebook's kernel
-    pytest.skip("tensorflow is not installed", allow_module_level=True)
+need("tensorflow")
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,18 @@
 """TensorFlow over several engines in a notebook: the kernel passes their addresses on."""
 
-import importlib.util
 import os
 import signal
 
 import numpy as np
 import pytest
+from needs import need
 from notebook_shell import notebook, soon
 from warm_support import gone
 
 from workbench.errors import RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
-if importlib.util.find_spec("tensorflow") is None:  # not imported: this is a notebook's kernel
-    pytest.skip("tensorflow is not installed", allow_module_level=True)
+need("tensorflow")
 
 CELL = """%%distributed multi_worker_mirrored -n 2 --framework tensorflow --plot off {flags}
 import keras

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import need
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from doc_pages import DOCS, REPOSITORY
+from needs import need
 
-pytest.importorskip("sphinx")
-pytest.importorskip("myst_parser")
+need("sphinx", "myst_parser")
 PAGE = """# A page
 
 [page](other.md) [heading](other.md#a-heading) [README](../README.md) [root](../ROOT.md)

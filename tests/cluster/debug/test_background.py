@@ -5,12 +5,13 @@ import time
 import psutil
 import pytest
 from debugging import TRAINS, idle, paused, where
+from needs import need
 from notebook_shell import soon
 
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 def test_paused_in_the_background_until_debug_opens_it(book):

@@ -7,11 +7,12 @@ import psutil
 import pytest
 from dap_client import DapClient
 from debugging import idle, where
+from needs import need
 
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 def serve(book, rank):

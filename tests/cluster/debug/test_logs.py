@@ -4,13 +4,14 @@ import threading
 
 import psutil
 import pytest
+from needs import need
 from notebook_shell import interrupt_main_thread
 
 from workbench.session import logs
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 def test_logs_of_several_ranks_with_so_many_lines(book):

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 from debugging import Typist, idle, paused
+from needs import need
 from notebook_shell import interrupt_main_thread, soon
 
 from workbench.errors import RunError
 from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 FAILS = """%%distributed
 import torch

@@ -5,10 +5,11 @@ import threading
 
 import pytest
 from debugging import TRAINS, Typist, paused
+from needs import need
 from notebook_shell import interrupt_main_thread
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 def test_prompt_opens_in_the_cell_that_blocks(book, monkeypatch):

@@ -2,11 +2,12 @@
 
 import pytest
 from debugging import TRAINS
+from needs import need
 
 from workbench.session import prompt, show
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.mark.parametrize(

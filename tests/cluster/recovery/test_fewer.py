@@ -1,6 +1,7 @@
 """Who is left goes on without the dead."""
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S
 from recovering import STEPS, cell, difference, pids
 
@@ -9,7 +10,7 @@ from workbench.errors import PlanError, RunError
 from workbench.session import recover
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, soon
 from recovering import (
     EXACT,
@@ -22,7 +23,7 @@ from workbench.errors import RunError
 from workbench.session import recover
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

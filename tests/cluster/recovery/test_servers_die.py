@@ -1,13 +1,14 @@
 """Runs with servers: who can be done without, and who comes back."""
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S, soon
 from recovering import STEPS, cell, difference, going, kill
 
 from workbench.errors import RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 SLOW = ", callbacks=[lambda step, logs: __import__('time').sleep(0.01)]"
 

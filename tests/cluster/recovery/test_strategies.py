@@ -1,11 +1,12 @@
 """Strategies that keep more than a copy of the model on each worker."""
 
 import pytest
+from needs import need
 from notebook_shell import WAIT_S
 from recovering import STEPS, cell, difference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.mark.parametrize(
