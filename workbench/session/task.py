@@ -15,8 +15,9 @@ from typing import Any
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import ClusterError, RunError
-from ..views.output import OutputBoard, ranges
-from . import gone, reasons
+from ..views.output import OutputBoard
+from . import gone
+from .failure import CellEnd, Names
 
 GRACE_S = 0.5
 KILL_S = 8.0
@@ -47,7 +48,7 @@ class Task:
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
-        self._labels = dict(labels)
+        self.names = Names(self.ids, labels)
         self.board = OutputBoard(labels)
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.first_failed: int | None = None
@@ -60,7 +61,6 @@ class Task:
         self._on_done = on_done
         self._spare, self._least, self._on_loss = set(spare), least, on_loss
         self._lost: set[int] = set()  # of those
-        self._stalled: set[int] = set()  # answered nothing, so they were killed
         self._errors: list[tuple[int, Mapping[str, Any]]] = []
         self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
         self._leaving: set[int] = set()  # failed, and clearing away
@@ -122,7 +122,7 @@ class Task:
             complete = len(self.outcomes) == len(self.ids)
         self.changed.set()
         if spared:
-            name = self._name(call.engine)
+            name = self.names.of(call.engine)
             self._on_loss(f"{name} is gone, the others go on: {outcome['evalue']}")
         if complete:
             self._end()
@@ -155,10 +155,8 @@ class Task:
     def _show_errors(self) -> None:
         """Show the reason first; what only followed from it would bury it and is folded."""
         self.board.banner = ""
-        cause = self.cause
-        known = cause is None or not reasons.is_collateral(self.outcomes[cause])
-        # Where nobody made a mistake, each rank may know a part of the story.
-        followed = self._followed(cause) if known else []
+        end = self.end
+        cause, followed = end.cause, end.followed
         self._errors.sort(key=lambda error: error[0] != cause)
         for engine, content in self._errors:
             if engine in followed:
@@ -166,42 +164,25 @@ class Task:
             else:
                 self.board.message(engine, "error", content)
         if followed:
-            said = self._say(followed)
+            said = end.say(followed)
             self.board.say_with_it(said if cause is None else f"with it: {said}")
 
-    def _followed(self, cause: int | None) -> list[int]:
-        """Engines whose end is only a consequence: of an interrupt, or of the cause's."""
-        return [
-            i
-            for i in self.ids
-            if i != cause
-            and self.outcomes[i]["status"] not in ("ok", "stopped")
-            and i not in self._lost
-            and (self.outcomes[i].get("ended") or reasons.is_collateral(self.outcomes[i]))
-        ]
-
-    def _say(self, engines: list[int]) -> str:
-        return reasons.with_it(self.outcomes, engines, self._call)
-
-    def _call(self, engines: Iterable[int]) -> str:
-        names = [self._name(i).lower() for i in engines]
-        if not all(name.startswith("rank ") for name in names):
-            return ", ".join(names)
-        numbers = [int(name.removeprefix("rank ")) for name in names]
-        return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+    @property
+    def end(self) -> CellEnd:
+        """What became of its engines so far, in words."""
+        return CellEnd(
+            self.names,
+            {i: self.outcomes[i] for i in self.ids if i in self.outcomes},
+            first_failed=self.first_failed,
+            lost=frozenset(self._lost),
+            interrupted=self.interrupted,
+            pid=lambda engine: self.engines.engines[engine].pid,
+        )
 
     @property
     def cause(self) -> int | None:
         """The engine that the cell failed for; None where none did, or all were interrupted."""
-        if self.first_failed is None:
-            return None
-        cause = reasons.root_cause(self._by_rank(), self.first_failed, self._lost)
-        outcome = self.outcomes[cause]
-        mine = not (reasons.is_collateral(outcome) or outcome.get("ended"))
-        return cause if mine or not self.interrupted else None
-
-    def _by_rank(self) -> dict[int, dict[str, Any]]:
-        return {i: self.outcomes[i] for i in self.ids if i in self.outcomes}
+        return self.end.cause
 
     @property
     def is_over(self) -> bool:
@@ -253,68 +234,16 @@ class Task:
 
     def failure(self) -> RunError | None:
         """The error that the cell ends in, None when all went well."""
-        engine = self.cause
-        if engine is None:
-            return self._interruption()
-        outcome = self.outcomes[engine]
-        bad = [
-            i
-            for i, o in self._by_rank().items()
-            if o["status"] not in ("ok", "stopped") and i not in self._lost
-        ]
-        same = [i for i in bad if reasons.words(self.outcomes[i]) == reasons.words(outcome)]
-        who = f"{self._name(engine)} (engine {engine})"
-        if len(same) > 1:
-            who = f"Ranks {ranges(self.ids.index(i) for i in same)}"
-        what = f"{who} failed: {reasons.words(outcome)}"
-        if outcome["status"] == "died":
-            same = gone.of(self.outcomes)
-            what = gone.words(engine, self.outcomes, self._name)
-        if outcome.get("ended"):
-            what = f"{self._name(engine)} stalled: it took no step, heeded no interrupt, "
-            what += "and was ended"
-            same = [engine]
-        if others := [
-            i for i in bad if i not in same or (self.outcomes[i].get("ended") and i != engine)
-        ]:
-            what += f"\n  with it: {self._say(others)}"
-        step = gone.next_step(self.outcomes) or outcome.get("advice")
-        error = RunError(what, next_step=step)
-        error.outcome = outcome  # type: ignore[attr-defined]
-        return error
-
-    def _name(self, engine: int) -> str:
-        """`Rank 1`, or `Server s0`."""
-        label = self._labels.get(engine) or f"rank {self.ids.index(engine)}"
-        return label.partition(" · ")[0].capitalize()
+        return self.end.failure()
 
     def label(self, engine: int) -> str:
         """`rank 1`, or `server s0`."""
-        return self._name(engine).lower()
-
-    def _interruption(self) -> RunError | None:
-        """The error of a cell that ended because it was interrupted; None when all went well."""
-        ended = self.ended
-        if not (self.interrupted or ended) and all(
-            outcome["status"] != "interrupted" for outcome in self.outcomes.values()
-        ):
-            return None
-        what = "".join(f"\n  {text}" for text in ended)
-        return RunError(
-            f"Interrupted: the cell was ended on all its engines.{what}",
-            next_step=gone.next_step(self.outcomes),
-        )
+        return self.names.of(engine).lower()
 
     @property
     def ended(self) -> list[str]:
         """What is to be said of engines that we killed, since no interrupt reached them."""
-        found = [i for i in self.ids if self.outcomes[i].get("ended")]
-        pids = {i: self.engines.engines[i].pid for i in found}
-        return [
-            f"{self._name(i)} (engine {i}, pid {pids[i]}) was {self.outcomes[i]['ended']}: "
-            f"%cluster restart {i}"
-            for i in found
-        ]
+        return self.end.ended
 
 
 def _early_interrupt(error: BaseException) -> dict[str, Any] | None:

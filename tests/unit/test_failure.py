@@ -1,0 +1,67 @@
+"""How the end of a cell is told, by what its engines came to."""
+
+from typing import Any
+
+import pytest
+
+from workbench.session.failure import CellEnd, Names
+
+OK = {"status": "ok"}
+CUT = {"status": "error", "ename": "RuntimeError", "evalue": "Connection closed by peer"}
+
+
+def mine(text: str = "mine") -> dict[str, Any]:
+    return {"status": "error", "ename": "ValueError", "evalue": text}
+
+
+def end_of(
+    outcomes: dict[int, dict[str, Any]],
+    labels: dict[int, str] | None = None,
+    first: int | None = None,
+    **more: Any,
+) -> CellEnd:
+    names = Names(list(outcomes), labels or {})
+    about: dict[str, Any] = {"lost": frozenset(), "interrupted": False, "pid": lambda i: 100 + i}
+    return CellEnd(names, outcomes, first_failed=first, **about | more)
+
+
+def test_engines_are_called_by_their_ranks_else_by_their_part():
+    names = Names([4, 7, 9], {4: "rank 2 · cuda:0", 7: "server s0"})
+    assert [names.of(i) for i in (4, 7, 9)] == ["Rank 2", "Server s0", "Rank 2"]
+    assert names.several([4]) == "rank 2"
+    assert names.several([4, 7]) == "rank 2, server s0"
+    assert Names([1, 2, 3, 5], {}).several([1, 2, 5]) == "ranks 0-1, 3"
+
+
+def test_ranks_that_failed_alike_are_named_by_their_ranks_also_where_only_some_ran_the_cell():
+    labels = {1: "rank 1 · cpu", 2: "rank 2 · cpu"}
+    error = end_of({1: mine(), 2: mine()}, labels, first=2).failure()
+    assert str(error) == "Ranks 1-2 failed: ValueError: mine"
+
+
+def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
+    end = end_of({0: CUT, 1: mine(), 2: OK, 3: CUT}, first=0, lost=frozenset([3]))
+    assert end.cause == 1
+    assert end.followed == [0]
+    said = (
+        "Rank 1 (engine 1) failed: ValueError: mine\n  with it: rank 0: Connection closed by peer"
+    )
+    assert str(end.failure()) == said
+
+
+def test_where_nobody_made_a_mistake_nobody_follows():
+    end = end_of({0: CUT, 1: CUT}, first=0)
+    assert end.followed == []
+    assert end_of({0: CUT, 1: CUT}, first=0, interrupted=True).cause is None
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_engine_that_was_killed_for_silence_is_named_with_its_pid(interrupted):
+    silent = {"status": "died", "ename": "ClusterError", "evalue": "gone", "ended": "ended"}
+    error = str(end_of({0: OK, 1: silent}, interrupted=interrupted).failure())
+    assert "Interrupted" in error
+    assert "Rank 1 (engine 1, pid 101) was ended: %cluster restart 1" in error
+
+
+def test_all_went_well():
+    assert end_of({0: OK, 1: {"status": "stopped"}}).failure() is None

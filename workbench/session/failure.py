@@ -1,0 +1,148 @@
+"""How the end of a cell is told: whose fault it was, who only followed, the error raised; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RunError
+from ..views.output import ranges
+from . import gone, reasons
+
+
+class Names:
+    """How the engines of a cell are called.
+
+    Args:
+        ids: Engines in the order of the ranks.
+        labels: How each is called in outputs: `rank 1 · cuda:0`; its place where it has none.
+    """
+
+    def __init__(self, ids: Sequence[int], labels: Mapping[int, str]) -> None:
+        self._labels = {i: labels.get(i) or f"rank {place}" for place, i in enumerate(ids)}
+
+    def of(self, engine: int) -> str:
+        """`Rank 1`, or `Server s0`."""
+        return self._labels[engine].partition(" · ")[0].capitalize()
+
+    def several(self, engines: Iterable[int]) -> str:
+        """`ranks 0-2`, or `rank 0, server s0`."""
+        names = [self.of(engine).lower() for engine in engines]
+        if not all(name.startswith("rank ") for name in names):
+            return ", ".join(names)
+        numbers = [int(name.removeprefix("rank ")) for name in names]
+        return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
+@dataclass(frozen=True)
+class CellEnd:
+    """What became of a cell's engines, and what is said of it.
+
+    Attributes:
+        outcomes: Of the engines that are done, in the order of the ranks.
+        first_failed: Who failed first.
+        lost: Engines whose death the others survived.
+        interrupted: Whether the user wanted it to end.
+        pid: Returns an engine's process.
+    """
+
+    names: Names
+    outcomes: Mapping[int, dict[str, Any]]
+    first_failed: int | None
+    lost: frozenset[int]
+    interrupted: bool
+    pid: Callable[[int], int]
+
+    @property
+    def cause(self) -> int | None:
+        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        if self.first_failed is None:
+            return None
+        cause = reasons.root_cause(self.outcomes, self.first_failed, self.lost)
+        outcome = self.outcomes[cause]
+        mine = not (reasons.is_collateral(outcome) or outcome.get("ended"))
+        return cause if mine or not self.interrupted else None
+
+    @property
+    def followed(self) -> list[int]:
+        """Engines whose end is only a consequence: of an interrupt, or of the cause's.
+
+        Where nobody made a mistake, each rank may know a part of the story: then it is none.
+        """
+        cause = self.cause
+        if cause is not None and reasons.is_collateral(self.outcomes[cause]):
+            return []
+        return [
+            i
+            for i in self._bad
+            if i != cause
+            and (self.outcomes[i].get("ended") or reasons.is_collateral(self.outcomes[i]))
+        ]
+
+    @property
+    def _bad(self) -> list[int]:
+        return [
+            i
+            for i, outcome in self.outcomes.items()
+            if outcome["status"] not in ("ok", "stopped") and i not in self.lost
+        ]
+
+    def say(self, engines: Iterable[int]) -> str:
+        """Return what became of engines that followed, in one line."""
+        return reasons.with_it(self.outcomes, engines, self.names.several)
+
+    def failure(self) -> RunError | None:
+        """The error that the cell ends in, None when all went well."""
+        cause = self.cause
+        if cause is None:
+            return self._interruption()
+        outcome = self.outcomes[cause]
+        what, told = self._reason(cause)
+        if others := [i for i in self._bad if i not in told]:
+            what += f"\n  with it: {self.say(others)}"
+        step = gone.next_step(self.outcomes) or outcome.get("advice")
+        error = RunError(what, next_step=step)
+        error.outcome = outcome  # type: ignore[attr-defined]
+        return error
+
+    def _reason(self, cause: int) -> tuple[str, list[int]]:
+        """Return what happened to the cause, and the engines of which all is said with that."""
+        outcome, outcomes = self.outcomes[cause], self.outcomes
+        if outcome.get("ended"):
+            stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
+            return f"{stalled}and was ended", [cause]
+        if outcome["status"] == "died":
+            died = [i for i in gone.of(outcomes) if i == cause or not outcomes[i].get("ended")]
+            return gone.words(cause, outcomes, self.names.of), died
+        words = reasons.words(outcome)
+        same = [i for i in self._bad if reasons.words(outcomes[i]) == words]
+        same = [i for i in same if i == cause or not outcomes[i].get("ended")]
+        who = f"{self.names.of(cause)} (engine {cause})"
+        if len(same) > 1:
+            several = self.names.several(same)
+            who = several[:1].upper() + several[1:]
+        return f"{who} failed: {words}", same
+
+    def _interruption(self) -> RunError | None:
+        """The error of a cell that ended because it was interrupted; None when all went well."""
+        ended = self.ended
+        if not (self.interrupted or ended) and all(
+            outcome["status"] != "interrupted" for outcome in self.outcomes.values()
+        ):
+            return None
+        what = "".join(f"\n  {text}" for text in ended)
+        return RunError(
+            f"Interrupted: the cell was ended on all its engines.{what}",
+            next_step=gone.next_step(self.outcomes),
+        )
+
+    @property
+    def ended(self) -> list[str]:
+        """What is to be said of engines that we killed, since no interrupt reached them."""
+        return [
+            f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome['ended']}: "
+            f"%cluster restart {i}"
+            for i, outcome in self.outcomes.items()
+            if outcome.get("ended")
+        ]
