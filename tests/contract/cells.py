@@ -101,16 +101,12 @@ def train_from_loader(own_loop, processes=0, custom_sampler=False, batch=23, epo
     return list(model.state_dict())
 
 
-def slow_steps(own_loop=False, steps=30, millis=12, by_turns=()):
-    """Steps of at least `millis` ms, most of it asleep so that cores do not matter.
-
-    The faults `by_turns` are there in every other five steps, beginning without them.
-    """
+def slow_steps(own_loop=False, steps=30, millis=12):
+    """Steps of at least `millis` ms, most of it asleep so that cores do not matter."""
     import time
 
     import torch
 
-    from workbench.engine import context
     from workbench.engine.fit import fit
     from workbench.engine.prepare import prepare
 
@@ -123,14 +119,10 @@ def slow_steps(own_loop=False, steps=30, millis=12, by_turns=()):
     model = torch.nn.Sequential(Sleepy(8, 8), Sleepy(8, 8), Sleepy(8, 1))
     loss = torch.nn.MSELoss()
 
-    def turn(done, logs):
-        context.current().faults.set(by_turns if done // 5 % 2 else ())
-
     if not own_loop:
         fit(
             model, (x, y), loss=loss, optimizer=lambda p: torch.optim.SGD(p, 0.01),
             batch_size=12, steps=steps, eval_data=(x[:12], y[:12]),
-            callbacks=[turn] if by_turns else [],
         )  # fmt: skip
         return
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -25,6 +25,7 @@ import numpy as np
 from notebook_shell import soon
 
 from workbench import catalog
+from workbench.engine.injector import FaultInjector
 
 # What runs would import otherwise, each process for itself.
 PRELOAD = [
@@ -60,8 +61,43 @@ class Report:
         return [fields for event, fields in self.events if event == name]
 
 
+class ByTurns(FaultInjector):
+    """Faults that are there in every other five steps, beginning without them."""
+
+    def __init__(self, rank: int, texts: tuple[str, ...]) -> None:
+        super().__init__(rank)
+        self._texts = texts
+
+    def before_step(self, step: int) -> None:
+        if step % 5 == 0:
+            self.set(self._texts if step // 5 % 2 else ())
+        super().before_step(step)
+
+
+def more_ms(column_s: Any) -> Any:
+    """Return by how many ms a column grows, per rank, with faults `by_turns`.
+
+    What else goes on at the machine is in both kinds of steps, as they take turns; it only ever
+    adds, so the lower quintiles are compared.
+
+    Args:
+        column_s: Seconds, (steps, ranks).
+    """
+    inside = [step for step in range(len(column_s)) if step % 5]  # the first may be part of both
+    slowed, plain = (
+        np.quantile([column_s[step] for step in inside if step // 5 % 2 == turn], 0.2, axis=0)
+        for turn in (1, 0)
+    )
+    return (slowed - plain) * 1e3
+
+
 def run_here(
-    wire: dict[str, Any], source: str, call: str, args: tuple[Any, ...], keywords: dict[str, Any]
+    wire: dict[str, Any],
+    source: str,
+    call: str,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    injector: type[FaultInjector],
 ) -> Report:
     """Run a cell under a strategy in this process."""
     import torch
@@ -69,7 +105,6 @@ def run_here(
     from workbench.engine import context as run_context
     from workbench.engine import torch_support as support
     from workbench.engine.gate import Gate
-    from workbench.engine.injector import FaultInjector
     from workbench.engine.recorder import Recorder
     from workbench.engine.runtime import open_links
     from workbench.protocol import RunSpec, records_from
@@ -85,7 +120,7 @@ def run_here(
         spec=spec,
         recorder=Recorder(spec.run, spec.rank),
         gate=Gate(),
-        faults=FaultInjector(spec.rank, spec.faults),
+        faults=injector(spec.rank, spec.faults),
         emit=lambda name, **fields: report.events.append((name, fields)),
     )
     run_context.set_current(run)
@@ -135,7 +170,6 @@ def serve_here(spec: Any) -> Report:
     from workbench.engine import context as run_context
     from workbench.engine import torch_support as support
     from workbench.engine.gate import Gate
-    from workbench.engine.injector import FaultInjector
     from workbench.engine.recorder import Recorder
     from workbench.engine.runtime import serve
 
@@ -263,11 +297,16 @@ class Workers:
         options: dict[str, Any] | None = None,
         overrides: dict[str, Any] | None = None,
         faults: tuple[str, ...] = (),
+        by_turns: bool = False,
         keywords: dict[str, Any] | None = None,
         init_from: str = "",
         **told: Any,
     ) -> list[Report]:
-        """Run `function(*args, **keywords)` as a cell on the first `workers` processes."""
+        """Run `function(*args, **keywords)` as a cell on the first `workers` processes.
+
+        Args:
+            by_turns: Whether faults are there in every other five steps only; see `more_ms`.
+        """
         from workbench import catalog
         from workbench.cookbook import Recipe
         from workbench.protocol import RunSpec
@@ -288,8 +327,11 @@ class Workers:
                 **told,
             )  # fmt: skip
             self.pipes[rank].send(
-                (spec.to_wire(), recipe.source, function.__name__, args, keywords or {})
-            )
+                (
+                    spec.to_wire(), recipe.source, function.__name__, args, keywords or {},
+                    ByTurns if by_turns else FaultInjector,
+                )
+            )  # fmt: skip
         reports = []
         for rank in range(workers + servers):
             if not self.pipes[rank].poll(ANSWER_S):
