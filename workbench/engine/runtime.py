@@ -128,7 +128,7 @@ def _train(
             first=spec.rows_from,
         ),
         gate=profiles.gate(spec, lambda text: engine.link.emit("note", rank=spec.rank, text=text)),
-        faults=FaultInjector(spec.rank, spec.faults, spec.replicas),
+        faults=FaultInjector(spec.kept_as, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
     )

@@ -36,7 +36,7 @@ def of(outcomes: Outcomes) -> list[int]:
 def words(first: int, outcomes: Outcomes, called: Callable[[int], str]) -> str:
     """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
     one, name = outcomes[first], called(first)
-    text = f"{name} {'are' if name.startswith('Replicas') else 'is'} gone: {one['evalue']}"
+    text = f"{named(name)} gone: {one['evalue']}"
     if log := str(one.get("log") or ""):
         text += "\n  its log ends:" + "".join(f"\n    {line}" for line in log.splitlines())
     others = [engine for engine in of(outcomes) if engine != first]
@@ -45,6 +45,12 @@ def words(first: int, outcomes: Outcomes, called: Callable[[int], str]) -> str:
     if len(others) > NAMED:
         text += f"\n  gone too: {len(others) - NAMED} more"
     return text
+
+
+def named(name: str, past: bool = False) -> str:
+    """Return a name with its verb: `Rank 1 is`, `Replicas 0-3 are`, `Rank 1 was`."""
+    verbs = ("is", "was"), ("are", "were")
+    return f"{name} {verbs[name.startswith('Replicas')][past]}"
 
 
 def next_step(outcomes: Outcomes) -> str | None:

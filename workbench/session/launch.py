@@ -16,7 +16,7 @@ from .keeping import task_record
 from .pool import Pool
 from .recover import RESCUED, Recoverer
 from .replace import spent, words
-from .requests import ARGS, PUSH, RESULT, TAKE, labels, run_requests
+from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, labels, run_requests
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
@@ -61,6 +61,7 @@ class Launch:
         prefix = pool.new_prefix(f"run-{run.number}")
         self._token = checkpoints.token(prefix)
         specs = pool.specs(ids, self.plan, self.leases, prefix, run.plan.framework)
+        specs = in_lanes(specs, run.engines)
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
         pool.drop_group()
         about = {"number": self.number, "autoreload": self.autoreload}

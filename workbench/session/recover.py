@@ -89,7 +89,8 @@ class Recoverer:
         if self._why_not:
             return False
         how = "; ".join(
-            f"{run.called(i)} was {task.outcomes[i].get('how') or 'lost'}" for i in dead
+            f"{gone.named(run.called(i), past=True)} {task.outcomes[i].get('how') or 'lost'}"
+            for i in dead
         )
         run.advance("recover")
         threading.Thread(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import devices as device_pool
@@ -112,10 +113,18 @@ def run_requests(
     }
     found = {}
     for engine, spec in specs.items():
-        lane = run.engines.index(engine) if engine in run.engines else -1
-        wire = {**spec.to_wire(), **about, "lane": lane}
-        found[engine] = _request(source, number, autoreload, wire)
+        found[engine] = _request(source, number, autoreload, {**spec.to_wire(), **about})
     return found
+
+
+def in_lanes(specs: Specs, engines: Sequence[int]) -> Specs:
+    """Return the specs with the rank each engine is known by: the one it began the run with.
+
+    Args:
+        engines: Of the run's ranks, as it began.
+    """
+    ranks = {engine: rank for rank, engine in reversed([*enumerate(engines)])}
+    return {i: replace(spec, lane=ranks.get(i, -1)) for i, spec in specs.items()}
 
 
 def cell_requests(
@@ -139,7 +148,7 @@ def _label(spec: RunSpec) -> str:
         return spec.part
     if spec.replicas > 1:
         return f"replicas {spec.held[0]}-{spec.held[-1]} · {spec.device}"
-    return f"rank {spec.rank} · {spec.device}"
+    return f"rank {spec.kept_as} · {spec.device}"
 
 
 def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..history import disk
 from ..history.store import RunHistory
 from ..plan import Plan
 from ..protocol import Message, records_from
+from . import gone
 from .halting import Halting
 from .logging_to import RunLog
 from .prompt import attend, unattended
@@ -199,7 +200,7 @@ class Run(Results):
         elif name == "left":
             self._halting.arrived(int(fields["rank"]))
             if fields.get("status") == "error" and self.task is not None:
-                self.task.end_soon(but=self.engines[int(fields["rank"])])
+                self.task.end_soon(but=self.members[int(fields["rank"])])
         elif name == "paused":
             self._paused_ranks.add(int(fields["rank"]))
             lost = 0 if self.task is None else self.task.lost
@@ -222,15 +223,20 @@ class Run(Results):
     def died(self, engine: EngineInfo) -> None:
         """Name an engine of the run that has ended, while the others are still at it."""
         if engine.id in self._everyone and not self.is_over:
-            text = f"{self.called(engine.id)} is gone: {engine.exit}."
+            text = f"{gone.named(self.called(engine.id))} gone: {engine.exit}."
             rank = self.engines.index(engine.id) if engine.id in self.engines else None
             self.history.event("death", {"text": text, "rank": rank})
 
     def called(self, engine: int) -> str:
-        """How an engine of the run is called: `Rank 1 (engine 1)`, `Engine 4`."""
-        if engine not in self.engines:
+        """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
+        ranks = [rank for rank, one in enumerate(self.engines) if one == engine]
+        if len(ranks) > 1:
+            return f"Replicas {ranks[0]}-{ranks[-1]} (engine {engine})"
+        if ranks:
+            return f"Rank {ranks[0]} (engine {engine})"
+        if self.task is None or engine not in self.task.ids:
             return f"Engine {engine}"
-        return f"Rank {self.engines.index(engine)} (engine {engine})"
+        return f"{self.task.names.of(engine)} (engine {engine})"
 
     def note(self, text: str) -> None:
         """Add something the user should know about this run."""

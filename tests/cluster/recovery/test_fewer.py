@@ -45,6 +45,18 @@ def test_down_to_one_worker(cluster, undisturbed):
     assert run.history.totals.steps == STEPS
 
 
+def test_who_is_left_keeps_the_rank_it_began_with_in_every_message(cluster):
+    run = cluster.run(
+        cell(), strategy="mirrored", workers=2, on_failure="continue",
+        inject=["kill=0@30", "kill=1@60"],
+    )  # fmt: skip
+    with pytest.raises(RunError, match=r"^Rank 1 is gone: Engine 1 ") as found:
+        run.wait(WAIT_S)
+    assert "Rank 0 (engine 0) was" in run.recoveries[0].how
+    assert any(note.startswith("Rank 1 (engine 1) is gone") for note in run.history.story.notes)
+    assert "%cluster restart 1" in str(found.value)
+
+
 def test_who_was_caught_in_an_update_has_nothing_to_go_on_from(cluster, undisturbed, tmp_path):
     source = (
         "import os, signal, pathlib\n"

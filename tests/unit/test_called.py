@@ -1,0 +1,66 @@
+"""How the engines of a run are called, in notes and outputs; also after some of them died."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.cluster.engines import EngineInfo
+from workbench.cookbook import Recipe
+from workbench.plan import make_plan
+from workbench.protocol import Message, RunSpec
+from workbench.session.failure import Names
+from workbench.session.requests import in_lanes, labels
+from workbench.session.run import Run
+
+
+def run_on(folder: Path, engines: list[int]) -> Run:
+    plan = make_plan(Recipe("wb.fit()"), "mirrored", workers=len(engines))
+    return Run(
+        plan, number=1, name="r", engines=engines, devices=["cpu"] * len(engines), folder=folder
+    )
+
+
+def task_of(names: dict[int, str], **more: Any) -> Any:
+    return SimpleNamespace(ids=list(names), names=Names(list(names), names), **more)
+
+
+def test_workers_have_ranks_replicas_are_several_and_servers_have_names(tmp_path):
+    assert run_on(tmp_path, [3, 5]).called(5) == "Rank 1 (engine 5)"
+    assert run_on(tmp_path, [3, 3, 3]).called(3) == "Replicas 0-2 (engine 3)"
+    run = run_on(tmp_path, [3, 5])
+    assert run.called(7) == "Engine 7"
+    run.task = task_of({3: "rank 0", 5: "rank 1", 7: "server s0"})
+    assert run.called(7) == "Server s0 (engine 7)"
+
+
+@pytest.mark.parametrize(
+    ("engines", "verb"),
+    [([3, 5], "Rank 0 (engine 3) is"), ([3, 3], "Replicas 0-1 (engine 3) are")],
+)
+def test_a_death_is_told_in_a_sentence(tmp_path, engines, verb):
+    run = run_on(tmp_path, engines)
+    run.open_board(lambda engine, message: None, run.members)
+    run.died(EngineInfo(3, "u", exit="killed by SIGKILL"))
+    assert run.history.story.notes == [f"{verb} gone: killed by SIGKILL."]
+
+
+def test_fewer_workers_are_numbered_anew_and_called_as_before():
+    specs = {
+        5: RunSpec("run", 0, 2, (5, 9), "cpu"),
+        9: RunSpec("run", 1, 2, (5, 9), "cpu"),
+        4: RunSpec("run", 2, 2, (5, 9), "cpu", role="server", part="server s0"),
+    }
+    laned = in_lanes(specs, [3, 5, 9])
+    assert [one.rank for one in laned.values()] == [0, 1, 2]
+    assert labels(laned) == {5: "rank 1 · cpu", 9: "rank 2 · cpu", 4: "server s0"}
+    assert labels(specs)[5] == "rank 0 · cpu"
+
+
+def test_who_failed_among_fewer_workers_is_left_to_clear_away(tmp_path):
+    run, left = run_on(tmp_path, [3, 5]), []
+    run.go_on(2, [5], "", 0)
+    run.task = task_of({5: "rank 1"}, end_soon=lambda but: left.append(but), moved=lambda: None)
+    run.receive(Message("event", {"run": 2, "name": "left", "rank": 0, "status": "error"}))
+    assert left == [5]
