@@ -176,7 +176,8 @@ class WorkbenchMagics(Magics):
         if len(runs) > 1:
             from .session.compare import compare
 
-            show(compare(*runs))
+            compared = compare(*runs)
+            show(compared.table() if asked.plot == "off" else compared)
         else:
             show(runs[0].summary())
 

@@ -80,6 +80,9 @@ def test_several_strategies_and_seeds_end_in_a_comparison(book):
     assert all(wb.runs[name].state == "finished" for name in names)
     assert "mirrored" in cell.text
     assert "one_device" in cell.text
+    assert "samples/s" in cell.text
+    assert wb.compare(*(wb.runs[name] for name in names)).comparison.verdict in cell.text
+    assert not any("image/png" in shown for shown in cell.displays)
 
 
 def test_a_loop_of_ones_own_trains_with_one_line_added(book):
