@@ -9,15 +9,27 @@ A comment directly above a block says how it is to be taken; GitHub and the site
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 FENCE = re.compile(r"^( *)(```+)\s*([^\s`]*)[^`]*$")
 COMMENT = re.compile(r"<!-- (not run|fails|first):\s(.*?)\s*-->", re.DOTALL)
+
+
+def generator(name: str) -> ModuleType:
+    """Return the script `docs/NAME.py`, which writes a page, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)

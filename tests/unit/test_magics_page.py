@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doc_pages import REPOSITORY, generator
 
 from workbench.line import (
     cell_parser,
@@ -15,16 +14,10 @@ from workbench.line import (
     parse_cluster_line,
 )
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    path = REPOSITORY / "docs" / "make_magics.py"
-    spec = importlib.util.spec_from_file_location("make_magics", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return generator("make_magics")
 
 
 def test_the_page_is_up_to_date(maker: ModuleType) -> None:

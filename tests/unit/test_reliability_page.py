@@ -1,19 +1,12 @@
 """docs/reliability.md shows what was measured, and nothing else."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-DOCS = Path(__file__).parents[2] / "docs"
+from doc_pages import DOCS, generator
 
 
 @pytest.fixture(scope="module")
 def maker():
-    spec = importlib.util.spec_from_file_location("make_reliability", DOCS / "make_reliability.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return generator("make_reliability")
 
 
 def test_the_tables_are_those_of_the_figures_that_were_measured(maker):

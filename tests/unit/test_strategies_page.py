@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from doc_pages import generator
 
 from workbench import catalog
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    path = REPOSITORY / "docs" / "make_strategies.py"
-    spec = importlib.util.spec_from_file_location("make_strategies", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return generator("make_strategies")
 
 
 def test_the_page_is_up_to_date(maker: ModuleType) -> None:

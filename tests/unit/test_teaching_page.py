@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+from doc_pages import DOCS, generator
 
 
 def test_its_pictures_are_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("make_diagrams", DOCS / "make_diagrams.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = generator("make_diagrams")
     shown = re.findall(r"\]\(diagrams/([\w-]+\.svg)\)", (DOCS / "teaching.md").read_text("utf-8"))
     assert set(shown) == set(module.make_pictures())
     for name, svg in module.make_pictures().items():
