@@ -8,10 +8,11 @@ from history_rows import NAN, make_history, make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.history.columns import COLUMNS
 from workbench.history.envelope import POINTS, Envelope
 from workbench.history.joiner import Joiner
 from workbench.history.logged import LoggedColumn
-from workbench.history.store import COLUMNS, RunHistory
+from workbench.history.store import RunHistory
 from workbench.history.table import STORED, RowTable
 from workbench.metrics import PARTS
 from workbench.protocol import FLAG_SKEWED_CLOCK, RECORD

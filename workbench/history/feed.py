@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS
-from .store import Rows, RunHistory
+from .reducer import Rows
+from .store import RunHistory
 from .table import STORED
 
 OCTAVE_POINTS = 20_000

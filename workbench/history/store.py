@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RunError
-from ..metrics import PARTS
-from ..protocol import RECORD
-from . import disk, folders, rewind, views
-from .logged import LoggedColumn
-from .reducer import Reducer
+from . import columns, views
+from .intake import Intake
+from .reducer import Rows
 from .snapshot import Snapshot
-from .story import Story
-from .table import RowTable
 from .totals import Totals
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Rows = NDArray[Any]
 
-COLUMNS = (
-    "rank", "step", "start_s", "step_s", *PARTS, "samples", "loss", "local_loss",
-    "sent_bytes", "staleness", "bubble_s", "blamed_rank", "engine",
-)  # fmt: skip
-"""Columns of every history; `wb.log` adds more. `bubble_s` is there where it was measured."""
-
-_FOLD_ROWS = 1 << 13
-_WHOLE = ("rank", "step", "samples", "blamed_rank", "engine")
-_UNSORTED: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
-
-
-class RunHistory(Mapping[str, NDArray[Any]]):
+class RunHistory(Intake, Mapping[str, NDArray[Any]]):
     """One row per worker and step, in bounded memory.
 
-    Appending only queues bytes; rows are joined over ranks and reduced in batches, when somebody
-    reads or `_FOLD_ROWS` have piled up. All methods may be called from any thread. A history that
-    rests (`rest`) keeps its rows on disk only, and reads them again when somebody asks for them.
+    All methods may be called from any thread. A history that rests (`rest`) keeps its rows on disk
+    only, and reads them again when somebody asks for them.
 
     Args:
         ranks: Engine ids by rank.
@@ -55,155 +34,20 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         data_parallel: Whether workers take shares of the batch; else all see the same samples.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        memory_limit_bytes: int = 96 << 20,
-        clock: Callable[[], float] = time.perf_counter,
-        joined: bool = True,
-        data_parallel: bool = True,
-    ) -> None:
-        self.engines = tuple(ranks)
-        self.joined, self.data_parallel = joined, data_parallel
-        self.story = Story()
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._queue: list[bytes] = []
-        self._queued_rows = 0
-        self._shape = (len(self.engines), memory_limit_bytes)
-        self._live: Reducer | None = self._fresh()
-        self._rests_in = Path()
-        self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
-        self._counted = 0  # rows of earlier steps are left out: they are there already
-        self._sorted = _UNSORTED
-
-    # --- in ---------------------------------------------------------------------------------
-
-    def append(self, rows: Rows) -> None:
-        """Take in RECORD rows of shape (rows,), of any ranks and steps."""
-        with self._lock:
-            self._queue.append(rows.tobytes())
-            self._queued_rows += len(rows)
-            if self._queued_rows >= _FOLD_ROWS:
-                self._fold()
-
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take in one event of `protocol.EVENTS`."""
-        t_s = float(fields.get("t_s") or self._clock())
-        with self._lock:
-            if name == "log":
-                if self._live is not None:  # else it is on the disk, where it will be read
-                    self._log(fields, t_s)
-                return
-            self.story.fold(name, fields, t_s)
-            self._tell_totals()
-
-    def read(self, folder: Path, phases: Sequence[rewind.Phase] = ()) -> None:
-        """Take in all rows and events of a run's folder.
-
-        Args:
-            phases: From which step on the run had which workers, where that changed.
-        """
-        with self._lock:
-            self._phases = list(phases)
-            self._rebuild(folder)
-            for name, fields in disk.read_events(folder):
-                if name != "log":
-                    self.event(name, fields)
-
-    @property
-    def phases(self) -> list[rewind.Phase]:
-        """From which step on the run had fewer workers, and which ranks they had."""
-        return list(self._phases)
-
-    def finish(self) -> None:
-        """Stop waiting for missing rows: those of incomplete steps become rows of their own."""
-        with self._lock:
-            if self._live is not None:
-                self._fold()
-                self._reduced.finish()
-
-    def rest(self, folder: Path) -> bool:
-        """Let go of the rows of a run that is over, where all of them are in its folder.
-
-        They are read again when they are asked for. The folder is marked, so that no other
-        notebook prunes it while this process lives.
-
-        Returns:
-            Whether it rests now; what is not on disk stays in memory.
-        """
-        with self._lock:
-            if self._live is None:
-                return True
-            self._fold()
-            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
-            if self._counted or not disk.holds(folder, len(self.engines), rows):
-                return False
-            folders.mark(folder)
-            self._live, self._rests_in, self._sorted = None, folder, _UNSORTED
-            return True
-
-    def wake(self) -> None:
-        """Have the rows in memory again."""
-        with self._lock:
-            self._fold()
-
-    @property
-    def rests(self) -> bool:
-        """Whether its rows are on disk only, until somebody asks for them."""
-        return self._live is None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that its rows and curves take, in bytes."""
-        with self._lock:
-            live = self._live
-            queued = self._queued_rows * RECORD.itemsize
-            return queued + (0 if live is None else live.nbytes) + self._sorted[1].nbytes
-
-    def rewind(self, step: int, folder: Path, ranks: Sequence[int] | None = None) -> int:
-        """Let the run go on from `step`: its rows and events from there on will come again.
-
-        Args:
-            folder: The run's, where engines keep all rows.
-            ranks: Ranks of the workers that go on; None leaves them as they are.
-
-        Returns:
-            How many steps some worker had done and will be done again.
-        """
-        with self._lock:
-            self._fold()
-            lost_steps = max(0, self._reduced.reached + 1 - step)
-            writers = {self.engines.index(engine) for engine in self.engines}
-            if rewind.cut(folder, writers, step):
-                self._phases = rewind.phases_before(self._phases, step)
-                self._rebuild(folder)
-                self._reduced.settle()
-                self.story.rewind(step)
-            else:
-                self._counted = self._reduced.last[0] + 1
-                step = max(step, self._counted)
-            if ranks is not None:
-                self._narrow(step, ranks)
-            return lost_steps
-
-    # --- out --------------------------------------------------------------------------------
-
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns."""
         with self._lock:
             self._fold()
             hidden = {"bubble_s"} if self._reduced.curves["bubble_s"].empty else set()
-            return (*(c for c in COLUMNS if c not in hidden), *self._logged)
+            return (*(c for c in columns.COLUMNS if c not in hidden), *self._logged)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """Return one column, ordered by step and rank, as a fresh array of shape (rows,)."""
         with self._lock:
             if name not in self.columns:
                 raise KeyError(f"{name!r}; columns: {', '.join(self.columns)}")
-            return self._column(name)[self._order()]
+            return columns.column(name, self._reduced, self.engines)[self._table.order()]
 
     def together(self, *names: str) -> dict[str, NDArray[Any]]:
         """Return columns as they are at one moment: of equal length also while rows come in.
@@ -259,12 +103,10 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         """Columns that hold no value, with the reason."""
         with self._lock:
             self._fold()
-            found = {}
-            for name in self.columns if len(self._table) else ():
-                if name not in _WHOLE and not np.isfinite(self._column(name)).any():
-                    reason = self.story.unmeasured.get(name)
-                    found[name] = reason or "not measured by this strategy"
-            return found
+            names = self.columns if len(self._table) else ()
+            empty = columns.empty(names, self._reduced, self.engines)
+            unknown = "not measured by this strategy"
+            return {name: self.story.unmeasured.get(name) or unknown for name in empty}
 
     @property
     def evals(self) -> list[dict[str, Any]]:
@@ -337,8 +179,6 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.columns)
 
-    # --- inside, under the lock ---------------------------------------------------------------
-
     def _parts(self) -> views.Sources:
         reduced = self._reduced
         logged = {name: column.envelope for name, column in self._logged.items()}
@@ -346,104 +186,3 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self.engines, self.data_parallel, reduced.totals, reduced.recent, reduced.curves,
             logged, self.story, reduced.origin_s(), *reduced.last,
         )  # fmt: skip
-
-    @property
-    def _reduced(self) -> Reducer:
-        with self._lock:
-            if self._live is None:
-                self._live = self._awake()
-            return self._live
-
-    @property
-    def _table(self) -> RowTable:
-        return self._reduced.table
-
-    @property
-    def _logged(self) -> dict[str, LoggedColumn]:
-        return self._reduced.logged
-
-    def _fresh(self) -> Reducer:
-        return Reducer(*self._shape, joined=self.joined, data_parallel=self.data_parallel)
-
-    def _awake(self) -> Reducer:
-        if not self._rests_in.is_dir():
-            raise RunError(
-                "The rows of this run were on disk, and they are gone.",
-                seen=str(self._rests_in),
-                next_step="run.save(path) keeps a copy elsewhere",
-            )
-        try:
-            self._rebuild(self._rests_in)
-            self._reduced.finish()
-        except BaseException:
-            self._live = None  # not half of it
-            raise
-        return self._reduced
-
-    def _tell_totals(self) -> None:
-        if self._live is not None:
-            self._live.totals.eval_s = self.story.eval_s
-            self._live.totals.paused_s = self.story.paused_s
-
-    def _fold(self) -> None:
-        reduced = self._reduced  # read from disk, where it rested, with all that came since
-        if not self._queue:
-            return
-        rows = np.frombuffer(b"".join(self._queue), RECORD)
-        self._queue, self._queued_rows = [], 0
-        if self._counted:
-            rows = rows[rows["step"] >= self._counted]
-        reduced.add(rows)
-        if note := reduced.health.note:
-            self.story.fold("note", {"text": note}, float(rows["end_s"].max(initial=0.0)))
-
-    def _narrow(self, step: int, ranks: Sequence[int]) -> None:
-        self._phases.append((step, tuple(ranks)))
-        self._reduced.narrow(ranks)
-
-    def _rebuild(self, folder: Path) -> None:
-        """Read everything anew from a run's folder but what is told of the run as a whole."""
-        self._live = reduced = self._fresh()
-        self._tell_totals()
-        self._sorted, self._queue, self._queued_rows = _UNSORTED, [], 0
-        for first, end, ranks in rewind.spans(self._phases):
-            if ranks is not None:
-                reduced.narrow(ranks)
-            for rows in rewind.replay(folder, range(len(self.engines)), first, end):
-                reduced.add(rows)
-        for name, fields in disk.read_events(folder):
-            if name == "log":
-                self._log(fields, float(fields.get("t_s") or 0.0))
-
-    def _column(self, name: str) -> NDArray[Any]:
-        if name in self._logged:
-            step, rank = self._table.column("step"), self._table.column("rank")
-            return self._logged[name].column(step.astype(np.int64), rank.astype(np.int64))
-        if name == "engine":
-            return np.take(np.asarray(self.engines, np.int64), self._table.column("rank"))
-        if name == "other_s":
-            named = sum(np.nan_to_num(self._column(part)) for part in PARTS[:-1])
-            return np.asarray(self._column("step_s") - named)
-        values = self._table.column(name)
-        if name == "start_s":
-            return np.asarray(values - self._reduced.origin_s()[self._table.column("rank")])
-        kind = np.int64 if name in _WHOLE else np.float64
-        return np.asarray(values.astype(kind))
-
-    def _order(self) -> NDArray[np.intp]:
-        key = (len(self._table), self.stride)
-        if self._sorted[0] != key:
-            order = np.lexsort((self._table.column("rank"), self._table.column("step")))
-            self._sorted = (key, order)
-        return self._sorted[1]
-
-    def _log(self, fields: Mapping[str, Any], t_s: float) -> None:
-        step, rank = int(fields.get("step", 0)), int(fields.get("rank", 0))
-        for name, value in dict(fields.get("values") or {}).items():
-            if name in COLUMNS:
-                self.story.fold("note", {"text": f"wb.log: {name} is a column already"}, t_s)
-                continue
-            if name == "memory_bytes":
-                self.story.memory_bytes[rank] = float(value)
-            column = self._logged.setdefault(str(name), LoggedColumn())
-            column.add(step, rank, t_s, float(value))

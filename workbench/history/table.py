@@ -44,6 +44,7 @@ class RowTable:
         self._chunks: list[NDArray[Any]] = []
         self._rows = 0
         self.stride = 1
+        self._sorted: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
 
     def __len__(self) -> int:
         return self._rows
@@ -58,13 +59,20 @@ class RowTable:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the rows take, in bytes."""
-        return sum(chunk.nbytes for chunk in self._chunks)
+        """Memory that the rows take, and their order where it was asked for, in bytes."""
+        return sum(chunk.nbytes for chunk in self._chunks) + self._sorted[1].nbytes
 
     def column(self, name: str) -> NDArray[Any]:
         """Return one column as a fresh array of shape (rows,)."""
         parts = [chunk[name] for chunk in self._filled()]
         return np.concatenate(parts) if parts else np.empty(0, STORED[name])
+
+    def order(self) -> NDArray[np.intp]:
+        """Return where the rows are, by step and rank: what sorts a column."""
+        key = (self._rows, self.stride)
+        if self._sorted[0] != key:
+            self._sorted = (key, np.lexsort((self.column("rank"), self.column("step"))))
+        return self._sorted[1]
 
     def since(self, last: NDArray[np.int64]) -> NDArray[Any]:
         """Return the rows of steps beyond `last[rank]`, as a fresh array ordered by step and rank.

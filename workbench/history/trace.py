@@ -21,7 +21,8 @@ import numpy as np
 
 from ..metrics import PARTS
 from .feed import metrics_of
-from .store import Rows, RunHistory
+from .reducer import Rows
+from .store import RunHistory
 
 Event = dict[str, Any]
 PID = 1
