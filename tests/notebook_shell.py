@@ -74,17 +74,34 @@ class Notebook:
 
 
 @contextlib.contextmanager
-def notebook(engines: int = 0):
-    """A notebook with the extension loaded and, maybe, a cluster; leaves no process."""
+def notebook(engines: int = 0, *, fresh: bool = False):
+    """A notebook with the extension loaded and, maybe, a cluster; leaves no engine.
+
+    Args:
+        fresh: Whether its cluster must be started from nothing, and nothing kept of it (`lending`).
+    """
+    import lending
+
     from workbench.session.state import session
 
     book = Notebook()
-    book.ok("%load_ext workbench\n%reload_ext workbench\nimport workbench as wb")
+    if "workbench" in book.shell.extension_manager.loaded:
+        book.ok("%unload_ext workbench")
+    if not fresh:
+        session.prepared = lending.take()
+    book.ok("%load_ext workbench\nimport workbench as wb")
     try:
         if engines:
             book.ok(f"%cluster start {engines}")
         yield book
     finally:
+        if not fresh:
+            cluster, session.cluster = session.cluster, None
+            prepared, session.prepared = session.prepared, None
+            if cluster is not None:
+                lending.take_back(cluster)
+            if prepared is not None:
+                lending.give(prepared)
         session.stop()
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lending import lent
 from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
@@ -267,12 +268,10 @@ def test_an_engine_that_dies_while_idle_is_noticed_and_replaced_when_it_is_neede
 def test_engines_see_the_notebooks_folder_path_and_environment_as_they_were_at_start(
     tmp_path, monkeypatch
 ):
-    import workbench as wb
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WB_TEST_SEEN", "yes")
     monkeypatch.setattr(sys, "path", [*sys.path, "/nowhere/in/particular"])
-    with wb.Cluster(1) as cluster:
+    with lent(1) as cluster:
         task = cluster.execute(
             "import os, sys\n"
             "path = '/nowhere/in/particular' in sys.path\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from lending import lent
 from needs import need
 from notebook_shell import WAIT_S, soon
 
@@ -32,7 +33,7 @@ ENDLESS = FIT.replace("STEPS", "10**7")
 
 @pytest.fixture(scope="module")
 def cluster():
-    with wb.Cluster(2) as cluster:
+    with lent(2) as cluster:
         yield cluster
 
 
@@ -75,7 +76,7 @@ def test_nothing_listens_beyond_loopback_while_a_run_goes_on(cluster):
 
 
 def test_without_the_control_socket_a_run_comes_home_over_ipyparallel():
-    with wb.Cluster(2) as cluster:
+    with lent(2) as cluster:
         engines = cluster._engines
         url, engines.router.url = engines.router.url, "tcp://127.0.0.1:9"
         engines._attach(cluster.ids)

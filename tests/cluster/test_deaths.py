@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
+from lending import lent
 from needs import need
 from notebook_shell import WAIT_S, soon
 
-import workbench as wb
 from workbench.errors import ClusterError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -28,7 +28,7 @@ AFTER = "\nx = torch.ones(1); dist.all_reduce(x)"
 
 @pytest.fixture(scope="module")
 def cluster():
-    with wb.Cluster(3) as cluster:
+    with lent(3) as cluster:
         yield cluster
 
 

@@ -174,7 +174,7 @@ def test_completion_comes_from_the_catalog():
 def test_without_prewarming_nothing_is_started_until_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("WORKBENCH_PREWARM", "off")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    with notebook() as book:
+    with notebook(fresh=True) as book:
         assert session.prepared is None
         assert {c.pid for c in psutil.Process().children(recursive=True)} == before
         book.ok("%cluster start 1")
@@ -182,7 +182,7 @@ def test_without_prewarming_nothing_is_started_until_it_is_asked_for(monkeypatch
 
 
 def test_a_cluster_stops_and_another_starts():
-    with notebook(1) as book:
+    with notebook(1, fresh=True) as book:
         first = {engine.pid for engine in session.cluster.engines}
         assert "stopped" in book.ok("%cluster stop").stdout
         assert not gone(first, timeout_s=10)
@@ -228,7 +228,7 @@ def test_logs_free_and_status_of_a_cluster():
 
 
 def test_a_start_that_fails_leaves_a_notebook_that_can_try_again(monkeypatch):
-    with notebook() as book:
+    with notebook(fresh=True) as book:
         monkeypatch.setattr(
             "workbench.cluster.ground.Ground.launch",
             lambda *args: (_ for _ in ()).throw(ClusterError("They did not start.")),

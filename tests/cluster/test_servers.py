@@ -4,10 +4,10 @@ import os
 import signal
 
 import pytest
+from lending import lent
 from needs import need
 from notebook_shell import WAIT_S
 
-import workbench as wb
 from workbench import catalog
 from workbench.errors import RunError
 from workbench.session import status
@@ -29,7 +29,7 @@ SERVED = [e.name for e in catalog.strategies("torch") if e.servers or e.servers_
 
 @pytest.fixture(scope="module")
 def cluster():
-    with wb.Cluster(2, devices="cpu") as cluster:
+    with lent(2, devices="cpu") as cluster:
         yield cluster
 
 

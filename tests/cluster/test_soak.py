@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lending import lent
 from needs import need
 from notebook_shell import soon
 
@@ -56,7 +57,7 @@ def soak():
 def test_nothing_grows_over_mixed_runs_with_faults(soak):
     dice = random.Random(1)
     counts = []
-    with wb.Cluster(2) as cluster:
+    with lent(2) as cluster:
         for _ in range(3):
             ends = [soak.one(cluster, soak.Round(*what), dice) for what in ROUNDS]
             assert not any("HUNG" in end for end in ends)
@@ -79,7 +80,7 @@ def left_on_engines(cluster):
 
 def test_engines_hold_nothing_more_after_many_runs_than_after_a_few(soak):
     dice = random.Random(1)
-    with wb.Cluster(2) as cluster:
+    with lent(2) as cluster:
         before = None
         for times in (2, 3):
             for _ in range(times):
@@ -98,7 +99,7 @@ def test_engines_hold_nothing_more_after_many_runs_than_after_a_few(soak):
 def test_the_kernel_lets_go_of_old_runs_and_they_can_still_be_read(soak, monkeypatch):
     monkeypatch.setattr(registry, "AWAKE", 2)
     dice = random.Random(1)
-    with wb.Cluster(2) as cluster:
+    with lent(2) as cluster:
         ends = [soak.one(cluster, soak.Round("mirrored", 2, "none"), dice)]
         run = wb.runs["mirrored"]
         seen = {name: run.history[name] for name in run.history.columns}

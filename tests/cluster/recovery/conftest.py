@@ -1,15 +1,14 @@
 """A cluster of three, whole before each test, and what a run comes to in which nobody dies."""
 
 import pytest
+from lending import lent
 from notebook_shell import WAIT_S, soon
 from recovering import cell
-
-import workbench as wb
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    with wb.Cluster(3) as cluster:
+    with lent(3) as cluster:
         yield cluster
 
 
