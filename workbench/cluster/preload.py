@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib
+import math
 import os
 import select
 import signal
@@ -12,10 +13,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+IDLE_BEFORE_WARMING_S = 0.5
 
 ENGINE_MODULES = (
     "numpy",
@@ -105,9 +108,35 @@ def first_stage(framework: str) -> dict[str, Any]:
     return report
 
 
-def second_stage(framework: str) -> tuple[str, ...]:
-    """Return the modules to import once nobody is waiting."""
-    return SECOND_STAGE[framework]
+class SecondStage:
+    """What is imported once nobody wants anything, a module at a time.
+
+    Args:
+        extra: Further modules, after the framework's.
+
+    Attributes:
+        waiting: What is not imported yet.
+    """
+
+    def __init__(self, framework: str, extra: Iterable[str] = ()) -> None:
+        self.waiting = [*SECOND_STAGE[framework], *extra]
+        self._quiet_until = 0.0
+
+    def touch(self, quiet_s: float = IDLE_BEFORE_WARMING_S) -> None:
+        """Somebody wants something: import nothing for so long."""
+        self._quiet_until = max(self._quiet_until, time.monotonic() + quiet_s)
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until the next module's turn; endless where none waits."""
+        return max(0.0, self._quiet_until - time.monotonic()) if self.waiting else math.inf
+
+    def go_on(self) -> bool:
+        """Import the next module if its turn has come; return whether that was the last one."""
+        if self.due_s > 0:
+            return False
+        import_if_safe(self.waiting.pop(0))
+        return not self.waiting
 
 
 def import_module(name: str) -> bool:

@@ -32,23 +32,20 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from . import keeper, preload, warm_child
 from .nanny import Nanny
 from .owner import Owner
+from .warm_line import Message, OwnerLine
 
 PARENT_CHECK_S = 1.0
-IDLE_BEFORE_WARMING_S = 0.5
 SOON_S = 10.0
 ESCALATE_EVERY_S = 0.05
 
 Job = Callable[[], None]
-Message = dict[str, Any]
 
 
 class WarmServer:
@@ -64,14 +61,12 @@ class WarmServer:
     def __init__(
         self, sock: socket.socket, framework: str, extra: Sequence[str], log_path: str
     ) -> None:
-        self._sock, self._framework, self._log_path = sock, framework, log_path
+        self._line, self._framework, self._log_path = OwnerLine(sock), framework, log_path
         self._nanny = Nanny()
         self._owner = Owner(self._nanny, framework)
         self._over = False
         self._report: Message = {}
-        self._input = b""
-        self._later = [*preload.second_stage(framework), *extra]
-        self._quiet_until = 0.0
+        self._later = preload.SecondStage(framework, extra)
         self._job: Job | None = None  # set in a fresh child only
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -80,7 +75,7 @@ class WarmServer:
     def prepare(self) -> None:
         """Import the first stage and say so; the kernel's death ends even this."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with preload.on_hangup(self._sock, self._end):
+        with preload.on_hangup(self._line.sock, self._end):
             report = self._report = preload.first_stage(self._framework)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _wake_up)
@@ -89,9 +84,9 @@ class WarmServer:
         gc.collect()
         gc.disable()
         gc.freeze()
-        self._touch()
+        self._later.touch()
         self._send({"event": "failed" if report.get("error") else "ready", **report})
-        if not self._later:
+        if not self._later.waiting:
             self._send({"event": "warmed"})
 
     def serve(self) -> Job | None:
@@ -103,7 +98,7 @@ class WarmServer:
                 ready = {key.fd for key, _ in selector.select(self._timeout())}
                 self._reap()
                 self._owner.look()
-                if self._sock.fileno() in ready:
+                if self._line.fileno() in ready:
                     self._read()
                 if self._job is not None:
                     return self._job
@@ -120,7 +115,7 @@ class WarmServer:
         """Have the selector watch the owner, while there is one, and the door."""
         wanted = {self._wake_in}
         if not self._owner.alone:
-            wanted.add(self._sock.fileno())
+            wanted.add(self._line.fileno())
         if self._owner.door is not None:
             wanted.add(self._owner.door.fileno())
         watched = set(selector.get_map())
@@ -140,13 +135,8 @@ class WarmServer:
                 answer = {"error": refused, "owner": self._owner.who}
                 sock.sendall(json.dumps(answer).encode() + b"\n")
             return
-        with contextlib.suppress(OSError):
-            self._sock.sendall(
-                json.dumps({"event": "taken", "pid": message["pid"]}).encode() + b"\n"
-            )
-        # A fresh descriptor first: were the old one's number used again, nobody would notice.
-        old, self._sock, self._input = self._sock, sock, b""
-        old.close()
+        self._line.send({"event": "taken", "pid": message["pid"]})
+        self._line.change(sock)
         exits, self._owner.exits = self._owner.exits, []
         children = {str(pid): what for pid, what in self._nanny.children.items()}
         self._send({"children": children, "exits": exits, "report": self._report})
@@ -157,19 +147,11 @@ class WarmServer:
     def _timeout(self) -> float:
         if self._nanny.busy:
             return ESCALATE_EVERY_S
-        if self._later and not self._owner.alone:
-            return max(0.0, min(PARENT_CHECK_S, self._quiet_until - time.monotonic()))
-        return PARENT_CHECK_S
-
-    def _touch(self, quiet_s: float = IDLE_BEFORE_WARMING_S) -> None:
-        self._quiet_until = max(self._quiet_until, time.monotonic() + quiet_s)
+        return PARENT_CHECK_S if self._owner.alone else min(PARENT_CHECK_S, self._later.due_s)
 
     def _warm_up(self) -> None:
         """Import one module of the second stage when nobody wants anything."""
-        if not self._later or self._owner.alone or time.monotonic() < self._quiet_until:
-            return
-        preload.import_if_safe(self._later.pop(0))
-        if not self._later:
+        if not self._owner.alone and self._later.go_on():
             gc.collect()
             gc.freeze()
             self._send({"event": "warmed"})
@@ -188,37 +170,25 @@ class WarmServer:
 
     def _drain_guards(self) -> None:
         """Heed what the kernel still asked to be guarded before it died."""
-        self._sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            while chunk := self._sock.recv(1 << 16):
-                self._input += chunk
-        for line in self._input.split(b"\n"):
+        for message in self._line.rest():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                message = json.loads(line)
                 if message["cmd"] in ("guard", "guard_dir"):
                     self._answer(message)
 
     # -- messages ------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        try:
-            self._sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
+        if not self._line.send(message):
             self._owner.lost()
         self._owner.tell_later(message)
 
     def _read(self) -> None:
-        try:
-            chunk = self._sock.recv(1 << 16)
-        except OSError:
-            chunk = b""
-        if not chunk:
+        messages = self._line.receive()
+        if messages is None:
             self._owner.lost()
             return
-        self._touch()
-        *lines, self._input = (self._input + chunk).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        self._later.touch()
+        for message in messages:
             try:
                 answer = self._answer(message)
             except Exception as error:
@@ -257,7 +227,7 @@ class WarmServer:
         if pid == 0:
             self._job = job
             signal.set_wakeup_fd(-1)
-            self._sock.close()
+            self._line.close()
             self._owner.leave()
             os.close(self._wake_in)
             os.close(self._wake_out)
@@ -288,14 +258,14 @@ class WarmServer:
         return {}
 
     def _on_soon(self, _message: Message) -> Message:
-        self._touch(SOON_S)
+        self._later.touch(SOON_S)
         return {}
 
     def _on_status(self, _message: Message) -> Message:
         return {
             "children": {str(pid): what for pid, what in self._nanny.children.items()},
             "guarded": list(self._nanny.guarded),
-            "waiting": self._later,
+            "waiting": self._later.waiting,
             "hazard": preload.fork_hazard(),
         }
 
