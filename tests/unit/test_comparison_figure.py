@@ -11,10 +11,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 from made_up_runs import CASES, compared, eight, make_run
+from matplotlib.figure import Figure
 
 from workbench.history.comparison import compare
 from workbench.views import comparison_figure
-from workbench.views.comparison_parts import clipped, width_in, wrapped
+from workbench.views.comparison_parts import clipped, ticks_alike, width_in, wrapped
 from workbench.views.comparison_table import comparison_table
 
 
@@ -158,6 +159,20 @@ def test_the_users_own_settings_neither_change_it_nor_are_changed() -> None:
 def test_names_are_drawn_as_they_are_written() -> None:
     names = [text for text, _ in words_of(comparison_figure.draw(compared("long names")))]
     assert "costs $5 or $6 <b>&amp;</b> | `x` *y*" in names
+
+
+def test_a_number_and_its_unit_stay_on_one_line() -> None:
+    for most_in in np.arange(0.5, 4.0, 0.1):
+        lines = wrapped("its 2 workers compute 9 % of the time, 21 ms a step", 10, most_in)
+        assert not [line for line in lines if line.startswith(("%", "ms"))], most_in
+
+
+def test_ticks_have_equally_many_decimals() -> None:
+    axes = Figure().subplots()
+    ticks_alike(axes, [1.79, 1.8, 1.81])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1.79", "1.80", "1.81"]
+    ticks_alike(axes, [500.0, 1000.0])
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["500", "1k"]
 
 
 def test_words_are_cut_in_the_middle_and_wrapped_to_a_width() -> None:

@@ -76,3 +76,16 @@ def test_the_picture_of_a_pipeline_shows_bubbles_and_stages():
     tall = imread(io.BytesIO(figure.run_png(fake_pipeline(4, 120)))).shape[0]
     assert tall > imread(io.BytesIO(figure.run_png(fake_snapshot(4, 120)))).shape[0] + 200
     figure.run_png(replace(fake_pipeline(4), workers=empty_snapshot(4).workers))  # no step yet
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 120])
+def test_steps_are_whole_numbers_and_the_throughput_has_room_above(steps: int) -> None:
+    drawn = figure.run_figure(fake_snapshot(2, steps))
+    drawn.draw_without_rendering()
+    curves = {axes.get_title(loc="left"): axes for axes in drawn.axes}
+    for title in ("Loss", "Throughput, samples/s"):
+        axes = curves[title]
+        low, high = axes.get_xlim()
+        assert all(value % 1 == 0 for value in axes.get_xticks() if low <= value <= high), title
+    axes = curves["Throughput, samples/s"]
+    assert axes.get_ylim()[1] > max(axes.lines[0].get_ydata())

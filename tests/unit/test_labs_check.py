@@ -186,7 +186,7 @@ def test_formulas_stand_beside_what_was_measured():
     )
     assert [row[-1] for row in table.rows] == ["1.05", "1.00", "–", "–"]
     assert table.rows[0][2:4] == ["20 ms", "21 ms"]
-    assert table.rows[2][2:4] == ["50.0%", "–"]
+    assert table.rows[2][2:4] == ["50.0 %", "–"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from workbench.history.step_picture import (
     share_out,
     step_picture,
 )
+from workbench.views.step_picture import headline
 
 NAN = float("nan")
 
@@ -86,6 +87,13 @@ def test_the_latest_step_that_all_have_done_is_shown() -> None:
     assert [worker.blamed for worker in picture.workers] == [2, 2, None]
     assert picture.workers[0].parts_s[2] == pytest.approx(0.02, rel=1e-3)
     assert picture.workers[0].step_s == pytest.approx(sum(picture.workers[0].parts_s), rel=1e-3)
+
+
+@pytest.mark.parametrize(("slow_s", "named"), [(0.02, True), (0.0003, False)])
+def test_the_headline_names_whom_it_was_worth_waiting_for(slow_s: float, named: bool) -> None:
+    history = make_history(make_rows(10, 3, slow_rank=2, slow_s=slow_s))
+    picture = step_picture(history, messages("mirrored", 3))
+    assert ("waited for worker 2" in headline(picture)) is named
 
 
 def test_workers_on_their_own_show_each_their_latest() -> None:

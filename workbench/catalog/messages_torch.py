@@ -10,6 +10,7 @@ from .messages import Arrow, Layout, Node, Parts, Phase, Size
 
 M = {"M": "bytes of the gradients, as large as the trained parameters"}
 N = {"N": "number of workers"}
+L = {"L": "number of leaders"}
 _WHOLE = "all parameters and the optimizer's state"
 FORWARD_BACKWARD = "Each worker computes the gradient of its share of the batch."
 OPTIMIZER = "Equal gradients, equal steps: the copies stay equal."
@@ -34,14 +35,15 @@ def mirrored(layout: Layout) -> Parts:
     """All-reduce of the gradients, by the algorithm and compression asked for."""
     compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
     algorithm = "backend" if asked == "auto" else asked
-    units, notes = {**M, **N}, []
+    many = L if algorithm == "hierarchical" else N
+    units, notes = {**M, **many}, []
     if asked == "auto":
         notes.append(
             "allreduce=auto measures and takes the fastest here; drawn is what the backend does."
         )
     unit = "M" if compress == "none" else "C"
     if unit == "C":
-        units = {"C": f"bytes of the gradients after {compress}", **N}
+        units = {"C": f"bytes of the gradients after {compress}", **many}
     pattern, source = patterns.ALL_REDUCE[algorithm]
     phases = pattern(layout.ids, "gradients", unit)
     if compress.startswith("topk"):

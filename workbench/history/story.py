@@ -147,8 +147,10 @@ class Story:
         """Show the newest checkpoint, in the place of the one before."""
         self.checkpoints += 1
         stall_ms, seconds = 1e3 * float(fields["stall_s"]), float(fields["seconds"])
+        kib = int(fields["size_bytes"]) / 1024
+        size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         text = (
-            f"Checkpoint at step {fields['step']}: {int(fields['size_bytes']) / 1e6:.3g} MB, on "
+            f"Checkpoint at step {fields['step']}: {size}, on "
             f"the disk after {seconds:.2g} s; training stood still for {stall_ms:.2g} ms "
             f"({fields['path']})."
         )

@@ -92,6 +92,6 @@ def milliseconds(seconds: float) -> str:
     """Return `2.1 ms`, `90 us` or `1.2 s`."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
-    if seconds >= 1e-2:
+    if seconds >= 9.95e-3:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

@@ -220,7 +220,7 @@ def _result(play: Play) -> Table:
             strategy,
             number(play.predicted) if strategy == play.strategy else "",
             number(measured[strategy]),
-            f"{measured[strategy] / measured[best]:.0%}",
+            f"{measured[strategy] / measured[best] * 100:.0f} %",
         ]
         for strategy in sorted(measured, key=measured.__getitem__, reverse=True)
     ]

@@ -11,7 +11,8 @@ from ..views.units import UNKNOWN, duration, number, size
 _SHOWN: dict[str, Callable[[float], str]] = {
     "s": duration,
     "bytes": size,
-    "share": lambda value: f"{value:.1%}",
+    "share": lambda value: f"{value * 100:.1f} %",
+    "x": lambda value: f"{value:.2f}x",
     "": number,
 }
 
@@ -23,7 +24,7 @@ def beside(
 
     Args:
         rows: What it is; its formula; the predicted and the measured value; the unit: `s`, `bytes`,
-            `share` (0..1), empty for a plain number, or any word.
+            `share` (0..1), `x` (how many times as much), empty for a plain number, or any word.
     """
     shown = [_row(*row) for row in rows]
     columns = [

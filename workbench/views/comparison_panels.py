@@ -21,6 +21,7 @@ from .comparison_parts import (
     panel_in,
     row_axis,
     tick,
+    ticks_alike,
 )
 from .comparison_parts import width_in as words_in
 from .comparison_table import loss, staleness, times
@@ -194,8 +195,7 @@ def _outcome_axis(axes: Axes, spreads: Sequence[Spread], words: Sequence[str]) -
     low, high = low - 0.12 * span, high + 0.12 * span
     axes.set_xlim(low, low + (high - low) / max(room, 0.25))
     axes.locator_params(axis="x", nbins=6)
-    axes.set_xticks([value for value in axes.get_xticks() if low <= value <= high])
-    axes.xaxis.set_major_formatter(tick)
+    ticks_alike(axes, [value for value in axes.get_xticks().tolist() if low <= value <= high])
 
 
 def _bars(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -60,9 +62,9 @@ def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
 
 
 def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:
-    """Return text in lines that fit a width."""
+    """Return text in lines that fit a width; a number keeps its unit with it."""
     lines: list[str] = []
-    for word in text.split():
+    for word in re.sub(r"(?<=\d) (?=(?:%|ms|s)(?!\w))", "\u00a0", text).split(" "):
         joined = f"{lines[-1]} {word}" if lines else word
         if lines and width_in(joined, size_pt, weight) <= most_in:
             lines[-1] = joined
@@ -99,6 +101,15 @@ def tick(value: float, _: object = None) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.4g}{suffix}"
     return f"{value:.4g}"
+
+
+def ticks_alike(axes: Axes, values: Sequence[float]) -> None:
+    """Put ticks at values, written with equally many decimals: `1.79`, `1.80`."""
+    words = [tick(value) for value in values]
+    if all(word[-1:].isdigit() and "e" not in word for word in words):
+        places = max((len(word.partition(".")[2]) for word in words), default=0)
+        words = [f"{value:.{places}f}" for value in values]
+    axes.set_xticks(values, words)
 
 
 def panel_in(axes: Axes) -> float:

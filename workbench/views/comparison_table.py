@@ -108,13 +108,17 @@ def _columns(comparison: Comparison) -> list[_Shown]:
 
 def _left_out(rows: Sequence[ComparisonRow]) -> set[str]:
     """Return the headings of columns that would tell the rows nothing."""
-    left_out = set()
+    left_out: set[str] = set()
     if len({row.framework for row in rows}) < 2:
         left_out.add("framework")
     if all(row.state in ("finished", "") for row in rows):
         left_out.add("state")
     if not any(math.isfinite(row.shares["bubble_s"]) for row in rows):
         left_out.add("bubble")
+    if not any(row.efficiency is not None for row in rows):
+        left_out.add("efficiency")
+    if not any(math.isfinite(row.sent_bytes) for row in rows):
+        left_out |= {"sent/step", "sent"}
     if not any(row.staleness for row in rows):
         left_out.add("staleness")
     if not any(row.memory_bytes for row in rows):

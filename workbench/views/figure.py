@@ -90,7 +90,7 @@ def run_figure(snapshot: Snapshot) -> Figure:
     _mark_evals(left, snapshot)
     _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", series(2))
     if len(snapshot.throughput_curve):
-        right.set_ylim(bottom=0)
+        right.set_ylim(0, _room(snapshot.throughput_curve))
     _draw_timeline(bands[2].subplots(), snapshot)
     _draw_shares(bands[3].subplots(), snapshot)
     if snapshot.split is not None:
@@ -121,7 +121,14 @@ def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
     axes.plot(curve.step, curve.mean, color=color, linewidth=1.6)
     axes.plot(curve.step[-1:], curve.mean[-1:], "o", color=color, markersize=3.5)
     axes.set_xlabel("step", fontsize=8, color=MUTED["light"], loc="right", labelpad=1)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     axes.margins(x=0.01)
+
+
+def _room(curve: Curve) -> float | None:
+    """Return where an axis from 0 ends, with room above the curve; None where it does not say."""
+    top = float(np.nanmax([*curve.high, *curve.mean, 0.0]))
+    return 1.06 * top if np.isfinite(top) and top > 0 else None
 
 
 def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:

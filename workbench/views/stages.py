@@ -111,7 +111,7 @@ def sentences(split: Split) -> list[str]:
         who = "worker" if len(stage.ranks) == 1 else "workers"
         text = (
             f"Stage {stage.number} on {who} {', '.join(map(str, stage.ranks))}: "
-            f"{stage.layers}, {stage.parameters:,} parameters"
+            f"{_layers(stage.layers)}, {stage.parameters:,} parameters"
         )
         if math.isfinite(stage.microbatch_s):
             text += f", {milliseconds(stage.microbatch_s * 1e3)} a microbatch"
@@ -120,3 +120,9 @@ def sentences(split: Split) -> list[str]:
         )
     more = len(split.stages) - len(found)
     return [*found, f"And {more} more stages."] if more else found
+
+
+def _layers(named: str) -> str:
+    """Return what a stage holds, in words: `layers 0 to 1`, `layer 2`."""
+    several = " to " in named or "," in named
+    return f"layer{'s' if several else ''} {named}"

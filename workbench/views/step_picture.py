@@ -13,6 +13,9 @@ from .picture import Canvas, Picture, say
 from .theme import PHASE_NAMES
 from .units import UNKNOWN, milliseconds, number, size
 
+_LEAST_WAIT = 0.05
+"""Share of the step that a wait must take for its cause to stand in the headline."""
+
 
 class StepDrawing(Picture):
     """A step, shown as a figure.
@@ -59,10 +62,17 @@ def headline(step: StepPicture) -> str:
     longest = max(worker.step_s for worker in step.workers)
     words = [f"step {step.step}" + (f" of {step.run}" if step.run else "")]
     words.append(milliseconds(longest * 1e3))
-    blamed = {w.blamed for w in step.workers if w.blamed is not None and w.blamed != w.rank}
+    blamed = {
+        w.blamed for w in step.workers
+        if w.blamed is not None and w.blamed != w.rank and _waited_s(w) >= _LEAST_WAIT * longest
+    }  # fmt: skip
     if blamed:
         words.append(f"waited for worker {', '.join(map(str, sorted(blamed)))}")
     return " · ".join(words)
+
+
+def _waited_s(worker: WorkerStep) -> float:
+    return worker.parts_s[PARTS.index("sync_wait_s")]
 
 
 def absent(phase: Phase) -> Phase:

@@ -109,7 +109,9 @@ class Table:
 
 
 def _cell(tag: str, column: Column, text: str, extra: str) -> str:
-    style = _CELL.format(wrap="normal" if column.wrap else "nowrap", align=column.align)
+    # Headings of several words take two lines where the page is too narrow for the table.
+    wraps = tag == "th" or column.wrap
+    style = _CELL.format(wrap="normal" if wraps else "nowrap", align=column.align)
     return f'<{tag} style="{style};{extra}">{html.escape(text)}</{tag}>'
 
 

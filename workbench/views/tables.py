@@ -156,7 +156,7 @@ def _figures(run: RunSummary) -> list[str]:
         f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}: "
         f"{number(run.samples_per_s)} samples/s; a step takes {milliseconds(run.step_s * 1e3)}, "
         f"{percent(run.efficiency)} of it compute.",
-        f"Final loss {loss(run.final_loss)}" + _evals(run) + f"; sent {size(run.sent_bytes)}.",
+        f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:
         lines[0] = lines[0][:-1] + f"; global batch {run.batch_size}."
@@ -169,6 +169,12 @@ def _figures(run: RunSummary) -> list[str]:
         names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
         lines.append(f"Not measured: {names}.")
     return [*lines, *run.notes]
+
+
+def _sent(run: RunSummary) -> str:
+    """Return what a run sent, or that nobody measured it."""
+    known = math.isfinite(run.sent_bytes)
+    return f"; sent {size(run.sent_bytes)}" if known else "; bytes sent are not measured"
 
 
 def _held_bytes(held: Mapping[str, Any]) -> float:

@@ -44,9 +44,11 @@ class Choice:
 
     def explain(self, size_bytes: int) -> str:
         """Return one sentence for the user."""
+        kib = size_bytes / 1024
+        size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         times = ", ".join(f"{name} {1e3 * took_s:.2f}" for name, took_s in self.seconds.items())
         return (
-            f"Gradients ({size_bytes / 1e6:.3g} MB) are averaged by {self.name}, the fastest here "
+            f"Gradients ({size}) are averaged by {self.name}, the fastest here "
             f"(ms measured: {times})."
         )
 
