@@ -106,7 +106,7 @@ def run_here(
     from workbench.engine import torch_support as support
     from workbench.engine.gate import Gate
     from workbench.engine.recorder import Recorder
-    from workbench.engine.runtime import open_links
+    from workbench.engine.serving import open_links
     from workbench.protocol import RunSpec, records_from
 
     spec = RunSpec.from_wire(wire)
@@ -171,7 +171,7 @@ def serve_here(spec: Any) -> Report:
     from workbench.engine import torch_support as support
     from workbench.engine.gate import Gate
     from workbench.engine.recorder import Recorder
-    from workbench.engine.runtime import serve
+    from workbench.engine.serving import serve
 
     report, before = Report(), _footprint()
     run = run_context.RunContext(

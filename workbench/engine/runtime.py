@@ -17,19 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
-from . import postmortem, profiles, rescue, settings
-from .advice import advice, plain
+from . import postmortem, profiles, rescue
 from .context import RunContext
 from .gate import Gate
 from .injector import FaultInjector
 from .interrupt import InterruptWatch
 from .link import ControlLink
-from .links import Hub, connect
+from .outcomes import outcome_of
 from .recorder import Recorder
+from .serving import open_links, serve
 
 MAX_WEIGHTS_BYTES = 2 << 30
 
@@ -88,9 +87,9 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
             else:
                 outcome = _spmd(engine, shell, spec, framework, request)
         except KeyboardInterrupt as error:
-            outcome = _outcome(error)
+            outcome = outcome_of(error)
         except Exception as error:
-            outcome = _outcome(error) | {"traceback": traceback.format_exc()}
+            outcome = outcome_of(error) | {"traceback": traceback.format_exc()}
     engine.injected.update(injected)
     outcome["reassigned"] = [k for k, v in injected.items() if shell.namespace.get(k, v) is not v]
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
@@ -188,44 +187,11 @@ def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
             serve(run, framework)
         return {"status": "ok"}
     except KeyboardInterrupt as error:
-        return _outcome(error)
+        return outcome_of(error)
     except Exception as error:
-        return _outcome(error) | {"traceback": traceback.format_exc()}
+        return outcome_of(error) | {"traceback": traceback.format_exc()}
     finally:
         engine.link.detach()
-
-
-def open_links(run: RunContext, framework: Any) -> None:
-    """Connect a worker to the servers of its run, for as long as the cell runs."""
-    spec = run.spec
-    if not (spec.servers and run.entry.links):
-        return
-    way = str(spec.options.get("link", "auto"))
-    store = framework.open_store(spec)
-    run.links = connect(store, spec.servers, spec.rank, bytes.fromhex(spec.key), way)
-    run.closers += [link.close for link in run.links]
-
-
-def serve(run: RunContext, framework: Any) -> None:
-    """Be an engine that runs no cell: answer the workers until they are done or gone.
-
-    Raises:
-        LinkError: A worker's link says why a session could not be.
-    """
-    spec = run.spec
-    strategy = settings.load_strategy(run)
-    if not run.entry.links:  # the framework's own servers know how to meet
-        strategy.serve()
-        return
-    assert spec.store is not None, "a run with links has a store"
-    run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
-    try:
-        hub.admit(framework.open_store(spec), spec.rank - spec.world_size, spec.store[0])
-        strategy.serve()
-    finally:
-        strategy.close()
-        hub.close()
-        run.hub = None
 
 
 def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
@@ -317,24 +283,4 @@ def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> dict[s
         with contextlib.suppress(Exception):  # a guess must not hide the error itself
             if text := explain(error):
                 sys.stderr.write(f"{text}\n")
-    return _outcome(error)
-
-
-def _outcome(error: BaseException | None) -> dict[str, Any]:
-    if error is None:
-        return {"status": "ok"}
-    status = "error"
-    if isinstance(error, RunStopped):
-        status = "stopped"
-    elif isinstance(error, KeyboardInterrupt):
-        status = "interrupted"
-    outcome: dict[str, Any] = {
-        "status": status,
-        "ename": type(error).__name__,
-        "evalue": plain(str(error)),
-    }
-    if isinstance(error, EngineSpentError):
-        outcome["replace"] = True
-    if not isinstance(error, WorkbenchError):  # ours say it themselves
-        outcome["advice"] = advice(f"{type(error).__name__}: {error}")
-    return outcome
+    return outcome_of(error)

@@ -1,0 +1,29 @@
+"""What the kernel is told of a cell's end on this engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import EngineSpentError, RunStopped, WorkbenchError
+from .advice import advice, plain
+
+
+def outcome_of(error: BaseException | None) -> dict[str, Any]:
+    """Return `status`, and of an error its words and what may help against it."""
+    if error is None:
+        return {"status": "ok"}
+    status = "error"
+    if isinstance(error, RunStopped):
+        status = "stopped"
+    elif isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+    outcome: dict[str, Any] = {
+        "status": status,
+        "ename": type(error).__name__,
+        "evalue": plain(str(error)),
+    }
+    if isinstance(error, EngineSpentError):
+        outcome["replace"] = True
+    if not isinstance(error, WorkbenchError):  # ours say it themselves
+        outcome["advice"] = advice(f"{type(error).__name__}: {error}")
+    return outcome
