@@ -75,14 +75,14 @@ def test_nothing_listens_beyond_loopback_while_a_run_goes_on(cluster):
     assert {ip.removeprefix("::ffff:") for _, ip in open_to} <= {"127.0.0.1", "::1"}
 
 
-def test_without_the_control_socket_a_run_comes_home_over_ipyparallel():
-    with lent(2) as cluster:
-        engines = cluster._engines
-        url, engines.router.url = engines.router.url, "tcp://127.0.0.1:9"
-        engines._attach(cluster.ids)
-        engines.router.url = url
-        for engine in cluster.ids:
-            engines.router.forget(engine)
+def test_without_the_control_socket_a_run_comes_home_over_ipyparallel(cluster):
+    engines, before = cluster._engines, cluster.ids
+    url, engines.router.url = engines.router.url, "tcp://127.0.0.1:9"
+    engines._attach(before)
+    engines.router.url = url
+    for engine in before:
+        engines.router.forget(engine)
+    try:
         run = cluster.run(FIT.replace("STEPS", "6"), strategy="mirrored").wait(WAIT_S)
         assert run.state == "finished"
         assert len(run.history) == 12
@@ -91,7 +91,10 @@ def test_without_the_control_socket_a_run_comes_home_over_ipyparallel():
         assert soon(lambda: run.history.totals.steps > 2)
         run.stop()
         assert run.wait(WAIT_S).state == "stopped"
-        assert len(cluster.ids) == 2
+        assert not engines.router.connected
+        assert cluster.ids == before
+    finally:
+        cluster.restart()
 
 
 def test_calls_end_when_their_engine_dies(cluster):

@@ -200,7 +200,10 @@ def test_the_memory_of_a_run_is_released(book, unharmed, reached, how):
     assert {rank: values["alive"] for rank, values in found.items()} == {0: 0, 1: 0, 2: 0}
 
 
-def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(book, reached):
+def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(
+    book, reached, monkeypatch
+):
+    monkeypatch.setattr("workbench.session.task.KILL_S", 2.5)  # test_fail_fast has it as it is
     here = HERE.format(path=str(reached))
     task = session.cluster.execute(
         "import ctypes, pathlib\n"
@@ -217,7 +220,10 @@ def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(book, r
     assert task.over.wait(WAIT_S)
     text = str(task.failure())
     assert text.startswith("Interrupted")
-    assert f"Rank 2 (engine 2, pid {pid}) was ended, since it did not answer an interrupt" in text
+    assert (
+        f"Rank 2 (engine 2, pid {pid}) was ended, since it did not answer an interrupt for 2.5 s"
+        in text
+    )
     assert "%cluster restart 2" in text
     assert soon(lambda: 2 not in session.cluster.ids)
     book.ok("%cluster restart 2")
