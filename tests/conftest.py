@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from spreading import spread
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +24,10 @@ def pytest_configure() -> None:
     """Heed SIGINT as an engine does: shells have jobs in the background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say which tests stay together; where nobody asked for groups the order is the files'."""
+    if getattr(config.option, "loadgroup", False):  # set in the processes of `--dist loadgroup`
+        spread(items)
