@@ -33,7 +33,7 @@ class CheckError(Exception):
 
 
 class Server:
-    """JupyterLab, started as the image starts it: with `binder/start`, if there is one.
+    """JupyterLab on this machine alone.
 
     Attributes:
         mark: What everything that is started from here has in its environment.
@@ -46,16 +46,16 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
-        start = ROOT / "binder" / "start"
-        command = [str(start)] if start.exists() else []
-        command += [
+        command = [
             "jupyter-lab", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-            "--no-browser", "--allow-root", f"--IdentityProvider.token={self.token}",
+            "--no-browser", "--allow-root",
         ]  # fmt: skip
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the server
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, MARK: self.mark},
+            command, cwd=ROOT,
+            # Not among the arguments: everybody on the machine can read those.
+            env={**os.environ, MARK: self.mark, "JUPYTER_TOKEN": self.token},
             stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
 

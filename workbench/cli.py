@@ -18,7 +18,6 @@ from .shipped import QUICKSTART, notebooks_folder
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-SOLUTIONS = "solutions"
 CELL_TIMEOUT_S = 300
 
 
@@ -128,23 +127,32 @@ def _summary(notebook: NotebookNode) -> str:
 
 
 def _lab(rest: list[str]) -> int:
-    """Open JupyterLab on a copy of the notebooks, so that the originals stay as they are."""
+    """Open JupyterLab on a copy of the notebooks, so that the originals stay as they are.
+
+    What the copy has already is the user's, and left alone.
+    """
     _need("jupyterlab")
     target = Path.cwd() / "workbench-notebooks"
-    if not target.exists():
-        shutil.copytree(notebooks_folder(), target, ignore=shutil.ignore_patterns(".*", SOLUTIONS))
-        _trust(target)
+    target.mkdir(exist_ok=True)
+    lacking = [
+        path
+        for path in sorted(notebooks_folder().iterdir())
+        if path.is_file() and path.name[0] != "." and not (target / path.name).exists()
+    ]
+    for path in lacking:
+        shutil.copy2(path, target)
+    _trust([target / path.name for path in lacking if path.suffix == ".ipynb"])
     command = [sys.executable, "-m", "jupyterlab", str(target), *rest]
     return subprocess.call(command, env=dict(os.environ))
 
 
-def _trust(folder: Path) -> None:
+def _trust(notebooks: list[Path]) -> None:
     """Sign our own notebooks: of those that are not signed, Jupyter shows no drawing."""
     nbformat = _need("nbformat")
     from nbformat.sign import NotebookNotary
 
     notary = NotebookNotary()  # type: ignore[no-untyped-call,unused-ignore]
-    for path in sorted(folder.glob("*.ipynb")):
+    for path in notebooks:
         notary.sign(nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call,unused-ignore]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
-from notebook_shell import Notebook
+from notebook_shell import Notebook, soon
 
 from workbench.session.state import session
 
@@ -118,6 +120,22 @@ def test_engines_that_hang_in_a_check_are_interrupted(book):
     with pytest.raises(Stuck):
         looking.ask("while True:\n    pass", limit_s=1)
     assert "did not end within 1 s" in looking.findings[0].words
+    assert looking.ask("_labs_answer = rank * 10") == [0, 10]
+
+
+def test_a_check_that_is_stopped_leaves_the_engines_free(book, tmp_path):
+    from workbench.labs.answers import Check
+
+    def stop():
+        assert soon(lambda: len(list(tmp_path.iterdir())) == 2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    looking = Check("2.1", {})
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(KeyboardInterrupt):
+        looking.ask(f"open({str(tmp_path)!r} + f'/{{rank}}', 'w')\nwhile True:\n    pass")
+    stopping.join()
     assert looking.ask("_labs_answer = rank * 10") == [0, 10]
 
 

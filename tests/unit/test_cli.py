@@ -78,7 +78,7 @@ def test_lab_opens_a_copy(tmp_path, monkeypatch):
     assert cli.main(["lab", "--no-browser"]) == 0
     copied = {path.name for path in (tmp_path / "workbench-notebooks").iterdir()}
     assert {cli.QUICKSTART, "lab_1.ipynb"} <= copied
-    assert cli.SOLUTIONS not in copied
+    assert "solutions" not in copied
     book = nbformat.read(tmp_path / "workbench-notebooks" / "lab_1.ipynb", as_version=4)
     assert NotebookNotary().check_signature(book)
     book.cells[1].source += "  # changed"
@@ -86,8 +86,20 @@ def test_lab_opens_a_copy(tmp_path, monkeypatch):
     assert calls[0][-1] == "--no-browser"
 
 
+def test_lab_adds_what_a_folder_lacks_and_leaves_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: 0)
+    folder = tmp_path / "workbench-notebooks"
+    folder.mkdir()
+    (folder / "lab_1.ipynb").write_text("mine")
+    assert cli.main(["lab"]) == 0
+    assert (folder / "lab_1.ipynb").read_text() == "mine"
+    assert NotebookNotary().check_signature(nbformat.read(folder / "lab_2.ipynb", as_version=4))
+
+
 def test_labs_are_made_from_their_sources(tmp_path, capsys):
-    sources = cli.notebooks_folder() / cli.SOLUTIONS
+    sources = cli.notebooks_folder() / "solutions"
     solved = tmp_path / "solved"
     where = ["--to", str(tmp_path), "--solved-to", str(solved)]
     assert cli.main(["labs", str(sources / "lab_1.md"), *where]) == 0

@@ -6,13 +6,15 @@ import contextlib
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import answers, asking, exercise
+from workbench.labs import answers, asking, exercise, names, packing
 from workbench.labs.answers import Check, Stuck
+from workbench.labs.checks import adding_up
 from workbench.labs.formulas import beside
 from workbench.labs.packing import take_home
 from workbench.views.namespaces import Namespaces
@@ -111,6 +113,19 @@ def test_a_function_that_raises_is_shown_with_its_arguments_and_a_hint():
     assert "cell of its own" in finding.hint
 
 
+@pytest.mark.parametrize("returned", ["fast", True, math.nan, [1, 2], 10**400])
+def test_a_function_that_is_to_return_a_number(returned):
+    finding = said(lambda c: c.number_from("f", 2, 0.5), f=lambda a, b: returned)
+    assert "f(2, 0.5) returned" in finding.words
+    assert "number is asked for" in finding.words
+    assert Check("1.1", {"f": lambda a: np.float32(a)}).number_from("f", 2) == 2.0
+
+
+def test_a_result_that_is_no_number_at_all_is_not_the_sum():
+    words, _ = adding_up._unlike(0, 2, np.array([math.nan, 11.0]), 11, "2 numbers", False)
+    assert "number 0 of worker 0 is not the sum" in words
+
+
 def test_a_run_that_does_not_exist_is_asked_for_by_its_name():
     finding = said(lambda c: c.run("never-ran"))
     assert "never-ran" in finding.words
@@ -196,6 +211,32 @@ def test_what_cannot_be_taken_home_is_said(tmp_path, runs, to, words):
     with pytest.raises((PlanError, KeyError), match=words):
         take_home(*runs, to=tmp_path / to)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_run_taken_home_has_a_folder_of_its_own_inside_the_file():
+    named = [SimpleNamespace(name=name) for name in ("a", "../../a", "/tmp/x", "..", "a", "b c")]
+    folders = packing._folders(named)
+    assert list(folders) == ["a", "_.._a", "_tmp_x", "run", "a (2)", "b c"]
+    assert list(folders.values()) == named
+
+
+def test_names_whose_values_cannot_be_looked_at_are_shown_by_their_kind():
+    class Frame:
+        shape = (2, 2)
+
+    class Odd:
+        shape = None
+
+    class Broken:
+        def __repr__(self):
+            raise OSError
+
+    here = {}
+    exec(names._SHOW, here)
+    held = here["_labs_names"]({"f": Frame(), "o": Odd(), "b": Broken(), "a": np.arange(4.0)}, ())
+    assert held == {
+        "a": "ndarray 4 [0.0, 1.0, 2.0, 3.0]", "b": "<Broken>", "f": "Frame 2x2", "o": "<Odd>",
+    }  # fmt: skip
 
 
 def test_the_picture_of_names_says_who_holds_what():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from notebook_shell import Notebook
 
@@ -49,3 +52,19 @@ def test_without_a_limit_nothing_watches(book):
     limit.install(book.shell, None)
     source = "# YOUR CODE 1.1\nimport time; began = time.monotonic()\n"
     assert book.ok(source + "while time.monotonic() < began + 0.2: 0").error is None
+
+
+def test_a_limit_that_strikes_while_the_block_is_tidied_up_hits_nobody(monkeypatch):
+    handler = signal.getsignal(signal.SIGALRM)
+    plain = signal.setitimer
+
+    def late(which, first_s, again_s=0.0):
+        if signal.getsignal(signal.SIGALRM) is not handler:  # the limit's is still there
+            os.kill(os.getpid(), signal.SIGALRM)
+        return plain(which, first_s, again_s)
+
+    with limit.at_most(60):
+        monkeypatch.setattr(signal, "setitimer", late)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert plain(signal.ITIMER_REAL, 0)[0] == 0

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from workbench.errors import PlanError
+from workbench.errors import PlanError, WorkbenchError
 from workbench.labs import build, source
 
 LAB = """# Lab 4: made up
@@ -139,3 +139,24 @@ def test_outputs_of_cells_that_did_not_change_are_kept(path, tmp_path):
     build.build(path, tmp_path, tmp_path / "solved", run=False)
     assert nbformat.read(student, as_version=4).cells[1].outputs == []
     assert solved.exists()
+
+
+def test_a_build_without_a_run_keeps_nothing_that_may_hold_an_answer(path, tmp_path):
+    student, _ = build.build(path, tmp_path, tmp_path / "solved", run=False)
+    made = nbformat.read(student, as_version=4)
+    for cell in made.cells:  # the file was opened, run and saved
+        if cell.cell_type == "code":
+            cell.outputs = [v4.new_output("display_data", {"text/plain": "42"})]
+    nbformat.write(made, student)
+    path.write_text(LAB.replace("```python\nstep = 1", "```python unseen\nstep = 1"))
+    build.build(path, tmp_path, tmp_path / "solved", run=False)
+    cells = [c for c in nbformat.read(student, as_version=4).cells if c.cell_type == "code"]
+    assert [cell.outputs for cell in cells] == [[], [], []]
+
+
+@pytest.mark.parametrize("cell", ["while True:\n    pass", "import os\nos._exit(1)"])
+def test_a_lab_that_hangs_or_ends_the_kernel_is_said(cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CELL_TIMEOUT_S", 1)
+    book = v4.new_notebook(cells=[v4.new_code_cell(cell)])
+    with pytest.raises(WorkbenchError, match="A cell of the lab failed"):
+        build.execute(book, tmp_path)

@@ -105,14 +105,17 @@ class Check:
     def number_of(self, name: str) -> float:
         """Return a number: Python's, NumPy's or a tensor of one element."""
         value = self.value(name)
-        if isinstance(value, bool):
-            self.wrong(f"`{name}` is {value!r}: a number is asked for.")
+        return self._number(value, f"`{name}` is {_shown(value)}")
+
+    def _number(self, value: Any, said: str) -> float:
         try:
+            if isinstance(value, bool):
+                raise TypeError
             number = float(value)
-        except (TypeError, ValueError):
-            self.wrong(f"`{name}` is {_shown(value)}: a number is asked for.")
+        except (TypeError, ValueError, OverflowError):
+            self.wrong(f"{said}: a number is asked for.")
         if not math.isfinite(number):
-            self.wrong(f"`{name}` is {number}: a finite number is asked for.")
+            self.wrong(f"{said}: a finite number is asked for.")
         return number
 
     def whole(self, name: str) -> int:
@@ -164,26 +167,31 @@ class Check:
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of the notebook; what it raises, None, or no end of it ends the check."""
         function = self.function(name)
-        shown = ", ".join(_shown(arg) for arg in args)
+        asked = _asked(name, args)
         try:
             with at_most(CALL_LIMIT_S):
                 found = function(*args)
         except Late:
             self.wrong(
-                f"{name}({shown}) did not end within {CALL_LIMIT_S:g} s and was interrupted.",
+                f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
                 "is there a loop that never ends?",
             )
         except Exception as error:
             self.wrong(
-                f"{name}({shown}) raised {type(error).__name__}: {error}",
+                f"{asked} raised {type(error).__name__}: {error}",
                 "call it with these values in a cell of its own, to see the line that raised it",
             )
         if found is None or found is NotImplemented or found is Ellipsis:
             self.wrong(
-                f"{name}({shown}) returned {found}.",
+                f"{asked} returned {found}.",
                 f"write its body in the cell of exercise {self.number}, and return the result",
             )
         return found
+
+    def number_from(self, name: str, *args: Any) -> float:
+        """Call a function of the notebook that is to return one finite number."""
+        found = self.call(name, *args)
+        return self._number(found, f"{_asked(name, args)} returned {_shown(found)}")
 
     def run(self, name: str) -> Results:
         """Return the newest run of that name that trained to its end."""
@@ -231,9 +239,14 @@ class Check:
             task = cluster.execute(source + "\n" + _PLAIN, framework=framework)
         except WorkbenchError as error:
             self.wrong(error.what, error.next_step or "")
-        if not task.over.wait(limit_s):
-            task.interrupt()
-            task.over.wait()
+        in_time = False
+        try:
+            in_time = task.over.wait(limit_s)
+        finally:  # also if the check is stopped: what nobody attends would keep the engines busy
+            if not in_time:
+                task.interrupt()
+                task.over.wait()
+        if not in_time:
             self.wrong(
                 f"It did not end within {limit_s:g} s and was interrupted.",
                 "do all workers send and receive in an order that fits? A worker that waits for a "
@@ -247,6 +260,10 @@ class Check:
 
 def _failed(error: RunError) -> str:
     return f"On the engines: {error.what.splitlines()[0]}"
+
+
+def _asked(name: str, args: Sequence[Any]) -> str:
+    return f"{name}({', '.join(map(_shown, args))})"
 
 
 def _shown(value: Any) -> str:

@@ -57,10 +57,11 @@ def execute(made: NotebookNode, folder: Path) -> None:
     """Run a notebook in a kernel of its own; its outputs are those of this run.
 
     Raises:
-        WorkbenchError: A cell failed, or a check found something wrong.
+        WorkbenchError: A cell failed, took too long or ended the kernel, or a check found
+            something wrong.
     """
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    from nbclient.exceptions import CellControlSignal, DeadKernelError
 
     client = NotebookClient(
         made,
@@ -73,7 +74,7 @@ def execute(made: NotebookNode, folder: Path) -> None:
     metadata = copy.deepcopy(made.metadata)
     try:
         client.execute(env={**os.environ, "WORKBENCH_HOME": str(folder / "home")})
-    except CellExecutionError as error:
+    except (CellControlSignal, DeadKernelError) as error:
         raise WorkbenchError(f"A cell of the lab failed: {error}") from None
     finally:
         made.metadata = metadata  # without the versions of the kernel that ran it
@@ -115,9 +116,8 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
             execute(solved, Path(folder))
         _take_outputs(student, solved)
     else:
-        for made, path in ((student, for_students), (solved, for_instructors)):
-            if path.exists():
-                _keep_outputs(made, nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call,unused-ignore]
+        _keep_outputs(student, for_students, "step")
+        _keep_outputs(solved, for_instructors, "check")
     for cell in solved.cells:
         if cell.cell_type == "code" and "check" not in cell.metadata["tags"]:
             cell.outputs = []
@@ -137,10 +137,17 @@ def _take_outputs(made: NotebookNode, executed: NotebookNode) -> None:
             cell.outputs = copy.deepcopy(ran.outputs)
 
 
-def _keep_outputs(made: NotebookNode, old: NotebookNode) -> None:
+def _keep_outputs(made: NotebookNode, path: Path, kept: str) -> None:
+    """Keep the outputs of unchanged cells with that tag alone: others might hold an answer."""
+    import nbformat
+
+    if not path.exists():
+        return
+    old = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call,unused-ignore]
     outputs = {cell.source: cell.outputs for cell in old.cells if cell.cell_type == "code"}
     for cell in made.cells:
-        if cell.cell_type == "code":
+        tags = cell.metadata.get("tags", [])
+        if kept in tags and "unseen" not in tags:
             cell.outputs = outputs.get(cell.source, [])
 
 

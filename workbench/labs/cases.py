@@ -37,7 +37,7 @@ class Kind:
         best: The strategy that wins.
         whole_s: Compute time of the whole batch on one device.
         carry_s: Time that the link takes for the model's bytes, beside its latency.
-        factors: How many times as long as on the fastest each worker takes, beside the first ones.
+        slow: How many times as long as on the fastest each worker takes, beside the first ones.
     """
 
     best: str

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import RunError
+from ..session.interrupts import ending
 from ..session.state import session
 from ..views.namespaces import Namespaces
 
 _FOUND = "_labs_names"
 _SHOW = f"""
 def _labs_shorten(value):
-    if hasattr(value, "shape") and not isinstance(value, type):
-        words = "x".join(map(str, value.shape)) or "scalar"
-        kind = type(value).__name__
-        flat = value.reshape(-1) if hasattr(value, "reshape") else value
-        return f"{{kind}} {{words}}" + (f" {{value.tolist()}}" if len(flat) <= 4 else "")
-    words = " ".join(repr(value).split())
+    import math
+    kind = type(value).__name__
+    try:
+        if hasattr(value, "shape") and not isinstance(value, type):
+            words = kind + " " + ("x".join(map(str, value.shape)) or "scalar")
+            few = math.prod(value.shape) <= 4 and hasattr(value, "tolist")
+            return words + (f" {{value.tolist()}}" if few else "")
+        words = " ".join(repr(value).split())
+    except Exception:  # whatever an object of the user's does when it is looked at
+        return f"<{{kind}}>"
     return words if len(words) <= 60 else words[:57] + "..."
 def _labs_held(names, ours):
     from types import ModuleType
@@ -44,9 +49,10 @@ def namespaces() -> Namespaces:
     from IPython.core.getipython import get_ipython
 
     cluster = session.need_cluster()
-    ending = f"{_FOUND} = {_FOUND}(dict(globals()), {_OURS!r})\n"
-    task = cluster.execute(_SHOW + ending + "del _labs_held, _labs_shorten")
-    task.over.wait()
+    last = f"{_FOUND} = {_FOUND}(dict(globals()), {_OURS!r})\n"
+    with ending(cluster):
+        task = cluster.execute(_SHOW + last + "del _labs_held, _labs_shorten")
+        task.over.wait()
     failure = task.failure()
     if failure is not None:
         raise RunError(failure.what, next_step=failure.next_step)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +68,24 @@ def take_home(*runs: Results | str, to: str | Path = "lab.zip") -> Bundle:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         top = Path(folder, "runs")
-        for run in chosen:
-            _put(run, top / run.name)
+        for name, run in _folders(chosen).items():
+            _put(run, top / name)
         (top / "README.txt").write_text(_README, encoding="utf-8")
         made = shutil.make_archive(str(Path(folder, "made")), "zip", top)
         Path(made).replace(path)
     return Bundle(path, [run.name for run in chosen])
+
+
+def _folders(chosen: Sequence[Results]) -> dict[str, Results]:
+    """Return a folder's name for each run: its own, where that is one and no other run has it."""
+    folders: dict[str, Results] = {}
+    for run in chosen:
+        name = plain = re.sub(r"[^\w .+-]", "_", run.name).strip(" .") or "run"
+        again = 2
+        while name in folders:
+            name, again = f"{plain} ({again})", again + 1
+        folders[name] = run
+    return folders
 
 
 def _put(run: Results, folder: Path) -> None:

@@ -100,7 +100,7 @@ def _unlike(
     value = parts[at]
     words = f"{trial}: number {at} of worker {rank} is not the sum"
     digits = f"{value:.0f}".zfill(workers)[::-1]
-    if value == round(value) and len(digits) == workers:
+    if np.isfinite(value) and value == round(value) and len(digits) == workers:
         ranks = ", ".join(map(str, range(workers)))
         words += f"; the parts of workers {ranks} are in it {', '.join(digits)} times"
     hint = "each part belongs into each number once; follow one number through the rounds on paper"

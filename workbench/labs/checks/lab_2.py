@@ -158,18 +158,13 @@ def _within(c: Check, groups: Groups, rank: int, sent: dict[int, int], size_byte
 def crossing(c: Check) -> None:
     """Both formulae give the same time at that size."""
     for n, latency_s, bytes_per_s in ((3, 0.01, 2e6), (4, 1e-3, 1e9), (64, 5e-5, 1e8)):
-        found = c.call("crossing_bytes", n, latency_s, bytes_per_s)
-        asked = f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g})"
-        try:
-            m_bytes = float(found)
-        except (TypeError, ValueError):
-            c.wrong(f"{asked} returned {found!r}: a number is asked for.")
+        m_bytes = c.number_from("crossing_bytes", n, latency_s, bytes_per_s)
         one_s = n * (latency_s + m_bytes / bytes_per_s)
         ring_s = 2 * (n - 1) * (latency_s + m_bytes / (n * bytes_per_s))
         c.need(
             m_bytes > 0 and math.isclose(one_s, ring_s, rel_tol=1e-3),
-            f"{asked} returned {m_bytes:.4g}: there, one takes {one_s:.4g} s and the ring "
-            f"{ring_s:.4g} s.",
+            f"crossing_bytes({n}, {latency_s:g}, {bytes_per_s:g}) returned {m_bytes:.4g}: there, "
+            f"one takes {one_s:.4g} s and the ring {ring_s:.4g} s.",
             "set both times equal, bring what holds M to one side and what holds λ to the other",
         )
     c.expect(True, "both take equally long there", "")

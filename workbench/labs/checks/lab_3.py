@@ -122,7 +122,7 @@ def blind(c: Check) -> None:
 def share(c: Check) -> None:
     """(n/(n+1) - 1/2) / (n/(n+1)) = (n - 1) / 2n."""
     for n in (1, 2, 3, 8, 1000):
-        found = _float(c, "waiting_share", n)
+        found = c.number_from("waiting_share", n)
         if n == 1:
             c.need(
                 abs(found) < 1e-9,
@@ -146,7 +146,7 @@ def share(c: Check) -> None:
 def keep(c: Check) -> None:
     """The others' step without it, as they share its part: t n / (n - 1)."""
     for n, t_s in ((3, 0.01), (2, 0.02), (10, 0.3)):
-        found = _float(c, "keep_up_to_s", n, t_s)
+        found = c.number_from("keep_up_to_s", n, t_s)
         c.need(
             math.isclose(found, t_s * n / (n - 1), rel_tol=1e-6),
             f"keep_up_to_s({n}, {t_s}) returned {found:.4g}: there, keeping and dropping take "
@@ -155,17 +155,6 @@ def keep(c: Check) -> None:
             "it take for that part?",
         )
     c.expect(True, "there, keeping it and dropping it take the same time", "")
-
-
-def _float(c: Check, name: str, *args: float) -> float:
-    found = c.call(name, *args)
-    shown = ", ".join(map(str, args))
-    try:
-        value = float(found)
-    except (TypeError, ValueError):
-        c.wrong(f"{name}({shown}) returned {found!r}: a number is asked for.")
-    c.need(math.isfinite(value), f"{name}({shown}) returned {value}: a finite number is asked for.")
-    return value
 
 
 def _list(values: np.ndarray[Any, Any]) -> str:

@@ -107,11 +107,7 @@ def through_server(c: Check) -> None:
     ]
     for name in names or ["central-3"]:
         run = c.run(name)
-        found = c.call("through_server", run)
-        try:
-            value = float(found)
-        except (TypeError, ValueError):
-            c.wrong(f"through_server of run {name!r} returned {found!r}: a number is asked for.")
+        value = c.number_from("through_server", run)
         c.need(
             close(value, 2 * _step_bytes(run), SHARE),
             f"through_server of run {name!r} returned {value:.6g} bytes, which is not what passes.",
@@ -132,15 +128,8 @@ def best_workers(c: Check) -> None:
     """No other number of workers gives a shorter step."""
     for t1_s, m_bytes, bytes_per_s in ((0.06, 57640, 6e6), (1.0, 4e6, 1e9), (0.5, 1e8, 1e10)):
         asked = f"best_workers({t1_s:g}, {m_bytes:g}, {bytes_per_s:g})"
-        found = c.call("best_workers", t1_s, m_bytes, bytes_per_s)
-        try:
-            n = float(found)
-        except (TypeError, ValueError):
-            c.wrong(f"{asked} returned {found!r}: a number is asked for.")
-        c.need(
-            math.isfinite(n) and n > 0,
-            f"{asked} returned {n:g}: a number above 0 is asked for.",
-        )
+        n = c.number_from("best_workers", t1_s, m_bytes, bytes_per_s)
+        c.need(n > 0, f"{asked} returned {n:g}: a number above 0 is asked for.")
         here_s, less_s, more_s = (
             t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, n / ASIDE, n * ASIDE)
         )

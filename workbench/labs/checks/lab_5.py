@@ -66,22 +66,22 @@ def own_staleness(c: Check) -> None:
     cases = (([0.2, 0.2, 0.2, 0.2], 1), ([0.02, 0.08, 0.02], 1), ([0.02, 0.08, 0.02], 0),
              ([1.0, 2.0], 0), ([0.3, 0.1, 0.4, 0.2], 3))  # fmt: skip
     for step_s, i in cases:
-        found = c.call("own_staleness", i, list(step_s))
+        found = c.number_from("own_staleness", i, list(step_s))
         truth = sum(step_s[i] / t for j, t in enumerate(step_s) if j != i)
-        try:
-            good = math.isclose(float(found), truth, rel_tol=1e-6)
-        except (TypeError, ValueError):
-            c.wrong(f"own_staleness({i}, {step_s}) returned {found!r}: a number is asked for.")
         hint = (
             "worker i itself is none of the others"
             if len(set(step_s)) == 1
             else "in t seconds a worker with steps of 0.1 s makes t / 0.1 pushes; add up the others"
         )
-        c.need(good, f"own_staleness({i}, {step_s}) returned {float(found):.4g}.", hint)
+        c.need(
+            math.isclose(found, truth, rel_tol=1e-6),
+            f"own_staleness({i}, {step_s}) returned {found:.4g}.",
+            hint,
+        )
     c.expect(True, "it is right for equal and for unequal workers", "")
     step_s = [0.5, 0.1, 0.3]
     shares = [1 / t / sum(1 / s for s in step_s) for t in step_s]
-    mean = sum(share * float(c.call("own_staleness", i, step_s)) for i, share in enumerate(shares))
+    mean = sum(share * c.number_from("own_staleness", i, step_s) for i, share in enumerate(shares))
     c.expect(
         math.isclose(mean, len(step_s) - 1, rel_tol=1e-6),
         "weighted by how often each worker pushes, the mean is that of equal workers",
@@ -153,19 +153,14 @@ def _waits(c: Check, run: Results) -> None:
 @exercise("5.4", "A rate that knows the age of a gradient", where="the engines")
 def aware(c: Check) -> None:
     """The rate over max(1, staleness); a run with the option, that settles."""
-    good = True
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
-        found = c.call("rate_of_push", lr, stale)
-        try:
-            good = math.isclose(float(found), lr / max(1, stale), rel_tol=1e-6)
-        except (TypeError, ValueError):
-            c.wrong(f"rate_of_push({lr}, {stale}) returned {found!r}: a number is asked for.")
+        found = c.number_from("rate_of_push", lr, stale)
         c.need(
-            good,
-            f"rate_of_push({lr}, {stale}) returned {float(found):.4g}.",
+            math.isclose(found, lr / max(1, stale), rel_tol=1e-6),
+            f"rate_of_push({lr}, {stale}) returned {found:.4g}.",
             "a staleness of 2 halves the rate, one of 0 or 1 leaves it as it is",
         )
-    c.expect(good, "the rate is divided by the staleness, and a fresh gradient keeps it all", "")
+    c.expect(True, "the rate is divided by the staleness, and a fresh gradient keeps it all", "")
     run = c.run("aware")
     if not c.expect(
         run.plan.strategy == "parameter_server" and bool(run.plan.options["staleness_aware_lr"]),

@@ -103,18 +103,12 @@ def right_cnn(c: Check) -> None:
 def bubble(c: Check) -> None:
     """(p - 1) / (m + p - 1), and the microbatches that it asks for."""
     for p, m in ((2, 1), (3, 3), (3, 9), (4, 8), (16, 64)):
-        found = c.call("bubble", p, m)
-        truth = (p - 1) / (m + p - 1)
-        try:
-            right = math.isclose(float(found), truth, rel_tol=1e-6)
-        except (TypeError, ValueError):
-            c.wrong(f"bubble({p}, {m}) returned {found!r}: a number is asked for.")
-        if not right:
-            c.wrong(
-                f"bubble({p}, {m}) returned {float(found):.4g}, which is not that pipeline's idle "
-                "share.",
-                "of m + p - 1 turns, a stage works in m",
-            )
+        found = c.number_from("bubble", p, m)
+        c.need(
+            math.isclose(found, (p - 1) / (m + p - 1), rel_tol=1e-6),
+            f"bubble({p}, {m}) returned {found:.4g}, which is not that pipeline's idle share.",
+            "of m + p - 1 turns, a stage works in m",
+        )
     c.expect(True, "`bubble` is the share of the turns in which a stage stands idle", "")
     count = c.whole("m_10")
     c.expect(

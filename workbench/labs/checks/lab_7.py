@@ -180,11 +180,7 @@ def apart(c: Check) -> None:
 def _compare(c: Check, keras: dict[str, Any], torch: dict[str, Any], what: str) -> None:
     truth = max(float(np.abs(k.T - t).max()) for k, t in zip(keras.values(), torch.values(),
                                                              strict=True))  # fmt: skip
-    found = c.call("apart", keras, torch)
-    try:
-        number = float(found)
-    except (TypeError, ValueError):
-        c.wrong(f"apart(...) of {what} returned a {type(found).__name__}: a number is asked for.")
+    number = c.number_from("apart", keras, torch)
     c.need(
         math.isclose(number, truth, rel_tol=1e-4, abs_tol=1e-9),
         f"apart(...) of {what} returned {number:.4g}, which is not the largest difference.",

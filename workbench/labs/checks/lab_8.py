@@ -220,14 +220,10 @@ def fewer(c: Check) -> None:
 def interval(c: Check) -> None:
     """Young's interval, with the mean time between failures of n machines."""
     for c_s, m_s, n in ((30.0, 10800.0, 1), (2.0, 86400.0, 16), (10.0, 1.8e8, 16384)):
+        value = c.number_from("best_interval_s", c_s, m_s, n)
         shown = f"best_interval_s({c_s:g}, {m_s:g}, {n})"
-        found = c.call("best_interval_s", c_s, m_s, n)
-        try:
-            value = float(found)
-        except (TypeError, ValueError):
-            c.wrong(f"{shown} returned {found!r}: a number is asked for.", "return one number")
         c.need(
-            math.isfinite(value) and value > 0,
+            value > 0,
             f"{shown} returned {value:g}.",
             "an interval is a positive number of seconds",
         )

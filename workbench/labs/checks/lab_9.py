@@ -53,11 +53,7 @@ def _facts(case: Case) -> dict[str, Any]:
 
 def _differs(c: Check, name: str, args: tuple[Any, ...], truth: float) -> str:
     """Call a function of the notebook; return what is wrong with its result, or nothing."""
-    found = c.call(name, *args)
-    try:
-        value = float(found)
-    except (TypeError, ValueError):
-        return f"{name} returned {found!r}: a number is asked for"
+    value = c.number_from(name, *args)
     return "" if math.isclose(value, truth, rel_tol=1e-3) else f"{name} returned {value:.4g}"
 
 
