@@ -98,10 +98,10 @@ def _clear(engines: Engines) -> None:
             ground.end(info.id, info.pid)
     engines.engines.clear()
     engines._next_id = 0
-    if ground._store is not None:  # the next cluster counts its process groups from 1 again
+    if ground.store.pid:  # the next cluster counts its process groups from 1 again
         with contextlib.suppress(ProcessLookupError):
-            os.kill(ground._store_pid, signal.SIGKILL)
-        assert soon(lambda: ground._store is None)
+            os.kill(ground.store.pid, signal.SIGKILL)
+        assert soon(lambda: not ground.store.pid)
     engines.framework = default_framework()
 
 

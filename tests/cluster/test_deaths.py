@@ -145,7 +145,7 @@ def test_two_deaths_at_once_are_both_named(cluster):
 
 def test_the_stores_keeper_may_die_while_a_run_goes_on(cluster):
     run = going(cluster)
-    kill(cluster._engines._ground._store_pid)
+    kill(cluster._engines._ground.store.pid)
     assert soon(lambda: any("store that workers meet at" in n for n in run.history.story.notes))
     steps = run.history.totals.steps
     assert soon(lambda: run.history.totals.steps > steps + 5)

@@ -33,11 +33,11 @@ def cluster():
 
 def test_cells_and_runs_work_without_a_warm_parent(cluster):
     assert cluster._engines._ground.warm is None
-    keeper = cluster._engines._ground
+    keeper = cluster._engines._ground.store
     task = cluster.execute("import torch\nx = torch.ones(1); dist.all_reduce(x); seen = x.item()")
     assert task.over.wait(WAIT_S)
     assert task.failure() is None
-    assert keeper._keeper.poll() is None
+    assert keeper.process.poll() is None
     assert cluster.pull(["seen"]) == {0: {"seen": 2.0}, 1: {"seen": 2.0}}
     run = cluster.run(FIT.replace("STEPS", "4"), strategy="mirrored").wait(WAIT_S)
     assert len(run.history) == 8
@@ -68,7 +68,7 @@ def test_a_killed_engine_is_noticed_and_comes_back_under_its_id(cluster):
 def test_stop_leaves_no_process(cluster):
     family = [child.pid for child in psutil.Process().children(recursive=True)]
     family += [engine.pid for engine in cluster.engines]
-    keeper = cluster._engines._ground._keeper.pid
+    keeper = cluster._engines._ground.store.process.pid
     assert keeper in family
     cluster.stop()
     assert not gone([*(engine.pid for engine in cluster.engines), keeper], timeout_s=15)

@@ -340,7 +340,7 @@ class Engines:
 
     def store(self) -> tuple[str, int]:
         """Return host and port of the TCPStore, started on first use."""
-        return self._ground.store()
+        return self._ground.store.address()
 
     def _heard(self, engine: int, message: Message) -> None:
         self._listeners.message(engine, message)

@@ -10,9 +10,7 @@ import contextlib
 import logging
 import os
 import signal as signals
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ import psutil
 from ..errors import ClusterError
 from . import deaths, profile, progress
 from .hub import Hub
-from .launcher import ENGINE_ARGS, WarmEngineSetLauncher
 from .parents import Parents
-from .warm_client import Exit, WarmParent, start_keeper
+from .starter import Starter
+from .store import Store
+from .warm_client import Exit, WarmParent
 
 log = logging.getLogger("workbench.cluster")
-REGISTER_POLL_S = 0.01
 PREPARED_POLL_S = 0.1
 
 
@@ -64,17 +62,13 @@ class Ground:
             self._controller_left,
             self._unlisted,
         )
+        self.store = Store(self.parents, self.folder, self._child_left)
+        self.starter = Starter(self.hub, self.parents, self.forks, self._words)
         self.broken = ""
         self._on_exit, self._on_helper_exit = on_exit, on_helper_exit
         self._memory = deaths.MemoryWatch()
         self._ended_by_us: dict[int, str] = {}  # pid -> why
         self._stopping = False
-        self._pids: dict[int, int] = {}
-        self._highest = -1
-        self._logs: dict[int, str] = {}
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._store: tuple[str, int] | None = None
-        self._store_pid = 0
         self._prepared: threading.Thread | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -160,16 +154,12 @@ class Ground:
     def about(self) -> dict[str, Any]:
         """Return what `take_over` needs to know; see `kept.py`."""
         running = self.hub.controller
-        with self._lock:
-            store, store_pid = self._store, self._store_pid
         return {
             "parents": {name: _who(pid) for name, pid in self.parents.living.items()},
             "controller": _who(running.pid) if running is not None else None,
             "ipyparallel": running.to_dict() if running is not None else None,
-            "store": store,
-            "store_pid": store_pid,
-            "highest": self._highest,
-            "logs": {str(engine): path for engine, path in self._logs.items()},
+            **self.store.about(),
+            **self.starter.about(),
         }
 
     def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:
@@ -181,12 +171,8 @@ class Ground:
         for framework, who in about["parents"].items():
             self.parents.adopt(framework, who, self.folder, about["idle_timeout_s"], take)
             take = True  # who owns one owns all
-        self._pids = {int(i): int(one["pid"]) for i, one in about["engines"].items()}
-        self._logs = {int(i): str(path) for i, path in about["logs"].items()}
-        self._highest = int(about["highest"])
-        if about["store"] is not None and psutil.pid_exists(int(about["store_pid"])):
-            host, port = about["store"]
-            self._store, self._store_pid = (str(host), int(port)), int(about["store_pid"])
+        self.starter.recall(about)
+        self.store.recall(about)
         self._prepared = threading.Thread(
             target=self._reconnect, args=(about["ipyparallel"],), daemon=True
         )
@@ -214,79 +200,23 @@ class Ground:
         framework: str = "",
         report: progress.Report = progress.quiet,
     ) -> dict[int, str]:
-        """Start engines and wait until they have registered; return their ipyparallel uuids.
-
-        An id that a dead engine had is waited for until the hub has let go of it.
+        """Start engines (see `Starter.launch`); return their ipyparallel uuids.
 
         Args:
             framework: What they have imported when they start, where they are forked; by default
                 the cluster's.
-            report: Told how far it is, on this and on other threads.
-
-        Raises:
-            ClusterError: They did not come up; shows the end of their logs.
         """
-        self.hub.await_unlisted(ids)
-        # The hub keeps an id for an engine that asked for it and died before its heart was heard,
-        # and would give another one to who asks next; it is told even where clients see none.
-        self.hub.strike_off([i for i in ids if i <= self._highest])
-        settings = self._launcher_settings(ids, framework or self.framework, report)
-        sets = [self._start_set(one) for one in settings]
-        warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
-        for one in warm_sets:
-            self._logs.update(one.log_paths)
-        end = time.monotonic() + timeout_s
-        while not set(ids) <= set(self.client.ids):
-            report(progress.connected(len(set(ids) & set(self.client.ids)), len(ids)))
-            self.hub.await_change(REGISTER_POLL_S * 10)
-            dead = {i: end for one in warm_sets for i, end in one.exits.items()}
-            if dead or time.monotonic() > end:
-                missing = sorted(set(ids) - set(self.client.ids))
-                logs = "\n".join(one.get_output()[-2000:] for one in sets)
-                how = [f"engine {i} {self._words(end)}" for i, end in dead.items()]
-                for one in warm_sets:  # those that did start are nobody's
-                    one.signal(signals.SIGKILL)
-                raise ClusterError(
-                    f"Engines {missing} did not start"
-                    + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
-                    seen=logs or "nothing in their logs",
-                    next_step="%cluster stop, then start again",
-                )
-        for one in warm_sets:
-            self._pids.update(one.pids)
-        self._highest = max(self._highest, *ids)
-        return self.hub.uuids(ids)
-
-    def _start_set(self, settings: dict[str, Any]) -> Any:
-        cluster = self.hub.cluster
-        return cluster.engines[cluster.start_engines_sync(**settings)]
-
-    def _launcher_settings(
-        self, ids: Sequence[int], framework: str, report: progress.Report
-    ) -> list[dict[str, Any]]:
-        """Return the arguments of each engine set that is to be started; waits for the parent."""
-        if self.forks:
-            # Where the framework cannot be forked, engines import it when they need it.
-            parent = framework if self.can_fork(framework) else self.framework
-            found = self.parents.find(parent)
-            if found is None or not found.ready.is_set():
-                report(progress.importing(parent))
-            warm = self.parents.ready(parent)
-            report(progress.starting(len(ids)))
-            settings = {"n": len(ids), "warm": warm, "ids": list(ids)}
-            settings["on_fork"] = lambda done: report(progress.forked(done, len(ids)))
-            return [{**settings, "engine_args": list(ENGINE_ARGS)}]
-        report(progress.starting(len(ids)))
-        if min(ids) > self._highest:
-            return [{"n": len(ids)}]  # the hub counts on by itself
-        return [{"n": 1, "engine_args": [f"--IPEngine.id={i}"]} for i in ids]
+        # Where the framework cannot be forked, engines import it when they need it.
+        parent = framework if framework and self.can_fork(framework) else self.framework
+        return self.starter.launch(ids, timeout_s, parent, report)
 
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
-        if engine in self._pids:
+        forked = self.starter.pids.get(engine)
+        if forked is not None:
             if sig == signals.SIGKILL:
-                self._ended_by_us[self._pids[engine]] = "by Workbench: it did not answer"
-            self.parents.signal(self._pids[engine], sig)
+                self._ended_by_us[forked] = "by Workbench: it did not answer"
+            self.parents.signal(forked, sig)
         elif self.launcher == "local" and pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
@@ -302,14 +232,13 @@ class Ground:
 
     def _child_left(self, end: Exit) -> None:
         how = self._words(end)
-        engine = next((i for i, pid in self._pids.items() if pid == end.pid), None)
+        engine = self.starter.left(end.pid)
         if engine is not None:
-            self._pids.pop(engine)
             # First: ipyparallel, once told, ends the engine's calls with words of its own.
             self._on_exit(engine, how)
             self.hub.unlist([engine])
-        elif end.pid == self._store_pid:
-            self._store, self._store_pid = None, 0  # the next run gets a fresh one
+        elif end.pid == self.store.pid:
+            self.store.left()
             if not self._stopping:
                 self._on_helper_exit("the store that workers meet at", end.pid, how)
 
@@ -319,35 +248,16 @@ class Ground:
             self._on_helper_exit("ipyparallel's controller", end.pid, self._words(end))
 
     def _unlisted(self, engine: int) -> None:
-        if engine not in self._pids:
+        if engine not in self.starter.pids:
             self._on_exit(engine, "its heart stopped")
 
     def _words(self, end: Exit) -> str:
         memory = self._memory.seen(end.pid, end.signal == signals.SIGKILL)
         return deaths.words(end, memory, self._ended_by_us.pop(end.pid, ""))
 
-    # -- the store ---------------------------------------------------------------------------------
-
-    def store(self) -> tuple[str, int]:
-        """Return host and port of the TCPStore's keeper, started on first use."""
-        with self._lock:
-            if self._store is None:
-                # The store is torch's: a parent that has imported it hosts one at once.
-                warm = self.parents.find("torch")
-                if warm is not None:
-                    self._store_pid, host, port = warm.fork_keeper(
-                        str(self.folder / "log" / "keeper.log")
-                    )
-                else:
-                    self._keeper, host, port = start_keeper(str(self.folder))
-                    self._store_pid = self._keeper.pid
-                    deaths.watch(self._store_pid, self._child_left)
-                self._store = (host, port)
-            return self._store
-
     def log_path(self, engine: int) -> Path:
         """Where an engine's output goes."""
-        return Path(self._logs.get(engine, self.folder / "log" / f"engine-{engine}.log"))
+        return Path(self.starter.logs.get(engine, self.folder / "log" / f"engine-{engine}.log"))
 
     def stop(self) -> None:
         """End everything; safe to call twice."""
@@ -355,10 +265,7 @@ class Ground:
         if self._prepared is not None:
             self._prepared.join(timeout=30)
         self.hub.close()
-        if self._keeper is not None:
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.close()
-            self._keeper.wait(timeout=5)
+        self.store.stop()
         self.hub.stop()
         self.parents.stop()
         profile.end_family(self.folder)  # what lost its parent, and what cells started
