@@ -99,11 +99,13 @@ class Stage:
             if c.status == psutil.CONN_LISTEN
         } | {("unix", c.laddr) for c in psutil.net_connections("unix") if c.laddr}
         files = {one for one in self.seen if one[0] == "file" and os.path.exists(one[1])}
+        tree = [*os.walk(self.temp)]  # unlike rglob it does not mind folders that go meanwhile
         return [
             *((p.pid, " ".join(p.cmdline())[:80]) for p in self.processes() if _lives(p)),
             *sorted(self.seen & listening),
             *sorted(files),
-            *map(str, self.temp.rglob("*")),
+            *(os.path.join(at, name) for at, _, names in tree for name in names),
+            *(os.path.join(at, name) for at, names, _ in tree for name in names),
         ]
 
     def wait_empty(self, timeout_s=10):
