@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from .errors import PlanError, WorkbenchError
 
 if TYPE_CHECKING:
     from .labs.grading.limits import Limits
+    from .labs.grading.saving import Saved
 
 COMMANDS = ("labs", "grade")
 NOT_GRADED, INTERRUPTED = 2, 130
@@ -49,6 +51,8 @@ def _add_grade(commands: Any) -> None:
     add("--total", type=float, default=600.0, metavar="SECONDS",
         help="for a notebook (default 600)")  # fmt: skip
     add("--memory", type=float, default=4.0, metavar="GB", help="for a notebook (default 4)")
+    add("--disk", type=float, default=5.0, metavar="GB",
+        help="for the files of a notebook (default 5)")  # fmt: skip
     add("--jobs", type=int, default=1, metavar="N",
         help="notebooks at once (default 1: labs measure times)")  # fmt: skip
     add("--lab", type=Path, metavar="FILE",
@@ -65,7 +69,9 @@ def run(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return NOT_GRADED
     except KeyboardInterrupt:
-        print("Interrupted: all was ended, and nothing was written.", file=sys.stderr)
+        is_kept = given.json not in (None, "-") and Path(given.json).is_file()
+        kept = f"; {given.json} has what was graded" if is_kept else ""
+        print(f"Interrupted: all was ended{kept}.", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -86,28 +92,42 @@ def _grade(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .labs.grading.outcome import Graded, printable
+    from .labs.grading.saving import Saved
     from .labs.grading.showing import status, text, to_json
     from .labs.grading.supervise import grade
     from .shipped import notebooks_folder
 
     limits = _limits(given)
+    to_file = given.json not in (None, "-")
+    saved = Saved(Path(given.json), given.notebooks, asdict(limits)) if to_file else None
 
     def done(one: Graded) -> None:
+        if saved is not None:
+            with contextlib.suppress(OSError):  # the last time it is said
+                saved.add(one)
         words = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "not graded"
-        print(f"{printable(one.file)}: {words}, {one.seconds:.0f} s", file=sys.stderr, flush=True)
+        name = printable(one.file, also="")
+        print(f"{name}: {words}, {one.seconds:.0f} s", file=sys.stderr, flush=True)
 
     graded = grade(
         given.notebooks, notebooks=Path() if given.lab else notebooks_folder(),
         canonical=given.lab, limits=limits, jobs=given.jobs, done=done,
     )  # fmt: skip
     content = to_json(graded, asdict(limits))
-    if given.json == "-":
-        print(content, end="")
-    else:
-        print(text(graded))
-        if given.json:
-            Path(given.json).write_text(content, encoding="utf-8")
-    return status(graded)
+    lost = _save(saved, content)
+    print(content if given.json == "-" else text(graded) + "\n", end="")
+    return NOT_GRADED if lost else status(graded)
+
+
+def _save(saved: Saved | None, content: str) -> bool:
+    """Write everything to the file, if there is one; say whether that failed."""
+    try:
+        if saved is not None:
+            saved.finish(content)
+    except OSError as error:
+        print(f"--json could not be written: {error}", file=sys.stderr)
+        return True
+    return False
 
 
 def _limits(given: argparse.Namespace) -> Limits:
@@ -116,7 +136,7 @@ def _limits(given: argparse.Namespace) -> Limits:
     from .labs.grading.reading import Unreadable
     from .labs.grading.runner import lab_of
 
-    least = {"limit": 1, "total": 10, "memory": 0.5, "jobs": 1}
+    least = {"limit": 1, "total": 10, "memory": 0.5, "disk": 0.1, "jobs": 1}
     for name, value in least.items():
         seen = getattr(given, name)
         if not value <= seen < 10**7:  # so is what is no number
@@ -130,4 +150,6 @@ def _limits(given: argparse.Namespace) -> Limits:
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
             raise PlanError("--json cannot be written there.", seen=given.json)
-    return Limits(cell_s=given.limit, total_s=given.total, memory_gb=given.memory)
+    return Limits(
+        cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
+    )

@@ -15,7 +15,7 @@ from workbench.labs.grading.supervise import grade
 
 pytestmark = [pytest.mark.torch, pytest.mark.cluster, pytest.mark.timeout(600)]
 
-LIMITS = Limits(cell_s=6, total_s=240, memory_gb=2, processes=120, grace_s=9)
+LIMITS = Limits(cell_s=6, total_s=240, memory_gb=2, disk_gb=0.1, processes=120, grace_s=9)
 PULL = "%pull square\ntotal = sum(square)\n"
 FOOLED = """
 total = 1
@@ -49,6 +49,14 @@ for _ in range(300):
         os._exit(0)
 time.sleep(60)
 """
+FILL = """
+import os, time
+for i in range(300):
+    with open(f"file{i}", "wb") as file:
+        file.write(os.urandom(10_000_000))
+    time.sleep(0.1)
+time.sleep(60)
+"""
 
 
 def made(folder):
@@ -67,13 +75,16 @@ def made(folder):
             e1_5="import sys\ndef crossing_s(n, c_s):\n    sys.exit(3)")  # fmt: skip
     hand_in(folder, "fooled", e1_1="square = 0", e1_2=FOOLED,
             e1_5="def crossing_s(n, c_s):\n    return 1")  # fmt: skip
-    hand_in(folder, "ended", e1_2="import os\nos._exit(0)",
+    hand_in(folder, "ended", e1_2="import os\nfor i in range(9):\n"
+            "    os.makedirs(f'../../{i}', exist_ok=True)\nos._exit(0)",
             e1_5="import os\ndef crossing_s(n, c_s):\n    os.kill(os.getpid(), 9)")  # fmt: skip
     hand_in(folder, "stuck", e1_2="import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "while True: pass")  # fmt: skip
     hand_in(folder, "memory", e1_2='big = []\nwhile True: big.append(b"x" * 100_000_000)')
     hand_in(folder, "bomb", e1_2=BOMB)
-    hand_in(folder, "murder", e1_2=ESCAPE + "time.sleep(0.5)\nos.kill(os.getppid(), 9)\n"
+    hand_in(folder, "disk", e1_2=FILL)
+    hand_in(folder, "murder", e1_2=ESCAPE + "import shutil\ntime.sleep(0.5)\n"
+            "shutil.rmtree('../..')\nos.kill(os.getppid(), 9)\n"
             "time.sleep(60)")  # fmt: skip
     hand_in(folder, "files", e1_1=f"square = rank**2{ESCAPE}",
             e1_2=PULL + ESCAPE + "import os, shutil\nprint('x' * 3_000_000)\n"
@@ -90,6 +101,7 @@ def graded(tmp_path_factory):
     folder, temp = tmp_path_factory.mktemp("handed_in"), tmp_path_factory.mktemp("t")
     write(folder / "lab.ipynb", cells())
     lab = (folder / "lab.ipynb").rename(folder / "lab")
+    temp.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temp))
         patch.setattr("tempfile.tempdir", str(temp))
@@ -97,6 +109,7 @@ def graded(tmp_path_factory):
         found = grade(made(folder), notebooks=folder, canonical=lab, limits=LIMITS, jobs=2)
     return {
         "left": [*tagged(), *of_folder(temp)], "left_files": list(temp.iterdir()),
+        "mode": temp.stat().st_mode & 0o7777,
         **{os.path.basename(one.file).removesuffix(".ipynb"): one for one in found},
     }  # fmt: skip
 
@@ -128,11 +141,12 @@ def test_an_empty_notebook_gets_hints(graded):
 
 def test_loops_on_the_engines_and_in_a_check_and_bad_syntax_do_not_lose_the_rest(graded):
     one = graded["mishaps"]
-    assert states(one) == ["stopped", "wrong", "right", "wrong"]
+    assert states(one) == ["stopped", "wrong", "right", "stopped"]
     assert one.restarts == 0
     assert outcome(one, "1.1").error == "it took longer than 6 s and was interrupted"
     assert "SyntaxError" in outcome(one, "1.2").error
-    assert "time limit" in outcome(one, "1.5").reason
+    assert outcome(one, "1.5").reason.startswith("in its check, it took longer than 6 s")
+    assert "time limit" in outcome(one, "1.5").findings[0]["words"]
 
 
 def test_an_exception_on_the_engines_and_a_loop_in_the_notebook_are_named(graded):
@@ -162,7 +176,8 @@ def test_cells_that_end_the_process_are_left_out_and_the_rest_is_graded(graded):
 @pytest.mark.parametrize(
     ("name", "words"),
     [("stuck", "heeded no interrupt"), ("memory", "GB of memory: 2 GB are allowed"),
-     ("bomb", "processes: at most 120 are allowed"), ("murder", "status -9")],
+     ("bomb", "processes: at most 120 are allowed"), ("murder", "status -9"),
+     ("disk", "GB or more: 0.1 GB are allowed")],
 )  # fmt: skip
 def test_what_cannot_be_interrupted_is_ended_and_named_and_the_rest_graded(graded, name, words):
     one = graded[name]
@@ -192,3 +207,4 @@ def test_a_cell_sees_no_secret_and_no_input(graded):
 def test_nothing_is_left_when_all_are_graded(graded):
     assert graded["left"] == []
     assert graded["left_files"] == []
+    assert graded["mode"] == 0o755

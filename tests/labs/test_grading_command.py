@@ -10,7 +10,18 @@ import sys
 import time
 
 import pytest
-from handed_in import ESCAPE, GOOD, cells, code, hand_in, of_folder, tagged, write
+from handed_in import (
+    ESCAPE,
+    GOOD,
+    book,
+    cells,
+    code,
+    hand_in,
+    of_folder,
+    tagged,
+    without_tracing,
+    write,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.torch, pytest.mark.cluster]
 
@@ -44,7 +55,7 @@ def test_what_is_no_notebook_is_named_and_status_2_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [(["--limit", "0"], "--limit is out of range"), (["--total", "nan"], "--total is out"),
-     (["--memory", "-1"], "--memory"), (["--jobs", "0"], "--jobs"),
+     (["--memory", "-1"], "--memory"), (["--disk", "0"], "--disk"), (["--jobs", "0"], "--jobs"),
      (["--json", "/nowhere/x.json"], "--json cannot be written"),
      (["--lab", "/nowhere/lab.ipynb"], "no such file"), (["--limit", "x"], "invalid float")],
 )  # fmt: skip
@@ -70,6 +81,61 @@ def test_a_lab_without_checks_is_no_lab(tmp_path):
     assert "no checks" in done.stderr
 
 
+def test_a_lab_with_its_solutions_is_not_graded_against(tmp_path):
+    solved = book(cells(GOOD))
+    solved["metadata"]["workbench"]["version"] = "solved"
+    (tmp_path / "lab_1.ipynb").write_text(json.dumps(solved))
+    done = command(write(tmp_path / "a.ipynb", []), "--lab", tmp_path / "lab_1.ipynb")
+    assert done.returncode == 2
+    assert "It has the solutions" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's full device")
+def test_what_was_graded_is_in_the_file_though_nothing_can_be_printed(tmp_path):
+    (tmp_path / "a.ipynb").write_text("{")
+    out = tmp_path / "out.json"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "workbench.cli", "grade", tmp_path / "a.ipynb", "--json", out],
+            stdout=full, stderr=full, check=False, timeout=300,
+        )  # fmt: skip
+    assert done.returncode != 0
+    assert "not JSON" in json.loads(out.read_text())["notebooks"][0]["problems"][0]
+
+
+def test_a_file_that_cannot_be_written_in_the_end_is_named_and_the_table_printed(tmp_path):
+    (tmp_path / "a.ipynb").write_text("{")
+    (tmp_path / "full").symlink_to("/dev/full")
+    done = command(tmp_path / "a.ipynb", "--json", tmp_path / "full")
+    assert done.returncode == 2
+    assert "--json could not be written" in done.stderr
+    assert "not JSON" in done.stdout
+
+
+ANCESTORS = """
+import os, re
+def environment_above(pid):
+    while pid > 1:
+        pid = int(re.search(r"PPid:\\s*(\\d+)", open(f"/proc/{pid}/status").read())[1])
+        try:
+            yield open(f"/proc/{pid}/environ").read()
+        except OSError:
+            yield ""
+seen = list(environment_above(os.getpid()))
+raise ValueError(f"{len(seen) > 2} {any('WORKBENCH_SECRET' in each for each in seen)}")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's /proc")
+def test_no_process_above_a_cell_shows_it_a_secret_of_the_command(tmp_path):
+    lab = write(tmp_path / "lab.ipynb", cells(numbers=["1.2"]))
+    theirs = write(tmp_path / "a.ipynb", cells({"1.2": f"# YOUR CODE 1.2\n{ANCESTORS}"}, ["1.2"]))
+    env = {**os.environ, "WORKBENCH_SECRET": "token"}
+    done = command(theirs, "--lab", lab, "--json", "-", env=env, preexec_fn=without_tracing)
+    (one,) = json.loads(done.stdout)["notebooks"][0]["exercises"]
+    assert one["error"] == "ValueError: True False"
+
+
 def test_a_lab_that_no_checks_belong_to_is_not_graded(tmp_path):
     lab = write(tmp_path / "lab.ipynb", [code("# YOUR CODE 77.1", exercise="77.1"),
                                          code("x", check="77.1")], lab=77)  # fmt: skip
@@ -82,7 +148,7 @@ def test_a_lab_that_no_checks_belong_to_is_not_graded(tmp_path):
 
 def test_what_the_time_does_not_reach_is_not_graded(tmp_path):
     lab = write(tmp_path / "lab.ipynb", cells())
-    theirs = hand_in(tmp_path, "slow", e1_2="import time\ntime.sleep(600)")
+    theirs = hand_in(tmp_path, "slow", e1_5="import time\ntime.sleep(600)")  # the last exercise
     done = command(theirs, "--lab", lab, "--total", "15", "--limit", "100", "--json", "-")
     assert done.returncode == 2
     one = json.loads(done.stdout)["notebooks"][0]

@@ -10,10 +10,11 @@ import time
 
 import psutil
 import pytest
+from handed_in import without_tracing
 
 from workbench.labs.grading import environment, processes
 from workbench.labs.grading.limits import Limits
-from workbench.labs.grading.watch import Watch
+from workbench.labs.grading.watch import Watch, on_disk
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -116,24 +117,63 @@ class Held:
 @pytest.mark.parametrize(
     ("count", "held", "words"), [(3, 10**9, "3.0 GB of memory"), (200, 1, "200 processes")]
 )
-def test_what_is_too_much_is_named_and_ended_once(count, held, words):
+def test_what_is_too_much_is_named_and_ended_once(tmp_path, count, held, words):
     ended = []
     family = Held(count, held).family
-    watch = Watch(Limits(memory_gb=2), lambda: family, lambda: ended.append(1))
+    watch = Watch(Limits(memory_gb=2), lambda: family, lambda: ended.append(1), tmp_path)
     until(lambda: ended)
     watch.stop()
     assert words in watch.broken
     assert ended == [1]
 
 
-def test_what_is_within_the_limits_is_left_alone():
+def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
+    ended = []
+    limits = Limits(disk_gb=0.003)
+    watch = Watch(limits, lambda: [], lambda: ended.append(1), tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in (".", "a", "a/b"):
+        assert not ended
+        (tmp_path / place / "file").write_bytes(os.urandom(1_200_000))
+    until(lambda: ended)
+    watch.stop()
+    assert watch.broken == "its files held 0.0 GB or more: 0.003 GB are allowed"
+
+
+def test_too_many_files_are_too_much(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.watch.MOST_FILES", 20)
+    ended = []
+    for i in range(30):
+        (tmp_path / str(i)).touch()
+    watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
+    until(lambda: ended)
+    watch.stop()
+    assert watch.broken == "it had more than 20 files and folders"
+
+
+def test_files_are_measured_as_the_disk_holds_them_and_links_are_not_followed(tmp_path):
+    (folder := tmp_path / "folder").mkdir()
+    (tmp_path / "outside").write_bytes(os.urandom(3_000_000))
+    (folder / "link").symlink_to(tmp_path)
+    with (folder / "sparse").open("wb") as sparse:
+        sparse.truncate(10**9)
+    (folder / "full").write_bytes(os.urandom(1_000_000))
+    size_bytes, files = on_disk(folder, 10**9, 10**6)
+    assert 1_000_000 <= size_bytes < 1_500_000
+    assert files == 3
+    assert on_disk(folder / "none", 1, 1) == (0, 0)
+
+
+def test_what_is_within_the_limits_is_left_alone(tmp_path):
     looks = []
 
     def family():
         looks.append(1)
         return Held(10, 10**8).family
 
-    watch = Watch(Limits(memory_gb=2), family, lambda: looks.clear())
+    watch = Watch(Limits(memory_gb=2), family, lambda: looks.clear(), tmp_path)
     until(lambda: len(looks) >= 3)
     watch.stop()
     assert watch.broken == ""
@@ -165,4 +205,72 @@ def test_a_folder_is_removed_with_links_and_what_may_not_be_written(tmp_path):
     environment.remove(folder)
     assert not folder.exists()
     assert outside.read_text() == "stays"
+
+
+def mode(path):
+    return path.stat().st_mode & 0o7777
+
+
+@pytest.mark.parametrize("left", ["nothing", "folder", "file", "link"])
+def test_whatever_stands_in_a_folders_place_what_is_above_keeps_its_mode(tmp_path, left):
+    (above := tmp_path / "above").mkdir()
+    above.chmod(0o755)
+    folder = above / "folder"
+    if left == "folder":
+        (folder / "a").mkdir(parents=True)
+        (folder / "a" / "file").touch()
+        (folder / "a").chmod(0o500)
+        folder.chmod(0o500)
+    elif left == "file":
+        folder.touch()
+    elif left == "link":
+        folder.symlink_to(tmp_path)
     environment.remove(folder)
+    assert not os.path.lexists(folder)
+    assert mode(above) == 0o755
+    assert tmp_path.is_dir()
+
+
+def test_folders_deeper_than_python_can_follow_are_removed(tmp_path):
+    made = subprocess.run([sys.executable, "-c", """
+import os
+for _ in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+"""], cwd=tmp_path, check=True)  # fmt: skip
+    assert made.returncode == 0
+    environment.remove(tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+# -- what others of the same user may see
+
+HIDE = "from workbench.labs.grading import processes\n"
+SEE = """
+import sys
+try:
+    print("token" in open(f"/proc/{sys.argv[1]}/environ").read())
+except OSError:
+    print("hidden")
+"""
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("", "True"), ("processes.hide()\n", "hidden"),
+     ("assert processes.hide()\nassert not processes.hide()\nprocesses.hide(False)\n", "True")],
+)  # fmt: skip
+def test_a_hidden_process_keeps_its_environment_from_others_of_its_user(code, expected):
+    env = {**os.environ, "SECRET": "token"}
+    made = start(HIDE + code + SLEEP, env=env, preexec_fn=without_tracing)
+    try:
+        seen = subprocess.run(
+            [sys.executable, "-c", SEE, str(made.pid)], capture_output=True, text=True,
+            check=True, preexec_fn=without_tracing,
+        ).stdout.strip()  # fmt: skip
+    finally:
+        made.kill()
+        made.wait()
+        made.stdout.close()
+    assert seen == expected

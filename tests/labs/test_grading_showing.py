@@ -55,6 +55,26 @@ def test_what_a_terminal_would_obey_is_not_printed():
     assert printable("a\x9bb") == "a\N{REPLACEMENT CHARACTER}b"
 
 
+def test_notebooks_of_the_same_name_are_told_apart_by_the_shortest_ends_of_their_paths():
+    paths = ["x/ann/lab_1.ipynb", "x/bob/lab_1.ipynb", "y/bob/lab_1.ipynb", "x/cy.ipynb"]
+    one = [Outcome("1.1", state="wrong", put_back=["print"])]
+    shown = text([Graded(path, 1, one, ["moved"]) for path in paths])
+    names = ["ann/lab_1.ipynb", "x/bob/lab_1.ipynb", "y/bob/lab_1.ipynb", "cy.ipynb"]
+    assert [line.split()[0] for line in shown.splitlines()[3:7]] == names
+    for name in names:
+        assert f"\n{name}: moved" in shown
+        assert f"\n{name}: 1.1 had redefined print" in shown
+    assert len(text([Graded("a.ipynb", 1, one)] * 2).splitlines()) > 4
+
+
+def test_a_name_makes_no_row_of_its_own():
+    name = "bob.ipynb\nann.ipynb  ✓    1/1\u2028\x85.ipynb"
+    bad = Graded(f"x/{name}", 1, [Outcome("1.1", state="wrong")], ["moved"])
+    shown = text([bad])
+    assert not any(line.startswith("ann.ipynb") for line in shown.splitlines())
+    assert len(shown.splitlines()) == 6
+
+
 def test_long_words_do_not_widen_the_table():
     long = Outcome("1.1", state="wrong", error="E: " + "x" * 5000)
     assert max(map(len, text([Graded("a.ipynb", 1, [long])]).splitlines())) < 130
@@ -84,7 +104,16 @@ def test_the_json_has_everything_and_can_be_read_back():
     assert [from_wire(one) for one in content["notebooks"]] == graded
 
 
-@pytest.mark.parametrize("wire", [{}, [], {"exercises": 3}, {"exercises": [{"state": "best"}]}])
+GOOD = Graded("a", 1, [Outcome("1.1")]).to_wire()
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [{}, [], {"exercises": 3}, {"exercises": [{"state": "best"}]},
+     {**GOOD, "seconds": "x"}, {**GOOD, "notes": 3}, {**GOOD, "problems": [3]},
+     {**GOOD, "exercises": [{**GOOD["exercises"][0], "exercise": "x"}]},
+     {**GOOD, "exercises": [{**GOOD["exercises"][0], "findings": ["x"]}]}],
+)  # fmt: skip
 def test_what_no_runner_has_said_is_refused(wire):
     with pytest.raises((KeyError, TypeError, ValueError)):
         from_wire(wire)

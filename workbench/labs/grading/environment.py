@@ -7,6 +7,7 @@ import os
 import shutil
 import site
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ _KEPT = (
 )  # fmt: skip
 """What of the grader's environment a notebook sees: no secret has one of these names."""
 
-
+_SWEEPS = 20
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 
 
@@ -30,6 +31,8 @@ def kept() -> dict[str, str]:
     found = {name: os.environ[name] for name in _KEPT if name in os.environ}
     if site.ENABLE_USER_SITE:
         found["PYTHONUSERBASE"] = site.getuserbase()
+    else:  # nor may packages be found in the `HOME` that we give it
+        found["PYTHONNOUSERSITE"] = "1"
     paths = [os.path.abspath(p) for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
     found["PYTHONPATH"] = os.pathsep.join([*paths, *({_PACKAGES} - set(paths))])
     return found
@@ -51,15 +54,22 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, also parts that its owner may not write."""
+    """Remove a folder, also parts that its owner may not write; what is above it stays as it is."""
+    top = os.fspath(folder)
 
-    def again(function: Callable[[str], Any], path: str, _: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            if not os.path.islink(path):
-                os.chmod(path, stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            function(path)
+    def allow(_: Callable[..., Any], path: str, __: object) -> None:
+        for one in (path, os.path.dirname(path)) if path != top else (path,):
+            with contextlib.suppress(OSError):
+                if not os.path.islink(one):
+                    os.chmod(one, stat.S_IRWXU)
 
-    shutil.rmtree(folder, onerror=again)
+    for _ in range(_SWEEPS):  # what one opens, the next removes
+        if os.path.islink(top) or os.path.isfile(top):
+            with contextlib.suppress(OSError):
+                os.unlink(top)
+        if not os.path.lexists(top):
+            return
+        with contextlib.suppress(OSError, RecursionError):
+            shutil.rmtree(top, onerror=allow)
+    with contextlib.suppress(OSError):  # folders in folders, deeper than Python can follow
+        subprocess.run(["rm", "-rf", "--", top], check=False, capture_output=True)

@@ -12,6 +12,7 @@ CORES = os.cpu_count() or 1
 GB = 10**9
 FILES = 4096
 FILE_BYTES = 2 * GB
+MOST_FILES = 50_000
 STEP_S = 120.0
 """A step of the lab may take so long even where an exercise's cell may not."""
 
@@ -24,6 +25,7 @@ class Limits:
         cell_s: Seconds for a cell of the student, and for a check.
         total_s: Seconds for the notebook, restarts of its kernel included.
         memory_gb: Memory of all its processes together.
+        disk_gb: All files in its folder together, as the disk holds them.
         processes: Processes at once, engines included.
         restarts: How often its kernel is started anew when a cell has brought it down.
         grace_s: Seconds for an interrupt to be heeded before the kernel is killed; an engine that
@@ -33,6 +35,7 @@ class Limits:
     cell_s: float = 60.0
     total_s: float = 600.0
     memory_gb: float = 4.0
+    disk_gb: float = 5.0
     processes: int = 150
     restarts: int = 3
     grace_s: float = 15.0
@@ -41,6 +44,11 @@ class Limits:
     def memory_bytes(self) -> int:
         """The memory, in bytes."""
         return int(self.memory_gb * GB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The space on disk, in bytes."""
+        return int(self.disk_gb * GB)
 
 
 def bound_this_process(limits: Limits) -> None:

@@ -55,7 +55,7 @@ class Link:
     """One kernel in a folder of its own.
 
     Args:
-        folder: New and empty; nothing of it is used by another kernel.
+        folder: New and empty, in the notebook's own folder; no other kernel uses anything of it.
         deadline: When all must be over, by `time.monotonic`.
     """
 
@@ -86,7 +86,7 @@ class Link:
         self._session = Session(key=key.encode())
         self._context = zmq.Context()
         self._shell, self._control = (self._socket(f"{folder / 'k'}-{port}") for port in (1, 4))
-        self.watch = Watch(limits, self.family, self.kill)
+        self.watch = Watch(limits, self.family, self.kill, folder.parent)
 
     def _socket(self, path: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

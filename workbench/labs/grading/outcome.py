@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -17,10 +18,14 @@ MARKS: dict[State, str] = {
 _MOST_CHARACTERS = 2000
 
 
-def printable(text: object) -> str:
-    """Return text without what a terminal would obey."""
+def printable(text: object, also: str = "\n") -> str:
+    """Return text without what a terminal would obey.
+
+    Args:
+        also: Characters that are kept though they are not printable; none for a name in a line.
+    """
     cut = str(text)[:_MOST_CHARACTERS]
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in cut)
+    return "".join(c if c.isprintable() or c in also else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
 @dataclass
@@ -50,6 +55,11 @@ class Outcome:
         """Whether it is right."""
         return self.state == "right"
 
+    def begin_anew(self) -> None:
+        """Forget what came out when its cells ran before."""
+        self.state, self.error, self.seconds = "not graded", "", 0.0
+        self.findings, self.put_back = [], []
+
     @property
     def reason(self) -> str:
         """Why it is not right, in one sentence; the hint where there is one."""
@@ -62,6 +72,8 @@ class Outcome:
         if wrong:
             hint = wrong[0].get("hint", "")
             said = str(wrong[0].get("words", "")) + (f" (hint: {hint})" if hint else "")
+        if not wrong and self.state == "untouched":
+            said = "its cell is as it was handed out"
         raised = f"its cell raised {self.error.partition(chr(10))[0]}" if self.error else ""
         return "; ".join(filter(None, [raised, said])) or "the check said nothing"
 
@@ -118,6 +130,13 @@ class Graded:
         }  # fmt: skip
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "title": (str,), "error": (str,), "seconds": (int, float), "file": (str,),
+    "lab": (int, type(None)), "restarts": (int,), "versions": (dict,),
+}  # fmt: skip
+_LISTS: dict[str, type] = {"findings": dict, "put_back": str, "notes": str, "problems": str}
+
+
 def from_wire(wire: Mapping[str, Any]) -> Graded:
     """Return what `to_wire` has written.
 
@@ -125,8 +144,23 @@ def from_wire(wire: Mapping[str, Any]) -> Graded:
         KeyError, TypeError or ValueError: It is something else.
     """
     names = ("exercise", "title", "state", "findings", "error", "put_back", "seconds")
-    outcomes = [Outcome(**{name: one[name] for name in names}) for one in wire["exercises"]]
+    outcomes = [Outcome(**_checked(one, names)) for one in wire["exercises"]]
     if any(one.state not in MARKS for one in outcomes):
         raise ValueError("an exercise has a state that is unknown")
+    if any(not re.fullmatch(r"\d{1,3}\.\d{1,3}", one.exercise) for one in outcomes):
+        raise ValueError("an exercise has no number")
     names = ("file", "lab", "notes", "problems", "restarts", "seconds", "versions")
-    return Graded(outcomes=outcomes, **{name: wire[name] for name in names})
+    return Graded(outcomes=outcomes, **_checked(wire, names))
+
+
+def _checked(wire: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return these fields, once each is of its kind: a cell may have written in our name."""
+    for name in names:
+        value = wire[name]
+        if not isinstance(value, _KINDS.get(name, (object,))):
+            raise TypeError(f"{name} is of another kind")
+        if name in _LISTS and not (
+            isinstance(value, list) and all(isinstance(one, _LISTS[name]) for one in value)
+        ):
+            raise TypeError(f"{name} is no list of its kind")
+    return {name: wire[name] for name in names}

@@ -19,7 +19,7 @@ MARK = "WORKBENCH_GRADING"
 starting = threading.Lock()
 """Held while this process starts a kernel; who takes it for good may end all there are."""
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_SET_PDEATHSIG, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
 _SWEEPS_S = 10.0
 
 
@@ -36,12 +36,23 @@ def die_with_parent() -> bool:
     return _prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _prctl(option: int, value: int) -> bool:
+def hide(on: bool = True) -> bool:
+    """Keep other processes of this user from our memory, environment and open files (Linux).
+
+    What we start is not hidden. Who may trace everything, as root often may, sees us all the same.
+
+    Returns:
+        Whether anything was changed.
+    """
+    return _prctl(_GET_DUMPABLE, 0, int(on)) and _prctl(_SET_DUMPABLE, int(not on))
+
+
+def _prctl(option: int, value: int, expected: int = 0) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        return int(libc.prctl(option, value, 0, 0, 0)) == 0
+        return int(libc.prctl(option, value, 0, 0, 0)) == expected
     except (OSError, AttributeError):
         return False
 

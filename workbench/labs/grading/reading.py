@@ -54,10 +54,12 @@ class Book:
 
     Attributes:
         lab: Which lab it is by its metadata.
+        version: `student` or `solved`, by its metadata.
     """
 
     cells: list[Cell] = field(default_factory=list)
     lab: int | None = None
+    version: str = ""
 
     def guessed_lab(self) -> int | None:
         """The lab that most of its `# YOUR CODE` markers name."""
@@ -86,10 +88,12 @@ def read(path: Path) -> Book:
         raise Unreadable("It is JSON, but no notebook: its cells are no list.")
     if len(cells) > MOST_CELLS:
         raise Unreadable(f"It has {len(cells)} cells: at most {MOST_CELLS} are read.")
-    lab = _dict(_dict(content.get("metadata")).get("workbench")).get("lab")
+    ours = _dict(_dict(content.get("metadata")).get("workbench"))
+    lab = ours.get("lab")
     whole = isinstance(lab, int) and not isinstance(lab, bool)
     found = (_cell(place, _dict(cell)) for place, cell in enumerate(cells, 1))
-    return Book([cell for cell in found if cell is not None], lab if whole else None)
+    kept = [cell for cell in found if cell is not None]
+    return Book(kept, lab if whole else None, _word(ours.get("version")))
 
 
 def _content(path: Path) -> Any:

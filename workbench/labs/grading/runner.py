@@ -61,6 +61,7 @@ def grade(
         known = from_wire(earlier)
         graded.outcomes, graded.problems = known.outcomes, known.problems
         graded.restarts = known.restarts + 1
+    tell(graded, "")
     Grading(merged, graded, folder, limits, until, tell).run()
     graded.seconds = time.monotonic() - began
     return graded
@@ -75,7 +76,7 @@ def _prepare(path: Path, canonical: Path | None, notebooks: Path, graded: Graded
         canonical = notebooks / f"lab_{graded.lab}.ipynb"
         if not canonical.is_file():
             raise Unreadable(f"It is of lab {graded.lab}, which does not exist.")
-    lab = read(canonical)
+    lab = lab_of(canonical)
     wanted = lab.lab if lab.lab is not None else lab.guessed_lab()
     merged = merge(lab, handed_in)
     if wanted != graded.lab and len(merged.untouched) == len(merged.exercises):
@@ -103,6 +104,8 @@ def lab_of(path: Path) -> Book:
         Unreadable: It is none.
     """
     lab = read(path)
+    if lab.version == "solved":  # an empty notebook would be given the solutions
+        raise Unreadable("It has the solutions: name the students' notebook of this lab.")
     if not any(cell.check for cell in lab.cells):
         raise Unreadable("It has no checks: name a student's notebook that `workbench labs` made.")
     return lab
@@ -126,6 +129,7 @@ def main() -> None:
     """Grade the notebook that standard input names."""
     given = json.loads(sys.stdin.readline())
     processes.adopt()
+    processes.hide()  # what a cell writes to our standard output would be taken for our word
     ending = (given["parent"], Path(given["folder"]))
     ender = threading.Thread(target=_end_with, args=ending, daemon=True)
     ender.start()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .environment import remove
 from .limits import STEP_S, Limits
 from .link import Gone, Link, Reply
 from .merging import Item, Merged
@@ -56,20 +58,18 @@ class Grading:
     def run(self) -> None:
         """Settle every exercise, or say why not."""
         try:
-            self._pass()
             while self._open:
-                self._graded.restarts += 1
                 self._pass()
+                self._graded.restarts += bool(self._open)
         except _Enough as why:
             for number in self._open:
-                self._outcomes[number].error = f"not reached: {why}"
+                one = self._outcomes[number]
+                one.state, one.error = "not graded", f"not reached: {why}"
             self._graded.problems.append(f"Not all of it was graded: {why}.")
 
     def _pass(self) -> None:
         self._ran, self._engines, self._lost_by = [], 0, ""
-        folder = self._folder / str(self._graded.restarts)
-        folder.mkdir()
-        mark = self._folder.name
+        folder, mark = self._kernel_folder(), self._folder.name
         link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline)
         try:
             self._begin(link)
@@ -80,6 +80,21 @@ class Grading:
                         getattr(self, f"_{item.kind}")(link, item)
         finally:
             link.end()
+            self._clear()
+
+    def _kernel_folder(self) -> Path:
+        """Return a new folder whose name no cell could foretell.
+
+        An error ends this process; the supervisor starts another, with a folder elsewhere.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cell may have removed it
+        return Path(tempfile.mkdtemp(prefix="", dir=self._folder))
+
+    def _clear(self) -> None:
+        """Remove all files: what a kernel has written is not counted for the next."""
+        with contextlib.suppress(OSError):
+            for one in list(self._folder.iterdir()):
+                remove(one)
 
     def _begin(self, link: Link) -> None:
         try:
@@ -160,11 +175,14 @@ class Grading:
         number, outcome = item.exercise, self._outcomes[item.exercise]
         is_open = number in self._open
         left_out = number in self._left_out
+        if is_open:  # it may have run before, in a kernel that was given up
+            outcome.begin_anew()
         if not left_out:
             self._tell(self._graded, number)
         try:
             for source in [item.stub] if left_out else item.sources:
                 reply = link.run(source, self._limits.cell_s)
+                self._check_time()  # else the notebook's time would be taken for the cell's
                 if is_open:
                     self._take(outcome, reply)
             self._mended(link.ask("mend"), number if is_open else "")
@@ -175,10 +193,14 @@ class Grading:
             self._ran.append(number)
         self._check_time()
 
+    @property
+    def _too_long(self) -> str:
+        return f"it took longer than {self._limits.cell_s:g} s and was interrupted"
+
     def _take(self, outcome: Outcome, reply: Reply) -> None:
         outcome.seconds += reply.seconds
         if reply.interrupted:
-            outcome.error = f"it took longer than {self._limits.cell_s:g} s and was interrupted"
+            outcome.error = self._too_long
             outcome.state = "stopped"
         elif reply.error and not outcome.error:
             outcome.error = reply.error
@@ -206,7 +228,7 @@ class Grading:
         words = f"The check could not be made: {answer.get('failed') or 'no report came'}."
         nothing = {"findings": [{"right": False, "words": words, "hint": ""}]}
         report = answer.get("report") or nothing
-        passed = report.get("passed") is True
+        passed = report.get("passed") is True and not reply.interrupted
         if not passed:
             self._without_the_loser(number)
         self._mended(reply, number)
@@ -214,7 +236,9 @@ class Grading:
         outcome.findings = report["findings"]
         if outcome.state == "stopped":
             self._settle(number, "stopped")
-        elif passed:
-            self._settle(number, "right")
+        elif reply.interrupted:
+            self._settle(number, "stopped", f"in its check, {self._too_long}")
+        elif number in self._merged.untouched:  # never right, whatever a check lets through
+            self._settle(number, "untouched")
         else:
-            self._settle(number, "untouched" if number in self._merged.untouched else "wrong")
+            self._settle(number, "right" if passed else "wrong")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ def status(graded: Sequence[Graded]) -> int:
 def text(graded: Sequence[Graded]) -> str:
     """Return a table for each lab, and what was found besides."""
     labs = dict.fromkeys(_lab(one) for one in graded)
-    shown = [table([one for one in graded if _lab(one) == lab]).text() for lab in labs]
+    names = names_of([one.file for one in graded])
+    shown = [table([one for one in graded if _lab(one) == lab], names).text() for lab in labs]
     legend = ", ".join(f"{mark} {state}" for state, mark in MARKS.items())
-    return "\n\n".join(shown) + "\n" + "\n".join([legend, *_notes(graded)])
+    return "\n\n".join(shown) + "\n" + "\n".join([legend, *_notes(graded, names)])
 
 
 def _lab(one: Graded) -> int | None:
@@ -33,12 +35,32 @@ def _lab(one: Graded) -> int | None:
     return one.lab if one.outcomes else None
 
 
-def table(graded: Sequence[Graded]) -> Table:
-    """Return a row for each notebook of a lab, a column for each exercise, points, and reasons."""
+def names_of(files: Sequence[str]) -> dict[str, str]:
+    """Return for each file the end of its path that no other has, as it may stand in a line."""
+    ends = {file: _ends(file) for file in files}
+    count = Counter(end for each in ends.values() for end in each)
+    return {
+        file: printable(next((end for end in each if count[end] == 1), each[-1]), also="")
+        for file, each in ends.items()
+    }
+
+
+def _ends(file: str) -> list[str]:
+    """The ends of a path, from its name alone to all of it."""
+    parts = Path(file).parts or (file,)
+    return [str(Path(*parts[i:])) for i in range(len(parts) - 1, -1, -1)]
+
+
+def table(graded: Sequence[Graded], names: Mapping[str, str]) -> Table:
+    """Return a row for each notebook of a lab, a column for each exercise, points, and reasons.
+
+    Args:
+        names: What each file is called.
+    """
     numbers = sorted({o.exercise for one in graded for o in one.outcomes}, key=_order)
     columns = [Column("notebook", "left"), *(Column(number, "left") for number in numbers)]
     columns += [Column("points"), Column("s"), Column("what is not right", "left", _WRAP)]
-    rows = [row for one in graded for row in _rows(one, numbers)]
+    rows = [row for one in graded for row in _rows(one, numbers, names[one.file])]
     if not numbers:
         return Table(columns, rows, "Not graded")
     right = sum(one.status == RIGHT for one in graded)
@@ -49,11 +71,11 @@ def _order(number: str) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split("."))
 
 
-def _rows(one: Graded, numbers: Sequence[str]) -> list[list[str]]:
+def _rows(one: Graded, numbers: Sequence[str], name: str) -> list[list[str]]:
     mine = {outcome.exercise: outcome for outcome in one.outcomes}
     marks = [MARKS[mine[number].state] if number in mine else "" for number in numbers]
     points = f"{one.points}/{len(one.outcomes)}" if one.outcomes else "-"
-    first = [printable(Path(one.file).name), *marks, points, f"{one.seconds:.0f}"]
+    first = [name, *marks, points, f"{one.seconds:.0f}"]
     reasons = [_reason(outcome) for outcome in one.outcomes if not outcome.passed]
     reasons += [_line(problem) for problem in one.problems]
     blank = [""] * len(first)
@@ -71,10 +93,10 @@ def _line(words: str) -> str:
     return line if len(line) <= 4 * _WRAP else line[: 4 * _WRAP - 3] + "..."
 
 
-def _notes(graded: Sequence[Graded]) -> list[str]:
+def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
     found = []
     for one in graded:
-        name = printable(Path(one.file).name)
+        name = names[one.file]
         found += [f"{name}: {_line(note)}" for note in one.notes]
         found += [
             f"{name}: {outcome.exercise} had redefined {_line(', '.join(outcome.put_back))}: "

@@ -45,8 +45,9 @@ def grade(
         notebooks: Where the labs as handed out are, `lab_N.ipynb`.
         canonical: The lab as handed out, for all of them.
         jobs: Notebooks at once; labs measure times, so more than one needs cores for each.
-        done: Told of each notebook when it is graded.
+        done: Told of each notebook when it is graded; what it raises is dropped.
     """
+    hidden = processes.hide()  # the environment that we were started with may hold secrets
     before = set(psutil.Process().children())
     ours = processes.adopt()
     runners = _Runners(notebooks, canonical, limits or Limits())
@@ -65,6 +66,8 @@ def grade(
             processes.end(lambda: [p for p in _new(me, before) if processes.lives(p)])
             processes.reap(_new(me, before))
             processes.adopt(False)
+        if hidden:
+            processes.hide(False)
 
 
 def _new(me: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:
@@ -92,47 +95,63 @@ class _Runners:
                 runner.kill()
 
     def grade(self, path: Path, done: Callable[[Graded], None]) -> Graded:
-        """Grade one notebook."""
+        """Grade one notebook; whatever goes wrong is said in what came out."""
         began = time.monotonic()
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
         try:
-            graded = self._run(path, folder)
-        finally:
-            remove(folder)
+            graded = self._run(path)
+        except Exception as error:  # one notebook must not lose the others
+            graded = Graded(str(path), problems=[_said(error)])
         graded.file = str(path)
         graded.seconds = graded.seconds or time.monotonic() - began
-        done(graded)
+        with contextlib.suppress(Exception):
+            done(graded)
         return graded
 
-    def _run(self, path: Path, folder: Path) -> Graded:
+    def _run(self, path: Path) -> Graded:
         given = {
-            **self._given, "path": str(path.absolute()), "folder": str(folder), "earlier": None,
+            **self._given, "path": str(path.absolute()), "earlier": None,
             "until": time.monotonic() + self._limits.total_s, "parent": os.getpid(),
         }  # fmt: skip
-        last: dict[str, Any] | None = None
         for _ in range(1 + self._limits.restarts):
+            try:
+                last, why = self._once(given)
+            except Exception as error:  # no space, no process: what is known stays
+                last, why = None, _said(error)
+            if last is not None and last["running"] == OVER:
+                return from_wire(last)
+            if last is not None:
+                given["earlier"] = last
+            if given["earlier"] is None or self._stopped or time.monotonic() > given["until"]:
+                break
+            if last is not None:
+                _leave_out(last, why)
+        known = given["earlier"]
+        graded = Graded(str(path)) if known is None else from_wire(known)
+        graded.problems.append(why)
+        for one in graded.outcomes:
+            if one.state == "not graded":
+                one.error = one.error or f"not reached: {why}"
+        return graded
+
+    def _once(self, given: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+        """Have a runner grade, in a new folder; return the last that it said, and how it ended."""
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+        try:
             with self._lock:
                 if self._stopped:
-                    return Graded(str(path), problems=["It was not begun."])
+                    return None, "It was not begun."
                 runner = self._start(folder)
-            last, why = self._hear(runner, given)
-            if last is None:
-                return Graded(str(path), problems=[why])
-            if last["running"] == OVER:
-                return from_wire(last)
-            if not _leave_out(last, why):
-                break
-            given["earlier"] = last
-        assert last is not None
-        graded = from_wire(last)
-        graded.problems.append(why)
-        return graded
+            return self._hear(runner, {**given, "folder": str(folder)})
+        finally:
+            with contextlib.suppress(Exception):
+                remove(folder)
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
         runner = subprocess.Popen(
             [sys.executable, "-m", "workbench.labs.grading.runner"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, cwd=folder, env=kept() | {"HOME": str(folder)},
+            start_new_session=True, env=kept() | {"HOME": str(folder)},
+            cwd="/",  # modules are looked for there: no place that a cell may write to
         )  # fmt: skip
         self._living[runner.pid] = runner
         return runner
@@ -153,13 +172,15 @@ class _Runners:
                 del self._living[runner.pid]
 
 
-def _leave_out(last: dict[str, Any], why: str) -> bool:
+def _said(error: Exception) -> str:
+    return f"It could not be graded: {type(error).__name__}: {error}"
+
+
+def _leave_out(last: dict[str, Any], why: str) -> None:
     """Settle the exercise whose cells ended a runner, if it was one: the next leaves them out."""
     for one in last["exercises"]:
-        if one["exercise"] == last["running"] and one["state"] == "not graded":
+        if one["exercise"] == last["running"]:
             one.update(state="stopped", error=f"in its cell: {why}")
-            return True
-    return False
 
 
 def _talk(
@@ -190,7 +211,7 @@ def _talk(
 def _last_line(said: bytes) -> dict[str, Any] | None:
     """Return the last whole thing that a runner said."""
     for line in reversed(said.splitlines()):
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             found: dict[str, Any] = json.loads(line)
             from_wire(found)
             if isinstance(found["running"], str):
