@@ -111,8 +111,8 @@ def test_the_kernel_lets_go_of_old_runs_and_they_can_still_be_read(soak, monkeyp
         assert not any("HUNG" in end for end in ends)
         # Those of the killed engine's run too, once the threads that would have ended it are over.
         assert soon(lambda: gc.collect() >= 0 and not any(ref() for ref in gone[:4]))
-        assert len(cluster._runs) <= 2
-        assert len(cluster.folders) == len(ends)
+        assert len(cluster.hearing._runs) <= 2
+        assert len(cluster.hearing.folders) == len(ends)
         assert run.history.rests
         assert run.history.nbytes == 0
         for name, column in seen.items():

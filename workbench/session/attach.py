@@ -91,7 +91,7 @@ def _restore(found: kept.Found, engines: Engines) -> Cluster:
     # Names of process groups that no other one had in the same store.
     pool._generation = itertools.count(time.time_ns())
     numbers = [int(number) for number, _ in about["runs"]]
-    cluster._number = itertools.count(1 + max(numbers, default=0))
+    cluster.hearing.count_from(1 + max(numbers, default=0))
     cluster.keeping.since = float(about["since"])
     for number, folder in about["runs"]:
         _bring_run(cluster, int(number), Path(folder), about["task"] or {})
@@ -109,7 +109,7 @@ def _leases(about: Mapping[str, Any]) -> Leases:
 
 def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:
     """Have a run of the cluster in `wb.runs`; the one that was not settled is followed."""
-    cluster.folders[number] = folder
+    cluster.hearing.folders[number] = folder
     if any(run.folder == folder for run in registry.runs.values()):
         return
     try:
@@ -119,7 +119,7 @@ def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, A
         else:
             registry.runs.add(load(folder))
     except WorkbenchError:
-        del cluster.folders[number]  # it was pruned, or is damaged
+        del cluster.hearing.folders[number]  # it was pruned, or is damaged
 
 
 def _follow_run(
@@ -137,14 +137,14 @@ def _follow_run(
     run.began = float(meta["began"])
     run.advance("submit")
     registry.runs.add(run)
-    cluster.hear(run)
+    cluster.hearing.add(run)
     cluster._busy = run
     run.begin_logs()
     cluster.keeping.task = dict(task)
     servers = [int(engine) for engine in task["servers"]]
     launch = Launch(
         pool, run, servers, pool.lease(plan.workers), task["number"], task["autoreload"],
-        cluster._renumber,
+        cluster.hearing.renumber,
     )  # fmt: skip
     run.open_board(pool.engines.router.send, [*run.members, *servers])
     follower = Follower(pool.engines.folder(), task, pool.engines)

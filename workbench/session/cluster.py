@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
@@ -25,27 +21,26 @@ from .checks import (
     check_limits,
     check_members,
     check_size,
-    check_travels,
     to_recipe,
 )  # fmt: skip
 from .frameworks import default_framework
+from .hearing import Hearing
 from .interrupts import deferred
 from .keeping import Keeping, task_record
 from .launch import Launch
 from .paused import Paused
 from .pool import Pool
-from .postmortem import PostMortem
 from .queue import Queue
 from .replace import spent
-from .requests import FREE, PULL, PUSH, cell_requests, labels
+from .requests import cell_requests, labels
 from .run import Run
-from .stacks import Stacks, gather
 from .task import Task
-from .turns import Turns, begins
+from .turns import begins
+from .upkeep import Upkeep
 from .vitals import Vitals
 
 
-class Cluster(Turns):
+class Cluster(Upkeep):
     """A controller and engines of this notebook; also a context manager.
 
     Args:
@@ -85,12 +80,9 @@ class Cluster(Turns):
         count = check_size("The number of engines", workers)
         check_limits(count, hosts=hosts)
         self.launcher = launcher
-        self._pool = pool = Pool(devices)
-        self._runs: dict[int, Run] = {}  # those that are heard
-        self.folders: dict[int, Path] = {}  # of all its runs
-        self._number = itertools.count(1)
         super().__init__()
-        self._lock = threading.Lock()
+        self._pool = pool = Pool(devices)
+        self.hearing = Hearing()
         self.vitals = Vitals(self)
         self._queue = Queue(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
@@ -120,111 +112,7 @@ class Cluster(Turns):
         """Where the engines' messages go."""
         return Listeners(message=self._message, death=self._death, helper=self._helper_gone)
 
-    # -- engines ----------------------------------------------------------------------------------
-
-    @property
-    def ids(self) -> list[int]:
-        """Ids of the living engines."""
-        return self._engines.ids
-
-    @property
-    def engines(self) -> list[EngineInfo]:
-        """Every engine, dead ones too, by id."""
-        return self._pool.all
-
-    @property
-    def worker_ids(self) -> list[int]:
-        """Ids of the living engines that run cells; the others were started as servers."""
-        return self._pool.worker_ids
-
-    @property
-    def devices_asked(self) -> str:
-        """What `devices` said."""
-        return self._pool.devices_asked
-
-    def lease(self, workers: int) -> Leases:
-        """Return which device each of so many workers gets; the same answer every time."""
-        return self._pool.lease(workers)
-
-    @property
-    def framework(self) -> str:
-        """The framework of engines, cells and runs that name none."""
-        return self._engines.framework
-
-    def use(self, framework: str) -> None:
-        """Let engines, cells and runs that name no framework have this one from now on.
-
-        Raises:
-            ClusterError: It is not installed.
-        """
-        check_framework(framework)
-        self._engines.framework = framework
-
-    @begins
-    def add(self, count: int, framework: str = "") -> list[int]:
-        """Start more engines; return their ids."""
-        return self._pool.add(count, framework)
-
-    def restart(self, ids: Iterable[int] | None = None) -> list[int]:
-        """Replace engines (all, or those named) by fresh ones under the same ids.
-
-        What they are doing ends: a run or a cell on them fails.
-
-        Raises:
-            ClusterError: There is no engine of that id.
-        """
-        self._pool.drop_group()
-        return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
-
-    @begins
-    def free(self) -> dict[int, int]:
-        """Drop the cells' variables on all engines; return how many names each dropped.
-
-        Raises:
-            RunError: A cell or a run is going on.
-        """
-        self._claim()
-        return self._engines.call(self.ids, FREE)
-
-    def logs(self, engine: int) -> str:
-        """The last lines of an engine's log.
-
-        Raises:
-            ClusterError: There is no engine of that id.
-        """
-        self._engines.known(engine)
-        return self._engines.log_tail(engine)
-
-    def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
-        """Return where the engines' threads are, now; also while a cell or a run goes on.
-
-        Raises:
-            ClusterError: There is no engine of that id.
-        """
-        return gather(self, ids)
-
-    def debug(self, rank: int | None = None) -> PostMortem:
-        """Return the frames of the rank whose cell failed (by default the first to fail).
-
-        Raises:
-            RunError: It keeps no failure, or a cell is going on.
-        """
-        from .debug import post_mortem
-
-        return post_mortem(self, rank)
-
-    def status(self) -> Any:
-        """A table: a row per engine."""
-        from .status import table
-
-        return table(self)
-
-    @property
-    def rejected(self) -> int:
-        """Messages and connections that were refused: they knew no key, or were sent again."""
-        from .status import rejected
-
-        return rejected(self)
+    # -- its end ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End every process of the cluster."""
@@ -261,32 +149,6 @@ class Cluster(Turns):
         from ..views.blocks import show
 
         show(self.status())
-
-    # -- variables --------------------------------------------------------------------------------
-
-    @begins
-    def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
-        """Set variables on engines (all, or those named).
-
-        Raises:
-            RunError: A cell or a run is going on.
-            PlanError: A value cannot be sent.
-        """
-        self._claim()
-        check_travels(values)
-        self._engines.call(ids or self.ids, PUSH, (dict(values),))
-
-    @begins
-    def pull(
-        self, names: Sequence[str], ids: Sequence[int] | None = None
-    ) -> dict[int, dict[str, Any]]:
-        """Return variables of engines, by engine id.
-
-        Raises:
-            RunError: A cell or a run is going on.
-        """
-        self._claim()
-        return self._engines.call(ids or self.ids, PULL, (list(names),))
 
     # -- cells and runs ----------------------------------------------------------------------------
 
@@ -363,10 +225,10 @@ class Cluster(Turns):
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
-        run = registry.new_run(plan, number=next(self._number), engines=ids, devices=names)
+        run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
         if leases.warning:
             run.note(leases.warning)
-        self.hear(run)
+        self.hearing.add(run)
         disk.write_meta(run.folder, run.meta())
         run.resume_from = resume_from
         run.advance("submit")
@@ -374,7 +236,7 @@ class Cluster(Turns):
         try:
             run.begin_logs()
             checkpoints.describe(run)
-            launch = Launch(pool, run, servers, leases, number, autoreload, self._renumber)
+            launch = Launch(pool, run, servers, leases, number, autoreload, self.hearing.renumber)
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
@@ -445,30 +307,8 @@ class Cluster(Turns):
     def _message(self, engine: int, message: Message) -> None:
         if message.kind == "debugger":
             self.paused.hear(engine, message.body)
-            return
-        run = self._runs.get(int(message.body.get("run", 0) or 0))
-        if run is not None:
-            run.receive(message)
-
-    def hear(self, run: Run) -> None:
-        """Have messages that name the run's number reach it.
-
-        Those that are over are let go of, but the last one: its last words may still be on the way.
-        """
-        with self._lock:
-            last = list(self._runs)[-1:]
-            self._runs = {n: r for n, r in self._runs.items() if n in last or not r.is_over}
-            self._runs[run.number] = run
-            self.folders[run.number] = run.folder
-
-    def _renumber(self, run: Run) -> int:
-        """Give a run that is begun again another number: nothing of before reaches it then."""
-        number = next(self._number)
-        with self._lock:
-            self._runs.pop(run.number, None)
-            self.folders.pop(run.number, None)
-            self._runs[number], self.folders[number] = run, run.folder
-        return number
+        else:
+            self.hearing.receive(message)
 
     def _death(self, engine: EngineInfo) -> None:
         self.paused.forget(engine.id)

@@ -108,7 +108,7 @@ class Keeping:
             "devices": cluster.devices_asked,
             "servers": sorted(pool._servers),
             "leases": {str(n): asdict(leases) for n, leases in pool._leases.items()},
-            "runs": [[number, str(folder)] for number, folder in list(cluster.folders.items())],
+            "runs": [[n, str(folder)] for n, folder in list(cluster.hearing.folders.items())],
             "task": self.task,
         }
 
