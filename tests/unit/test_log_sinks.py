@@ -13,6 +13,8 @@ import threading
 import numpy as np
 import pytest
 from history_rows import make_rows
+from needs import need
+from read_logs import read_board, read_tracked
 
 from workbench.cookbook import Recipe
 from workbench.errors import PlanError, RunError
@@ -20,11 +22,8 @@ from workbench.plan import make_plan
 from workbench.session import logging_to, sinks
 from workbench.session.run import Run
 
-pytest.importorskip("tensorboard")
-pytest.importorskip("mlflow")
+need("tensorboard", "mlflow")
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # these tests talk to nobody
-
-from read_logs import read_board, read_tracked
 
 STEPS = 12
 
