@@ -1,0 +1,45 @@
+"""What engines do, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.session.doing import Scene, doing
+
+WAITS = {"state": "waits", "waits_in": "in all_reduce", "at": "", "inside": ""}
+HELD = {"state": "held", "waits_in": "in a pause", "at": "", "inside": ""}
+PAUSED = {"state": "paused", "waits_in": "", "at": "", "inside": ""}
+NAMES = {0: "rank 0", 1: "rank 1", 2: "server s0"}
+
+
+@pytest.mark.parametrize(
+    ("run_state", "places", "words"),
+    [
+        ("", {}, ["in a cell", "in a cell", "in a cell", "idle"]),
+        (
+            "running",
+            {},
+            ["training as rank 0", "training as rank 1", "at work as server s0", "idle"],
+        ),
+        ("running", {0: WAITS}, ["waiting in all_reduce", "training as rank 1", None, "idle"]),
+        ("running", {1: PAUSED}, ["training as rank 0", "paused at a debugger", None, "idle"]),
+        ("paused", {0: WAITS}, ["paused", "paused", None, "idle"]),
+        ("running", {0: HELD}, ["paused", "training as rank 1", None, "idle"]),
+        ("starting", {}, ["about to train as rank 0", "about to train as rank 1", None, "idle"]),
+    ],
+)
+def test_engines_say_what_they_do(
+    run_state: str, places: dict[int, dict[str, str]], words: list[str | None]
+) -> None:
+    scene = Scene(NAMES, run_state, places)
+    for engine, expected in enumerate(words):
+        state = "busy" if engine in NAMES else "idle"
+        if expected is not None:
+            assert doing(engine, state, "", scene, starting=False)[1] == expected
+
+
+def test_dead_and_starting_engines_say_so() -> None:
+    nothing = Scene({}, "", {})
+    assert doing(0, "dead", "SIGKILL", nothing, starting=False) == ("dead", "dead (SIGKILL)")
+    assert doing(0, "dead", "SIGKILL", nothing, starting=True) == ("starting", "starting")
+    assert doing(0, "busy", "", nothing, starting=False) == ("busy", "busy")
