@@ -19,7 +19,7 @@ _TABLE = (
     "font-size:inherit;font-variant-numeric:tabular-nums"
 )
 _CELL = (
-    "padding:3px 12px 3px 0;border:none;white-space:{wrap};text-align:{align};"
+    "padding:3px 9px 3px 0;border:none;white-space:{wrap};text-align:{align};"
     "vertical-align:top;color:inherit"
 )
 _MUTED = "opacity:.72;margin:2px 0"
