@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Workers
+from needs import need
 
-pytest.importorskip("torch")
+need("torch")
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,49 @@
 """Several TensorFlow engines as processes of their own, without a notebook's kernel.
 
-Importing TensorFlow takes seconds, so the same processes take all runs. What one engine posts is
-passed on to all, as the kernel does.
+Importing TensorFlow takes seconds, so the same processes take all runs, and are forked from one
+that has it imported, as engines are. What one engine posts is passed on to all, as the kernel does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import sys
 import threading
 from typing import Any
 
 from tf_harness import Report
 
+from workbench import catalog
+from workbench.cluster.preload import _tensorflow_began
+
 TIMEOUT_S = 240
+PRELOAD = [
+    "tensorflow", "keras", "workbench.engine.tensorflow_support", "workbench.engine.fit",
+    *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("tensorflow")}),
+]  # fmt: skip
+"""What the process that engines are forked from imports; it never runs an operation."""
+
+
+def _starter() -> Any:
+    """Return what forks engines: this process if it may, else one that is there for it alone."""
+    if "tensorflow" in sys.modules and not _tensorflow_began():
+        return multiprocessing.get_context("fork")
+    starter = multiprocessing.get_context("forkserver")
+    starter.set_forkserver_preload(PRELOAD)
+    return starter
 
 
 class Workers:
     """`count` engines."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        context = _starter()
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
@@ -72,7 +92,7 @@ class Workers:
 
 
 def _serve(pipe: Any, rank: int, count: int) -> None:
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    gc.freeze()  # as in an engine
     from tf_harness import run
 
     from workbench.engine.board import Board
@@ -82,7 +102,10 @@ def _serve(pipe: Any, rank: int, count: int) -> None:
 
     def listen() -> None:
         while True:
-            kind, value = pipe.recv()
+            try:
+                kind, value = pipe.recv()
+            except EOFError:  # the tests' process has died
+                os._exit(1)
             if kind == "post":
                 boards[-1].hear(value["topic"], value["rank"], value["value"])
             else:
