@@ -84,7 +84,7 @@ def made(folder):
     hand_in(folder, "bomb", e1_2=BOMB)
     hand_in(folder, "disk", e1_2=FILL)
     hand_in(folder, "murder", e1_2=ESCAPE + "import shutil\ntime.sleep(0.5)\n"
-            "shutil.rmtree('../..')\nos.kill(os.getppid(), 9)\n"
+            "shutil.rmtree('../..', ignore_errors=True)\nos.kill(os.getppid(), 9)\n"
             "time.sleep(60)")  # fmt: skip
     hand_in(folder, "files", e1_1=f"square = rank**2{ESCAPE}",
             e1_2=PULL + ESCAPE + "import os, shutil\nprint('x' * 3_000_000)\n"

@@ -19,7 +19,7 @@ from handed_in import (
     hand_in,
     of_folder,
     tagged,
-    without_tracing,
+    without_rights,
     write,
 )  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_no_process_above_a_cell_shows_it_a_secret_of_the_command(tmp_path):
     lab = write(tmp_path / "lab.ipynb", cells(numbers=["1.2"]))
     theirs = write(tmp_path / "a.ipynb", cells({"1.2": f"# YOUR CODE 1.2\n{ANCESTORS}"}, ["1.2"]))
     env = {**os.environ, "WORKBENCH_SECRET": "token"}
-    done = command(theirs, "--lab", lab, "--json", "-", env=env, preexec_fn=without_tracing)
+    done = command(theirs, "--lab", lab, "--json", "-", env=env, preexec_fn=without_rights)
     (one,) = json.loads(done.stdout)["notebooks"][0]["exercises"]
     assert one["error"] == "ValueError: True False"
 

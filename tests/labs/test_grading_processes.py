@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from handed_in import without_tracing
+from handed_in import without_rights
 
 from workbench.labs.grading import environment, processes
 from workbench.labs.grading.limits import Limits
@@ -231,6 +231,22 @@ def test_whatever_stands_in_a_folders_place_what_is_above_keeps_its_mode(tmp_pat
     assert tmp_path.is_dir()
 
 
+def test_folders_that_may_not_be_read_are_removed_however_deep_they_are(tmp_path):
+    above = tmp_path / "above"
+    (folder := above / "a").joinpath("b/c/d").mkdir(parents=True)
+    (folder / "b" / "c" / "d" / "file").touch()
+    above.chmod(0o755)
+    for path in (folder / "b/c/d", folder / "b/c", folder / "b", folder):
+        path.chmod(0)
+    subprocess.run(
+        [sys.executable, "-c", "import sys; from pathlib import Path\n"
+         "from workbench.labs.grading.environment import remove\nremove(Path(sys.argv[1]))",
+         str(folder)], check=True, preexec_fn=without_rights,
+    )  # fmt: skip
+    assert not folder.exists()
+    assert mode(above) == 0o755
+
+
 def test_folders_deeper_than_python_can_follow_are_removed(tmp_path):
     made = subprocess.run([sys.executable, "-c", """
 import os
@@ -263,11 +279,11 @@ except OSError:
 )  # fmt: skip
 def test_a_hidden_process_keeps_its_environment_from_others_of_its_user(code, expected):
     env = {**os.environ, "SECRET": "token"}
-    made = start(HIDE + code + SLEEP, env=env, preexec_fn=without_tracing)
+    made = start(HIDE + code + SLEEP, env=env, preexec_fn=without_rights)
     try:
         seen = subprocess.run(
             [sys.executable, "-c", SEE, str(made.pid)], capture_output=True, text=True,
-            check=True, preexec_fn=without_tracing,
+            check=True, preexec_fn=without_rights,
         ).stdout.strip()  # fmt: skip
     finally:
         made.kill()
