@@ -3,8 +3,9 @@
 import pytest
 
 from workbench.cluster.calls import Call
-from workbench.errors import ClusterError
+from workbench.errors import ClusterError, RunError
 from workbench.session.run import Run
+from workbench.session.show import tell
 from workbench.session.task import Task
 from workbench.session.verdicts import outcome_error, outcome_notes
 
@@ -131,6 +132,35 @@ def test_an_interrupt_reaches_those_still_at_it_and_is_an_error(engines):
     assert engines.interrupted == [1]
     engines.calls[1].finish({"status": "interrupted", "ename": "KeyboardInterrupt", "evalue": ""})
     assert "Interrupted" in str(task.failure())
+
+
+def test_a_failure_in_the_background_is_told_with_the_output(engines):
+    task, _ = start(engines, 0, 1)
+    shown(engines, 0, "RuntimeError", PEER)
+    engines.calls[0].finish(error("RuntimeError", PEER))
+    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL."))
+    tell(task, task.failure())
+    text = task.board.text()
+    assert "Rank 1 is gone: Engine 1 (pid 5) died: SIGKILL." in text
+    assert "%cluster restart 1" in text
+    assert text.count("with it: rank 0") == 1
+    assert "Rank 1 is gone" in task.board.html()
+
+
+def test_a_run_that_trained_nothing_in_the_background_says_so(engines):
+    task, _ = start(engines, 0)
+    engines.calls[0].finish({"status": "ok"})
+    tell(task, RunError("Nothing was distributed."))
+    assert task.board.text() == "Nothing was distributed."
+
+
+def test_what_a_rank_has_shown_in_the_background_is_not_told_again(engines):
+    task, _ = start(engines, 0, 1)
+    for engine in (0, 1):
+        shown(engines, engine, "ValueError", "mine")
+        engines.calls[engine].finish(error("ValueError", "mine"))
+    tell(task, task.failure())
+    assert task.board.text() == "[ranks 0-1] ValueError: mine"
 
 
 def test_a_stopped_loop_is_no_error_and_shows_none(engines):

@@ -55,6 +55,15 @@ def check_view(plot: str) -> None:
     make_view(plot, lambda name, fields: None, "")
 
 
+def tell(task: Task | None, error: RunError | None) -> None:
+    """Say with the output what nobody raises: a cell in the background has failed.
+
+    Where a rank's own traceback says why, that is enough.
+    """
+    if task is not None and error is not None and not task.explained:
+        task.board.say_with_it(str(error))
+
+
 class RunView:
     """A run's live dashboard below its cell."""
 
@@ -115,6 +124,7 @@ class RunView:
 
     def _follow(self) -> None:
         self.run._over.wait()
+        tell(self.run.task, self.run.error)
         self._finish()
 
 
@@ -164,6 +174,7 @@ class CellView:
 
     def _follow(self) -> None:
         self._loop()
+        tell(self.task, self.task.failure())
         self._finish()
 
     def _finish(self) -> None:

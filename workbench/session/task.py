@@ -232,6 +232,12 @@ class Task:
         """Whether the process group of these engines must be made anew."""
         return any(o.get("group_broken") or o["status"] == "died" for o in self.outcomes.values())
 
+    @property
+    def explained(self) -> bool:
+        """Whether the rank that the cell failed for has shown why."""
+        cause = self.cause
+        return cause is not None and any(engine == cause for engine, _ in self._errors)
+
     def failure(self) -> RunError | None:
         """The error that the cell ends in, None when all went well."""
         return self.end.failure()

@@ -74,8 +74,13 @@ class Failures:
         text = "".join(draw(failure, keys) for failure, keys in self.shown)
         folded = "".join(draw(failure, sorted(keys)) for failure, keys in self._folded.items())
         if not folded:
-            return text + (f"<div>{escape(self.headline)}</div>" if self.headline else "")
+            return text + (
+                f'<div style="white-space:pre-wrap">{escape(self.headline)}</div>'
+                if self.headline
+                else ""
+            )
         return (
-            f'{text}<details style="margin:0 0 6px"><summary style="cursor:pointer;font-size:85%">'
+            f'{text}<details style="margin:0 0 6px"><summary style="cursor:pointer;font-size:85%;'
+            f'white-space:pre-wrap">'
             f"{escape(self.headline or 'with it')}</summary>{folded}</details>"
         )
