@@ -35,7 +35,10 @@ CELL: dict[str, tuple[str, str]] = {
     "--local": ("off", "%%distributed --local"),
     "--background": ("off: the cell ends with the run", "%%distributed mirrored --background"),
     "--inject": ("no faults", "%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms"),
-    "--plot": ("`auto`: the widget in a notebook, else text", "%%distributed mirrored --plot off"),
+    "--plot": (
+        "`auto`: the widget in a notebook, else text; `off` also leaves out a comparison's figure",
+        "%%distributed mirrored --plot off",
+    ),
     "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),
     "--log": ("nowhere else", "%%distributed mirrored --log tensorboard:runs"),
     "--checkpoint": ("no checkpoints", "%%distributed mirrored --checkpoint kept"),
