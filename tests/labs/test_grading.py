@@ -80,7 +80,8 @@ def made(folder):
             e1_5="import os\ndef crossing_s(n, c_s):\n    os.kill(os.getpid(), 9)")  # fmt: skip
     hand_in(folder, "stuck", e1_2="import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "while True: pass")  # fmt: skip
-    hand_in(folder, "memory", e1_2='big = []\nwhile True: big.append(b"x" * 100_000_000)')
+    hand_in(folder, "memory", e1_2="import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            'big = []\nwhile True: big.append(b"x" * 100_000_000)')  # fmt: skip
     hand_in(folder, "bomb", e1_2=BOMB)
     hand_in(folder, "disk", e1_2=FILL)
     hand_in(folder, "murder", e1_2=ESCAPE + "import shutil\ntime.sleep(0.5)\n"
