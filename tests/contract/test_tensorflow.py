@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tf_cells
+from needs import need
 from tf_harness import Report, clean, run
 
 from workbench import catalog, metrics
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 
@@ -33,6 +34,7 @@ CASES = [
     if count <= (entry.max_workers or count)
 ]
 SEVERAL = [case for case in CASES if case.values[1] > 1]
+WIDEST = [case for case in CASES if case.values[1] == 3]
 WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT, "loop": tf_cells.OWN_LOOP}
 
 
@@ -59,20 +61,35 @@ def truth_of(way: str, optimizer: str, dtype: str) -> Report:
     return train("one_device", way, OPTIMIZER=optimizer, DTYPE=dtype)
 
 
+@functools.cache
+def unequal_truth(**extra: Any) -> Report:
+    return train("one_device", "fit", SIZES=(100, 23), EXTRA=extra)
+
+
 def furthest(report: Report, truth: Report) -> float:
     assert report.weights.keys() == truth.weights.keys()
     assert truth.weights
     return max(float(abs(report.weights[k] - truth.weights[k]).max()) for k in truth.weights)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "tolerance"),
-    [("SGD", "float32", 2e-7), ("Adam", "float32", 5e-5), ("Adam", "float64", 1e-10)],
-)
 @pytest.mark.parametrize(("entry", "count", "way"), in_every_way(CASES))
-def test_trains_exactly_as_one_device_does(
+def test_trains_exactly_as_one_device_does(entry: catalog.Strategy, count: int, way: str) -> None:
+    same(entry, count, way, "SGD", "float32", 2e-7)
+
+
+# Of an optimizer with state, 64 bits are the stricter case; what is held for three replicas is what
+# is held for two.
+@pytest.mark.parametrize(("entry", "count", "way"), in_every_way(WIDEST))
+def test_an_optimizer_with_state_is_exact_too(
+    entry: catalog.Strategy, count: int, way: str
+) -> None:
+    same(entry, count, way, "Adam", "float64", 1e-10)
+
+
+def same(
     entry: catalog.Strategy, count: int, way: str, optimizer: str, dtype: str, tolerance: float
 ) -> None:
+    """Check that a strategy trains as one device does."""
     truth = truth_of(way, optimizer, dtype)
     report = train(entry.name, way, count, OPTIMIZER=optimizer, DTYPE=dtype)
     assert report.trained == truth.trained == 20
@@ -86,9 +103,8 @@ def test_trains_exactly_as_one_device_does(
 def test_fit_is_exact_where_shares_are_unequal(
     entry: catalog.Strategy, count: int, extra: dict[str, Any]
 ) -> None:
-    how = {"SIZES": (100, 23), "EXTRA": extra}
-    truth = train("one_device", "fit", **how)
-    report = train(entry.name, "fit", count, **how)
+    truth = unequal_truth(**extra)
+    report = train(entry.name, "fit", count, SIZES=(100, 23), EXTRA=extra)
     assert report.rows["samples"].sum(axis=1).tolist() == ([23] * 4 + [8]) * 4
     assert furthest(report, truth) <= 1e-6
     for mine, theirs in zip(report.names["evals"], truth.names["evals"], strict=True):
@@ -239,8 +255,11 @@ FIT_CALLS = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("call", FIT_CALLS)
+# Several steps per execution meet data of each origin in the same function of Keras'.
+@pytest.mark.parametrize(
+    ("call", "every"),
+    [*((call, 1) for call in FIT_CALLS), ("validation_split", 2), ("tf.data", 2)],
+)
 def test_keras_fit_works_unchanged(call: str, every: int) -> None:
     source = KERAS + FIT_CALLS[call] + "\nscores = model.evaluate(x, y, batch_size=24)\n"
     source += "out = model.predict(x, batch_size=24)\n"

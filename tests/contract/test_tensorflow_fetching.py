@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from needs import need
 
-tf = pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 
@@ -22,6 +23,8 @@ def fetcher(monkeypatch):
 
 
 def test_each_is_told_its_own_values(fetcher):
+    import tensorflow as tf
+
     told = []
 
     def tell(values):
@@ -39,6 +42,8 @@ def test_each_is_told_its_own_values(fetcher):
 
 
 def test_several_take_fewer_fetches(fetcher, monkeypatch):
+    import tensorflow as tf
+
     from workbench.strategies.tensorflow import fetching
 
     calls = []
@@ -54,6 +59,8 @@ def test_several_take_fewer_fetches(fetcher, monkeypatch):
 
 
 def test_a_loss_that_is_lost_stays_unknown_and_holds_nobody_up(fetcher):
+    import tensorflow as tf
+
     def lost(values):
         raise RuntimeError("its worker has died")
 

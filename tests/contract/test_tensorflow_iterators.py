@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from needs import need
 
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
-tf = pytest.importorskip("tensorflow")
 
 DEVICES = ["/cpu:0"] * 2
 
@@ -20,6 +21,8 @@ def ops() -> Any:
 
 
 def batches(**options: bool) -> Any:
+    import tensorflow as tf
+
     asked = tf.data.Options()
     for name, value in options.items():
         setattr(asked.autotune, name, value)

@@ -7,9 +7,10 @@ import sys
 import types
 
 import pytest
+from needs import need
 from tf_harness import clean, run
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 HEAD = """
@@ -73,7 +74,7 @@ def test_a_mistake_is_named_with_the_next_step(cell, words):
     import keras
 
     if "torch" in cell:
-        pytest.importorskip("torch")
+        need("torch")
     names = {"outside": keras.Sequential([keras.layers.Dense(1)]), "early": keras.optimizers.SGD()}
     report = run("mirrored", cell, 4, names=names)
     assert report.error is not None
@@ -89,7 +90,7 @@ def trains():
 
 
 def test_torch_tensors_are_as_good_as_arrays():
-    pytest.importorskip("torch")
+    need("torch")
     cell = COMPILED + "import torch\nmodel.fit(torch.from_numpy(x), torch.from_numpy(y))"
     assert clean(run("mirrored", cell, 4)).trained == 2
 
@@ -139,7 +140,7 @@ def test_what_others_raise_is_explained(cell, words):
     from workbench.engine.tensorflow_support import explain
 
     if "torch" in cell:
-        pytest.importorskip("torch")
+        need("torch")
     report = run("mirrored", cell, 4)
     assert report.error is not None
     text = explain(RuntimeError(report.error.partition("Traceback")[0]))

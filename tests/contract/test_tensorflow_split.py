@@ -6,10 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+from needs import need
 from tf_harness import clean
 from tf_split import WIDE, furthest, train
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 

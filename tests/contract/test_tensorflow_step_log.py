@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from needs import need
 
-tf = pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 
@@ -24,6 +25,8 @@ def _log(hosts=("CPU:0", "CPU:0")):
 
 def _step(log, reductions=1):
     """Return a graph that appends a step in which replica r was ready at r and blocked until 10."""
+
+    import tensorflow as tf
 
     @tf.function
     def step(began):
@@ -46,6 +49,8 @@ def _losses(steps):
 
 
 def test_steps_are_read_once_and_in_order():
+    import tensorflow as tf
+
     log = _log()
     step = _step(log)
     for began in (1, 2, 3):
@@ -61,6 +66,8 @@ def test_steps_are_read_once_and_in_order():
 
 
 def test_functions_with_another_number_of_reductions_share_a_log():
+    import tensorflow as tf
+
     log = _log()
     one, three = _step(log), _step(log, reductions=3)
     for began, step in enumerate((three, one, three)):
@@ -69,6 +76,8 @@ def test_functions_with_another_number_of_reductions_share_a_log():
 
 
 def test_each_device_keeps_the_rows_of_its_replicas():
+    import tensorflow as tf
+
     log = _log(("CPU:0", "CPU:1"))
     _step(log)(tf.constant(1))
     (step,) = log.take()
@@ -76,6 +85,8 @@ def test_each_device_keeps_the_rows_of_its_replicas():
 
 
 def test_a_log_that_nobody_reads_keeps_the_newest_steps_whole(monkeypatch):
+    import tensorflow as tf
+
     from workbench.strategies.tensorflow import step_log
 
     monkeypatch.setattr(step_log, "MOST", 100)
@@ -90,6 +101,8 @@ def test_a_log_that_nobody_reads_keeps_the_newest_steps_whole(monkeypatch):
 
 
 def test_a_long_run_is_read_step_by_step():
+    import tensorflow as tf
+
     log = _log()
     step = _step(log)
     for began in range(100):  # far more numbers than a list that is read may hold
@@ -98,6 +111,8 @@ def test_a_long_run_is_read_step_by_step():
 
 
 def test_what_was_computed_meanwhile_is_forgotten():
+    import tensorflow as tf
+
     log = _log()
     step = _step(log)
     step(tf.constant(1))
