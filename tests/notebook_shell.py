@@ -82,8 +82,12 @@ def notebook(engines: int = 0, *, fresh: bool = False):
     """
     import lending
 
+    from workbench.session import registry
     from workbench.session.state import session
 
+    registry.runs._runs = {}  # of notebooks before this one
+    session.recipe = None
+    session.recipes.clear()
     book = Notebook()
     if "workbench" in book.shell.extension_manager.loaded:
         book.ok("%unload_ext workbench")
