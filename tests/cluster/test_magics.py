@@ -6,6 +6,7 @@ import time
 import nbformat
 import psutil
 import pytest
+from lending import lent
 from needs import need
 from notebook_shell import WAIT_S, notebook, soon
 from warm_support import gone
@@ -196,7 +197,7 @@ def test_a_cluster_stops_and_another_starts():
 
 
 def test_two_clusters_side_by_side_do_not_meet():
-    with wb.Cluster(2) as one, wb.Cluster(1) as two:
+    with lent(2) as one, wb.Cluster(1) as two:
         one.push({"who": "one"})
         two.push({"who": "two"})
         source = "import torch; x = torch.ones(1); dist.all_reduce(x); seen = (who, x.item())"
