@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Workers
+from needs import need
 from tf_harness import clean, run
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = [pytest.mark.tensorflow, pytest.mark.torch]
 
 STEPS = 50

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tf_cells
+from needs import need
 from tf_harness import Report, clean, run
 
 from workbench import catalog, checkpoints
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT}
@@ -35,6 +37,12 @@ def train(name: str, cell: str, steps: int, workers: int = 2, **told: Any) -> Re
     return clean(report)
 
 
+@functools.cache
+def whole(name: str, cell: str) -> Report:
+    """A run that nothing interrupted."""
+    return train(name, cell, 20)
+
+
 def apart(report: Report, truth: Report) -> float:
     assert truth.weights
     assert report.weights.keys() == truth.weights.keys()
@@ -46,30 +54,30 @@ def apart(report: Report, truth: Report) -> float:
 def test_the_same_replicas_go_on_bit_for_bit(
     tmp_path: Path, entry: catalog.Strategy, way: str
 ) -> None:
-    whole = train(entry.name, WAYS[way], 20)
+    truth = whole(entry.name, WAYS[way])
     first = train(entry.name, WAYS[way], 13, checkpoint=str(tmp_path), checkpoint_every=6)
     assert [one.step for one in checkpoints.found(tmp_path)] == [12, 13]
     assert [e["step"] for e in first.emitted("checkpoint")] == [6, 12, 13]
     again = train(entry.name, WAYS[way], 20, resume=str(tmp_path / "step-12"))
     assert again.rows["step"][:, 0].tolist() == list(range(12, 20))
-    assert apart(again, whole) == 0.0
-    np.testing.assert_array_equal(again.rows["local_loss"], whole.rows["local_loss"][12:])
+    assert apart(again, truth) == 0.0
+    np.testing.assert_array_equal(again.rows["local_loss"], truth.rows["local_loss"][12:])
 
 
 def test_another_number_of_replicas_goes_on_to_the_same_result(tmp_path: Path) -> None:
-    whole = train("one_device", tf_cells.WB_FIT, 20)
+    truth = whole("one_device", tf_cells.WB_FIT)
     train("mirrored", tf_cells.WB_FIT, 13, checkpoint=str(tmp_path), checkpoint_every=6)
     again = train("mirrored", tf_cells.WB_FIT, 20, workers=4, resume=str(tmp_path / "step-12"))
-    assert apart(again, whole) <= 1e-10
+    assert apart(again, truth) <= 1e-10
 
 
 def test_dropout_and_an_epochs_metrics_are_what_they_would_have_been(tmp_path: Path) -> None:
-    whole = train("mirrored", DROPOUT, 20)
+    truth = whole("mirrored", DROPOUT)
     train("mirrored", DROPOUT, 13, checkpoint=str(tmp_path), checkpoint_every=6)
     again = train("mirrored", DROPOUT, 20, resume=str(tmp_path / "step-12"))
-    assert apart(again, whole) == 0.0
+    assert apart(again, truth) == 0.0
     for name, values in again.names["history"].history.items():
-        np.testing.assert_allclose(values, whole.names["history"].history[name][2:], rtol=1e-12)
+        np.testing.assert_allclose(values, truth.names["history"].history[name][2:], rtol=1e-12)
 
 
 def test_what_is_written_is_a_checkpoint_of_tensorflows(tmp_path: Path) -> None:
