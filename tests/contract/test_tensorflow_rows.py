@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
+from needs import need
 from tf_harness import Report, clean, run
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 CLOSE = 1e-8  # thirds of a batch are weighed in float32
 

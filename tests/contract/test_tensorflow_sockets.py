@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from needs import need
 
 pytestmark = pytest.mark.tensorflow
-pytest.importorskip("tensorflow")
+need("tensorflow")
 
 from workbench.strategies.tensorflow import multi_worker_mirrored, parameter_server  # noqa: E402
 from workbench.strategies.tensorflow.servers import listening  # noqa: E402

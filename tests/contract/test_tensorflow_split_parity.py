@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from needs import need
 from tf_harness import clean
 from tf_split import WAYS, furthest, train
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 

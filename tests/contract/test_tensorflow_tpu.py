@@ -7,9 +7,10 @@ import threading
 import time
 
 import pytest
+from needs import need
 from tf_harness import clean, run
 
-pytest.importorskip("tensorflow")
+need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
 TRAIN = """
