@@ -123,6 +123,8 @@ def sentences(split: Split) -> list[str]:
 
 
 def _layers(named: str) -> str:
-    """Return what a stage holds, in words: `layers 0 to 1`, `layer 2`."""
+    """Return what a stage holds, in words: `layers 0 to 1`, `layer 2`, but `dense` by its name."""
+    if not named[:1].isdigit():
+        return named
     several = " to " in named or "," in named
     return f"layer{'s' if several else ''} {named}"
