@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from spreading import spread
+from spreading import Together, spread
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,6 +29,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say which tests stay together; where nobody asked for groups the order is the files'."""
+    """Put what takes longest first; where nobody asked for groups the order is the files'."""
     if getattr(config.option, "loadgroup", False):  # set in the processes of `--dist loadgroup`
         spread(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Say which tests stay together under `--dist loadgroup`."""
+    return Together(config, log) if config.getvalue("dist") == "loadgroup" else None
