@@ -74,18 +74,19 @@ class ByTurns(FaultInjector):
         super().before_step(step)
 
 
-def more_ms(column_s: Any) -> Any:
-    """Return by how many ms a column grows, per rank, with faults `by_turns`.
+def more_ms(column_s: Any, share: float = 0.2) -> Any:
+    """Return by how many ms a column's quantile grows, per rank, with faults `by_turns`.
 
-    What else goes on at the machine is in both kinds of steps, as they take turns; it only ever
-    adds, so the lower quintiles are compared.
+    What else goes on at the machine is in both kinds of steps, as they take turns. It only ever
+    adds, and more where all workers compute: so the lower quintile says whether the whole delay is
+    in the steps, and the median that not more is.
 
     Args:
         column_s: Seconds, (steps, ranks).
     """
     inside = [step for step in range(len(column_s)) if step % 5]  # the first may be part of both
     slowed, plain = (
-        np.quantile([column_s[step] for step in inside if step // 5 % 2 == turn], 0.2, axis=0)
+        np.quantile([column_s[step] for step in inside if step // 5 % 2 == turn], share, axis=0)
         for turn in (1, 0)
     )
     return (slowed - plain) * 1e3

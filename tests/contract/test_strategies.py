@@ -186,7 +186,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
     others = [rank for rank in range(count) if rank != 1]
     assert wait_ms[others] == pytest.approx(50, abs=5)
     assert wait_ms[1] == 0
-    assert (derived.blamed_rank[:, others] == 1).mean() >= 0.9
+    assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
 
 
 @pytest.mark.timing
@@ -214,6 +214,7 @@ def test_an_injected_delay_is_read_back_as_the_others_bubble(
     later_ms = more_ms(rows["end_s"] - rows["start_s"])
     others = [rank for rank in range(count) if rank != 1]
     assert busy_ms[1] == pytest.approx(50, abs=5)
+    assert more_ms(rows["compute_s"], 0.5)[1] <= 55
     assert (later_ms > 20).all()
     assert idle_ms[others] == pytest.approx(later_ms[others], abs=5)
     assert idle_ms[1] == pytest.approx(later_ms[1] - 50, abs=5)
@@ -229,11 +230,10 @@ def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
             )
         )  # fmt: skip
         derived = metrics.derive(joined(reports))
-        read_ms = {
-            name: float(more_ms(getattr(derived, name))[0]) for name in ("data_wait_s", "compute_s")
-        }
-        assert read_ms.pop(column) == pytest.approx(20, abs=3)
-        assert all(abs(other) < 3 for other in read_ms.values())
+        for name in ("data_wait_s", "compute_s"):
+            truth = 20 if name == column else 0
+            assert more_ms(getattr(derived, name))[0] == pytest.approx(truth, abs=3)
+            assert more_ms(getattr(derived, name), 0.5)[0] <= truth + 3
 
 
 @pytest.mark.parametrize(("entry", "count"), CASES)

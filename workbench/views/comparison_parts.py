@@ -64,7 +64,8 @@ def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
 def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:
     """Return text in lines that fit a width; a number keeps its unit with it."""
     lines: list[str] = []
-    for word in re.sub(r"(?<=\d) (?=(?:%|ms|s)(?!\w))", "\u00a0", text).split(" "):
+    together = re.sub(r"(?<=\d) (?=(?:%|ms|s)(?!\w))", "\u00a0", " ".join(text.split()))
+    for word in filter(None, together.split(" ")):
         joined = f"{lines[-1]} {word}" if lines else word
         if lines and width_in(joined, size_pt, weight) <= most_in:
             lines[-1] = joined
