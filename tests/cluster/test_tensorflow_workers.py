@@ -124,10 +124,13 @@ def test_pause_and_stop_reach_all_workers_at_one_step(book, source):
     assert last[0] == last[1]
 
 
+TIMEOUT_S = 8.0  # the first steps, which the workers trace at their own pace, must fit
+
+
 def test_a_worker_that_stalls_is_named_within_the_timeout_and_the_next_run_works(book):
     from workbench.session.state import session
 
-    run = start(book, FIT, options={"timeout_s": 3.0})
+    run = start(book, FIT, options={"timeout_s": TIMEOUT_S})
     stalled = session.need_cluster().engines[1].pid
     os.kill(stalled, signal.SIGSTOP)
     assert soon(lambda: run.state == "failed", 60)
