@@ -36,7 +36,7 @@ CELL: dict[str, tuple[str, str]] = {
     "--background": ("off: the cell ends with the run", "%%distributed mirrored --background"),
     "--inject": ("no faults", "%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms"),
     "--plot": (
-        "`auto`: the widget in a notebook, else text; `off` also leaves out a comparison's figure",
+        "`auto`: the widget in a notebook, else text; `text` and `off` leave out a comparison's figure",
         "%%distributed mirrored --plot off",
     ),
     "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),

@@ -177,7 +177,7 @@ class WorkbenchMagics(Magics):
             from .session.compare import compare
 
             compared = compare(*runs)
-            show(compared.table() if asked.plot == "off" else compared)
+            show(compared.table() if asked.plot in ("text", "off") else compared)
         else:
             show(runs[0].summary())
 

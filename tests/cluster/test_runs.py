@@ -85,6 +85,14 @@ def test_several_strategies_and_seeds_end_in_a_comparison(book):
     assert not any("image/png" in shown for shown in cell.displays)
 
 
+def test_a_comparison_in_text_has_no_figure(book):
+    cell = book.ok("%%distributed one_device,mirrored --name worded --plot text\n" + SHORT)
+    compared = wb.compare(wb.runs["worded-one_device"], wb.runs["worded-mirrored"])
+    assert compared.comparison.verdict in cell.text
+    assert "speed-up" in cell.text
+    assert not any(kind.startswith("image/") for shown in cell.displays for kind in shown)
+
+
 def test_a_loop_of_ones_own_trains_with_one_line_added(book):
     cell = book.ok(
         "%%distributed mirrored --plot text\n"
