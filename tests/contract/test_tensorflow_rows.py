@@ -15,7 +15,7 @@ CLOSE = 1e-8  # thirds of a batch are weighed in float32
 CELL = """
 import keras, numpy as np, tensorflow as tf
 keras.utils.set_random_seed(0)
-keras.config.set_floatx("float64")
+keras.config.set_floatx("float64"); keras.config.set_dtype_policy("float64")
 
 class Places(keras.layers.Layer):
     '''Adds a row for each place: once per replica, whatever its share of the batch.'''
@@ -52,7 +52,7 @@ try:
             whole = [tf.convert_to_tensor(gradient) for gradient in found]
             strategy.run(lambda: optimizer.apply(whole, model.trainable_variables))
 finally:
-    keras.config.set_floatx("float32")
+    keras.config.set_floatx("float32"); keras.config.set_dtype_policy("float32")
 """
 
 

@@ -149,6 +149,8 @@ def footprint() -> dict[str, Any]:
         "all_reduce": distribute_lib.ReplicaContextBase.all_reduce,
         "replicas": mirrored_run._call_for_each_replica,
         "scope": tf.distribute.has_strategy(),
+        # The policy is what the first layer of a process found, whatever `floatx` becomes later.
+        "dtype": (keras.config.floatx(), keras.config.dtype_policy().name),
     }
 
 
