@@ -44,6 +44,8 @@ def test_a_death_is_told_in_a_sentence(tmp_path, engines, verb):
     run.open_board(lambda engine, message: None, run.members)
     run.died(EngineInfo(3, "u", exit="killed by SIGKILL"))
     assert run.history.story.notes == [f"{verb} gone: killed by SIGKILL."]
+    run.note("It was killed, the others go on.", [3])
+    assert run.history.story.notes == ["It was killed, the others go on."]
 
 
 def test_fewer_workers_are_numbered_anew_and_called_as_before():

@@ -139,6 +139,19 @@ def test_how_each_rank_ended_is_kept() -> None:
     assert story.errors[0]["ename"] == "ValueError"
 
 
+def test_a_death_is_told_once_by_whoever_says_more() -> None:
+    story = Story()
+    story.fold("note", {"text": "Rank 1 learns."}, 1.0)
+    for engine in (1, 2):
+        story.fold("death", {"text": f"Engine {engine} is gone.", "engine": engine}, 2.0)
+    story.fold("note", {"text": "Engine 1 died, the others go on.", "deaths": [1]}, 3.0)
+    expected = ["Rank 1 learns.", "Engine 2 is gone.", "Engine 1 died, the others go on."]
+    assert story.notes == expected
+    assert [moment.kind for moment in story.moments] == ["note", "death", "death", "note"]
+    story.fold("death", {"text": "Engine 1 is gone.", "engine": 1}, 4.0)
+    assert story.notes == [*expected, "Engine 1 is gone."]  # the one that took its place
+
+
 def test_notes_are_bounded() -> None:
     story = Story()
     for number in range(500):

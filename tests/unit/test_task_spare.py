@@ -35,8 +35,9 @@ def task(lost):
     """Engine 0 runs the cell, 1 and 2 are workers, 3 is a server."""
     labels = {0: "replicas 0-1 · cpu", 1: "worker 0", 2: "worker 1", 3: "server s0"}
     return Task(
-        Engines(), {engine: {} for engine in range(4)}, labels, spare=[1, 2], on_loss=lost.append
-    )
+        Engines(), {engine: {} for engine in range(4)}, labels, spare=[1, 2],
+        on_loss=lambda *said: lost.append(said),
+    )  # fmt: skip
 
 
 def dies(task, engine):
@@ -53,7 +54,7 @@ def test_one_of_several_may_die(task, lost):
     ends(task, 0, 1, 3)
     assert task.is_over
     assert task.failure() is None
-    assert lost == ["Worker 1 is gone, the others go on: Engine 2 died."]
+    assert lost == [("Worker 1 is gone, the others go on: Engine 2 died.", [2])]
 
 
 def test_the_last_one_may_not(task, lost):

@@ -40,7 +40,8 @@ class Story:
         errors: Fields of `error` by rank.
         devices: Device by rank.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
-        notes: Notes and warnings, each text once.
+        notes: Notes, warnings and deaths, each text once; a death stands there until a note says
+            more of it.
         checkpoints: How many were written.
         split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
@@ -62,6 +63,7 @@ class Story:
         self.rewinds: list[int] = []
         self.checkpoints = 0
         self._last_checkpoint = ""
+        self._deaths: dict[int, str] = {}
         self.split: Split | None = None
         self.unmeasured: dict[str, str] = {}
         self.memory_bytes: dict[int, float] = {}
@@ -82,8 +84,7 @@ class Story:
         elif name == "eval":
             self._evaluate(fields, t_s)
         elif name in ("note", "warning", "death"):
-            if self._note(str(fields.get("text", ""))):
-                self._moment(t_s, name, str(fields["text"]), fields)
+            self._tell(name, fields, t_s)
         elif name == "checkpoint":
             self._checkpoint(fields)
             self._moment(t_s, name, f"checkpoint at step {fields['step']}", fields)
@@ -157,6 +158,16 @@ class Story:
         self.notes = [note for note in self.notes if note != self._last_checkpoint]
         self._last_checkpoint = text
         self._note(text)
+
+    def _tell(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
+        """Take a note in; of a death it takes the place of what was said at first."""
+        text = str(fields.get("text", ""))
+        if name == "death" and "engine" in fields:
+            self._deaths[int(fields["engine"])] = text
+        said = {self._deaths.pop(engine, "") for engine in fields.get("deaths", ())}
+        self.notes = [note for note in self.notes if note not in said]
+        if self._note(text):
+            self._moment(t_s, name, text, fields)
 
     def _note(self, text: str) -> bool:
         """Keep a note; return whether it is new."""

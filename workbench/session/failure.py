@@ -131,18 +131,18 @@ class CellEnd:
             outcome["status"] != "interrupted" for outcome in self.outcomes.values()
         ):
             return None
-        what = "".join(f"\n  {text}" for text in ended)
+        what = "".join(f"\n  {text}" for text in ended.values())
         return RunError(
             f"Interrupted: the cell was ended on all its engines.{what}",
             next_step=gone.next_step(self.outcomes),
         )
 
     @property
-    def ended(self) -> list[str]:
+    def ended(self) -> dict[int, str]:
         """What is to be said of engines that we killed, since no interrupt reached them."""
-        return [
-            f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome['ended']}: "
+        return {
+            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome['ended']}: "
             f"%cluster restart {i}"
             for i, outcome in self.outcomes.items()
             if outcome.get("ended")
-        ]
+        }

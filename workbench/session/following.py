@@ -22,7 +22,7 @@ from ..errors import RunError
 from ..history.tail import Tail
 from ..protocol import Message
 from .run import Run
-from .task import Task
+from .task import OnLoss, Task
 
 LOOK_S = 0.15
 BEGIN_S = 10.0
@@ -79,7 +79,7 @@ class FollowedTask(Task):
         labels: Mapping[int, str],
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
-        on_loss: Callable[[str], None] = lambda text: None,
+        on_loss: OnLoss = lambda text, engines: None,
     ) -> None:
         self._calls = calls
         super().__init__(engines, {i: {} for i in calls}, labels, on_done, spare, on_loss)

@@ -99,8 +99,8 @@ class Launch:
         error = task.failure()
         if run.state == "stopping" and error is not None and task.cause is None:
             error = None  # an agreed stop that needed an interrupt is still a stop
-            for text in task.ended:
-                run.note(text)
+            for engine, text in task.ended.items():
+                run.note(text, [engine])
         error = self._recoverer.explain(error) if error else outcome_error(run, task.outcomes)
         for text in outcome_notes(task.outcomes):
             run.note(text)

@@ -137,7 +137,7 @@ class Recoverer:
                 if why:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}"))
                     return
-                how = "; ".join(f"{run.called(i)} died while the run was recovering" for i in dead)
+                how = "; ".join(map(self._died_meanwhile, dead))
 
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
@@ -163,9 +163,14 @@ class Recoverer:
         seconds = time.perf_counter() - began
         done = Recovery(tuple(dead), how, step, lost_steps, len(members), seconds)
         run.recoveries.append(done)
-        run.note(words(done, launch.plan.on_failure, bool(start)))
+        run.note(words(done, launch.plan.on_failure, bool(start)), dead)
         launch.submit()
         run.halt_again()  # Stop was pressed while nobody could hear it
+
+    def _died_meanwhile(self, engine: int) -> str:
+        known = self._launch.pool.engines.engines.get(engine)  # none where the cluster was stopped
+        how = f" ({known.exit})" if known and known.exit else ""
+        return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
 
     def _start(self) -> Checkpoint | None:
         """Return where to go on from: what survivors hold, the last checkpoint, the first."""

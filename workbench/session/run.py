@@ -225,7 +225,7 @@ class Run(Results):
         if engine.id in self._everyone and not self.is_over:
             text = f"{gone.named(self.called(engine.id))} gone: {engine.exit}."
             rank = self.engines.index(engine.id) if engine.id in self.engines else None
-            self.history.event("death", {"text": text, "rank": rank})
+            self.history.event("death", {"text": text, "rank": rank, "engine": engine.id})
 
     def called(self, engine: int) -> str:
         """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
@@ -238,9 +238,13 @@ class Run(Results):
             return f"Engine {engine}"
         return f"{self.task.names.of(engine)} (engine {engine})"
 
-    def note(self, text: str) -> None:
-        """Add something the user should know about this run."""
-        self.history.event("note", {"text": text})
+    def note(self, text: str, deaths: Sequence[int] = ()) -> None:
+        """Add something the user should know about this run.
+
+        Args:
+            deaths: Engines of whose deaths it says all, so that nothing else need be said of them.
+        """
+        self.history.event("note", {"text": text, "deaths": list(deaths)})
 
     @property
     def evals(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..cluster.calls import Call
@@ -24,6 +24,10 @@ KILL_S = 8.0
 CELL = "workbench.engine.entry:cell"
 AGAIN_S = 1.5
 """A cell may catch an interrupt and go on; so it is sent again until the engine is ended."""
+
+
+OnLoss = Callable[[str, Sequence[int]], None]
+"""`on_loss(text, engines)`: what is to be said of the death of engines that were spared."""
 
 
 class Task:
@@ -43,7 +47,7 @@ class Task:
         labels: Mapping[int, str],
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
-        on_loss: Callable[[str], None] = lambda text: None,
+        on_loss: OnLoss = lambda text, engines: None,
         least: int = 1,
     ) -> None:
         self.engines = engines
@@ -123,7 +127,8 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            self._on_loss(f"{name} is gone, the others go on: {outcome['evalue']}")
+            text = f"{name} is gone, the others go on: {outcome['evalue']}"
+            self._on_loss(text, [call.engine])
         if complete:
             self._end()
         elif first or outcome["status"] == "interrupted":
@@ -247,7 +252,7 @@ class Task:
         return self.names.of(engine).lower()
 
     @property
-    def ended(self) -> list[str]:
+    def ended(self) -> dict[int, str]:
         """What is to be said of engines that we killed, since no interrupt reached them."""
         return self.end.ended
 
