@@ -35,7 +35,8 @@ from ..base import NAN, Share, StepResult
 from .layers import Chain, cut, table_text
 from .placement import Placement, SplitStrategy
 from .replicated import Replicated
-from .stages import StageMarks, Stages
+from .stage_marks import StageMarks
+from .stages import Stages
 
 
 class ModelSplit(Replicated):
