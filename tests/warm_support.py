@@ -3,6 +3,8 @@
 import contextlib
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -52,6 +54,16 @@ def engines(n, warm=None, **settings):
         if owned:
             owned.stop()
         profile.remove(folder)
+
+
+@contextlib.contextmanager
+def stopped(pid):
+    """Have a process stand still, as one that is busy with something else for long."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def gone(pids, timeout_s):

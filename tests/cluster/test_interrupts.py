@@ -1,12 +1,14 @@
 """Interrupts end cells and runs wherever they are; engines live, the next cell works."""
 
 import gc
+import os
 import threading
 import time
 
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
+from warm_support import stopped
 
 from workbench.errors import RunError
 from workbench.session.state import session
@@ -228,3 +230,21 @@ def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(
     assert soon(lambda: 2 not in session.cluster.ids)
     book.ok("%cluster restart 2")
     assert book.ok(PROOF).lines() == ["[ranks 0-2] 3.0"]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system knows no pidfd")
+def test_an_interrupt_arrives_while_the_warm_parent_is_busy(book, unharmed, reached, tmp_path):
+    (warm_pid,) = session.cluster._engines._ground.parents.living.values()
+    source = f"""%%distributed
+import pathlib, time
+try:
+    if rank == 1:
+        {HERE.format(path=str(reached))}
+    time.sleep(1000)
+finally:
+    pathlib.Path({str(tmp_path)!r}, f"heard-{{rank}}").touch()
+"""
+    with stopped(warm_pid):
+        press_interrupt_when(reached.exists)
+        book.refused(source, "Interrupted")
+        assert {path.name for path in tmp_path.glob("heard-*")} >= {"heard-1"}

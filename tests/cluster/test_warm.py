@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from notebook_shell import soon
-from warm_support import gone, kernel
+from warm_support import gone, kernel, stopped
 
 from workbench.cluster import profile
+from workbench.cluster.processes import signal_child
 from workbench.cluster.warm_client import WarmParent, can_fork
 from workbench.errors import ClusterError
 
@@ -88,6 +89,32 @@ def test_only_its_own_children_are_signalled(warm):
         warm.stop_pids([other.pid], grace_s=0)
         assert other.poll() is None
         other.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system knows no pidfd")
+def test_a_child_is_signalled_while_its_parent_is_busy(warm, exits):
+    pid, _, _ = warm.fork_keeper()
+    with stopped(warm.pid):
+        assert warm.signal(pid, signal.SIGKILL)
+        assert not gone([pid], WAIT_S)
+        assert exits.empty()
+    end = exits.get(timeout=WAIT_S)
+    assert (end.pid, end.text) == (pid, "SIGKILL")
+
+
+def test_without_pidfds_its_parent_is_asked_to_signal_a_child(warm, exits, monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    pid, _, _ = warm.fork_keeper()
+    assert warm.signal(pid, signal.SIGKILL)
+    assert exits.get(timeout=WAIT_S).pid == pid
+
+
+def test_who_is_no_child_of_the_parent_is_not_signalled_directly(warm):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert not signal_child(warm.pid, other.pid, signal.SIGKILL)
+        assert other.poll() is None
+        other.kill()
+    assert not signal_child(warm.pid, other.pid, signal.SIGKILL)  # it is gone
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(warm, exits):

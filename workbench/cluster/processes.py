@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from .. import scratch
 from ..errors import ClusterError
 from ..frameworks import import_environment
@@ -61,6 +63,28 @@ class Exit:
 
 
 ExitCallback = Callable[[Exit], None]
+
+
+def signal_child(parent_pid: int, pid: int, sig: int) -> bool:
+    """Signal a process if it is a child of `parent_pid`; return whether it was signalled.
+
+    A pid may be another process's as soon as its parent has reaped it. So the process is held, then
+    its parent is looked up, then what is held is signalled: where the pid changed hands in between,
+    what is held has ended, and nobody is signalled.
+    """
+    try:
+        held = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # another system, an old kernel; or it is gone
+        return False
+    try:
+        if psutil.Process(pid).ppid() != parent_pid:
+            return False
+        signal.pidfd_send_signal(held, sig)
+    except (AttributeError, OSError, psutil.Error):
+        return False
+    finally:
+        os.close(held)
+    return True
 
 
 def can_fork(framework: str = "torch") -> tuple[bool, str]:

@@ -18,7 +18,7 @@ import psutil
 from ..errors import ClusterError
 from . import profile
 from .door import knock
-from .processes import Exit, can_fork, environment, start_keeper
+from .processes import Exit, can_fork, environment, signal_child, start_keeper
 from .warm_wire import START_TIMEOUT_S, WarmWire
 
 __all__ = ["Exit", "WarmParent", "can_fork", "start_keeper"]
@@ -202,7 +202,14 @@ class WarmParent(WarmWire):
         return int(answer["pid"]), str(answer["host"]), int(answer["port"])
 
     def signal(self, pid: int, sig: int) -> bool:
-        """Signal a process that was forked here; False when it is gone already."""
+        """Signal a process that was forked here; False when it is gone already.
+
+        Directly where that is safe: the parent may be in the middle of an import that takes
+        seconds. Else it is asked to.
+        """
+        parent_pid = self.pid
+        if parent_pid is not None and self.has(pid) and signal_child(parent_pid, pid, sig):
+            return True
         return bool(self.ask("signal", pid=pid, sig=int(sig))["sent"])
 
     def stop_pids(self, pids: Sequence[int], grace_s: float = 2.0) -> None:
