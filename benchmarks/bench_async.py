@@ -25,9 +25,11 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contract"))
 
-from harness import Report, Workers, failures
+from worker_reports import Report, failures
+from workers import Workers
 
 BUDGETS = (1.0, 1.05, 1.5)
 MOST_STALENESS = 4.0

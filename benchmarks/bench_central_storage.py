@@ -17,9 +17,10 @@ import statistics
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "contract"))
 
-from harness import Workers
+from workers import Workers
 
 rank, world_size = 0, 1  # the running worker's
 

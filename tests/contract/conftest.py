@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("worker_reports")  # it checks: what it saw is told
 
-from harness import Workers
-from needs import need
+from needs import need  # noqa: E402
+from workers import Workers  # noqa: E402
 
 need("torch")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Workers
 from needs import need
 from tf_harness import clean, run
+from workers import Workers
 
 need("tensorflow")
 pytestmark = [pytest.mark.tensorflow, pytest.mark.torch]

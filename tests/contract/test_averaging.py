@@ -8,8 +8,8 @@ import cells
 import model_cells
 import numpy as np
 import pytest
-from harness import Report, Workers, failures, joined
-from test_strategies import assert_same, clean
+from worker_reports import Report, assert_same, clean, failures, joined
+from workers import Workers
 
 from workbench import catalog, metrics
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import checkpoint_cells as cells
 import numpy as np
 import pytest
-from harness import Workers, failures
+from worker_reports import failures
+from workers import Workers
 
 from workbench import catalog, checkpoints
 from workbench.cookbook import Recipe

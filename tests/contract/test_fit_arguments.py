@@ -5,7 +5,8 @@ from __future__ import annotations
 import fit_cells
 import numpy as np
 import pytest
-from harness import Report, Workers, failures
+from worker_reports import Report, failures
+from workers import Workers
 
 pytestmark = pytest.mark.torch
 

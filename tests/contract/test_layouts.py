@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import server_cells
 import split_cells
-from harness import Workers, joined, more_ms
-from test_strategies import assert_same, clean
+from worker_reports import assert_same, clean, joined, more_ms
+from workers import Workers
 
 from workbench import metrics
 

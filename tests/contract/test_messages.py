@@ -7,7 +7,8 @@ from typing import Any
 import cells
 import numpy as np
 import pytest
-from harness import Report, Workers, failures, joined
+from worker_reports import Report, failures, joined
+from workers import Workers
 
 from workbench.catalog.messages import messages
 from workbench.history.snapshot import Split

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import split_cells as cells
-from harness import Report, Workers, failures, joined, more_ms
-from test_strategies import assert_same, clean
+from worker_reports import Report, assert_same, clean, failures, joined, more_ms
+from workers import Workers
 
 from workbench import metrics
 

@@ -8,8 +8,9 @@ import cells
 import numpy as np
 import pytest
 import server_cells
-from harness import Report, Workers, joined
-from test_strategies import ENTRIES, clean
+from strategy_cases import ENTRIES
+from worker_reports import Report, clean, joined
+from workers import Workers
 
 from workbench import catalog, metrics
 

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import cells
 import model_cells
 import numpy as np
 import pytest
-from harness import Report, Workers, failures, joined, more_ms
+from strategy_cases import CASES, ENTRIES, EXACT, PREPARE, SEVERAL, exact_options, in_every_way, run
+from worker_reports import assert_same, clean, joined
+from workers import Workers
 
 from workbench import catalog, metrics
 
 pytestmark = pytest.mark.torch
-
-
-def _exists(entry: catalog.Strategy) -> bool:
-    return importlib.util.find_spec(entry.module.partition(":")[0]) is not None
-
-
-def _exact(entry: catalog.Strategy) -> dict[str, Any] | None:
-    """Return the options under which several workers equal one device; None: under none."""
-    if entry.exact_with is None:
-        return None
-    return {**dict(entry.exact_with), **({entry.sync_option: True} if entry.sync_option else {})}
-
-
-ENTRIES = [entry for entry in catalog.strategies("torch") if _exists(entry)]
-CASES = [
-    pytest.param(entry, count, id=f"{entry.name}-{count}")
-    for entry in ENTRIES
-    for count in (1, 2, 3)
-    if entry.is_sync(_exact(entry) or {}) and count <= (entry.max_workers or count)
-]
-EXACT = [case for case in CASES if case.values[1] == 1 or _exact(case.values[0]) is not None]
-PREPARE = [case for case in CASES if "prepare" in case.values[0].ways]
-SEVERAL = [case for case in CASES if case.values[1] > 1]
-BOTH_WAYS = {"fit": False, "prepare": True}
-
-
-def in_every_way(cases: list[Any]) -> list[Any]:
-    """Return each case with each way the strategy can be used: (entry, count, own_loop)."""
-    return [
-        pytest.param(*case.values, own_loop, id=f"{case.id}-{way}")
-        for case in cases
-        for way, own_loop in BOTH_WAYS.items()
-        if way in case.values[0].ways
-    ]
-
-
-def run(pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any) -> list[Report]:
-    """Run a cell under the options with which the strategy is exact, if there are any."""
-    return pool.run(entry.name, cell, *args, options=_exact(entry) or {}, **how)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,28 +29,6 @@ NEEDS = {
     "accumulate": "accumulate", "clip": "clip_norm", "scheduler": "scheduler",
     "step_fn": "step_fn", "uneven": "uneven_batches",
 }  # fmt: skip
-
-
-def clean(reports: list[Report]) -> list[Report]:
-    """Check what holds after every run, then hand the reports on."""
-    assert failures(reports) == []
-    assert [report.left for report in reports] == [[] for _ in reports]
-    assert [report.wrapped for report in reports] == [[] for _ in reports]
-    return reports
-
-
-def assert_same(reports: list[Report], truth: Report, tolerance: float) -> None:
-    """Check parameters of every worker, and the losses of every step, against one device."""
-    shares = [report.weights for report in reports]
-    if not catalog.lookup(reports[0].strategy).whole:
-        shares = [dict(pair for share in shares for pair in share.items())]
-        assert sum(len(report.weights) for report in reports) == len(truth.weights)
-    for weights in shares:
-        assert weights.keys() == truth.weights.keys()
-        for name, value in truth.weights.items():
-            assert abs(weights[name] - value).max() <= tolerance, name
-    losses = metrics.derive(joined(reports)).loss
-    assert np.allclose(losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -141,99 +81,6 @@ def test_an_own_loop_trains_as_fit_does(
         )
         assert_same(reports, truth, 1e-10)
         assert reports[0].trained == len(truth.rows)
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize(("entry", "count", "own_loop"), in_every_way(CASES))
-def test_records_cover_the_run(
-    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool
-) -> None:
-    reports = clean(run(workers, entry, cells.slow_steps, own_loop, workers=count))
-    rows = joined(reports)
-    assert rows.shape == (30, count)
-    assert (rows["step"] == np.arange(30)[:, None]).all()
-    assert (rows["rank"] == np.arange(count)).all()
-    counted = rows["samples"].sum(axis=1) if entry.data_parallel else rows["samples"].max(axis=1)
-    assert (counted == 12).all()
-    derived = metrics.derive(rows)
-    assert derived.step_s.min() >= 0.010
-    named = 1 - derived.other_s / derived.step_s
-    assert np.quantile(named, 0.02) >= 0.95
-    assert named.max() <= 1.001
-    for report, step_s in zip(reports, derived.step_s.T, strict=True):
-        assert step_s.sum() == pytest.approx(report.train_s, rel=0.01)
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize(
-    ("entry", "count", "own_loop", "place"),
-    [
-        pytest.param(*case.values, place, id=f"{case.id}-{place}")
-        for case in in_every_way([c for c in SEVERAL if not c.values[0].takes_turns])
-        for place in ("data", "forward", "backward")
-        if place == "forward" or case.values[1] == 2  # two workers show the rest
-    ],
-)
-def test_an_injected_delay_is_read_back_as_the_others_wait(
-    workers: Workers, entry: catalog.Strategy, count: int, own_loop: bool, place: str
-) -> None:
-    faults = (f"slow=1:50ms/{place}",)
-    reports = clean(
-        run(workers, entry, cells.slow_steps, own_loop, 20, 2, workers=count, faults=faults)
-    )
-    derived = metrics.derive(joined(reports))
-    wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
-    others = [rank for rank in range(count) if rank != 1]
-    assert wait_ms[others] == pytest.approx(50, abs=5)
-    assert wait_ms[1] == 0
-    assert (derived.blamed_rank[:, others] == 1).mean() >= 0.95
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("entry", "count"), [case for case in SEVERAL if case.values[0].takes_turns]
-)
-def test_an_injected_delay_is_read_back_as_the_others_bubble(
-    workers: Workers, entry: catalog.Strategy, count: int, place: str
-) -> None:
-    """Where workers take turns, what a slow one costs the step is the others' idle time.
-
-    It may be less than the delay: others do what they have at hand meanwhile.
-    """
-    rows = joined(
-        clean(
-            run(
-                workers, entry, cells.slow_steps, False, 60, 6, workers=count,
-                faults=(f"slow=1:50ms/{place}",), by_turns=True,
-            )
-        )
-    )  # fmt: skip
-    busy_ms = more_ms(rows["compute_s"])
-    idle_ms = more_ms(rows["bubble_s"])
-    later_ms = more_ms(rows["end_s"] - rows["start_s"])
-    others = [rank for rank in range(count) if rank != 1]
-    assert busy_ms[1] == pytest.approx(50, abs=5)
-    assert more_ms(rows["compute_s"], 0.5)[1] <= 55
-    assert (later_ms > 20).all()
-    assert idle_ms[others] == pytest.approx(later_ms[others], abs=5)
-    assert idle_ms[1] == pytest.approx(later_ms[1] - 50, abs=5)
-
-
-@pytest.mark.timing
-def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
-    for place, column in (("data", "data_wait_s"), ("backward", "compute_s")):
-        reports = clean(
-            workers.run(
-                "one_device", cells.slow_steps, False, 60, faults=(f"slow=0:20ms/{place}",),
-                by_turns=True,
-            )
-        )  # fmt: skip
-        derived = metrics.derive(joined(reports))
-        for name in ("data_wait_s", "compute_s"):
-            truth = 20 if name == column else 0
-            assert more_ms(getattr(derived, name))[0] == pytest.approx(truth, abs=3)
-            assert more_ms(getattr(derived, name), 0.5)[0] <= truth + 3
 
 
 @pytest.mark.parametrize(("entry", "count"), CASES)
@@ -298,7 +145,7 @@ def test_what_cannot_be_trained_is_refused_before_any_collective(
 def test_sparse_gradients_are_trained_with_or_refused(
     workers: Workers, entry: catalog.Strategy
 ) -> None:
-    count = 2 if _exact(entry) is not None else 1
+    count = 2 if exact_options(entry) is not None else 1
     reports = clean(
         run(
             workers,
@@ -364,12 +211,6 @@ def test_waits_of_a_loop_that_averages_by_itself_are_unknown_not_0(workers: Work
     assert (derived.compute_s > 0).all()
     (told,) = reports[0].emitted("unmeasured")
     assert set(told["columns"]) >= {"sync_wait_s", "transfer_s"}
-
-
-@pytest.mark.timing
-def test_a_blocked_collective_raises_when_its_sockets_are_shut(workers: Workers) -> None:
-    waited, _ = clean(workers.run("mirrored", cells.blocked, workers=2))
-    assert 0.1 < waited.value < 5
 
 
 def test_a_killed_worker_ends_in_an_error_not_a_hang() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import harness
 import pytest
-from harness import Workers, failures
+import workers
+from worker_reports import failures
+from workers import Workers
 
 pytestmark = pytest.mark.torch
 
@@ -23,7 +24,7 @@ def test_a_run_that_hangs_says_where_and_takes_no_later_one_along(monkeypatch):
     pool = Workers(2)
     try:
         assert [report.value for report in pool.run("mirrored", answers, workers=2)] == [0, 1]
-        monkeypatch.setattr(harness, "ANSWER_S", 1.0)
+        monkeypatch.setattr(workers, "ANSWER_S", 1.0)
         with pytest.raises(TimeoutError, match="in hangs"):
             pool.run("mirrored", hangs, workers=2)
         monkeypatch.undo()

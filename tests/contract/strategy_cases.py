@@ -1,0 +1,51 @@
+"""PyTorch's strategies of the catalog, as the cases that tests are parametrised with."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from worker_reports import Report
+from workers import Workers
+
+from workbench import catalog
+
+
+def _exists(entry: catalog.Strategy) -> bool:
+    return importlib.util.find_spec(entry.module.partition(":")[0]) is not None
+
+
+def exact_options(entry: catalog.Strategy) -> dict[str, Any] | None:
+    """Return the options under which several workers equal one device; None: under none."""
+    if entry.exact_with is None:
+        return None
+    return {**dict(entry.exact_with), **({entry.sync_option: True} if entry.sync_option else {})}
+
+
+ENTRIES = [entry for entry in catalog.strategies("torch") if _exists(entry)]
+CASES = [
+    pytest.param(entry, count, id=f"{entry.name}-{count}")
+    for entry in ENTRIES
+    for count in (1, 2, 3)
+    if entry.is_sync(exact_options(entry) or {}) and count <= (entry.max_workers or count)
+]
+EXACT = [case for case in CASES if case.values[1] == 1 or exact_options(case.values[0]) is not None]
+PREPARE = [case for case in CASES if "prepare" in case.values[0].ways]
+SEVERAL = [case for case in CASES if case.values[1] > 1]
+BOTH_WAYS = {"fit": False, "prepare": True}
+
+
+def in_every_way(cases: list[Any]) -> list[Any]:
+    """Return each case with each way the strategy can be used: (entry, count, own_loop)."""
+    return [
+        pytest.param(*case.values, own_loop, id=f"{case.id}-{way}")
+        for case in cases
+        for way, own_loop in BOTH_WAYS.items()
+        if way in case.values[0].ways
+    ]
+
+
+def run(pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any) -> list[Report]:
+    """Run a cell under the options with which the strategy is exact, if there are any."""
+    return pool.run(entry.name, cell, *args, options=exact_options(entry) or {}, **how)

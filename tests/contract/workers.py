@@ -1,0 +1,165 @@
+"""Workers as processes, without ipyparallel: each does what `harness.py` says.
+
+Each worker lives through many runs, as an engine does, so that what a run leaves behind is met by
+the next one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import secrets
+import signal
+import tempfile
+from typing import Any
+
+from harness import ByTurns, run_here
+from notebook_shell import soon
+from worker_reports import Report
+
+from workbench import catalog
+from workbench.engine.injector import FaultInjector
+
+# What runs would import otherwise, each process for itself.
+PRELOAD = [
+    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.fx",
+    "workbench.engine.fit", "workbench.engine.prepare", "workbench.engine.watch",
+    "workbench.engine.runtime", "workbench.engine.torch_support", "workbench.data.torch_sets",
+    *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
+]  # fmt: skip
+
+ANSWER_S = 60.0
+"""How long a run may take; beyond that something hangs."""
+
+
+def _serve(pipe: Any, stacks: str) -> None:
+    # Asked for by `Workers._abandon`; stays open as long as the process lives.
+    faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115
+    # As in an engine: what is there now stays, so the collector need not look through it again.
+    # Else most of the suite's time is spent in that.
+    gc.freeze()
+    # An engine's loaders fork; who was started by a fork server would ask one for each loader,
+    # which then imports the framework.
+    multiprocessing.set_start_method("fork", force=True)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(run_here(*job))
+
+
+class Workers:
+    """A pool of worker processes and the store in which they meet."""
+
+    def __init__(self, count: int) -> None:
+        import torch.distributed as dist
+
+        os.environ["OMP_NUM_THREADS"] = "1"
+        # A cell begins when all are in the group: one that fails at once would keep others out.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+        self._starter = multiprocessing.get_context("forkserver")
+        self._starter.set_forkserver_preload(PRELOAD)
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        self._stacks = tempfile.TemporaryDirectory()
+        self._grow(count)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.runs = 0
+
+    def _grow(self, count: int) -> None:
+        """Start processes until there are so many."""
+        while len(self.processes) < count:
+            ours, theirs = self._starter.Pipe()
+            process = self._starter.Process(
+                target=_serve, args=(theirs, self._stacks_of(len(self.processes)))
+            )  # not daemonic: loaders have processes of their own
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(
+        self,
+        strategy: str,
+        function: Any,
+        *args: Any,
+        workers: int = 1,
+        options: dict[str, Any] | None = None,
+        overrides: dict[str, Any] | None = None,
+        faults: tuple[str, ...] = (),
+        by_turns: bool = False,
+        keywords: dict[str, Any] | None = None,
+        init_from: str = "",
+        **told: Any,
+    ) -> list[Report]:
+        """Run `function(*args, **keywords)` as a cell on the first `workers` processes.
+
+        Args:
+            by_turns: Whether faults are there in every other five steps only, for `more_ms`.
+        """
+        from workbench.cookbook import Recipe
+        from workbench.protocol import RunSpec
+
+        recipe = Recipe.from_function(function)
+        entry = catalog.lookup(strategy)
+        self.runs += 1
+        settings = entry.settings(options or {})
+        servers, key = entry.server_count(settings), secrets.token_hex(32)
+        self._grow(workers + servers)
+        for rank in range(workers + servers):
+            spec = RunSpec(
+                mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
+                store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
+                run_id=f"run{self.runs}", strategy=entry.name,
+                options=settings, overrides=overrides or {}, faults=faults, servers=servers,
+                key=key, init_from=init_from, role="worker" if rank < workers else "server",
+                **told,
+            )  # fmt: skip
+            self.pipes[rank].send(
+                (
+                    spec.to_wire(), recipe.source, function.__name__, args, keywords or {},
+                    ByTurns if by_turns else FaultInjector,
+                )
+            )  # fmt: skip
+        reports = []
+        for rank in range(workers + servers):
+            if not self.pipes[rank].poll(ANSWER_S):
+                raise TimeoutError(f"worker {rank} does not answer\n{self._abandon(rank)}")
+            try:
+                reports.append(self.pipes[rank].recv())
+            except EOFError:
+                reports.append(Report(error="died"))
+        for server in reports[workers:]:  # what goes wrong on a server is told by the first worker
+            reports[0].error = server.error or reports[0].error
+            reports[0].left += server.left
+        return reports[:workers]
+
+    def _stacks_of(self, rank: int) -> str:
+        return os.path.join(self._stacks.name, str(rank))
+
+    def _abandon(self, silent: int) -> str:
+        """End all processes, whose late answers would be taken for the next run's; say why."""
+        os.kill(self.processes[silent].pid, signal.SIGUSR1)
+        soon(lambda: os.path.getsize(self._stacks_of(silent)) > 0, 5)
+        with open(self._stacks_of(silent)) as file:
+            where = file.read()
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.pipes.clear()
+        self.processes.clear()
+        return where
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._stacks.cleanup()
