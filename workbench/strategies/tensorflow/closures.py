@@ -23,25 +23,23 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute.coordinator import cluster_coordinator
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from ...engine.announce import announce
 from ...engine.context import RunContext
 from ...errors import ClusterError, RunStopped
+from .closure_functions import Functions
 from .closure_rows import Rows
-from .delays import Delays
 from .fetching import Fetcher, Told
 from .loop import check_unsaved
+from .patches import Patches
 
 clock = time.perf_counter
 STALL_S = 120.0
@@ -72,13 +70,11 @@ class Closures:
 
     Attributes:
         coordinator: The ClusterCoordinator.
-        optimizer: Applied last.
         samples: Samples per closure of an own loop; 0 while nobody knows.
     """
 
     def __init__(self, context: RunContext, coordinator: Any) -> None:
         self.context, self.coordinator = context, coordinator
-        self.optimizer: Any = None
         self.samples = 0
         self._cluster = coordinator._cluster
         self._queue = self._cluster.closure_queue
@@ -87,36 +83,30 @@ class Closures:
         self._admitted = self._open = 0
         self._rows = Rows(context)
         self._running: dict[int, float] = {}
-        self._gradients = 0
-        self._delays = Delays()
-        self._trains: Any = weakref.WeakKeyDictionary()
-        self._graphs: Any = weakref.WeakKeyDictionary()  # by function: those of alike calls
+        self._functions = Functions()
         self._announced = False
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._fetcher = Fetcher()
 
     def __enter__(self) -> Closures:
         """See what is scheduled from now on."""
-        self._patch(self._cluster, "schedule", lambda original: self.schedule)
-        self._patch(self._cluster, "join", lambda original: self.join)
-        self._patch(keras.optimizers.Optimizer, "apply", self._applies)
-        self._patch(tf.GradientTape, "gradient", self._differentiates)
-        create = self.coordinator.create_per_worker_dataset
-        self._patch(self.coordinator, "create_per_worker_dataset", lambda _: self._dataset(create))
+        replace = self._patches.replace
+        replace(self._cluster, "schedule", lambda original: self.schedule)
+        replace(self._cluster, "join", lambda original: self.join)
+        replace(self.coordinator, "create_per_worker_dataset", self._dataset)
+        self._functions.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Undo the patches."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._functions.__exit__(*error)
+        self._patches.undo()
         self._fetcher.close()
 
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before, own = getattr(owner, name), name in vars(owner)
-        setattr(owner, name, make(before))
-        undo = (lambda: setattr(owner, name, before)) if own else lambda: delattr(owner, name)
-        self._undo.append(undo)
+    @property
+    def optimizer(self) -> Any:
+        """What was applied last; None before."""
+        return self._functions.optimizer
 
     # -- the thread that runs the cell -------------------------------------------------------------
 
@@ -143,20 +133,13 @@ class Closures:
         """
         self._check()
         active = any(faults.active for faults in self.context.faults.replicas)
-        chosen = self._delays.variant(function) if active else function
-        gradients = self._gradients
-        # What a function does is seen when it is traced, or (a plain one) only when it runs.
-        plain = not isinstance(function, polymorphic_function.Function)
-        unseen = plain or chosen.experimental_get_tracing_count() > 0
         count = self.samples if samples is None else samples
-        graphs = {} if plain or alike is None else self._graphs.setdefault(chosen, {})
-        known = graphs.get(alike, chosen)
-        step = Step(self, told, count, known, self._queue._cancellation_mgr, args, kwargs)
-        if known is chosen and not plain:
-            graphs[alike] = step._concrete_function
-        if self._gradients > gradients:
-            self._trains[function] = True
-        step.trains = plain or self._trains.setdefault(function, unseen)
+
+        def make(known: Any) -> Step:
+            manager = self._queue._cancellation_mgr
+            return Step(self, told, count, known, manager, args, kwargs)
+
+        step = self._functions.closure(function, alike, make, delayed=active)
         if step.trains:
             self._announce()
         with self._counts:
@@ -255,24 +238,6 @@ class Closures:
         size = tf.get_static_value(getattr(inner, "_batch_size", None))
         self.samples = self.samples if size is None else int(size)
         return dataset
-
-    # -- tracing -----------------------------------------------------------------------------------
-
-    def _applies(self, original: Any) -> Any:
-        def apply(optimizer: Any, grads: Any, *args: Any, **keywords: Any) -> Any:
-            self.optimizer = optimizer
-            self._gradients += 1
-            held = self._delays.hold(grads)
-            return original(optimizer, held, *args, **keywords)
-
-        return tf.autograph.experimental.do_not_convert(apply)
-
-    def _differentiates(self, original: Any) -> Any:
-        def gradient(tape: Any, *args: Any, **keywords: Any) -> Any:
-            self._gradients += 1
-            return original(tape, *args, **keywords)
-
-        return tf.autograph.experimental.do_not_convert(gradient)
 
     # -- a worker's thread -------------------------------------------------------------------------
 
