@@ -33,6 +33,10 @@ CASES = [
 EXACT = [case for case in CASES if case.values[1] == 1 or exact_options(case.values[0]) is not None]
 PREPARE = [case for case in CASES if "prepare" in case.values[0].ways]
 SEVERAL = [case for case in CASES if case.values[1] > 1]
+SERVED = [entry for entry in ENTRIES if entry.servers or entry.servers_option]
+FREE = [entry for entry in SERVED if not entry.sync]  # each worker at its own pace
+NAME = {"ids": lambda value: getattr(value, "name", None)}
+"""For `parametrize` over entries: an id is the entry's name."""
 BOTH_WAYS = {"fit": False, "prepare": True}
 
 
@@ -49,3 +53,8 @@ def in_every_way(cases: list[Any]) -> list[Any]:
 def run(pool: Workers, entry: catalog.Strategy, cell: Any, *args: Any, **how: Any) -> list[Report]:
     """Run a cell under the options with which the strategy is exact, if there are any."""
     return pool.run(entry.name, cell, *args, options=exact_options(entry) or {}, **how)
+
+
+def together(entry: catalog.Strategy) -> dict[str, Any]:
+    """Return the options under which the workers take each step together."""
+    return {entry.sync_option: True} if entry.sync_option else {}
