@@ -30,17 +30,16 @@ import tensorflow as tf
 
 from ...engine import settings
 from ...engine.announce import announce
-from ...engine.checkpoints import checkpoints_of
 from ...engine.context import RunContext
 from ...engine.initial import initialise
 from ...engine.tensorflow_models import parameter_count
 from ..base import Strategy
 from .closures import Closures
+from .closures_place import ClosuresPlace
 from .coordinated import AHEAD
 from .feeds import Fed, dealt
-from .keras_batches import DEFAULT_BATCH
 from .keras_closures import Graphs, Sums, logs_of
-from .keras_data import AdapterData, ArrayData, Data, as_arrays
+from .keras_data import Data, Reader
 from .keras_fit import check_model
 from .mistakes import check_callbacks, check_steps
 
@@ -66,9 +65,7 @@ class CoordinatedFit:
         self.workers = context.spec.world_size
         self._trained = trained
         self._owner = importlib.import_module("keras.src.backend.tensorflow.trainer")
-        self._adapters = importlib.import_module("keras.src.trainers.data_adapters")
-        self._tools = importlib.import_module("keras.src.trainers.data_adapters.data_adapter_utils")
-        self._slicing = importlib.import_module("keras.src.trainers.data_adapters.array_slicing")
+        self._reader = Reader(context, closures.coordinator)
         self._originals: dict[str, Any] = {}
         self._graphs = Graphs(closures.coordinator.strategy)
 
@@ -109,28 +106,24 @@ class CoordinatedFit:
         settings.check_supported(self.context.entry, "keras", ())
         model._assert_compile_called("fit")
         check_callbacks(call["callbacks"])
-        data, validation = self._data(call)
+        data, validation = self._reader.data(call)
         self._build(model, data)
         initialise(self.context, model)
         settings.warn_if_trained(self.context, model)
         self._trained(model)
         total = self._limits(call, data)
-        first = self._go_on(model, call, data)
+        place = ClosuresPlace(self.context, self.closures, self.strategy)
+        first = place.find(call, data.steps)
         self._announce(model, call, data, total)
-        total = None if total is None else total - self._done
-        callbacks = call["callbacks"]
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = keras.callbacks.CallbackList(
-                callbacks, add_history=True, add_progbar=False, verbose=0, model=model,
-                epochs=call["epochs"], steps=data.steps,
-            )  # fmt: skip
+        total = None if total is None else total - place.done
+        callbacks = _callbacks(model, call, data)
         train = self._graphs.function(model, data.feed, training=True)
         model.stop_training = False
         callbacks.on_train_begin()
         logs: dict[str, float] = {}
         for epoch in range(call["initial_epoch"], call["epochs"]):
             callbacks.on_epoch_begin(epoch)
-            sums, total = self._train(train, data, epoch, total, first)
+            sums, total = self._train(train, data, place, epoch, total, first)
             first = 0
             if not sums.samples:
                 break
@@ -143,12 +136,12 @@ class CoordinatedFit:
             callbacks.on_epoch_end(epoch, logs)
             if model.stop_training or total == 0:
                 break
-        self._checkpoints.save(self._base + self._done)
+        place.end()
         callbacks.on_train_end(logs=logs)
         return model.history
 
     def _train(
-        self, train: Any, data: Data, epoch: int, left: int | None, first: int = 0
+        self, train: Any, data: Data, place: ClosuresPlace, epoch: int, left: int | None, first: int
     ) -> tuple[Sums, int | None]:
         """Train one epoch, at most `left` global steps; return the sums and what is left then.
 
@@ -172,38 +165,9 @@ class CoordinatedFit:
                 )  # fmt: skip
                 strategy.extended._being_scheduled = False
             left = None if left is None else left - 1
-            self._step_done(epoch, at)
+            place.step_done(epoch, at)
         self.closures.join()
         return sums, left
-
-    def _go_on(self, model: Any, call: dict[str, Any], data: Data) -> int:
-        """Go on from a checkpoint of this call, if any; return the batches to leave out."""
-        self._base, self._done, self._place = self.context.trained, 0, (call["initial_epoch"], 0)
-        base, self._per_epoch = {"base": self._base}, data.steps
-        self._checkpoints = checkpoints = checkpoints_of(self.context)
-        about = checkpoints.enter(
-            self.strategy,
-            lambda: {**base, "epoch": self._place[0], "batch": self._place[1]},
-        )
-        if about is None:
-            return 0
-        checkpoints.restore()
-        checkpoints.tell()
-        self._done = int(about["step"]) - self._base
-        self._place = int(about["epoch"]), int(about["batch"])
-        call["initial_epoch"] = self._place[0]
-        self.closures.go_on(int(about["step"]))
-        self.context.trained = int(about["step"])
-        return self._place[1]
-
-    def _step_done(self, epoch: int, batch: int) -> None:
-        """Count a global batch; save if it is time, when no push is under way."""
-        ended = batch == self._per_epoch
-        self._done, self._place = self._done + 1, (epoch + 1, 0) if ended else (epoch, batch)
-        if self._checkpoints.is_due(self._base + self._done):
-            self.closures.join()
-            self._checkpoints.save(self._base + self._done)
-            self.closures.idle()
 
     def _validate(self, model: Any, data: Data, epoch: int) -> dict[str, float]:
         began_s = clock()
@@ -234,7 +198,7 @@ class CoordinatedFit:
         call.setdefault("validation_data", None)
         call = {**call, "validation_split": 0.0, "class_weight": None, "shuffle": False}
         call["steps_per_epoch"] = call["steps"]
-        data, _ = self._data(call)
+        data, _ = self._reader.data(call)
         self._build(model, data)
         logs = logs_of(model, self._score(model, data))
         self.closures.idle()
@@ -245,16 +209,12 @@ class CoordinatedFit:
 
     def predict(self, model: Any, call: dict[str, Any]) -> Any:
         """As Keras' predict, by closures."""
-        adapter = self._adapters.get_data_adapter(
-            x=call["x"], batch_size=call["batch_size"] or DEFAULT_BATCH,
-            steps_per_epoch=call["steps"], shuffle=False,
-        )  # fmt: skip
         strategy, feed = self.closures.coordinator.strategy, Fed()
         function = feed.function(lambda batch: strategy.run(model.predict_step, args=((batch,),)))
         waiting = []
-        for batch in adapter.get_numpy_iterator():
+        for inputs in self._reader.inputs(call):
             self.closures.wait_for_room(AHEAD * self.workers)
-            args = next(feed.args([self._tools.unpack_x_y_sample_weight(batch)[0]]))
+            args = next(feed.args([inputs]))
             waiting.append(self.closures.coordinator.schedule(function, args=args))
         self.closures.join()
         outputs = [value.fetch() for value in waiting]
@@ -262,50 +222,6 @@ class CoordinatedFit:
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     # -- around it ---------------------------------------------------------------------------------
-
-    def _data(self, call: dict[str, Any]) -> tuple[Data, Data | None]:
-        """Return the data to train on, and to validate with (None without)."""
-        given, parts = self.context.spec.overrides, (call["x"], call["y"], call["sample_weight"])
-        self.context.options_read = True
-        if "batch_size" in given:
-            call["batch_size"] = given["batch_size"]
-        validation = call["validation_data"]
-        if call["validation_split"] and validation is None:
-            parts, validation = self._slicing.train_validation_split(
-                parts, validation_split=call["validation_split"]
-            )
-        make = functools.partial(self._make, call["batch_size"])
-        weights, steps = call["class_weight"], call["steps_per_epoch"]
-        data = make(parts, weights, steps, shuffle=call["shuffle"])
-        if validation is None:
-            return data, None
-        held = self._tools.unpack_x_y_sample_weight(validation)
-        make = functools.partial(self._make, call.get("validation_batch_size") or data.batch_size)
-        return data, make(held, None, call.get("validation_steps"), shuffle=False)
-
-    def _make(
-        self, batch_size: int | None, parts: Any, class_weight: Any, steps: int | None, *,
-        shuffle: bool,
-    ) -> Data:  # fmt: skip
-        x, y, weight = parts
-        arrays = as_arrays([x, y, weight])
-        if arrays is not None:
-            x, y, weight = arrays
-            if class_weight is not None:
-                weight = np.asarray(
-                    self._tools.class_weight_to_sample_weights(y, class_weight), np.float32
-                )
-            batch = tuple(part for part in (x, y, weight) if part is not None)
-            seed = int(self.context.spec.overrides.get("seed", 0))
-            return ArrayData(
-                self.closures.coordinator, batch, batch_size or DEFAULT_BATCH, steps, seed,
-                shuffle=shuffle,
-            )  # fmt: skip
-        adapter = self._adapters.get_data_adapter(
-            x=x, y=y, sample_weight=weight, batch_size=batch_size or DEFAULT_BATCH,
-            steps_per_epoch=steps, shuffle=shuffle, class_weight=class_weight,
-        )  # fmt: skip
-        return AdapterData(adapter, steps)
 
     def _build(self, model: Any, data: Data) -> None:
         """Have model, metrics and optimizer make their variables, here and not in a closure."""
@@ -334,3 +250,13 @@ class CoordinatedFit:
             self.context, parameter_count(model), batch_size=data.batch_size, total_steps=total,
             epochs=epochs,
         )  # fmt: skip
+
+
+def _callbacks(model: Any, call: dict[str, Any], data: Data) -> Any:
+    callbacks = call["callbacks"]
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(
+        callbacks, add_history=True, add_progbar=False, verbose=0, model=model,
+        epochs=call["epochs"], steps=data.steps,
+    )  # fmt: skip

@@ -6,6 +6,8 @@ adapters: `keras/src/trainers/data_adapters`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ...engine.context import RunContext
 from ...engine.order import make_order, share_bounds
 from ...engine.tensorflow_data import batch_length, slice_batch
 from .feeds import Fed, Resident, fits
+from .keras_batches import DEFAULT_BATCH
 
 
 class Data(ABC):
@@ -111,3 +115,65 @@ def as_arrays(parts: list[Any]) -> list[Any] | None:
         tf.nest.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf), part)
         for part in parts
     ]
+
+
+class Reader:
+    """Reads what calls of `fit`, `evaluate` and `predict` are given, with the line's overrides."""
+
+    def __init__(self, context: RunContext, coordinator: Any) -> None:
+        self._context, self._coordinator = context, coordinator
+        self._adapters = importlib.import_module("keras.src.trainers.data_adapters")
+        self._tools = importlib.import_module("keras.src.trainers.data_adapters.data_adapter_utils")
+        self._slicing = importlib.import_module("keras.src.trainers.data_adapters.array_slicing")
+
+    def data(self, call: dict[str, Any]) -> tuple[Data, Data | None]:
+        """Return the data to train on, and to validate with (None without)."""
+        given, parts = self._context.spec.overrides, (call["x"], call["y"], call["sample_weight"])
+        self._context.options_read = True
+        if "batch_size" in given:
+            call["batch_size"] = given["batch_size"]
+        validation = call["validation_data"]
+        if call["validation_split"] and validation is None:
+            parts, validation = self._slicing.train_validation_split(
+                parts, validation_split=call["validation_split"]
+            )
+        make = functools.partial(self._make, call["batch_size"])
+        weights, steps = call["class_weight"], call["steps_per_epoch"]
+        data = make(parts, weights, steps, shuffle=call["shuffle"])
+        if validation is None:
+            return data, None
+        held = self._tools.unpack_x_y_sample_weight(validation)
+        make = functools.partial(self._make, call.get("validation_batch_size") or data.batch_size)
+        return data, make(held, None, call.get("validation_steps"), shuffle=False)
+
+    def _make(
+        self, batch_size: int | None, parts: Any, class_weight: Any, steps: int | None, *,
+        shuffle: bool,
+    ) -> Data:  # fmt: skip
+        x, y, weight = parts
+        arrays = as_arrays([x, y, weight])
+        if arrays is not None:
+            x, y, weight = arrays
+            if class_weight is not None:
+                weight = np.asarray(
+                    self._tools.class_weight_to_sample_weights(y, class_weight), np.float32
+                )
+            batch = tuple(part for part in (x, y, weight) if part is not None)
+            seed = int(self._context.spec.overrides.get("seed", 0))
+            return ArrayData(
+                self._coordinator, batch, batch_size or DEFAULT_BATCH, steps, seed, shuffle=shuffle
+            )
+        adapter = self._adapters.get_data_adapter(
+            x=x, y=y, sample_weight=weight, batch_size=batch_size or DEFAULT_BATCH,
+            steps_per_epoch=steps, shuffle=shuffle, class_weight=class_weight,
+        )  # fmt: skip
+        return AdapterData(adapter, steps)
+
+    def inputs(self, call: dict[str, Any]) -> Iterator[Any]:
+        """Yield the model's inputs of each batch that `predict` is given."""
+        adapter = self._adapters.get_data_adapter(
+            x=call["x"], batch_size=call["batch_size"] or DEFAULT_BATCH,
+            steps_per_epoch=call["steps"], shuffle=False,
+        )  # fmt: skip
+        for batch in adapter.get_numpy_iterator():
+            yield self._tools.unpack_x_y_sample_weight(batch)[0]
