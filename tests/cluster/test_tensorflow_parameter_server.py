@@ -116,7 +116,7 @@ WAYS = {
     "fit": FIT.format(epochs=2),
     "keras": keras(),
     "dataset": keras(DATASET),
-    "loop": LOOP.format(steps=92),
+    "loop": LOOP.format(steps=92) + "ended = float(last.fetch())\n",
 }
 
 
@@ -136,7 +136,10 @@ def test_workers_take_steps_at_their_own_pace(cluster, way):
     losses = np.asarray(run.history["local_loss"], float)
     seen = losses[~np.isnan(losses)]
     assert len(seen) == 92 or (way == "loop" and len(seen) >= 2)
-    assert seen[-1] < seen[0]
+    if way == "loop":  # its rows may hold no loss but those of the workers' first closures
+        assert cluster.pull(["ended"], ids=[0])[0]["ended"] < 0.8 * max(seen)
+    else:
+        assert seen[-1] < seen[0]
     assert run.weights()["sequential/dense/kernel"].shape == (64, 16)
     assert "transfer_s" in run.history.unmeasured
     for engine in cluster.engines:
