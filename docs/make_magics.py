@@ -2,9 +2,9 @@
 
     python docs/make_magics.py
 
-What a flag is called, what it takes and what it is for come from `workbench/line.py`. What a parser
-does not know (the default in words, an example) stands here, per flag; a flag that is missing here
-is an error, and a test parses every example.
+What a flag is called, what it takes and what it is for come from `workbench/line.py` and
+`workbench/cluster_line.py`. What a parser does not know (the default in words, an example) stands
+here, per flag; a flag that is missing here is an error, and a test parses every example.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ CELL: dict[str, tuple[str, str]] = {
     "--background": ("off: the cell ends with the run", "%%distributed mirrored --background"),
     "--inject": ("no faults", "%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms"),
     "--plot": (
-        "`auto`: the widget in a notebook, else text; `text` and `off` leave out a comparison's figure",
+        "`auto`: the widget in a notebook, else text; `text` and `off` leave out a comparison's "
+        "figure",
         "%%distributed mirrored --plot off",
     ),
     "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),
@@ -143,11 +144,11 @@ def actions() -> str:
     Raises:
         ValueError: The parser knows other actions than this module.
     """
-    from workbench import line
+    from workbench import cluster_line
 
-    if set(line.ACTIONS) != set(ACTIONS):
-        odd = sorted(set(line.ACTIONS) ^ set(ACTIONS))
-        raise ValueError(f"make_magics.py and line.py differ: {odd}")
+    if set(cluster_line.ACTIONS) != set(ACTIONS):
+        odd = sorted(set(cluster_line.ACTIONS) ^ set(ACTIONS))
+        raise ValueError(f"make_magics.py and cluster_line.py differ: {odd}")
     rows = [(f"`{example}`", what) for example, what in ACTIONS.values()]
     return table([("line", "what it does"), *rows])
 
@@ -185,7 +186,8 @@ def put(page: str, name: str, content: str) -> str:
 
 def make_page(page: str) -> str:
     """Return the page with all its tables made anew."""
-    from workbench.line import cell_parser, cluster_parser
+    from workbench.cluster_line import cluster_parser
+    from workbench.line import cell_parser
 
     parts = {
         "actions of %cluster": actions(),

@@ -8,20 +8,10 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from . import catalog
+from .cluster_line import ACTIONS, ClusterLine, cluster_parser, parse_cluster_line
 from .cookbook import Recipe
 from .errors import PlanError, RunError
-from .line import (
-    ACTIONS,
-    PLOTS,
-    CellLine,
-    ClusterLine,
-    cell_parser,
-    cluster_parser,
-    parse_cell_line,
-    parse_cluster_line,
-    parse_ranks,
-    strip_comment,
-)
+from .line import PLOTS, CellLine, cell_parser, parse_cell_line
 from .session import registry
 from .session.attach import kept_words, show_attached
 from .session.debug import debug
@@ -31,6 +21,7 @@ from .session.recipes import recipes
 from .session.state import Session, session
 from .session.values import pull_values, push_values
 from .views.blocks import ProgressLine, show
+from .words import parse_ranks, strip_comment
 
 BODY_LINE = 2
 """A cell's body begins on its second line, below the magic."""

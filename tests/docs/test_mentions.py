@@ -9,7 +9,7 @@ from doc_pages import pages
 
 import workbench as wb
 from workbench.cli import main
-from workbench.line import ACTIONS
+from workbench.cluster_line import ACTIONS
 from workbench.magics import WorkbenchMagics
 
 TEXT = "\n".join(page.read_text("utf-8") for page in pages())

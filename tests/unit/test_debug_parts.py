@@ -5,11 +5,12 @@ import threading
 
 import pytest
 
+from workbench.cluster_line import parse_cluster_line
 from workbench.engine import attention, places
 from workbench.engine.profiles import ProfiledGate, Window
 from workbench.engine.values import describe
 from workbench.errors import PlanError
-from workbench.line import parse_cell_line, parse_cluster_line
+from workbench.line import parse_cell_line
 from workbench.protocol import Message
 from workbench.session import prompt
 from workbench.session.logs import Tail, follow

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from workbench.cluster import door, profile
+from workbench.cluster_line import parse_cluster_line
 from workbench.engine import home
 from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.tail import Tail
-from workbench.line import parse_cluster_line
 from workbench.protocol import RECORD
 from workbench.session.following import _Outputs
 from workbench.session.keeping import KEPT_IDLE_S, _idle_s, words

@@ -1,14 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.line import (
-    cell_parser,
-    cluster_parser,
-    parse_cell_line,
-    parse_cluster_line,
-    parse_ranks,
-    strip_comment,
-)
+from workbench.line import cell_parser, parse_cell_line
 
 
 def test_an_empty_line_asks_for_every_worker_and_no_strategy():
@@ -34,42 +27,8 @@ def test_a_full_line_is_read():
     assert line.plot == "svg"
 
 
-@pytest.mark.parametrize("text", ["0,2", "[0,2]", " 0 , 2 ", "0,2,0"])
-def test_ranks_have_several_spellings(text):
-    assert parse_ranks(text) == (0, 2)
-
-
-def test_ranks_may_be_ranges():
-    assert parse_ranks("0-2,5") == (0, 1, 2, 5)
+def test_ranks_are_read():
     assert parse_cell_line("--ranks 1-3").ranks == (1, 2, 3)
-
-
-@pytest.mark.parametrize("text", ["", "a", "0--2", "-1", "1.5", "2-0"])
-def test_ranks_that_are_none_are_refused(text):
-    with pytest.raises(PlanError):
-        parse_ranks(text)
-
-
-@pytest.mark.parametrize(
-    ("line", "left"),
-    [
-        ("start 4  # four", "start 4"),
-        ("# all of it", ""),
-        ("--name a#1", "--name a#1"),
-        ("--name 'a # b' # c", "--name 'a # b'"),
-        ("plain  ", "plain"),
-    ],
-)
-def test_comments_go_and_number_signs_in_words_stay(line, left):
-    assert strip_comment(line) == left
-
-
-def test_cluster_lines_are_read():
-    line = parse_cluster_line("start 4 --devices 0,1 --launcher slurm")
-    assert (line.action, line.count, line.devices, line.launcher) == ("start", 4, "0,1", "slurm")
-    assert parse_cluster_line("").action == "status"
-    assert parse_cluster_line("restart 0 2-3").ranks == (0, 2, 3)
-    assert parse_cluster_line("logs 1  # why?").ranks == (1,)
 
 
 def test_checkpoints_and_failures_are_read():
@@ -84,7 +43,6 @@ def test_help_is_made_from_the_catalog():
     text = cell_parser().format_help()
     assert "mirrored" in text
     assert "bucket_mb=25.0" in text
-    assert "restart" in cluster_parser().format_help()
 
 
 def test_a_parser_never_ends_the_process():

@@ -7,12 +7,8 @@ from types import ModuleType
 import pytest
 from doc_pages import REPOSITORY, generator
 
-from workbench.line import (
-    cell_parser,
-    cluster_parser,
-    parse_cell_line,
-    parse_cluster_line,
-)
+from workbench.cluster_line import cluster_parser, parse_cluster_line
+from workbench.line import cell_parser, parse_cell_line
 
 
 @pytest.fixture(scope="module")

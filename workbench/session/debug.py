@@ -14,7 +14,7 @@ from .postmortem import PostMortem, converse, failed_engine
 from .prompt import Prompt, say
 
 if TYPE_CHECKING:
-    from ..line import ClusterLine
+    from ..cluster_line import ClusterLine
     from .cluster import Cluster
     from .upkeep import Upkeep
 

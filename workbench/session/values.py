@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from ..errors import PlanError
-from ..line import parse_ranks, strip_comment
+from ..words import parse_ranks, strip_comment
 from .cluster import Cluster
 
 
