@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from needs import need
+from tf_cells import WAYS
 from tf_harness import clean
-from tf_split import WAYS, furthest, train
+from tf_split import furthest, train
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow

@@ -17,7 +17,6 @@ from workbench import metrics
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
-WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT, "loop": tf_cells.OWN_LOOP}
 STRATEGY = "multi_worker_mirrored"
 
 
@@ -43,13 +42,13 @@ def rows_of(reports: list[Report]) -> Any:
     ("optimizer", "dtype", "tolerance"),
     [("SGD", "float32", 2e-7), ("Adam", "float64", 1e-10)],  # of Adam the stricter of two
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", tf_cells.WAYS)
 def test_trains_exactly_as_one_device_does(
     pair: Workers, way: str, optimizer: str, dtype: str, tolerance: float
 ) -> None:
     names = settings(OPTIMIZER=optimizer, DTYPE=dtype)
-    truth = clean(pair.run("one_device", [WAYS[way], ""], workers=1, names=names)[0])
-    reports = [clean(report) for report in pair.run(STRATEGY, WAYS[way], names=names)]
+    truth = clean(pair.run("one_device", [tf_cells.WAYS[way], ""], workers=1, names=names)[0])
+    reports = [clean(report) for report in pair.run(STRATEGY, tf_cells.WAYS[way], names=names)]
     first, second = (report.weights for report in reports)
     assert first.keys() == truth.weights.keys()
     assert all((first[name] == second[name]).all() for name in first)  # to the last bit
@@ -59,7 +58,7 @@ def test_trains_exactly_as_one_device_does(
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", tf_cells.WAYS)
 def test_an_injected_delay_is_read_back_as_the_others_wait(pair: Workers, way: str) -> None:
     cell, names = tf_cells.SLEEPY_WAYS[way], {"MILLIS": 2, "STEPS": 30}
     reports = pair.run(STRATEGY, cell, faults=("slow=1:50ms",), names=names)

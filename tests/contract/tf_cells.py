@@ -79,6 +79,8 @@ for epoch in range(STEPS // (SIZE // BATCH)):
     + RESTORE
 )
 
+WAYS = {"fit": WB_FIT, "keras": KERAS_FIT, "loop": OWN_LOOP}
+
 SLEEPY = """
 import time
 import keras, numpy as np, tensorflow as tf
@@ -134,4 +136,29 @@ data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
 for batch in strategy.experimental_distribute_dataset(data):
     train_step(batch)
 """,
+}
+
+KERAS_MODEL = """
+import keras, numpy as np, tensorflow as tf
+x = np.random.default_rng(0).normal(size=(96, 28, 28)).astype("float32")
+y = np.random.default_rng(1).integers(0, 10, 96)
+model = keras.Sequential([
+    keras.layers.Flatten(input_shape=(28, 28)), keras.layers.Dense(128, activation="relu"),
+    keras.layers.BatchNormalization(), keras.layers.Dropout(0.2), keras.layers.Dense(10),
+])
+seen = []
+class Mine(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        seen.append((batch, sorted(logs)))
+model.compile(optimizer="adam", metrics=["accuracy"], steps_per_execution=EVERY,
+    loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+"""
+FIT_CALLS = {
+    "arrays": "h = model.fit(x, y, epochs=2, batch_size=24, callbacks=[Mine()])",
+    "validation_data": "h = model.fit(x, y, 24, 2, validation_data=(x, y), callbacks=Mine())",
+    "validation_split": "h = model.fit(x, y, 18, 2, validation_split=0.25, callbacks=[Mine()])",
+    "tf.data": "h = model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(24), epochs=2, "
+    "callbacks=[Mine()], validation_data=tf.data.Dataset.from_tensor_slices((x, y)).batch(24))",
+    "weights": "h = model.fit(x, y, epochs=2, batch_size=24, callbacks=[Mine()], "
+    "sample_weight=np.ones(96))",
 }

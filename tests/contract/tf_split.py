@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import tf_cells
 from tf_harness import Report, run
 
-WAYS = {"fit": tf_cells.WB_FIT, "keras": tf_cells.KERAS_FIT, "loop": tf_cells.OWN_LOOP}
 NAMES = {
     "SIZES": (120, 24), "DTYPE": "float32", "OPTIMIZER": "SGD", "EXTRA": {}, "GRAPH": True,
     "STEPS": 20,
