@@ -14,6 +14,7 @@ from typing import Any
 
 import ipyparallel
 
+from ..errors import ClusterError
 from . import controller, deaths
 from .launcher import CLUSTER_SETTINGS
 from .processes import Exit
@@ -21,6 +22,7 @@ from .processes import Exit
 REAPED_S = 0.5
 UNLISTED_S = 10.0
 """How long the hub is given to let go of engines that are gone."""
+ANSWER_S = 60.0
 
 
 class Hub:
@@ -123,19 +125,45 @@ class Hub:
         """Wait until the hub has let go of engines, for `UNLISTED_S` at most."""
         end = time.monotonic() + UNLISTED_S
         while set(engines) & set(self.client.ids) and time.monotonic() < end:
-            self.unlist(engines)
+            for engine in engines:
+                self.unlist(engine)
             self.await_change(0.1)
 
-    def unlist(self, engines: Sequence[int]) -> None:
-        """Tell the hub that engines are gone, as ipyparallel's nanny would; heartbeats are slow."""
-        # Engines that end after the client was closed have no hub to be struck off from.
-        if not self.client._closed:
-            self.strike_off([i for i in engines if i in self.client.ids])
+    def unlist(self, engine: int, uuid: str = "") -> None:
+        """Tell the hub that an engine is gone, as ipyparallel's nanny would; heartbeats are slow.
 
-    def strike_off(self, engines: Sequence[int]) -> None:
-        """Tell the hub that engines are gone, also those that clients do not see."""
+        Args:
+            uuid: Of the engine that is meant: another one may have its id by now.
+        """
+        # Engines that end after the client was closed have no hub to be struck off from.
+        if self.client._closed:
+            return
+        listed = self.client._engines.get(engine)
+        if listed is not None and (not uuid or listed == uuid):
+            self._strike_off(engine)
+
+    def make_room(self, engines: Sequence[int]) -> None:
+        """Have the hub forget engines, also those that clients do not see; returns when it has.
+
+        A request that the hub reads later would strike off the next engine of that id.
+
+        Raises:
+            ClusterError: The hub does not answer.
+        """
         for engine in engines:
-            self.client._send(self.client._query_socket, "unregistration_request", {"id": engine})
+            self._strike_off(engine)
+        # Any request with a reply will do: it is read after those that were sent before it.
+        answer = self.client._send(self.client._query_stream, "connection_request")
+        if not answer.wait(ANSWER_S):
+            raise ClusterError(
+                "The cluster's controller does not answer.",
+                seen=f"nothing for {ANSWER_S:g} s",
+                next_step="%cluster stop, then start again",
+            )
+
+    def _strike_off(self, engine: int) -> None:
+        # By the stream: sending on the socket below it would eat the wake-up of a reply.
+        self.client._send(self.client._query_stream, "unregistration_request", {"id": engine})
 
     def _registration(self, event: dict[str, Any]) -> None:
         self._changed.set()

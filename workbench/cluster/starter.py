@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal as signals
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError
@@ -15,6 +17,7 @@ from .parents import Parents
 from .processes import Exit
 
 REGISTER_POLL_S = 0.01
+LOG_CHARS = 2000
 
 
 class Starter:
@@ -26,6 +29,7 @@ class Starter:
 
     Attributes:
         pids: Processes of the engines that were forked, by engine id.
+        uuids: What ipyparallel calls the engines, by engine id.
         logs: Where their output goes, by engine id.
         highest: The highest id that an engine has had; -1 before the first.
     """
@@ -35,6 +39,7 @@ class Starter:
     ) -> None:
         self._hub, self._parents, self._forks, self._words = hub, parents, forks, words
         self.pids: dict[int, int] = {}
+        self.uuids: dict[int, str] = {}
         self.logs: dict[int, str] = {}
         self.highest = -1
 
@@ -59,7 +64,8 @@ class Starter:
         self._hub.await_unlisted(ids)
         # The hub keeps an id for an engine that asked for it and died before its heart was heard,
         # and would give another one to who asks next; it is told even where clients see none.
-        self._hub.strike_off([i for i in ids if i <= self.highest])
+        if used := [i for i in ids if i <= self.highest]:
+            self._hub.make_room(used)
         settings = self._launcher_settings(ids, parent, report)
         sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
@@ -69,7 +75,9 @@ class Starter:
         for one in warm_sets:
             self.pids.update(one.pids)
         self.highest = max(self.highest, *ids)
-        return self._hub.uuids(ids)
+        found = self._hub.uuids(ids)
+        self.uuids.update(found)
+        return found
 
     def _await(
         self, ids: Sequence[int], sets: Sequence[Any], timeout_s: float, report: progress.Report
@@ -84,7 +92,7 @@ class Starter:
             if not dead and time.monotonic() <= end:
                 continue
             missing = sorted(set(ids) - set(client.ids))
-            logs = "\n".join(one.get_output()[-2000:] for one in sets)
+            logs = "\n".join(self._output(one, missing) for one in sets)
             how = [f"engine {i} {self._words(left)}" for i, left in dead.items()]
             for one in warm_sets:  # those that did start are nobody's
                 one.signal(signals.SIGKILL)
@@ -94,6 +102,17 @@ class Starter:
                 seen=logs or "nothing in their logs",
                 next_step="%cluster stop, then start again",
             )
+
+    def _output(self, engine_set: Any, missing: Sequence[int]) -> str:
+        """Return the ends of the logs of missing engines, where each has its own."""
+        if not isinstance(engine_set, WarmEngineSetLauncher):
+            return str(engine_set.get_output()[-LOG_CHARS:])
+        ends = []
+        for engine in missing:
+            with contextlib.suppress(OSError):
+                text = Path(self.logs[engine]).read_text(errors="replace")
+                ends.append(f"engine {engine}: {text[-LOG_CHARS:]}")
+        return "\n".join(ends)
 
     def _start_set(self, settings: dict[str, Any]) -> Any:
         cluster = self._hub.cluster
@@ -136,3 +155,4 @@ class Starter:
         self.pids = {int(i): int(one["pid"]) for i, one in about["engines"].items()}
         self.logs = {int(i): str(path) for i, path in about["logs"].items()}
         self.highest = int(about["highest"])
+        self.uuids = {int(i): str(one["uuid"]) for i, one in about["engines"].items()}
