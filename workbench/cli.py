@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     cli_labs.add_commands(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = f" ({cli_labs.OPENS})" if given.command == "labs" else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
         if given.command in ("ps", "stop"):
             return cli_clusters.run(given)
@@ -131,6 +132,7 @@ def _lab(rest: list[str]) -> int:
 
     What the copy has already is the user's, and left alone.
     """
+    cli_labs.check_opening(rest)
     _need("jupyterlab")
     target = Path.cwd() / "workbench-notebooks"
     target.mkdir(exist_ok=True)

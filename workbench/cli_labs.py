@@ -1,10 +1,14 @@
-"""`workbench labs` and `grade`: labs made from their sources, and what students hand in."""
+"""`workbench labs` and `grade`: labs made from their sources, and what students hand in.
+
+`workbench lab`, which opens JupyterLab, is one letter away: who mixes them up is led to the other.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     from .labs.grading.saving import Saved
 
 COMMANDS = ("labs", "grade")
+SOURCES = "lab_*.md"
+OPENS = "workbench lab (without s) opens JupyterLab on the notebooks"
 NOT_GRADED, INTERRUPTED = 2, 130
 _GRADE = """\
 Runs each notebook's exercises in the lab as it was handed out, in processes of its own.
@@ -28,7 +34,8 @@ def add_commands(commands: Any) -> None:
     labs = commands.add_parser(
         "labs", help="make the students' and the instructors' notebooks from the labs' sources"
     )
-    labs.add_argument("sources", nargs="+", type=Path, help="files lab_N.md")
+    # None at all is refused below, by an error that leads on.
+    labs.add_argument("sources", nargs="*", type=Path, help="files lab_N.md")
     labs.add_argument("--to", type=Path, default=Path("notebooks"), help="the students' notebooks")
     labs.add_argument(
         "--solved-to", type=Path, help="the instructors' (default: where the source is)"
@@ -75,11 +82,51 @@ def run(given: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
+def check_opening(rest: list[str]) -> None:
+    """Refuse labs' sources among what is to be passed on to JupyterLab.
+
+    Raises:
+        PlanError: There is one; it names the command that takes them.
+    """
+    for before, text in zip(["", *rest], rest, strict=False):
+        is_value = re.fullmatch(r"--([\w-]+-dir|\w+\.[\w.]+)", before)  # --ServerApp.root_dir DIR
+        if text.startswith("-") or is_value:
+            continue
+        is_source = text.endswith(".md")
+        if is_source or any(Path(text).glob(SOURCES)):
+            raise PlanError(
+                "workbench lab opens JupyterLab; it makes no notebooks from labs' sources.",
+                seen=text,
+                allowed="flags of JupyterLab",
+                next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
+            )
+
+
+def _check_sources(sources: list[Path]) -> None:
+    """Refuse what is no source of a lab, and nothing at all; lead to what was meant."""
+    if not sources:
+        raise PlanError(
+            "workbench labs makes notebooks from labs' sources; none was given.",
+            allowed="files lab_N.md",
+            next_step=f"workbench labs notebooks/solutions/lab_1.md; {OPENS}",
+        )
+    for source in sources:
+        if source.is_dir() or source.suffix == ".ipynb":
+            within = any(source.glob(SOURCES))
+            raise PlanError(
+                "workbench labs makes notebooks from labs' sources; this is none.",
+                seen=str(source),
+                allowed="files lab_N.md",
+                next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
+            )
+
+
 def _make(given: argparse.Namespace) -> int:
     import time
 
     from .labs.build import build
 
+    _check_sources(given.sources)
     for source in given.sources:
         began = time.perf_counter()
         made = build(source, given.to, given.solved_to or source.parent, run=given.run)

@@ -110,6 +110,58 @@ def test_labs_are_made_from_their_sources(tmp_path, capsys):
     assert "no such lab" in capsys.readouterr().err
 
 
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Arguments that JupyterLab was started with; an empty folder to work in."""
+    calls = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(cli.subprocess, "call", lambda command, env: calls.append(command[4:]) or 0)
+    return calls
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder of labs' sources."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "lab_1.md").touch()
+    return folder
+
+
+def test_sources_given_to_lab_are_refused_and_lead_to_labs(opened, sources, capsys):
+    one = str(sources / "lab_1.md")
+    cases = {one: one, str(sources): str(sources / "lab_*.md"), "lab_77.md": "lab_77.md"}
+    for text, named in cases.items():
+        assert cli.main(["lab", "--no-browser", text]) == 1
+        told = capsys.readouterr().err
+        assert "opens JupyterLab" in told
+        assert f"workbench labs {named}\n" in told
+    assert not opened
+    assert not (sources.parent / "workbench-notebooks").exists()
+
+
+def test_flags_and_their_values_are_passed_on_to_jupyterlab(opened, sources):
+    given = ["--port", "8899", "--ServerApp.root_dir", str(sources), "--notebook-dir", str(sources)]
+    assert cli.main(["lab", *given]) == 0
+    assert opened == [given]
+
+
+def test_labs_without_sources_leads_to_lab(opened, sources, capsys):
+    notebooks = sources.parent / "notebooks"
+    notebooks.mkdir()
+    for given in ([], [str(notebooks)], ["lab_1.ipynb"]):
+        assert cli.main(["labs", *given]) == 1
+        told = capsys.readouterr().err
+        assert "makes notebooks from labs' sources" in told
+        assert "workbench lab (without s) opens JupyterLab" in told
+    assert cli.main(["labs", str(sources)]) == 1
+    assert f"workbench labs {sources / 'lab_*.md'}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["labs", "--no-browser"])
+    assert "workbench lab (without s)" in capsys.readouterr().err
+
+
 def test_a_command_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main([])
