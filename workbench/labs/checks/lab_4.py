@@ -133,6 +133,12 @@ def best_workers(c: Check) -> None:
         here_s, less_s, more_s = (
             t1_s / k + 2 * k * m_bytes / bytes_per_s for k in (n, n / ASIDE, n * ASIDE)
         )
+        best = (t1_s * bytes_per_s / (2 * m_bytes)) ** 0.5
+        c.need(
+            n != int(n) or abs(n - best) >= 1 or here_s <= min(less_s, more_s),
+            f"{asked} returned {n:g}, a whole number.",
+            "do not round: the curve's lowest point is asked for",
+        )
         fewer = "fewer" if less_s < here_s else "more"
         c.need(
             here_s <= min(less_s, more_s),
