@@ -153,11 +153,7 @@ def make_plan(
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
     settings = entry.settings(options or {})
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    for key, value in given.items():
-        if key not in OVERRIDES:
-            raise PlanError("There is no such override.", seen=key, allowed=", ".join(OVERRIDES))
-        given[key] = check_seed(value) if key == "seed" else check_count(key, value)
+    given = _check_overrides(overrides or {})
     _check_layout(entry, settings, count, given.get("batch_size"))
     for fault in faults:
         fault.check(count, links=entry.links)
@@ -183,6 +179,16 @@ def make_plan(
         profile=profile,
         log=targets.parse_targets(log),
     )
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those that are given, as numbers."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    for key, value in given.items():
+        if key not in OVERRIDES:
+            raise PlanError("There is no such override.", seen=key, allowed=", ".join(OVERRIDES))
+        given[key] = check_seed(value) if key == "seed" else check_count(key, value)
+    return given
 
 
 def _check_layout(

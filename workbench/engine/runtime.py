@@ -116,6 +116,27 @@ def _train(
     request: Mapping[str, Any],
     injected: dict[str, Any],
 ) -> dict[str, Any]:
+    run = _new_run(engine, spec)
+    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None)
+    run_context.set_current(run)
+    profiles.install(run)
+    kept = rescue.watch(run, framework)
+    try:
+        framework.setup(spec)
+        _ensure_group(engine, spec, framework)
+        open_links(run, framework)
+        with framework.around(run) as names:
+            shell.namespace.update(names)
+            injected.update(names)
+            outcome = _execute(shell, framework, request)
+            _cell_ended(run, outcome, kept)
+        _tell_end(run, framework, outcome)
+        return outcome
+    finally:
+        _tear_down(engine, run, framework)
+
+
+def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
     run = RunContext(
         spec=spec,
         # Clocks of several hosts cannot be compared: waits then follow the min rule.
@@ -133,45 +154,39 @@ def _train(
     )
     run.gate.on_pause = lambda step: engine.link.emit("paused", rank=spec.rank, step=step)
     run.gate.on_resume = lambda step: engine.link.emit("resumed", rank=spec.rank, step=step)
-    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None)
-    run_context.set_current(run)
-    profiles.install(run)
-    kept = rescue.watch(run, framework)
-    try:
-        framework.setup(spec)
-        _ensure_group(engine, spec, framework)
-        open_links(run, framework)
-        with framework.around(run) as names:
-            shell.namespace.update(names)
-            injected.update(names)
-            outcome = _execute(shell, framework, request)
-            run.failed = outcome["status"] not in ("ok", "stopped")
-            engine.link.emit("left", rank=spec.rank, status=outcome["status"])
-            if run.failed and run.checkpoints is not None and kept is not None:
-                outcome["kept_step"] = kept.keep(run.checkpoints)
-            if run.checkpoints is not None:
-                run.checkpoints.conclude(failed=run.failed)
-        if outcome["status"] == "ok" and run.gate.stopping:
-            outcome["status"] = "stopped"
-        outcome["trained"] = run.trained
-        outcome["options_read"] = run.options_read
-        outcome["initial_read"] = run.initial_read
-        outcome["weights"] = _save_weights(run, framework)
-        engine.link.emit(
-            "run_finished",
-            rank=spec.rank,
-            t_s=time.perf_counter(),
-            steps=run.trained,
-            stopped=run.gate.stopping,
-            paused_s=run.gate.paused_s,
-            train_s=run.train_s,
-            eval_s=run.eval_s,
-            weights=outcome["weights"],
-            status=outcome["status"],
-        )
-        return outcome
-    finally:
-        _tear_down(engine, run, framework)
+    return run
+
+
+def _cell_ended(run: RunContext, outcome: dict[str, Any], kept: rescue.Rescue | None) -> None:
+    """Save what the end of the cell is to leave, still in the strategy's scope."""
+    run.failed = outcome["status"] not in ("ok", "stopped")
+    run.emit("left", rank=run.spec.rank, status=outcome["status"])
+    if run.failed and run.checkpoints is not None and kept is not None:
+        outcome["kept_step"] = kept.keep(run.checkpoints)
+    if run.checkpoints is not None:
+        run.checkpoints.conclude(failed=run.failed)
+
+
+def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
+    """Write the weights; say what the run came to, in the outcome and to the kernel."""
+    if outcome["status"] == "ok" and run.gate.stopping:
+        outcome["status"] = "stopped"
+    outcome["trained"] = run.trained
+    outcome["options_read"] = run.options_read
+    outcome["initial_read"] = run.initial_read
+    outcome["weights"] = _save_weights(run, framework)
+    run.emit(
+        "run_finished",
+        rank=run.spec.rank,
+        t_s=time.perf_counter(),
+        steps=run.trained,
+        stopped=run.gate.stopping,
+        paused_s=run.gate.paused_s,
+        train_s=run.train_s,
+        eval_s=run.eval_s,
+        weights=outcome["weights"],
+        status=outcome["status"],
+    )
 
 
 def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
