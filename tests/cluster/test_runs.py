@@ -1,12 +1,10 @@
-"""Training runs: their life, their controls, their results, and what they leave behind."""
-
-import threading
-import time
+"""Training runs: how they begin and end, their results, and what they leave behind."""
 
 import numpy as np
 import pytest
 from needs import need
-from notebook_shell import WAIT_S, interrupt_main_thread, soon
+from notebook_shell import WAIT_S
+from run_cells import ENDLESS, LOOP, SHORT, going
 
 import workbench as wb
 from workbench.cookbook import Recipe
@@ -14,41 +12,6 @@ from workbench.errors import PlanError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
-
-FIT = """
-import torch
-from torch import nn
-model = nn.Linear(64, 10)
-wb.fit(model, wb.data.synthetic(256, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
-       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32, steps=STEPS)
-"""
-SHORT = FIT.replace("STEPS", "6")
-ENDLESS = FIT.replace("STEPS", "1_000_000")
-LOOP = """
-import torch
-from torch import nn
-model = nn.Linear(64, 10); optimizer = torch.optim.SGD(model.parameters(), 0.1)
-data = wb.data.synthetic(128, shape=(64,), classes=10)
-loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
-model, optimizer, loader = wb.prepare(model, optimizer, loader)
-for epoch in range(EPOCHS):
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-"""
-
-
-def going(run, steps=3):
-    """Wait until a run has done some steps."""
-    assert soon(lambda: run.is_over or run.history.totals.steps >= steps), run
-    assert not run.is_over, run.error
-    return run
-
-
-def steps_by_rank(run):
-    return [int((run.history["rank"] == r).sum()) for r in range(len(run.engines))]
-
 
 # -- the first path, as it is written in the documentation -----------------------------------------
 
@@ -109,7 +72,7 @@ def test_a_loop_of_ones_own_trains_with_one_line_added(book):
     assert book["_run"].history.totals.steps > 10
 
 
-# -- life and controls -----------------------------------------------------------------------------
+# -- life ------------------------------------------------------------------------------------------
 
 
 def test_a_name_that_is_used_again_moves_the_older_run_aside(cluster):
@@ -133,81 +96,6 @@ def test_columns_are_of_equal_length_and_losses_are_global(cluster):
     assert set(history["engine"]) == {0, 1}
 
 
-def test_stop_ends_all_ranks_at_the_same_step(cluster):
-    run = going(cluster.run(ENDLESS, strategy="mirrored"))
-    run.stop()
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-    first, second = steps_by_rank(run)
-    assert first == second >= 3
-    assert run.weights()["weight"].shape == (10, 64)
-
-
-def test_a_stop_before_the_first_step_is_a_stop(cluster):
-    run = cluster.run("import time\ntime.sleep(0.5)\n" + ENDLESS, strategy="mirrored")
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-
-
-def test_stop_ends_a_loop_of_ones_own_quietly(cluster):
-    run = going(cluster.run(LOOP.replace("EPOCHS", "10**6"), strategy="mirrored"))
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-    assert len(set(steps_by_rank(run))) == 1
-    assert "RunStopped" not in run.task.board.text()
-
-
-def test_pause_holds_step_advances_exactly_and_resume_goes_on(cluster):
-    run = going(cluster.run(ENDLESS, strategy="mirrored"))
-    run.pause()
-    assert soon(lambda: run.state == "paused")
-    assert soon(lambda: len(set(steps_by_rank(run))) == 1)
-    held = run.history.totals.steps
-    for advance in (1, 5):
-        run.step(advance)
-        held += advance
-        assert soon(lambda held=held: steps_by_rank(run) == [held, held])
-        assert soon(lambda: run.state == "paused")
-    quiet = threading.Event()
-    assert not quiet.wait(0.3)
-    assert steps_by_rank(run) == [held, held]
-    run.resume()
-    assert soon(lambda: run.history.totals.steps > held + 5)
-    assert run.state == "running"
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-
-
-def test_a_paused_run_can_be_stopped(cluster):
-    run = going(cluster.run(ENDLESS, strategy="mirrored"))
-    run.pause()
-    assert soon(lambda: run.state == "paused")
-    assert soon(lambda: len(set(steps_by_rank(run))) == 1)
-    held = steps_by_rank(run)
-    run.stop()
-    assert run.wait(WAIT_S).state == "stopped"
-    assert steps_by_rank(run) == held  # not one more
-
-
-def test_faults_are_injected_and_taken_away_while_a_run_goes_on(cluster):
-    run = going(cluster.run(ENDLESS, strategy="mirrored"))
-    run.inject("slow=1:30ms")
-
-    def median_wait_ms():
-        steps = run.history["step"]
-        rows = (run.history["rank"] == 0) & (steps > steps.max() - 10)
-        return 1e3 * float(np.median(run.history["sync_wait_s"][rows]))
-
-    assert soon(lambda: median_wait_ms() > 15)
-    run.inject()
-    resumed = run.history.totals.steps
-    assert soon(lambda: run.history.totals.steps > resumed + 50, 10)
-    with pytest.raises(PlanError, match="ranks 0 to 1"):
-        run.inject("slow=7:30ms")
-    run.stop()
-    run.wait(WAIT_S)
-
-
 def test_a_second_run_is_refused_while_one_is_going_on(cluster):
     run = going(cluster.run(ENDLESS, strategy="mirrored", name="going"))
     with pytest.raises(RunError, match="run 'going'") as refused:
@@ -215,33 +103,6 @@ def test_a_second_run_is_refused_while_one_is_going_on(cluster):
     assert "run.stop()" in str(refused.value)
     run.stop()
     run.wait(WAIT_S)
-    assert cluster.run(SHORT, strategy="mirrored").wait(WAIT_S).state == "finished"
-
-
-def test_an_interrupt_stops_a_run_and_marks_the_cell(book, cluster):
-    threading.Timer(1.5, interrupt_main_thread).start()
-    cell = book.refused(
-        "%%distributed mirrored --name cut --plot off\n" + ENDLESS, "Interrupted", "'cut'"
-    )
-    assert cell.seconds < 1.5 + 5
-    assert wb.runs["cut"].state == "stopped"
-    assert book["_run"] is wb.runs["cut"]
-    assert len(set(steps_by_rank(wb.runs["cut"]))) == 1
-
-
-def test_a_wait_for_a_message_of_our_own_links_can_be_ended(cluster):
-    pids = {engine.id: engine.pid for engine in cluster.engines}
-    asleep = ENDLESS.replace(
-        "steps=1_000_000",
-        "steps=50, callbacks=lambda step, logs: __import__('time').sleep(60 * (rank * step == 4))",
-    )
-    run = going(cluster.run(asleep, strategy="mirrored", options={"allreduce": "ring"}))
-    began = time.monotonic()
-    run.stop()
-    run.wait(WAIT_S)
-    assert time.monotonic() - began < 6  # one second of it: can they agree on a step?
-    assert run.state == "stopped"
-    assert {engine.id: engine.pid for engine in cluster.engines} == pids
     assert cluster.run(SHORT, strategy="mirrored").wait(WAIT_S).state == "finished"
 
 
@@ -388,14 +249,6 @@ def test_dropped_records_are_counted(cluster):
               "def lose(): context.current().recorder.dropped += 4\n", 1)  # fmt: skip
     run = cluster.run(drop, strategy="mirrored", workers=2).wait(WAIT_S)
     assert run.snapshot().dropped == 8
-
-
-def test_a_background_run_goes_on_without_its_cell(book, cluster):
-    cell = book.ok("%%distributed mirrored -n 2 --background --plot off --name back\n" + ENDLESS)
-    run = wb.runs["back"]
-    assert not run.is_over, cell.text
-    going(run).stop()
-    assert run.wait(WAIT_S).state == "stopped"
 
 
 def test_calibration_reads_back_what_it_injected(cluster):
