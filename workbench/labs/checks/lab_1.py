@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ..answers import Check, close
 from ..exercise import exercise
 
@@ -15,7 +17,8 @@ SHARE = 0.05
 def square(c: Check) -> None:
     """Every engine holds the square of its rank."""
     found = c.engines("square")
-    right = [rank for rank, value in enumerate(found) if value == rank**2]
+    equal = [np.asarray(value == rank**2) for rank, value in enumerate(found)]
+    right = [rank for rank, one in enumerate(equal) if one.size == 1 and one.all()]
     off = [rank for rank in range(len(found)) if rank not in right]
     c.expect(
         not off,
