@@ -140,6 +140,18 @@ def test_a_background_runs_output_appears_below_its_own_cell(kernel):
     assert "finished" in texts(kernel.run("print(wb.runs['bg'].wait(60))"))
 
 
+def test_a_background_runs_line_of_text_does_not_appear_below_another_cell(kernel):
+    source = "%%distributed mirrored --background --plot text --name line\n"
+    kernel.run(source + FIT.replace("STEPS", "5"))
+    outputs = kernel.run(
+        "import threading\nprint(wb.runs['line'].wait(60))\n"
+        "for thread in threading.enumerate():\n"
+        "    thread.join(60) if thread.name == 'workbench-follow' else None"
+    )
+    assert "finished" in texts(outputs)
+    assert "samples/s" not in texts(outputs)
+
+
 def test_an_ordinary_end_of_the_kernel_leaves_no_process(tmp_path):
     with Kernel(tmp_path) as kernel:
         kernel.run("%load_ext workbench\n%cluster start 1")

@@ -207,6 +207,40 @@ def test_the_text_view_writes_the_report_at_the_end():
     assert "median wait" in stream.getvalue()
 
 
+class KernelStream(io.StringIO):
+    """A kernel's stdout: what is written belongs to the cell that runs, or to the one asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent_header = {"msg_id": "its own cell"}
+        self.written: dict[str, str] = {}
+
+    def set_thread_parent(self, parent: dict[str, str]) -> dict[str, str]:
+        before, self.parent_header = self.parent_header, parent
+        return before
+
+    def reset_thread_parent(self, token: dict[str, str]) -> None:
+        self.parent_header = token
+
+    def write(self, text: str) -> int:
+        cell = self.parent_header["msg_id"]
+        self.written[cell] = self.written.get(cell, "") + text
+        return len(text)
+
+
+def test_the_text_view_of_a_background_run_stays_below_its_own_cell(monkeypatch):
+    stream = KernelStream()
+    monkeypatch.setattr("sys.stdout", stream)
+    view = live.TextView()
+    view.begin(fake_snapshot(step=1))
+    stream.parent_header = {"msg_id": "a later cell"}
+    view.update(fake_snapshot(step=2))
+    view.end(fake_snapshot(step=3, state="finished"))
+    assert list(stream.written) == ["its own cell"]
+    assert "median wait" in stream.written["its own cell"]
+    assert stream.parent_header == {"msg_id": "a later cell"}
+
+
 def test_output_from_a_timer_thread_belongs_to_the_cell_that_began_the_view(monkeypatch):
     sent: list[dict[str, Any]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TextIO
@@ -96,22 +97,27 @@ class SvgView:
 
 
 class TextView:
-    """One line that is written over, like tqdm's."""
+    """One line that is written over, like tqdm's; in a notebook below the cell that began it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._writer = text.LineWriter(stream)
+        self._stream = stream
+        self._cell: Any = None
 
     def begin(self, snapshot: Snapshot) -> None:
         """Write the first line."""
+        self._cell = getattr(self._stream or sys.stdout, "parent_header", None)
         self._writer.write(snapshot)
 
     def update(self, snapshot: Snapshot) -> None:
         """Write the line over."""
-        self._writer.write(snapshot)
+        with _parent(self._stream or sys.stdout, self._cell):
+            self._writer.write(snapshot)
 
     def end(self, snapshot: Snapshot) -> None:
         """Write the last line and the report."""
-        self._writer.close(snapshot)
+        with _parent(self._stream or sys.stdout, self._cell):
+            self._writer.close(snapshot)
 
 
 class NoView:
