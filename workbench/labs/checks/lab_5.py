@@ -90,7 +90,7 @@ def own_staleness(c: Check) -> None:
     )
 
 
-@exercise("5.3", "A bound on staleness", where="the engines")
+@exercise("5.3", "A bound on staleness")
 def tight(c: Check) -> None:
     """The largest bound under which no push is staler than 4 updates; who waited, how much."""
     run = c.run("tight")
@@ -150,7 +150,7 @@ def _waits(c: Check, run: Results) -> None:
     )
 
 
-@exercise("5.4", "A rate that knows the age of a gradient", where="the engines")
+@exercise("5.4", "A rate that knows the age of a gradient")
 def aware(c: Check) -> None:
     """The rate over max(1, staleness); a run with the option, that settles."""
     for lr, stale in ((0.1, 2), (0.6, 3), (0.1, 1), (0.2, 0), (0.5, 10)):
@@ -169,6 +169,11 @@ def aware(c: Check) -> None:
         "an option of parameter_server, set with -o name=true",
     ):
         return
+    c.need(
+        _trains_as(run, c.run("hot")),
+        "The run 'aware' is not the training of 'hot'.",
+        "--recipe hot, with three workers",
+    )
     loss = _by_time(run)[2]
     c.expect(
         bool(np.isfinite(loss).all()) and float(np.median(loss[-9:])) < float(np.median(loss[:9])),
@@ -176,6 +181,14 @@ def aware(c: Check) -> None:
         "its loss does not fall",
         "run the recipe of `hot` as it is, with three workers of equal speed",
     )
+
+
+def _trains_as(run: Results, other: Results) -> bool:
+    """Whether two runs are of the same model and number of workers."""
+    shapes, others = (
+        {name: weight.shape for name, weight in one.weights().items()} for one in (run, other)
+    )
+    return shapes == others and run.plan.workers == other.plan.workers
 
 
 @exercise("5.5", "Samples and seconds to the same loss")
