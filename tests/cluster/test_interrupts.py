@@ -177,6 +177,30 @@ def test_interrupts_one_upon_another_do_no_harm(book, unharmed, reached):
     assert "Interrupted" in str(run.error)
 
 
+def test_an_interrupt_while_a_stopped_run_is_cleared_away_loses_nothing(book, unharmed, reached):
+    slow = f"""from workbench.engine.context import current
+run = current()
+def slowly(weights=None):
+    {HERE.format(path=str(reached))}
+    time.sleep(1)
+    return weights()
+import functools
+class Late:
+    def on_step_end(self, step, logs):
+        if step == 0 and run.weights:
+            run.weights = functools.partial(slowly, run.weights)
+"""
+    source = fit(reached).replace("wb.fit(", slow + "wb.fit(").replace("[Hook()]", "[Late()]")
+    run = session.cluster.run(source, strategy="mirrored")
+    assert soon(lambda: run.history.totals.steps > 5), run.error
+    run.stop()
+    assert soon(reached.exists)
+    session.cluster._engines.interrupt(run.task.unfinished())
+    run.wait(WAIT_S)
+    assert run.state == "stopped"
+    assert run.weights()["weight"].shape == (10, 64)
+
+
 @pytest.mark.parametrize("how", ["stopped", "interrupted", "failed"])
 def test_the_memory_of_a_run_is_released(book, unharmed, reached, how):
     """Neither tracebacks nor strategies hold on to the run's tensors."""

@@ -13,10 +13,13 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 GRACE_S = 0.2
+CLEAR_S = 5.0
+"""How long what a cell has left may be cleared away; the kernel ends an engine after more."""
 
 
 class InterruptWatch:
@@ -35,6 +38,7 @@ class InterruptWatch:
         self._left.set()
         self.broke_out = False
         self._shields = 0
+        self._deaf_until_s, self._whole = 0.0, False
         threading.Thread(target=self._main, name="workbench-interrupt", daemon=True).start()
 
     @contextlib.contextmanager
@@ -44,6 +48,7 @@ class InterruptWatch:
         An interrupt that comes after the block finds nothing to end and is ignored.
         """
         self.broke_out = False
+        self._deaf_until_s = 0.0
         self._left.clear()
         before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         handler = signal.signal(signal.SIGINT, self._handle)
@@ -63,13 +68,28 @@ class InterruptWatch:
         finally:
             self._shields -= 1
 
+    def begin_clearing(self, whole: bool) -> None:
+        """The cell was told to end and did: interrupts do not raise for `CLEAR_S` from now on.
+
+        They were sent to end the cell, and would leave half of it behind: sockets open, weights
+        unsaved. Whoever clears away for longer than that is stuck.
+
+        Args:
+            whole: Whether all workers get through; else interrupts break collectives still.
+        """
+        self._deaf_until_s, self._whole = time.monotonic() + CLEAR_S, whole
+
+    @property
+    def _clearing(self) -> bool:
+        return time.monotonic() < self._deaf_until_s
+
     def _handle(self, number: int, frame: object) -> None:
-        if not (self._left.is_set() or self._shields):
+        if not (self._left.is_set() or self._shields or self._clearing):
             raise KeyboardInterrupt
 
     def _main(self) -> None:
         while data := self._reader.recv(64):
-            if signal.SIGINT not in data:
+            if signal.SIGINT not in data or (self._whole and self._clearing):
                 continue
             for harder in (False, True):
                 if self._left.wait(GRACE_S):

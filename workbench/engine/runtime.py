@@ -129,7 +129,7 @@ def _train(
             shell.namespace.update(names)
             injected.update(names)
             outcome = _execute(shell, framework, request)
-            _cell_ended(run, outcome, kept)
+            _cell_ended(engine, run, outcome, kept)
         _tell_end(run, framework, outcome)
         return outcome
     finally:
@@ -157,9 +157,13 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
     return run
 
 
-def _cell_ended(run: RunContext, outcome: dict[str, Any], kept: rescue.Rescue | None) -> None:
+def _cell_ended(
+    engine: Engine, run: RunContext, outcome: dict[str, Any], kept: rescue.Rescue | None
+) -> None:
     """Save what the end of the cell is to leave, still in the strategy's scope."""
     run.failed = outcome["status"] not in ("ok", "stopped")
+    if run.gate.stopping or outcome["status"] == "interrupted":
+        engine.watch.begin_clearing(whole=not run.failed)
     run.emit("left", rank=run.spec.rank, status=outcome["status"])
     if run.failed and run.checkpoints is not None and kept is not None:
         outcome["kept_step"] = kept.keep(run.checkpoints)
