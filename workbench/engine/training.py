@@ -111,13 +111,12 @@ class Training:
 
     def _steps(self, strategy: Strategy, shares: Iterator[Share]) -> StepResult | None:
         context = self.context
-        gate, faults, record = context.gate, context.faults, context.recorder.add
+        gate, faults = context.gate, context.faults
         per_epoch = self.job.steps_per_epoch
         after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
         left = self.base + self.job.total_steps - self.first
         remembered = self.first + min(2, left)  # when optimizers have their state
         result: StepResult | None = None
-        first_rank = context.spec.rank
         start, paused_s = clock(), gate.paused_s
         for step in range(self.first, self.base + self.job.total_steps):
             if not gate.enter(step):
@@ -136,14 +135,7 @@ class Training:
             result = strategy.step(share)
             end = clock()
             start += result.set_up_s
-            for rank, one in enumerate(result.replicas or (result,), first_rank):
-                record(
-                    step, one.samples, start, end, data_wait_s=fed - asked,
-                    compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
-                    exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
-                    staleness=one.staleness, bubble_s=one.bubble_s, waited_for=one.waited_for,
-                    deferred=one.deferred, rank=rank,
-                )  # fmt: skip
+            self._record(step, result, start, end, fed - asked)
             context.trained += 1
             start = end
             done = step - self.base + 1
@@ -156,6 +148,20 @@ class Training:
             if self.checkpoints.every:
                 start = self._checkpoint(start)
         return result
+
+    def _record(
+        self, step: int, result: StepResult, start_s: float, end_s: float, data_wait_s: float
+    ) -> None:
+        """Write a row for each replica that took part in the step."""
+        add = self.context.recorder.add
+        for rank, one in enumerate(result.replicas or (result,), self.context.spec.rank):
+            add(
+                step, one.samples, start_s, end_s, data_wait_s=data_wait_s,
+                compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
+                exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
+                staleness=one.staleness, bubble_s=one.bubble_s, waited_for=one.waited_for,
+                deferred=one.deferred, rank=rank,
+            )  # fmt: skip
 
     def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:
         """Go on from the checkpoint, where there is one of this training; return the shares."""

@@ -93,36 +93,40 @@ def central_storage() -> Iterator[None]:
         yield
         return
 
-    def initialize(original: Any) -> Any:
-        def _initialize(self: Any, value: Any) -> None:
-            if not self.trainable and self.aggregation == "none":
-                is_float = keras.backend.is_float_dtype(self._dtype)
-                self._aggregation = "mean" if is_float else "only_first_replica"
-            if not tf.executing_eagerly():
-                # A model that is built by its first step: TensorFlow compares each new variable
-                # with those in this list, which makes tensors that have no truth value there.
-                graph = tf.compat.v1.get_default_graph()
-                graph.get_collection_ref(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES).clear()
-            original(self, value)
-
-        return _initialize
-
-    def assign(original: Any) -> Any:
-        def _direct_assign(self: Any, value: Any) -> None:
-            held = self._value
-            central = isinstance(held, ps_values.AggregatingVariable)
-            if not central or self.aggregation != "sum" or tf.distribute.in_cross_replica_context():
-                original(self, value)
-            else:
-                held.assign_add(tf.cast(value, held.dtype) - held.read_value())
-
-        return _direct_assign
-
     with (
-        _replaced("keras.src.backend.tensorflow.core", "Variable", "_initialize", initialize),
-        _replaced("keras.src.backend.tensorflow.core", "Variable", "_direct_assign", assign),
+        _replaced("keras.src.backend.tensorflow.core", "Variable", "_initialize", _joined_by_kind),
+        _replaced(
+            "keras.src.backend.tensorflow.core", "Variable", "_direct_assign", _sum_of_what_is_new
+        ),
     ):
         yield
+
+
+def _joined_by_kind(original: Any) -> Any:
+    def _initialize(self: Any, value: Any) -> None:
+        if not self.trainable and self.aggregation == "none":
+            is_float = keras.backend.is_float_dtype(self._dtype)
+            self._aggregation = "mean" if is_float else "only_first_replica"
+        if not tf.executing_eagerly():
+            # A model that is built by its first step: TensorFlow compares each new variable
+            # with those in this list, which makes tensors that have no truth value there.
+            graph = tf.compat.v1.get_default_graph()
+            graph.get_collection_ref(tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES).clear()
+        original(self, value)
+
+    return _initialize
+
+
+def _sum_of_what_is_new(original: Any) -> Any:
+    def _direct_assign(self: Any, value: Any) -> None:
+        held = self._value
+        central = isinstance(held, ps_values.AggregatingVariable)
+        if not central or self.aggregation != "sum" or tf.distribute.in_cross_replica_context():
+            original(self, value)
+        else:
+            held.assign_add(tf.cast(value, held.dtype) - held.read_value())
+
+    return _direct_assign
 
 
 @contextlib.contextmanager
@@ -150,33 +154,50 @@ def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[Non
         yield
         return
 
-    def build(original: Any) -> Any:
+    module = trainer.__name__
+    with (
+        _replaced("keras.src.trainers.trainer", "Trainer", "compile", _step_by_step(note)),
+        _replaced(
+            module, "TensorFlowTrainer", "_maybe_symbolic_build", _built_from_own_part(distribution)
+        ),
+        _replaced(module, "", "reduce_per_replica", _averaged_in_one_message),
+    ):
+        yield
+
+
+def _built_from_own_part(distribution: Any) -> Callable[[Any], Any]:
+    def own_part(value: Any) -> Any:
+        return distribution.experimental_local_results(value)[0]
+
+    def make(original: Any) -> Any:
         def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
             if iterator is not None:
                 _, _, batches = next(iter(iterator))
-                data_batch = tf.nest.map_structure(_own_part, next(batches))
+                data_batch = tf.nest.map_structure(own_part, next(batches))
             original(self, data_batch=data_batch)
-
-        def _own_part(value: Any) -> Any:
-            return distribution.experimental_local_results(value)[0]
 
         return _maybe_symbolic_build
 
-    def reduce(original: Any) -> Any:
-        def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-            if reduction not in ("auto", "mean"):
-                return original(values, strategy, reduction)
-            leaves = tf.nest.flatten(values)
-            if not leaves:
-                return values
-            joined = tf.stack([tf.cast(leaf, tf.float64) for leaf in _local(strategy, leaves)])
-            means = tf.unstack(strategy.reduce("MEAN", joined, axis=None), num=len(leaves))
-            kept = [tf.cast(mean, leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
-            return tf.nest.pack_sequence_as(values, kept)
+    return make
 
-        return reduce_per_replica
 
-    def compile_(original: Any) -> Any:
+def _averaged_in_one_message(original: Any) -> Any:
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction not in ("auto", "mean"):
+            return original(values, strategy, reduction)
+        leaves = tf.nest.flatten(values)
+        if not leaves:
+            return values
+        joined = tf.stack([tf.cast(leaf, tf.float64) for leaf in _local(strategy, leaves)])
+        means = tf.unstack(strategy.reduce("MEAN", joined, axis=None), num=len(leaves))
+        kept = [tf.cast(mean, leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+        return tf.nest.pack_sequence_as(values, kept)
+
+    return reduce_per_replica
+
+
+def _step_by_step(note: Callable[[str], None]) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
         @functools.wraps(original)
         def compile(self: Any, *args: Any, **keywords: Any) -> Any:
             result = original(self, *args, **keywords)
@@ -190,13 +211,7 @@ def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[Non
 
         return compile
 
-    module = trainer.__name__
-    with (
-        _replaced("keras.src.trainers.trainer", "Trainer", "compile", compile_),
-        _replaced(module, "TensorFlowTrainer", "_maybe_symbolic_build", build),
-        _replaced(module, "", "reduce_per_replica", reduce),
-    ):
-        yield
+    return make
 
 
 def _local(strategy: Any, leaves: list[Any]) -> list[Any]:
