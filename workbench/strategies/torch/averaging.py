@@ -44,22 +44,10 @@ class Averaging:
         self._compress = str(options.get("compress", "none"))
         self._find_unused = bool(options.get("find_unused_parameters", False))
         asked = str(options.get("allreduce", BACKEND))
-        if self._compress.startswith("topk") and asked != AUTO:
-            raise FitError(
-                "topk gathers what each worker chose; it has no use for an all-reduce.",
-                seen=f"compress={self._compress}, allreduce={asked}",
-                next_step="leave out -o allreduce",
-            )
         self._context, self._warned = context, False
         self._compressions: list[Compression] = []  # one per dtype
         simulated = context.faults.on_links
-        if asked == BACKEND and simulated:
-            raise FitError(
-                "Bandwidth and latency are simulated on our own links, which the backend's "
-                "all-reduce does not use.",
-                seen=", ".join(spec.faults),
-                next_step="-o allreduce=auto, or one of the algorithms",
-            )
+        self._check_options(asked, simulated)
         self._on_cpu = torch.device(spec.device).type == "cpu"
         ours = asked != BACKEND or self._compress != "none"
         self.links = Links(
@@ -81,6 +69,21 @@ class Averaging:
         if self.overlapped:  # another way was asked for, and measured to be slower
             self.close()
         self._counted = self.links.sent_bytes
+
+    def _check_options(self, asked: str, simulated: bool) -> None:
+        if self._compress.startswith("topk") and asked != AUTO:
+            raise FitError(
+                "topk gathers what each worker chose; it has no use for an all-reduce.",
+                seen=f"compress={self._compress}, allreduce={asked}",
+                next_step="leave out -o allreduce",
+            )
+        if asked == BACKEND and simulated:
+            raise FitError(
+                "Bandwidth and latency are simulated on our own links, which the backend's "
+                "all-reduce does not use.",
+                seen=", ".join(self._context.spec.faults),
+                next_step="-o allreduce=auto, or one of the algorithms",
+            )
 
     def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:
         """Return the algorithm's name; `auto` measures with a message as large as most."""
