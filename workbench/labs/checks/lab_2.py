@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -47,16 +48,14 @@ def reduce_to_one(c: Check) -> None:
     if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
         return
     through_mail(c, found)
-    good = all(
-        trial[1] == size * NUMBER_BYTES * (workers - 1 if rank == 0 else 1)
-        for rank, worker in enumerate(found)
-        for size, trial in zip(SIZES, worker, strict=True)
-    )
-    sent = [worker[0][1] for worker in found]
+    sent = {SIZES[k]: [worker[k][1] for worker in found] for k in range(len(SIZES))}
+    times = [workers - 1] + [1] * (workers - 1)
+    off = [size for size in SIZES if sent[size] != [size * NUMBER_BYTES * n for n in times]]
+    shown = off[0] if off else SIZES[0]
     c.expect(
-        good,
+        not off,
         "one worker adds up and hands out, the others send once",
-        f"of a tensor of {SIZES[0] * NUMBER_BYTES} bytes the workers sent {sent}",
+        f"of a tensor of {shown * NUMBER_BYTES} bytes the workers sent {sent[shown]}",
         "everybody but worker 0 sends the tensor once, to worker 0; it answers each of them once",
     )
 
@@ -69,27 +68,36 @@ def ring(c: Check) -> None:
     if not sums(c, found, [f"With {size} numbers" for size in SIZES]):
         return
     through_mail(c, found)
-    astray = [
-        (rank, to)
-        for rank, worker in enumerate(found)
-        for trial in worker
-        for to in trial[2]
-        if int(to) != (rank + 1) % workers
-    ]
+    astray = min((_not_around(found, turn) for turn in (1, -1)), key=len)
     c.expect(
         not astray,
         "everybody sends to the next one around the circle",
         f"worker {astray[0][0] if astray else 0} sent to worker {astray[0][1] if astray else 0}",
-        "in a ring a worker knows two others: it sends to one of them and receives from the other",
+        "in a ring a worker knows two others: it always sends to the same one of them, and "
+        "receives from the other",
     )
-    most = [2 * (workers - 1) * math.ceil(size / workers) * NUMBER_BYTES for size in SIZES]
-    sent = max(worker[0][1] for worker in found)
+    sent = {SIZES[k]: max(worker[k][1] for worker in found) for k in range(len(SIZES))}
+    rounds = 2 * (workers - 1)
+    off = [s for s in SIZES if sent[s] > rounds * math.ceil(s / workers) * NUMBER_BYTES]
+    shown = off[0] if off else SIZES[0]
     c.expect(
-        all(t[1] <= limit for worker in found for t, limit in zip(worker, most, strict=True)),
+        not off,
         "nobody sends more than a chunk in each of the rounds",
-        f"of a tensor of {SIZES[0] * NUMBER_BYTES} bytes a worker sent {sent}",
+        f"of a tensor of {shown * NUMBER_BYTES} bytes a worker sent {sent[shown]}",
         "a message is one chunk of the tensor, not the whole of it",
     )
+
+
+def _not_around(found: list[Any], turn: int) -> list[tuple[int, int]]:
+    """Return (worker, receiver) of messages that do not go to the neighbour on that side."""
+    workers = len(found)
+    return [
+        (rank, int(to))
+        for rank, worker in enumerate(found)
+        for trial in worker
+        for to in trial[2]
+        if int(to) != (rank + turn) % workers
+    ]
 
 
 def groupings(workers: int) -> list[Groups]:
