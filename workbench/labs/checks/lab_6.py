@@ -29,8 +29,16 @@ def _labs_look():
         return {"kind": type(out).__name__}
     same = out.shape == again.shape
     moved = (out != again).flatten(1).any(1).tolist() if same and out.dim() > 1 else None
-    names = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    return {"shape": list(out.shape), "moved": moved, "fc1": list(names.get("fc1.weight", ()))}
+    named = dict(model.named_parameters())
+    fc1 = list(named["fc1.weight"].shape) if "fc1.weight" in named else []
+    bias, of = named.get("conv2.bias"), None
+    if bias is not None:
+        bias.data += 1.0  # no map is dead after its ReLU
+        out = model(x)
+        if out.requires_grad:
+            of = torch.autograd.grad(out.square().sum(), bias, allow_unused=True)[0]
+    used = 0 if of is None else int(of.count_nonzero())
+    return {"shape": list(out.shape), "moved": moved, "fc1": fc1, "used": used}
 _labs_answer = _labs_look()
 del _labs_look
 """
@@ -66,7 +74,7 @@ def workers_needed(c: Check) -> None:
 
 @exercise("6.2", "One prediction for each image", where="the engines")
 def right_cnn(c: Check) -> None:
-    """As many rows as images, each of its own image."""
+    """As many rows as images, each of its own image and of all its maps."""
     seen = c.engines("RightCNN")
     c.need(bool(seen), "No engine has a `RightCNN`.")
     answers = c.ask(_LOOK_AT_CNN)
@@ -90,6 +98,12 @@ def right_cnn(c: Check) -> None:
         f"another first image changes the predictions {_places(answer['moved'])} of 5",
         "rows that are cut off after the fact still hold parts of other images: make the maps "
         "smaller before they are flattened",
+    )
+    c.expect(
+        answer["used"] == 64,
+        "all maps of conv2 take part",
+        f"the predictions have a gradient for only {answer['used']} of the 64 maps of conv2",
+        "shrink each map, do not leave maps out",
     )
     c.expect(
         answer["fc1"] == [128, 64 * 14 * 14],
