@@ -1,74 +1,30 @@
-"""The panel's choice without a browser: cards, options, recipes, and the plans that come of it."""
+"""The panel's choice without a browser: cards, options, and the plans that come of it."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
+from panel_choosing import FakeCluster, cards, choosing, do
 
 from workbench import catalog
-from workbench.cookbook import Recipe, builtin
+from workbench.cookbook import Recipe
 from workbench.cookbook.ways import use_of
 from workbench.errors import PlanError
 from workbench.limits import Limits
 from workbench.line import parse_cell_line
 from workbench.panels import fitness
 from workbench.panels.choice import Choice
-from workbench.panels.model import Panel
-from workbench.panels.recipe import RecipePart
-from workbench.panels.strategies import StrategiesPart, glyph
-from workbench.session import frameworks
-from workbench.session.recipes import recipe, recipes
+from workbench.panels.strategies import glyph
 from workbench.session.state import Session
 
 PREPARE = 'model = wb.prepare(model)\nwb.log(fit="wb.fit(")\n'
 
 
-class FakeCluster:
-    def __init__(self, engines=2, framework="torch", device="cpu"):
-        self.worker_ids = list(range(engines))
-        self.framework, self.devices_asked, self._device = framework, device, device
-
-    def lease(self, workers):
-        return SimpleNamespace(leases=[SimpleNamespace(device=self._device)] * workers)
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    monkeypatch.setattr("workbench.session.checks.installed", lambda framework: True)
-    monkeypatch.setattr(frameworks, "installed", lambda framework: True)
-    fitness._missing.cache_clear()
-    yield
-    fitness._missing.cache_clear()
-
-
-@pytest.fixture
-def panel():
-    return Panel(Session(cluster=FakeCluster()), (RecipePart, StrategiesPart))
-
-
-@pytest.fixture
-def tiny():
-    @recipe
-    def tiny(lr=0.1, width=16, nesterov=False, name="a", sizes=(1, 2)):
-        "One layer."
-        wb.fit(None, None, optimizer=lr)  # noqa: F821
-
-    yield tiny
-    recipes.forget("tiny")
-
-
-def cards(panel):
-    return {card["name"]: card for card in panel.wire()["strategies"]["cards"]}
-
-
-def do(panel, action, /, **fields):
-    """Do it; return what it answers, and the newest error."""
-    found = []
-    panel.notices.clear()
-    panel.do(action, fields, lambda value, **_: found.append(value))
-    return (found or [None])[0], (panel.notices or [None])[-1]
+@pytest.fixture(autouse=True)  # which frameworks are installed concerns all tests
+def panel(monkeypatch):
+    with choosing(monkeypatch) as panel:
+        yield panel
 
 
 @pytest.mark.parametrize("framework", catalog.FRAMEWORKS)
@@ -226,80 +182,6 @@ def test_without_a_cluster_everything_can_be_chosen_and_written_down(panel):
     assert [(one.strategies, one.seeds) for one in said] == [
         (("mirrored",), 3), (("one_device",), 3),
     ]  # fmt: skip
-
-
-def test_the_list_has_cells_newest_first_functions_and_built_ins(panel, tiny, monkeypatch):
-    from workbench.session.state import session
-
-    old, new = Recipe("# old\n", origin="In[3]"), Recipe("x = 1\n", origin="In[4]")
-    monkeypatch.setattr(session, "recipes", {"a": old, "b-seed0": new, "b-seed1": new})
-    groups = panel.wire()["recipe"]["groups"]
-    assert [(g["title"], [r["name"] for r in g["recipes"]]) for g in groups] == [
-        ("This notebook's cells", ["b-seed1", "a"]),
-        ("Functions", ["tiny"]),
-        ("Built-in", builtin.names()),
-    ]
-    assert groups[0]["recipes"][1]["summary"] == "old"
-    do(panel, "recipe.pick", name="a")
-    assert panel.wire()["recipe"]["picked"]["source"] == "# old"
-    assert panel.wire()["recipe"]["selected"] == "a"
-
-
-def test_the_last_cell_is_trained_where_nothing_was_picked(panel):
-    assert panel.wire()["recipe"]["selected"] == builtin.names()[0]
-    panel.session.recipe = Recipe("wb.fit()", origin="In[9]", framework="tensorflow")
-    assert panel.wire()["recipe"]["picked"]["source"] == "wb.fit()"
-    assert panel.wire()["strategies"]["framework"] == "tensorflow"
-
-
-def test_a_functions_parameters_reach_its_plan_and_its_cell(panel, tiny):
-    do(panel, "recipe.pick", name="tiny")
-    for name, value in (("lr", "1"), ("nesterov", "true"), ("name", "b c"), ("sizes", "(3,)")):
-        do(panel, "recipe.parameter", name=name, value=value)
-    (plan,) = panel.choice.plans(panel.session)
-    assert plan.recipe.parameters == {
-        "lr": 1.0, "width": 16, "nesterov": True, "name": "b c", "sizes": (3,),
-    }  # fmt: skip
-    answer, _ = do(panel, "recipe.cell")
-    assert "tiny(lr=1.0, width=16, nesterov=True, name='b c', sizes=(3,))" in answer["cells"][0]
-    do(panel, "recipe.parameter", name="width", value="1.5")
-    shown = {p["name"]: p for p in panel.wire()["recipe"]["picked"]["parameters"]}
-    assert "like 16" in shown["width"]["error"]
-    assert (shown["width"]["value"], shown["width"]["default"]) == ("1.5", "16")
-    with pytest.raises(PlanError, match="width"):
-        panel.choice.plans(panel.session)
-    do(panel, "recipe.pick", name="digits_mlp")
-    assert panel.choice.plans(panel.session)
-    do(panel, "recipe.pick", name="tiny")
-    do(panel, "recipe.parameter", name="lr", value=None)
-    shown = {p["name"]: p for p in panel.wire()["recipe"]["picked"]["parameters"]}
-    assert (shown["lr"]["value"], shown["lr"]["given"]) == ("0.1", False)
-
-
-def test_a_recipe_brings_its_framework_and_is_not_run_under_the_other(panel, monkeypatch):
-    from workbench.session.state import session
-
-    cell = Recipe("import keras\nmodel.fit()", origin="In[2]", framework="tensorflow")
-    monkeypatch.setattr(session, "recipes", {"k": cell})
-    do(panel, "recipe.pick", name="k")
-    assert panel.wire()["strategies"]["framework"] == "tensorflow"
-    assert panel.wire()["strategies"]["ready"]
-    do(panel, "strategies.framework", name="torch")
-    assert "written for tensorflow" in panel.wire()["recipe"]["problem"]
-    assert not panel.wire()["strategies"]["ready"]
-    with pytest.raises(PlanError, match="written for tensorflow"):
-        panel.choice.plans(panel.session)
-
-
-def test_a_recipe_that_is_gone_is_said_and_the_panel_goes_on(panel, tiny):
-    do(panel, "recipe.pick", name="tiny")
-    recipes.forget("tiny")
-    wire = panel.wire()
-    assert "no recipe" in wire["recipe"]["problem"].lower()
-    assert not wire["strategies"]["ready"]
-    do(panel, "recipe.pick", name="digits_cnn")
-    assert panel.wire()["strategies"]["ready"]
-    recipes.register(tiny)
 
 
 def test_a_diagram_follows_options_and_workers(panel):
