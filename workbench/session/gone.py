@@ -47,10 +47,9 @@ def words(first: int, outcomes: Outcomes, called: Callable[[int], str]) -> str:
     return text
 
 
-def named(name: str, past: bool = False) -> str:
-    """Return a name with its verb: `Rank 1 is`, `Replicas 0-3 are`, `Rank 1 was`."""
-    verbs = ("is", "was"), ("are", "were")
-    return f"{name} {verbs[name.startswith('Replicas')][past]}"
+def named(name: str) -> str:
+    """Return a name with its verb: `Rank 1 is`, `Replicas 0-3 are`."""
+    return f"{name} {'are' if name.startswith('Replicas') else 'is'}"
 
 
 def next_step(outcomes: Outcomes) -> str | None:

@@ -89,7 +89,7 @@ class Recoverer:
         if self._why_not:
             return False
         how = "; ".join(
-            f"{gone.named(run.called(i), past=True)} {task.outcomes[i].get('how') or 'lost'}"
+            f"{run.called(i)} died: {task.outcomes[i].get('how') or 'how is not known'}"
             for i in dead
         )
         run.advance("recover")
@@ -169,7 +169,7 @@ class Recoverer:
 
     def _died_meanwhile(self, engine: int) -> str:
         known = self._launch.pool.engines.engines.get(engine)  # none where the cluster was stopped
-        how = f" ({known.exit})" if known and known.exit else ""
+        how = f": {known.exit}" if known and known.exit else ""
         return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
 
     def _start(self) -> Checkpoint | None:

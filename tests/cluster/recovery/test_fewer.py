@@ -52,7 +52,7 @@ def test_who_is_left_keeps_the_rank_it_began_with_in_every_message(cluster):
     )  # fmt: skip
     with pytest.raises(RunError, match=r"^Rank 1 is gone: Engine 1 ") as found:
         run.wait(WAIT_S)
-    assert "Rank 0 (engine 0) was" in run.recoveries[0].how
+    assert "Rank 0 (engine 0) died: " in run.recoveries[0].how
     assert any(note.startswith("Rank 1 (engine 1) is gone") for note in run.history.story.notes)
     assert "%cluster restart 1" in str(found.value)
 
