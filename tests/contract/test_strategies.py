@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scheduler": {"scheduled": True},
     "fewer samples than workers": {"samples": 24, "batch": 22},
     "step_fn": {"pairs": False},
+    "AdamW": {"optimizer": "AdamW"},
 }
 NEEDS = {
     "accumulate": "accumulate", "clip": "clip_norm", "scheduler": "scheduler",
