@@ -77,7 +77,8 @@ def test_faults_are_injected_and_taken_away_while_a_run_goes_on(cluster):
     run.inject("slow=1:30ms")
 
     def median_wait_ms():
-        steps, ranks, waits_s = run.history.together("step", "rank", "sync_wait_s")
+        columns = run.history.together("step", "rank", "sync_wait_s")
+        steps, ranks, waits_s = columns.values()
         return 1e3 * float(np.median(waits_s[(ranks == 0) & (steps > steps.max() - 10)]))
 
     assert soon(lambda: median_wait_ms() > 15)
