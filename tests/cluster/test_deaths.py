@@ -193,6 +193,8 @@ def test_an_engine_that_dies_before_it_says_hello(cluster, monkeypatch):
         cluster.restart([1])
     assert "engine 1" in str(failure.value)
     assert "exited with code" in str(failure.value)
+    assert "/proc/nowhere" in str(failure.value)  # its log, and no other's
+    assert "engine 0: " not in str(failure.value)
     monkeypatch.undo()
     assert cluster.ids == [engine for engine in ids if engine != 1]
     cluster.restart([1])  # under the id that the dead one had asked for

@@ -3,6 +3,9 @@
 import pytest
 from lending import lent
 from notebook_shell import soon
+from warm_support import stopped
+
+from workbench.errors import ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 
@@ -34,18 +37,20 @@ def test_what_is_said_late_of_an_engine_does_not_strike_off_its_successor(cluste
     assert soon(lambda: hub.client.ids == [1])
 
 
-def test_room_is_made_before_the_next_engine_asks_for_it(cluster):
-    hub = cluster._engines._ground.hub
-    stream, sent = hub.client._query_stream, []
-    send = stream.send_multipart
-    stream.send_multipart = lambda *args, **kwargs: (sent.append(1), send(*args, **kwargs))[1]
-    try:
-        hub.make_room([0, 1])
-    finally:
-        stream.send_multipart = send
+def test_room_is_made_when_the_hub_has_read_of_it_and_not_before(cluster, monkeypatch):
+    ground = cluster._engines._ground
+    monkeypatch.setattr("workbench.cluster.hub.ANSWER_S", 0.3)
+    with (
+        stopped(ground.hub.controller.pid),
+        pytest.raises(ClusterError, match="does not answer") as failure,
+    ):
+        ground.hub.make_room([0, 1])
+    assert "%cluster stop" in str(failure.value)
+    monkeypatch.undo()
 
-    assert len(sent) == 3  # two are struck off, and one is answered
-    assert at_the_hub(hub) == set()
+    ground.hub.make_room([0, 1])
+
+    assert at_the_hub(ground.hub) == set()
 
 
 def test_engines_are_started_under_the_same_ids_again_and_again(cluster):

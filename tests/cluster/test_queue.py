@@ -7,6 +7,7 @@ import threading
 import pytest
 from needs import need
 from notebook_shell import WAIT_S, soon
+from run_cells import ENDLESS, FIT
 
 import workbench as wb
 from workbench.cluster.progress import Progress
@@ -14,15 +15,7 @@ from workbench.cluster.progress import Progress
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
 
-FIT = """
-import torch
-from torch import nn
-model = nn.Linear(64, 10)
-wb.fit(model, wb.data.synthetic(256, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
-       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32, steps=STEPS)
-"""
 SHORT = FIT.replace("STEPS", "40")
-ENDLESS = FIT.replace("STEPS", "1_000_000")
 
 
 def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):

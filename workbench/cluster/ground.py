@@ -235,9 +235,8 @@ class Ground:
         engine = self.starter.left(end.pid)
         if engine is not None:
             # First: ipyparallel, once told, ends the engine's calls with words of its own.
-            uuid = self.starter.uuids.get(engine, "")
             self._on_exit(engine, how)
-            self.hub.unlist(engine, uuid)
+            self.hub.unlist(engine, self.starter.uuids.pop(end.pid, ""))
         elif end.pid == self.store.pid:
             self.store.left()
             if not self._stopping:

@@ -29,7 +29,8 @@ class Starter:
 
     Attributes:
         pids: Processes of the engines that were forked, by engine id.
-        uuids: What ipyparallel calls the engines, by engine id.
+        uuids: What ipyparallel calls these engines, by pid; when the end of one is heard of, its id
+            may be another's.
         logs: Where their output goes, by engine id.
         highest: The highest id that an engine has had; -1 before the first.
     """
@@ -76,7 +77,7 @@ class Starter:
             self.pids.update(one.pids)
         self.highest = max(self.highest, *ids)
         found = self._hub.uuids(ids)
-        self.uuids.update(found)
+        self.uuids.update({self.pids[i]: uuid for i, uuid in found.items() if i in self.pids})
         return found
 
     def _await(
@@ -155,4 +156,4 @@ class Starter:
         self.pids = {int(i): int(one["pid"]) for i, one in about["engines"].items()}
         self.logs = {int(i): str(path) for i, path in about["logs"].items()}
         self.highest = int(about["highest"])
-        self.uuids = {int(i): str(one["uuid"]) for i, one in about["engines"].items()}
+        self.uuids = {int(one["pid"]): str(one["uuid"]) for one in about["engines"].values()}
