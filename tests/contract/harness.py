@@ -1,4 +1,4 @@
-"""One worker, in this process: what the engines' runtime does around a cell."""
+"""One worker of the contract tests: a cell as an engine runs it, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import os
 import sys
 import threading
 import time
-import traceback
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from worker_reports import Report
 
+from workbench.engine import postmortem
 from workbench.engine.injector import FaultInjector
+from workbench.engine.testing import CollectingLink, EngineHarness
+
+CALL = """
+__answer__ = __call__(*__arguments__[0], **__arguments__[1])
+"""
+"""Stands below a cell's functions, so that their lines keep their numbers."""
 
 
 class ByTurns(FaultInjector):
@@ -30,100 +38,73 @@ class ByTurns(FaultInjector):
 
 
 def run_here(
+    harness: EngineHarness,
     wire: dict[str, Any],
     source: str,
     call: str,
     args: tuple[Any, ...],
     keywords: dict[str, Any],
-    injector: type[FaultInjector],
+    by_turns: bool,
 ) -> Report:
-    """Run a cell under a strategy in this process."""
-    import torch
-
-    from workbench.engine import context as run_context
-    from workbench.engine import torch_support as support
-    from workbench.engine.gate import Gate
-    from workbench.engine.recorder import Recorder
-    from workbench.engine.serving import open_links
-    from workbench.protocol import RunSpec, records_from
+    """Run a cell under a strategy in this process; a server runs none."""
+    from workbench.protocol import RunSpec
 
     spec = RunSpec.from_wire(wire)
-    if spec.role == "server":
-        return serve_here(spec)
-    report = Report(strategy=spec.strategy)
     before = _footprint()
-    environ = {key: os.environ.get(key) for key in support.environ(spec)}
-    os.environ.update(support.environ(spec))
-    run = run_context.RunContext(
-        spec=spec,
-        recorder=Recorder(spec.run, spec.rank),
-        gate=Gate(),
-        faults=injector(spec.rank, spec.faults),
-        emit=lambda name, **fields: report.events.append((name, fields)),
-    )
-    run_context.set_current(run)
-    namespace: dict[str, Any] = {"__name__": "cell", "context": run}
-    try:
-        support.setup(spec)
-        support.ensure_group(spec)
-        open_links(run, support)
-        namespace.update(rank=spec.rank, world_size=spec.world_size, device=spec.device)
-        exec(compile(source, "<cell>", "exec"), namespace)
-        report.value = namespace[call](*args, **keywords)
-        if run.checkpoints is not None:
-            run.checkpoints.conclude(failed=False)
+    source += CALL.replace("__call__", call)
+    report = _run(harness, spec, source, (args, keywords), by_turns)
+    if report.error:
+        postmortem.clear()  # frames that a debugger may ask for hold the cell's variables
+    gc.collect()
+    report.left = _left(before)
+    return report
+
+
+def _run(
+    harness: EngineHarness, spec: Any, source: str, arguments: tuple[Any, ...], by_turns: bool
+) -> Report:
+    report = Report(strategy=spec.strategy)
+    namespace: dict[str, Any] = {"__name__": "cell", "__arguments__": arguments}
+
+    def begun(run: Any) -> None:
+        namespace["context"] = run
+        if by_turns and spec.role == "worker":
+            run.faults = ByTurns(spec.rank, spec.faults)
+
+    def ended(run: Any) -> None:  # each worker's, where the run keeps rank 0's alone
         if run.strategy is not None:
             report.weights = run.strategy.weights()
         elif run.weights is not None:
             report.weights = run.weights()
-    except BaseException as error:
-        report.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        support.shutdown_group_sockets()
-    finally:
-        if run.strategy is not None:
-            run.strategy.close()
-        for close in reversed(run.closers):
-            close()
-        run.strategy = run.weights = None
-        run.closers.clear()
-        support.destroy_group()
-        run_context.set_current(None)
-        for key, value in environ.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
-    report.rows = records_from(run.recorder.drain(1 << 20, final=True)).copy()
-    report.train_s, report.eval_s, report.trained = run.train_s, run.eval_s, run.trained
-    report.wrapped = [
+
+    link = CollectingLink()
+    link.begun, link.ended = begun, ended
+    found = harness.run(spec, source, namespace, link)
+    report.value = namespace.get("__answer__")
+    report.error, report.rows, report.events = found.error or None, found.rows, found.events
+    report.train_s, report.eval_s, report.trained = found.train_s, found.eval_s, found.trained
+    report.saved = _saved(spec.run_dir, found.outcome.get("weights"))
+    report.wrapped = _wrapped(namespace.get("keep") or {})
+    return report
+
+
+def _saved(folder: str, name: str | None) -> dict[str, Any]:
+    """Return the weights that the run keeps."""
+    if name is None:
+        return {}
+    with np.load(Path(folder) / name) as stored:
+        return {key: stored[key] for key in stored.files}
+
+
+def _wrapped(kept: dict[str, Any]) -> list[str]:
+    """Return the names of the cell's modules that are not as plain as their classes are."""
+    import torch
+
+    return [
         name
-        for name, value in (namespace.get("keep") or {}).items()
+        for name, value in kept.items()
         if isinstance(value, torch.nn.Module) and not _plain(value)
     ]
-    del namespace, run
-    gc.collect()
-    report.left = _left(before)
-    return report
-
-
-def serve_here(spec: Any) -> Report:
-    """Be a server in this process."""
-    from workbench.engine import context as run_context
-    from workbench.engine import torch_support as support
-    from workbench.engine.gate import Gate
-    from workbench.engine.recorder import Recorder
-    from workbench.engine.serving import serve
-
-    report, before = Report(), _footprint()
-    run = run_context.RunContext(
-        spec, Recorder(spec.run, spec.rank), Gate(), FaultInjector(spec.rank), emit=lambda *a: None
-    )
-    try:
-        support.setup(spec)
-        serve(run, support)
-    except BaseException as error:
-        report.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    del run
-    gc.collect()
-    report.left = _left(before)
-    return report
 
 
 def _plain(module: Any) -> bool:

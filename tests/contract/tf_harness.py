@@ -1,4 +1,4 @@
-"""One engine for TensorFlow's strategies, in this process: what the runtime does around a cell.
+"""One engine for TensorFlow's strategies, in this process: cells run as an engine runs them.
 
 Importing TensorFlow takes seconds and half a gigabyte, so all runs follow each other in one
 process, as they do in an engine.
@@ -7,15 +7,16 @@ process, as they do in an engine.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import linecache
 import os
 import threading
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from workbench.engine.testing import CollectingLink, EngineHarness
 
 _numbers = itertools.count(1)
 
@@ -38,6 +39,11 @@ class Report:
         return [fields for event, fields in self.events if event == name]
 
 
+@functools.cache
+def _engine() -> EngineHarness:
+    return EngineHarness()
+
+
 def run(
     strategy: str,
     cell: str,
@@ -49,8 +55,7 @@ def run(
     names: dict[str, Any] | None = None,
     init_from: str = "",
     rank: int = 0,
-    board: Any = None,
-    post: Any = None,
+    link: CollectingLink | None = None,
     told: dict[str, Any] | None = None,
 ) -> Report:
     """Run the source of a cell under a strategy, as one engine of the run does.
@@ -58,15 +63,11 @@ def run(
     Args:
         rank: This engine, where it holds one replica of several.
         told: Further fields of the RunSpec.
-        board, post: What it hears of the other engines, and how it speaks to them.
+        link: Its control link, where there are other engines to hear from.
     """
+    import workbench
     from workbench import catalog
-    from workbench.engine import context as run_context
-    from workbench.engine import tensorflow_support as support
-    from workbench.engine.gate import Gate
-    from workbench.engine.injector import FaultInjector
-    from workbench.engine.recorder import Recorder
-    from workbench.protocol import RunSpec, records_from
+    from workbench.protocol import RunSpec
 
     entry = catalog.lookup(strategy, "tensorflow")
     held = workers if entry.one_engine else 1
@@ -80,52 +81,23 @@ def run(
         hosts=("here",) * workers, **(told or {}),
     )  # fmt: skip
     report = Report()
+    report.names = {"__name__": "__main__", "wb": workbench, **(names or {})}
 
-    def emit(name: str, **fields: Any) -> None:
-        if name == "post":
-            post(fields)
-        else:
-            report.events.append((name, fields))
+    def begun(context: Any) -> None:
+        report.names["context"] = context
 
-    context = run_context.RunContext(
-        spec=spec,
-        recorder=Recorder(spec.run, rank),
-        gate=Gate(),
-        faults=FaultInjector(rank, faults, held),
-        emit=emit,
-    )
-    if board is not None:
-        context.board = board
-    import workbench
-
-    report.names = {"__name__": "__main__", "wb": workbench, "context": context, **(names or {})}
-    report.names.update(rank=rank, world_size=workers, device="cpu")
-    before = footprint()
-    run_context.set_current(context)
-    try:
-        support.setup(spec)
-        with support.around(context) as injected:
-            report.names.update(injected)
-            file = f"<cell {number}>"
-            # As IPython does: autograph reads the source of what it converts.
-            linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
-            exec(compile(cell, file, "exec"), report.names)
-            if context.checkpoints is not None:
-                context.checkpoints.conclude(failed=False)
+    def ended(context: Any) -> None:  # each engine's, where the run keeps rank 0's alone
         if context.weights is not None:
             report.weights = context.weights()
-    except BaseException as error:
-        report.error = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    finally:
-        if context.strategy is not None:
-            context.strategy.close()
-        for close in reversed(context.closers):
-            close()
-        run_context.set_current(None)
-    rows = records_from(context.recorder.drain(1 << 20, final=True))
-    if len(rows):
-        report.rows = rows.reshape(-1, held).copy()
-    report.train_s, report.eval_s, report.trained = context.train_s, context.eval_s, context.trained
+
+    link = link or CollectingLink()
+    link.begun, link.ended = begun, ended
+    engine, before = _engine(), footprint()
+    found = engine.run(spec, cell, report.names, link)
+    report.error, report.events = found.error or None, found.events
+    if len(found.rows):
+        report.rows = found.rows.reshape(-1, held)
+    report.train_s, report.eval_s, report.trained = found.train_s, found.eval_s, found.trained
     after = footprint()
     report.left = [f"{key} changed" for key in before if before[key] != after[key]]
     return report

@@ -95,10 +95,10 @@ def _serve(pipe: Any, rank: int, count: int) -> None:
     gc.freeze()  # as in an engine
     from tf_harness import run
 
-    from workbench.engine.board import Board
+    from workbench.engine.testing import CollectingLink
 
     todo: queue.Queue[Any] = queue.Queue()
-    boards = [Board()]
+    links: list[CollectingLink] = []
 
     def listen() -> None:
         while True:
@@ -107,22 +107,21 @@ def _serve(pipe: Any, rank: int, count: int) -> None:
             except EOFError:  # the tests' process has died
                 os._exit(1)
             if kind == "post":
-                boards[-1].hear(value["topic"], value["rank"], value["value"])
+                links[-1].hear(value["topic"], value["rank"], value["value"])
             else:
-                boards.append(Board())
-                todo.put((value, boards[-1]))
+                links.append(CollectingLink(post=lambda fields: pipe.send(("post", fields))))
+                todo.put((value, links[-1]))
 
     threading.Thread(target=listen, daemon=True, name="listen").start()
     kept: dict[str, Any] = {}
     while True:
-        (strategy, cell, settings), board = todo.get()
+        (strategy, cell, settings), link = todo.get()
         workers = settings.pop("workers", count)
         carried = {name: kept[name] for name in settings.pop("carry", ())}
         settings["names"] = {**settings.get("names", {}), **carried}
         report = run(
-            strategy, cell, workers, rank=rank if workers > 1 else 0, board=board,
-            post=lambda fields: pipe.send(("post", fields)), **settings,
-        )  # fmt: skip
+            strategy, cell, workers, rank=rank if workers > 1 else 0, link=link, **settings
+        )
         kept = report.names
         report.names = {name: report.names[name] for name in ("told",) if name in report.names}
         pipe.send(("done", report))

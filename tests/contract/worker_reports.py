@@ -18,7 +18,8 @@ class Report:
     error: str | None = None
     rows: Any = None
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # the strategy's, of each worker
+    saved: dict[str, np.ndarray] = field(default_factory=dict)  # beside the run's records
     wrapped: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     train_s: float = 0.0

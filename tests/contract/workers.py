@@ -1,4 +1,4 @@
-"""Workers as processes, without ipyparallel: each does what `harness.py` says.
+"""Workers as processes, without ipyparallel: each runs cells as an engine does (`harness.py`).
 
 Each worker lives through many runs, as an engine does, so that what a run leaves behind is met by
 the next one.
@@ -11,16 +11,17 @@ import gc
 import multiprocessing
 import os
 import secrets
+import shutil
 import signal
 import tempfile
 from typing import Any
 
-from harness import ByTurns, run_here
+from harness import run_here
 from notebook_shell import soon
-from worker_reports import Report
+from worker_reports import Report, clean
 
 from workbench import catalog
-from workbench.engine.injector import FaultInjector
+from workbench.engine.testing import EngineHarness
 
 # What runs would import otherwise, each process for itself.
 PRELOAD = [
@@ -44,12 +45,13 @@ def _serve(pipe: Any, stacks: str) -> None:
     # An engine's loaders fork; who was started by a fork server would ask one for each loader,
     # which then imports the framework.
     multiprocessing.set_start_method("fork", force=True)
+    harness = EngineHarness()
     while True:
         try:
             job = pipe.recv()
         except EOFError:
             return
-        pipe.send(run_here(*job))
+        pipe.send(run_here(harness, *job))
 
 
 class Workers:
@@ -65,7 +67,8 @@ class Workers:
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
-        self._stacks = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory()
+        self._truths: dict[str, Report] = {}
         self._grow(count)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.runs = 0
@@ -110,6 +113,7 @@ class Workers:
         settings = entry.settings(options or {})
         servers, key = entry.server_count(settings), secrets.token_hex(32)
         self._grow(workers + servers)
+        folder = os.path.join(self._folder.name, f"run{self.runs}")
         for rank in range(workers + servers):
             spec = RunSpec(
                 mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
@@ -117,14 +121,10 @@ class Workers:
                 run_id=f"run{self.runs}", strategy=entry.name,
                 options=settings, overrides=overrides or {}, faults=faults, servers=servers,
                 key=key, init_from=init_from, role="worker" if rank < workers else "server",
-                **told,
+                run_dir=folder, **told,
             )  # fmt: skip
-            self.pipes[rank].send(
-                (
-                    spec.to_wire(), recipe.source, function.__name__, args, keywords or {},
-                    ByTurns if by_turns else FaultInjector,
-                )
-            )  # fmt: skip
+            job = spec.to_wire(), recipe.source, function.__name__, args, keywords or {}, by_turns
+            self.pipes[rank].send(job)
         reports = []
         for rank in range(workers + servers):
             if not self.pipes[rank].poll(ANSWER_S):
@@ -136,10 +136,19 @@ class Workers:
         for server in reports[workers:]:  # what goes wrong on a server is told by the first worker
             reports[0].error = server.error or reports[0].error
             reports[0].left += server.left
+        shutil.rmtree(folder, ignore_errors=True)
         return reports[:workers]
 
+    def truth(self, function: Any, *args: Any, **keywords: Any) -> Report:
+        """Return what one device makes of a cell; of the same cell it is computed once."""
+        key = repr((function.__module__, function.__qualname__, args, sorted(keywords.items())))
+        if key not in self._truths:
+            reports = self.run("one_device", function, *args, keywords=keywords)
+            (self._truths[key],) = clean(reports)
+        return self._truths[key]
+
     def _stacks_of(self, rank: int) -> str:
-        return os.path.join(self._stacks.name, str(rank))
+        return os.path.join(self._folder.name, f"stacks{rank}")
 
     def _abandon(self, silent: int) -> str:
         """End all processes, whose late answers would be taken for the next run's; say why."""
@@ -162,4 +171,4 @@ class Workers:
             process.join(5)
             if process.is_alive():
                 process.kill()
-        self._stacks.cleanup()
+        self._folder.cleanup()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import WorkbenchError
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
@@ -25,7 +26,7 @@ from .context import RunContext
 from .gate import Gate
 from .injector import FaultInjector
 from .interrupt import InterruptWatch
-from .link import ControlLink
+from .link import Writer
 from .outcomes import outcome_of
 from .recorder import Recorder
 from .serving import open_links, serve
@@ -42,12 +43,28 @@ class Shell(Protocol):
         """Run the source as cell `number`, show its output; return what it raised."""
 
 
+class Link(Protocol):
+    """What is needed of the control link (`link.ControlLink`)."""
+
+    def attach(self, context: RunContext, writer: Writer | None) -> None:
+        """Begin to carry a run's records."""
+
+    def detach(self) -> bool:
+        """Send what is left of the run and let go of it; return whether all of it was sent."""
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Send an event of the run under way; never waits."""
+
+    def close(self) -> None:
+        """Let go of the kernel."""
+
+
 @dataclass
 class Engine:
     """This process as an engine: its id, its link, the process group it has."""
 
     id: int
-    link: ControlLink
+    link: Link
     watch: InterruptWatch
     group: str = ""  # prefix of the process group that exists now; empty: none
     framework: str = "torch"
@@ -178,7 +195,12 @@ def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
     outcome["trained"] = run.trained
     outcome["options_read"] = run.options_read
     outcome["initial_read"] = run.initial_read
-    outcome["weights"] = _save_weights(run, framework)
+    try:
+        outcome["weights"] = _save_weights(run, framework)
+    except WorkbenchError:
+        if not run.failed:
+            raise
+        outcome["weights"] = None  # they went with what the cell failed of, which is told already
     run.emit(
         "run_finished",
         rank=run.spec.rank,

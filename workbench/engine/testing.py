@@ -1,0 +1,188 @@
+"""Runs cells in this process as an engine does, for tests of strategies: no kernel, no notebook.
+
+    spec = RunSpec(mode="run", rank=0, world_size=1, ranks=(0,), run=1, strategy="one_device",
+                   store=("127.0.0.1", port), prefix="run1/", run_dir=folder)
+    report = EngineHarness().run(spec, source)
+
+All of it is `runtime.run_cell`, as an engine calls it; what stands in for others is the shell
+(plain `exec` for IPython) and the control link (a list for a socket to the kernel).
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..protocol import RunSpec, records_from
+from .context import RunContext
+from .interrupt import InterruptWatch
+from .link import Writer
+from .runtime import Engine, run_cell, support
+
+Observer = Callable[[RunContext], object]
+
+
+class PlainShell:
+    """A shell without IPython (`runtime.Shell`): it compiles, executes, and hands back the error.
+
+    Attributes:
+        namespace: What cells find and leave.
+        error: What the last cell raised, with its traceback as text; empty where nothing.
+    """
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self.namespace = namespace
+        self.error = ""
+
+    def execute(self, source: str, number: int) -> BaseException | None:
+        """Run the source as cell `number`; return what it raised."""
+        file = f"<ipython-input-{number}-harness>"  # tracebacks and debuggers know cells by this
+        lines = source.splitlines(keepends=True)
+        linecache.cache[file] = (len(source), None, lines, file)  # autograph reads the source
+        self.error = ""
+        try:
+            exec(compile(source, file, "exec"), self.namespace)
+        except BaseException as error:
+            self.error = _spell(error)
+            return error
+        return None
+
+
+class CollectingLink:
+    """A control link (`runtime.Link`) that keeps what a run says.
+
+    Args:
+        post: Passes on what this engine says to the others of the run; None: nobody is there.
+
+    Attributes:
+        begun: Called with the run before anything of it is set up.
+        ended: Called with the run when its cell has ended well, while the strategy is still there.
+        events, rows, trained, train_s, eval_s: What the run said, counted and measured.
+    """
+
+    def __init__(self, post: Callable[[dict[str, Any]], object] | None = None) -> None:
+        self._post = post
+        self.begun: Observer | None = None
+        self.ended: Observer | None = None
+        self._run: RunContext | None = None
+        self._writer: Writer | None = None
+        self._early: list[tuple[str, int, Any]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.rows = b""
+        self.trained = 0
+        self.train_s = self.eval_s = 0.0
+
+    def attach(self, context: RunContext, writer: Writer | None) -> None:
+        """Begin to carry a run's records."""
+        self._run, self._writer = context, writer
+        for said in self._early:
+            context.board.hear(*said)
+        self._early.clear()
+        if self.begun is not None:
+            self.begun(context)
+
+    def detach(self) -> bool:
+        """Keep what is left of the run and let go of it."""
+        run, writer = self._run, self._writer
+        self._run = self._writer = None
+        if run is not None:
+            self.rows = run.recorder.drain(1 << 20, final=True)
+            self.trained, self.train_s, self.eval_s = run.trained, run.train_s, run.eval_s
+        if writer is not None:
+            writer.append_records(self.rows)
+            for name, fields in self.events:
+                writer.append_event(name, fields)
+            writer.close()
+        return True
+
+    def emit(self, name: str, **fields: Any) -> None:
+        """Keep an event; what is meant for the other engines is passed on."""
+        if name == "post" and self._post is not None:
+            self._post(fields)
+            return
+        self.events.append((name, fields))
+        ended_well = name == "left" and fields["status"] == "ok"
+        if ended_well and self.ended is not None and self._run is not None:
+            self.ended(self._run)
+
+    def close(self) -> None:
+        """Do nothing: there is no kernel."""
+
+    def hear(self, topic: str, rank: int, value: Any) -> None:
+        """Hand the run what another of its engines said, also where that is ahead of this one."""
+        if self._run is None:
+            self._early.append((topic, rank, value))
+        else:
+            self._run.board.hear(topic, rank, value)
+
+
+@dataclass
+class CellReport:
+    """What a cell left behind on one engine.
+
+    Attributes:
+        outcome: What `run_cell` returned.
+        error: The error with its traceback; empty where there was none.
+        rows: `protocol.RECORD` rows in the order of steps, those of a step's replicas by rank.
+        events: Names and fields, as the kernel would have heard them.
+        trained, train_s, eval_s: As in `RunContext`.
+    """
+
+    outcome: dict[str, Any]
+    error: str
+    rows: Any
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    trained: int = 0
+    train_s: float = 0.0
+    eval_s: float = 0.0
+
+
+class EngineHarness:
+    """This process as an engine; make it in the main thread and keep it for all runs."""
+
+    def __init__(self) -> None:
+        self._engine = Engine(0, CollectingLink(), InterruptWatch(self._break_out))
+        self._cells = 0
+
+    def run(
+        self,
+        spec: RunSpec,
+        source: str = "",
+        namespace: dict[str, Any] | None = None,
+        link: CollectingLink | None = None,
+    ) -> CellReport:
+        """Run a cell, or take part in a run as a server where the spec says so.
+
+        Args:
+            namespace: What the cell finds besides the engines' names; it keeps what the cell sets.
+            link: Where the run's messages go; by default one that only keeps them.
+        """
+        self._engine.link = link = link or CollectingLink()
+        shell = PlainShell({"__name__": "__main__"} if namespace is None else namespace)
+        self._cells += 1
+        request = {"spec": spec.to_wire(), "source": source, "number": self._cells}
+        outcome = run_cell(self._engine, shell, request)
+        error = shell.error
+        if not error and outcome["status"] not in ("ok", "stopped"):
+            trace = outcome.get("traceback", "")
+            error = f"{outcome['ename']}: {outcome['evalue']}\n{trace}"
+        return CellReport(
+            outcome=outcome,
+            error=error,
+            rows=records_from(link.rows).copy(),
+            events=link.events,
+            trained=link.trained,
+            train_s=link.train_s,
+            eval_s=link.eval_s,
+        )
+
+    def _break_out(self, harder: bool) -> None:
+        support(self._engine.framework).shutdown_group_sockets(store=harder)
+
+
+def _spell(error: BaseException) -> str:
+    trace = "".join(traceback.format_exception(error))
+    return f"{type(error).__name__}: {error}\n{trace}"
