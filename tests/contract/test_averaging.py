@@ -40,7 +40,7 @@ def equal_to_the_last_bit(reports: list[Report]) -> bool:
 def test_every_way_of_averaging_is_exact(
     workers: Workers, options: dict[str, str], keywords: dict[str, Any]
 ) -> None:
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    truth = workers.truth(cells.train, **keywords)
     reports = clean(
         workers.run("mirrored", cells.train, workers=3, options=options, keywords=keywords)
     )
@@ -50,7 +50,7 @@ def test_every_way_of_averaging_is_exact(
 
 @pytest.mark.parametrize("options", [{"allreduce": "ring"}, {"compress": "topk:1"}], ids=label)
 def test_an_own_loop_is_averaged_too(workers: Workers, options: dict[str, str]) -> None:
-    (truth,) = clean(workers.run("one_device", cells.train_from_loader, True))
+    truth = workers.truth(cells.train_from_loader, True)
     reports = clean(
         workers.run("mirrored", cells.train_from_loader, True, workers=3, options=options)
     )
@@ -61,7 +61,7 @@ def test_an_own_loop_is_averaged_too(workers: Workers, options: dict[str, str]) 
 @pytest.mark.parametrize("compress", LOSSY)
 def test_compressed_training_comes_close(workers: Workers, compress: str) -> None:
     keywords = {"steps": 80, "dtype": "float32"}
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    truth = workers.truth(cells.train, **keywords)
     options = {"compress": compress}
     reports = clean(
         workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
@@ -105,7 +105,7 @@ OUTPUTS = ["dict", "dataclass", "tuple", "parameter", "twice", "loss"]
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_whatever_the_model_returns_is_averaged(workers: Workers, kind: str) -> None:
-    (truth,) = clean(workers.run("one_device", model_cells.outputs, kind))
+    truth = workers.truth(model_cells.outputs, kind)
     reports = clean(
         workers.run("mirrored", model_cells.outputs, kind, workers=2, options={"allreduce": "ring"})
     )
@@ -119,7 +119,7 @@ def test_whatever_the_model_returns_is_averaged(workers: Workers, kind: str) -> 
 
 
 def test_a_compiled_model_is_averaged(workers: Workers) -> None:
-    (truth,) = clean(workers.run("one_device", model_cells.outputs, "plain"))
+    truth = workers.truth(model_cells.outputs, "plain")
     options = {"allreduce": "ring"}
     reports = workers.run("mirrored", model_cells.outputs, "compiled", workers=2, options=options)
     assert failures(reports) == []  # the compiler's own threads stay behind
@@ -134,7 +134,7 @@ def test_unused_parameters_are_named_or_allowed(workers: Workers) -> None:
         assert "took no part in the loss" in str(report.error)
         assert "idle" in str(report.error)
     options["find_unused_parameters"] = "true"
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    truth = workers.truth(cells.train, **keywords)
     reports = clean(
         workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
     )

@@ -42,7 +42,7 @@ def test_four_workers_train_exactly_as_one_device_does(
 ) -> None:
     name, options = FOUR[case]
     keywords = {"optimizer": optimizer, "clip": 0.5}
-    (truth,) = clean(four.run("one_device", cells.train, keywords=keywords))
+    truth = four.truth(cells.train, **keywords)
     reports = clean(four.run(name, cells.train, workers=4, options=options, keywords=keywords))
     assert_same(reports, truth, 1e-10)
 
@@ -52,7 +52,7 @@ def test_four_workers_train_exactly_as_one_device_does(
 def test_attention_trains_exactly(workers: Workers, name: str, style: str) -> None:
     options = {"unit_mb": "0"} if name == "sharded" else {}
     keywords = {"style": style, "clip": 0.5}
-    (truth,) = clean(workers.run("one_device", layout_cells.attention, keywords=keywords))
+    truth = workers.truth(layout_cells.attention, **keywords)
     reports = clean(
         workers.run(name, layout_cells.attention, workers=2, options=options, keywords=keywords)
     )
@@ -66,7 +66,7 @@ def test_attention_trains_exactly(workers: Workers, name: str, style: str) -> No
 
 @pytest.mark.parametrize("name", ["sharded", "tensor_parallel"])
 def test_a_built_optimizer_goes_on_after_the_run(workers: Workers, name: str) -> None:
-    (truth,) = clean(workers.run("one_device", layout_cells.built_optimizer))
+    truth = workers.truth(layout_cells.built_optimizer)
     reports = clean(workers.run(name, layout_cells.built_optimizer, workers=2))
     assert_same(reports, truth, 1e-10)
     assert [report.value for report in reports] == [truth.value] * 2
@@ -92,7 +92,7 @@ def test_shards_take_their_part_of_the_memory(workers: Workers) -> None:
 
 
 def test_the_given_plan_is_followed(workers: Workers) -> None:
-    (truth,) = clean(workers.run("one_device", cells.train))
+    truth = workers.truth(cells.train)
     options = {"plan": "0=gathered,2=split_row"}
     reports = clean(workers.run("tensor_parallel", cells.train, workers=2, options=options))
     assert_same(reports, truth, 1e-10)
@@ -233,7 +233,7 @@ def test_a_simulated_link_takes_its_time(workers: Workers, name: str) -> None:
 @pytest.mark.parametrize("name", ["sharded", "tensor_parallel", "hybrid", "local_sgd"])
 def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers, name: str) -> None:
     options = {"every": "1"} if name == "local_sgd" else {}
-    (truth,) = clean(workers.run("one_device", layout_cells.checkpointed))
+    truth = workers.truth(layout_cells.checkpointed)
     reports = clean(workers.run(name, layout_cells.checkpointed, workers=2, options=options))
     state = reports[0].value
     kinds = ["model"] if name == "local_sgd" else ["model", "moments"]  # it keeps own moments
@@ -250,7 +250,7 @@ def test_a_state_is_that_of_one_device_and_can_be_gone_back_to(workers: Workers,
 def test_replicas_that_drift_reach_one_devices_loss_within_half_again_its_samples(
     workers: Workers, name: str
 ) -> None:
-    (truth,) = clean(workers.run("one_device", server_cells.digits, 10))
+    truth = workers.truth(server_cells.digits, 10)
     reports = clean(workers.run(name, server_cells.digits, 15, workers=3))
     samples = sum(int(report.rows["samples"].sum()) for report in reports)
     assert samples <= 1.5 * truth.rows["samples"].sum()

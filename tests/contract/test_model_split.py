@@ -17,20 +17,6 @@ pytestmark = pytest.mark.torch
 SCHEDULES = ["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
-@pytest.fixture(scope="module")
-def truths(workers: Workers) -> Any:
-    """One device's result for a cell's arguments, trained once."""
-    known: dict[str, Report] = {}
-
-    def truth(**keywords: Any) -> Report:
-        name = repr(sorted(keywords.items(), key=str))
-        if name not in known:
-            (known[name],) = clean(workers.run("one_device", cells.deep, keywords=keywords))
-        return known[name]
-
-    return truth
-
-
 def split(workers: Workers, count: int, options: dict[str, Any], **keywords: Any) -> list[Report]:
     return clean(
         workers.run("model_split", cells.deep, workers=count, options=options, keywords=keywords)
@@ -40,20 +26,22 @@ def split(workers: Workers, count: int, options: dict[str, Any], **keywords: Any
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_schedule_trains_as_one_device_does(
-    workers: Workers, truths: Any, schedule: str, count: int
+    workers: Workers, schedule: str, count: int
 ) -> None:
     reports = split(workers, count, {"schedule": schedule})
-    assert_same(reports, truths(), 1e-10)
+    assert_same(reports, workers.truth(cells.deep), 1e-10)
     losses = joined(reports)["local_loss"]
     assert (~np.isnan(losses)).sum(axis=1).tolist() == [1] * 20
     assert [report.value["evals"] for report in reports] == [reports[0].value["evals"]] * count
-    assert reports[0].value["evals"][0] == pytest.approx(truths().value["evals"][0], abs=1e-10)
+    assert reports[0].value["evals"][0] == pytest.approx(
+        workers.truth(cells.deep).value["evals"][0], abs=1e-10
+    )
 
 
 @pytest.mark.parametrize("form", ["convolutional", "residual", "function", "lambda", "list"])
-def test_every_form_of_model_is_cut_and_exact(workers: Workers, truths: Any, form: str) -> None:
+def test_every_form_of_model_is_cut_and_exact(workers: Workers, form: str) -> None:
     reports = split(workers, 2, {}, form=form)
-    assert_same(reports, truths(form=form), 1e-10)
+    assert_same(reports, workers.truth(cells.deep, form=form), 1e-10)
     held = [set(report.value["held"]) for report in reports]
     assert not held[0] & held[1]
     assert all(held)
@@ -75,9 +63,11 @@ def test_every_form_of_model_is_cut_and_exact(workers: Workers, truths: Any, for
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) or "plain",
 )
 def test_microbatches_that_do_not_divide_and_other_options_are_exact(
-    workers: Workers, truths: Any, options: dict[str, Any], keywords: dict[str, Any]
+    workers: Workers, options: dict[str, Any], keywords: dict[str, Any]
 ) -> None:
-    assert_same(split(workers, 2, options, **keywords), truths(**keywords), 1e-10)
+    assert_same(
+        split(workers, 2, options, **keywords), workers.truth(cells.deep, **keywords), 1e-10
+    )
 
 
 def test_the_split_is_shown_and_can_be_given(workers: Workers) -> None:
@@ -94,7 +84,7 @@ def test_the_split_is_shown_and_can_be_given(workers: Workers) -> None:
 
 
 def test_state_is_that_of_one_device_whatever_the_number_of_workers(workers: Workers) -> None:
-    (truth,) = clean(workers.run("one_device", cells.continued, 9))
+    truth = workers.truth(cells.continued, 9)
     reports = clean(workers.run("model_split", cells.continued, 4, workers=2))
     assert [report.value for report in reports] == [[0, 1, 2, 3]] * 2
     merged = {**reports[0].weights, **reports[1].weights}

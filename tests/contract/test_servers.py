@@ -118,7 +118,7 @@ def test_no_worker_ever_sees_half_an_update(
 def test_every_link_gives_the_same_numbers(
     workers: Workers, entry: catalog.Strategy, link: str
 ) -> None:
-    (truth,) = clean(workers.run("one_device", cells.train))
+    truth = workers.truth(cells.train)
     options = {**together(entry), "link": link}
     reports = clean(workers.run(entry.name, cells.train, workers=2, options=options))
     for report in reports:
@@ -130,7 +130,7 @@ def test_every_link_gives_the_same_numbers(
 def test_parameters_without_a_gradient_are_left_alone(
     workers: Workers, entry: catalog.Strategy
 ) -> None:
-    (truth,) = clean(workers.run("one_device", server_cells.unused_now_and_then, 12))
+    truth = workers.truth(server_cells.unused_now_and_then, 12)
     reports = clean(
         workers.run(
             entry.name, server_cells.unused_now_and_then, 12, workers=2, options=together(entry)

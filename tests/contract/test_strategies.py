@@ -41,7 +41,7 @@ def test_trains_exactly_as_one_device_does(
         pytest.skip(f"{entry.name} does not support {variant}")
     if variant == "AdamW" and count > 1 and entry.linear_only:
         pytest.skip("averaged parameters equal averaged gradients for linear optimizers alone")
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=VARIANTS[variant]))
+    truth = workers.truth(cells.train, **VARIANTS[variant])
     reports = clean(run(workers, entry, cells.train, workers=count, keywords=VARIANTS[variant]))
     assert_same(reports, truth, 1e-10)
     for mine, theirs in zip(reports[0].value["evals"], truth.value["evals"], strict=True):
@@ -53,13 +53,13 @@ def test_float32_stays_within_rounding(
     workers: Workers, entry: catalog.Strategy, count: int
 ) -> None:
     keywords = {"dtype": "float32"}
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    truth = workers.truth(cells.train, **keywords)
     reports = clean(run(workers, entry, cells.train, workers=count, keywords=keywords))
     assert_same(reports, truth, 1e-5)
 
 
 def test_a_strategy_without_all_reduce_is_caught(workers: Workers) -> None:
-    (truth,) = clean(workers.run("one_device", cells.train))
+    truth = workers.truth(cells.train)
     reports = clean(workers.run("mirrored", cells.without_all_reduce, workers=2))
     with pytest.raises(AssertionError, match=r"weight|bias"):
         assert_same(reports, truth, 1e-10)
@@ -75,7 +75,7 @@ def test_an_own_loop_trains_as_fit_does(
         "processes": int(loader == "processes"),
         "epochs": 1 if loader == "processes" else 3,
     }
-    (truth,) = clean(workers.run("one_device", cells.train_from_loader, False, keywords=keywords))
+    truth = workers.truth(cells.train_from_loader, False, **keywords)
     for own_loop in (True, False):
         reports = clean(
             run(workers, entry, cells.train_from_loader, own_loop, workers=count, keywords=keywords)
@@ -159,7 +159,7 @@ def test_sparse_gradients_are_trained_with_or_refused(
         assert all("has sparse ones" in report.value for report in reports)
         assert all(len(report.rows) == 0 for report in reports)
         return
-    (truth,) = clean(workers.run("one_device", model_cells.sparse_embedding))
+    truth = workers.truth(model_cells.sparse_embedding)
     assert [report.value for report in reports] == ["trained"] * len(reports)
     assert_same(reports, truth, 1e-10)
 
@@ -187,7 +187,7 @@ def test_the_lines_overrides_win(workers: Workers) -> None:
 def test_unused_parameters_train_with_the_option(workers: Workers) -> None:
     options = {"find_unused_parameters": "true", "bucket_mb": "0.001"}
     keywords = {"unused": True}
-    (truth,) = clean(workers.run("one_device", cells.train, keywords=keywords))
+    truth = workers.truth(cells.train, **keywords)
     reports = clean(
         workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
     )

@@ -44,7 +44,7 @@ def furthest(report: Report, truth: Report) -> float:
 
 @pytest.mark.parametrize(("entry", "count", "way"), in_every_way(CASES))
 def test_trains_exactly_as_one_device_does(entry: catalog.Strategy, count: int, way: str) -> None:
-    same(entry, count, way, "SGD", "float32", 2e-7)
+    same(entry, count, way, "SGD", "float32", 5e-7)
 
 
 # Of an optimizer with state, 64 bits are the stricter case; what is held for three replicas is what
@@ -113,7 +113,7 @@ def test_an_eager_loop_is_recorded_too() -> None:
     truth = train("one_device", "loop", STEPS=5)
     report = train("mirrored", "loop", 2, STEPS=5, GRAPH=False)
     assert report.trained == 5
-    assert furthest(report, truth) <= 2e-7
+    assert furthest(report, truth) <= 5e-7
 
 
 def test_a_strategy_without_all_reduce_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def rows_of(reports: list[Report]) -> Any:
 
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "tolerance"),
-    [("SGD", "float32", 2e-7), ("Adam", "float64", 1e-10)],  # of Adam the stricter of two
+    [("SGD", "float32", 5e-7), ("Adam", "float64", 1e-10)],  # of Adam the stricter of two
 )
 @pytest.mark.parametrize("way", tf_cells.WAYS)
 def test_trains_exactly_as_one_device_does(

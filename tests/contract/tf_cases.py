@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -10,15 +9,10 @@ from tf_cells import WAYS
 
 from workbench import catalog
 
-
-def _exists(entry: catalog.Strategy) -> bool:
-    return importlib.util.find_spec(entry.module.partition(":")[0]) is not None
-
-
 ENTRIES = [
     entry
     for entry in catalog.strategies("tensorflow")
-    if _exists(entry) and entry.one_engine and entry.sync and entry.data_parallel and entry.anywhere
+    if entry.one_engine and entry.sync and entry.data_parallel and entry.anywhere
 ]
 CASES = [
     pytest.param(entry, count, id=f"{entry.name}-{count}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import multiprocessing
 import os
 import secrets
@@ -141,7 +142,8 @@ class Workers:
 
     def truth(self, function: Any, *args: Any, **keywords: Any) -> Report:
         """Return what one device makes of a cell; of the same cell it is computed once."""
-        key = repr((function.__module__, function.__qualname__, args, sorted(keywords.items())))
+        cell = function.__module__, function.__qualname__
+        key = json.dumps([cell, args, keywords], sort_keys=True)  # plain values: their text is all
         if key not in self._truths:
             reports = self.run("one_device", function, *args, keywords=keywords)
             (self._truths[key],) = clean(reports)
