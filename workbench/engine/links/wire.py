@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import RunError
+from ..marks import ANSWER, waits_in
 
 Bytes = NDArray[np.uint8]
 
@@ -112,6 +113,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
         )
 
 
+@waits_in(ANSWER)
 def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: str) -> None:
     """Send a message and its payload, gathered from where it lies.
 
@@ -141,6 +143,7 @@ def receive(sock: socket.socket, peer: str) -> Message:
     return unpack_header(bytes(header), payload_bytes, peer)
 
 
+@waits_in(ANSWER)
 def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer: str) -> None:
     """Fill the buffers from the stream, straight to where they lie.
 

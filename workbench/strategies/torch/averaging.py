@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.context import RunContext
+from ...engine.marks import ALL_REDUCE, waits_in
 from ...errors import FitError
 from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
@@ -39,6 +40,7 @@ class Averaging:
         FitError: The options exclude each other, or the workers' models differ.
     """
 
+    @waits_in(ALL_REDUCE)
     def __init__(self, context: RunContext, model: torch.nn.Module) -> None:
         options, spec = context.spec.options, context.spec
         self._compress = str(options.get("compress", "none"))
