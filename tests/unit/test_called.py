@@ -9,7 +9,7 @@ import pytest
 from workbench.cluster.engines import EngineInfo
 from workbench.cookbook import Recipe
 from workbench.plan import make_plan
-from workbench.protocol import Message, RunSpec
+from workbench.protocol import Message, RunSpec, Topic
 from workbench.session.failure import Names
 from workbench.session.requests import in_lanes, labels
 from workbench.session.run import Run
@@ -46,6 +46,16 @@ def test_a_death_is_told_in_a_sentence(tmp_path, engines, verb):
     assert run.history.story.notes == [f"{verb} gone: killed by SIGKILL."]
     run.note("It was killed, the others go on.", [3])
     assert run.history.story.notes == ["It was killed, the others go on."]
+
+
+def test_that_a_model_was_trained_before_is_no_matter_of_words(tmp_path):
+    run = run_on(tmp_path, [3, 5])
+    run.note("The model was trained by an earlier run.")
+    assert not run.trained_before
+    assert not run.meta()["trained_before"]
+    run.history.event("warning", {"rank": 0, "text": "Hm.", "topic": Topic.TRAINED_BEFORE})
+    assert run.trained_before
+    assert run.meta()["trained_before"]
 
 
 def test_fewer_workers_are_numbered_anew_and_called_as_before():

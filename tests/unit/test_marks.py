@@ -277,8 +277,8 @@ def test_what_blocks_is_marked(module):
 
 BLOCKING = {
     "wait", "recv", "recvmsg_into", "recv_fds", "sendmsg", "send_fds", "sendall", "accept",
-    "connect", "select", "poll", "isend", "irecv", "all_gather", "broadcast", "all_reduce", "TCPStore",
-    "batch_isend_irecv", "init_process_group",
+    "connect", "select", "poll", "isend", "irecv", "all_gather", "broadcast", "all_reduce",
+    "TCPStore", "batch_isend_irecv", "init_process_group",
 }  # fmt: skip
 ELSEWHERE = {
     "open_store": "sets up what `links.address.look_up` waits for",
