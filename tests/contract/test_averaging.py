@@ -11,8 +11,8 @@ import pytest
 from worker_reports import Report, assert_same, clean, failures, joined
 from workers import Workers
 
-from workbench.protocol import Topic
 from workbench import catalog, metrics
+from workbench.protocol import Topic
 
 pytestmark = pytest.mark.torch
 

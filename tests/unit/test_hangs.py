@@ -8,9 +8,10 @@ import pytest
 
 from workbench.engine import attention, stacks, waits
 from workbench.engine.waits import Place, waiting_in
+from workbench.members import Member
 from workbench.session.hangs import diagnose, patience_s
 
-NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2", 3: "rank 3", 9: "server s0"}
+MEMBERS = {rank: Member.of_ranks(rank) for rank in range(4)} | {9: Member.helper("server s0")}
 
 
 def waits_in(what="in all_reduce"):
@@ -23,7 +24,7 @@ def busy(at="train.py:41 in load_batch", inside=""):
 
 def said(places, waited_s=12.0, ended=(), limit_s=5.0):
     waited = waited_s if isinstance(waited_s, dict) else dict.fromkeys(places, waited_s)
-    return diagnose(places, waited, NAMES, ended, limit_s)
+    return diagnose(places, waited, MEMBERS, ended, limit_s)
 
 
 def test_who_waits_in_what_and_where_the_others_are():
@@ -62,6 +63,14 @@ def test_ranks_that_wait_in_different_collectives_wait_for_each_other():
 )
 def test_what_is_no_hang(places):
     assert said(places) == ""
+
+
+def test_who_is_a_worker_is_told_by_the_part_it_takes_and_not_by_its_name():
+    members = {0: Member.of_ranks(0), 1: Member.helper("rank 1"), 2: Member.of_ranks(2, 3)}
+    places = {0: waits_in(), 1: busy("of no matter"), 2: busy("either")}
+    waited = dict.fromkeys(places, 15.0)
+    assert "nobody is elsewhere" in diagnose(places, waited, members, (), 5.0)
+    assert "nobody is elsewhere" in diagnose({0: waits_in()}, waited, members, (1, 2), 5.0)
 
 
 def test_short_waits_are_none_and_long_ones_alike_are_said():

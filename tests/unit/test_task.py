@@ -4,6 +4,7 @@ import pytest
 
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError, RunError
+from workbench.members import Member
 from workbench.session.run import Run
 from workbench.session.show import tell
 from workbench.session.task import Task
@@ -36,8 +37,8 @@ def engines():
 
 def start(engines, *ids):
     over = []
-    labels = {engine: f"rank {rank} · cpu" for rank, engine in enumerate(ids)}
-    task = Task(engines, {i: {} for i in ids}, labels, over.append)
+    members = {engine: Member.of_ranks(rank, device="cpu") for rank, engine in enumerate(ids)}
+    task = Task(engines, {i: {} for i in ids}, members, over.append)
     return task, over
 
 

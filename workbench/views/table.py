@@ -48,6 +48,8 @@ class Table:
         rows: Cells as they are shown; each row has one per column.
         strong: Indices of rows that stand out.
         notes: Sentences below the table.
+        about: What it shows, for who reads a notebook's outputs (`COMPARISON`); empty: of no
+            interest.
     """
 
     columns: Sequence[Column]
