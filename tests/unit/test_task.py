@@ -76,6 +76,22 @@ def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):
     assert task.board.html().index("mine") < task.board.html().index("pair.cc")
 
 
+def test_what_our_own_links_felt_is_no_reason_whatever_the_words(engines):
+    task, _ = start(engines, 4, 7, 9)
+    engines.calls[4].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
+    engines.calls[9].finish(error("LinkError", "Da war er."))
+    engines.calls[7].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
+    assert "Rank 2 (engine 9) failed: LinkError: Da" in str(task.failure())
+    assert "with it: ranks 0-1: he is gone" in str(task.failure())
+
+
+def test_a_user_may_say_that_a_worker_has_left(engines):
+    task, _ = start(engines, 4, 7)
+    engines.calls[4].finish(error("ValueError", "worker 1 has left"))
+    engines.calls[7].finish(error("RuntimeError", PEER))
+    assert "Rank 0 (engine 4) failed: ValueError: worker 1 has left" in str(task.failure())
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

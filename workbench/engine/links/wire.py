@@ -26,7 +26,17 @@ _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
 class LinkError(RunError):
-    """A link broke, or its other end said something that makes no sense."""
+    """A link broke, or its other end said something that makes no sense.
+
+    Args:
+        about: As of every error of ours.
+        felt: In short what is felt here of another one's end, who knows better why; empty where
+            the reason may be here.
+    """
+
+    def __init__(self, what: str, *, felt: str = "", **about: Any) -> None:
+        super().__init__(what, **about)
+        self.felt = felt
 
 
 @dataclass
@@ -46,8 +56,10 @@ class Message:
 
 def closed(peer: str) -> LinkError:
     """Return the error for a link whose other end is gone."""
+    felt = "Connection closed by peer"
     return LinkError(
-        f"Connection closed by peer: {peer} is gone.",
+        f"{felt}: {peer} is gone.",
+        felt=felt,
         next_step="its own error says why; %cluster logs shows what it wrote",
     )
 

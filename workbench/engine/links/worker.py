@@ -84,7 +84,8 @@ class Link:
         """
         message = wire.receive(self._sock, self.name)
         if message.kind == "error":
-            raise LinkError(f"{self.name} refused: {message.meta.get('text')}")
+            felt = str(message.meta.get("felt", ""))
+            raise LinkError(f"{self.name} refused: {message.meta.get('text')}", felt=felt)
         return message
 
     def read(self, message: Message, parts: Sequence[Bytes]) -> None:
