@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import cli_clusters, cli_labs
 from .errors import WorkbenchError
 from .shipped import QUICKSTART, notebooks_folder
+from .views.table import COMPARISON, SHOWS
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -116,15 +117,17 @@ def _write_html(notebook: NotebookNode, page: Path) -> None:
 
 def _summary(notebook: NotebookNode) -> str:
     """Return the text of the notebook's comparison, or of its last table where it has none."""
-    texts: list[str] = [
-        output["data"]["text/plain"]
+    tables = [
+        output
         for cell in notebook.cells
         if cell.cell_type == "code"
         for output in cell.outputs
         if "text/html" in output.get("data", {})
     ]
-    compared = [text for text in texts if "speed-up" in text]
-    return (compared or texts or ["the notebook shows no table"])[-1]
+    compared = [one for one in tables if one.get("metadata", {}).get(SHOWS) == COMPARISON]
+    if not tables:
+        return "the notebook shows no table"
+    return str((compared or tables)[-1]["data"]["text/plain"])
 
 
 def _lab(rest: list[str]) -> int:

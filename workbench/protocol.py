@@ -13,6 +13,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
@@ -75,8 +76,9 @@ EVENTS: dict[str, str] = {
     "epoch": "rank, epoch, step",
     "eval": "step, epoch, values: name -> number, seconds",
     "log": "rank, step, values: name -> number",
-    "note": "rank, text: something the user should know, shown once",
-    "warning": "rank, text",
+    "note": "rank, text: something the user should know, shown once; topic, value: what it is "
+    "about, where something acts on it (`Topic`)",
+    "warning": "as `note`",
     "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
     "schedule, microbatches, microbatch_samples, pipelines: how many stand side by side; "
     "ideal_bubble: the schedule's share of idle time with equal stages",
@@ -93,6 +95,22 @@ EVENTS: dict[str, str] = {
     "post": "rank, topic, value: passed on to all engines of the run (`engine/board.py`)",
 }
 """Fields of every event, by name."""
+
+
+class Topic(str, Enum):
+    """What a note or warning is about, where something acts on it; nobody reads its words."""
+
+    ALLREDUCE_CHOSEN = "allreduce_chosen"
+    """`value`: the all-reduce that `auto` took."""
+    TRAINED_BEFORE = "trained_before"
+    """An earlier run had trained the model, which makes comparisons unfair."""
+    LOSS_LOST = "loss_lost"
+    """`value`: the first step whose loss is no number."""
+
+    @classmethod
+    def of(cls, word: object) -> Topic | None:
+        """Return what an event calls its topic; None for what this version does not know."""
+        return next((topic for topic in cls if topic.value == word), None)
 
 
 @dataclass(frozen=True)

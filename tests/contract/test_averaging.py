@@ -12,6 +12,7 @@ from worker_reports import Report, assert_same, clean, failures, joined
 from workers import Workers
 
 from workbench import catalog, metrics
+from workbench.protocol import Topic
 
 pytestmark = pytest.mark.torch
 
@@ -168,9 +169,10 @@ def test_latency_is_simulated_and_counts_as_transfer(workers: Workers) -> None:
 @pytest.mark.timing
 def test_auto_avoids_what_the_simulated_link_makes_slow(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", cells.train, workers=3, faults=("latency=20ms",)))
-    (note,) = [fields["text"] for fields in reports[0].emitted("note")]
-    assert "averaged by ring" not in note
-    assert "backend" not in note
+    (note,) = reports[0].emitted("note")
+    assert note["topic"] == Topic.ALLREDUCE_CHOSEN
+    assert note["value"] not in ("ring", "backend")
+    assert f"averaged by {note['value']}, the fastest here" in note["text"]
 
 
 def test_the_backend_is_out_of_the_simulations_reach(workers: Workers) -> None:

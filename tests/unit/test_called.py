@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
 from workbench.cookbook import Recipe
+from workbench.members import Member
 from workbench.plan import make_plan
-from workbench.protocol import Message, RunSpec
+from workbench.protocol import Message, RunSpec, Topic
 from workbench.session.failure import Names
-from workbench.session.requests import in_lanes, labels
+from workbench.session.requests import in_lanes, members_of
 from workbench.session.run import Run
 
 
@@ -22,7 +24,7 @@ def run_on(folder: Path, engines: list[int]) -> Run:
     )
 
 
-def task_of(names: dict[int, str], **more: Any) -> Any:
+def task_of(names: dict[int, Member], **more: Any) -> Any:
     return SimpleNamespace(ids=list(names), names=Names(list(names), names), **more)
 
 
@@ -31,7 +33,9 @@ def test_workers_have_ranks_replicas_are_several_and_servers_have_names(tmp_path
     assert run_on(tmp_path, [3, 3, 3]).called(3) == "Replicas 0-2 (engine 3)"
     run = run_on(tmp_path, [3, 5])
     assert run.called(7) == "Engine 7"
-    run.task = task_of({3: "rank 0", 5: "rank 1", 7: "server s0"})
+    run.task = task_of(
+        {3: Member.of_ranks(0), 5: Member.of_ranks(1), 7: Member.helper("server s0")}
+    )
     assert run.called(7) == "Server s0 (engine 7)"
 
 
@@ -42,10 +46,20 @@ def test_workers_have_ranks_replicas_are_several_and_servers_have_names(tmp_path
 def test_a_death_is_told_in_a_sentence(tmp_path, engines, verb):
     run = run_on(tmp_path, engines)
     run.open_board(lambda engine, message: None, run.members)
-    run.died(EngineInfo(3, "u", exit="killed by SIGKILL"))
+    run.died(EngineInfo(3, "u", exit=Ending("SIGKILL")))
     assert run.history.story.notes == [f"{verb} gone: killed by SIGKILL."]
     run.note("It was killed, the others go on.", [3])
     assert run.history.story.notes == ["It was killed, the others go on."]
+
+
+def test_that_a_model_was_trained_before_is_no_matter_of_words(tmp_path):
+    run = run_on(tmp_path, [3, 5])
+    run.note("The model was trained by an earlier run.")
+    assert not run.trained_before
+    assert not run.meta()["trained_before"]
+    run.history.event("warning", {"rank": 0, "text": "Hm.", "topic": Topic.TRAINED_BEFORE})
+    assert run.trained_before
+    assert run.meta()["trained_before"]
 
 
 def test_fewer_workers_are_numbered_anew_and_called_as_before():
@@ -56,8 +70,9 @@ def test_fewer_workers_are_numbered_anew_and_called_as_before():
     }
     laned = in_lanes(specs, [3, 5, 9])
     assert [one.rank for one in laned.values()] == [0, 1, 2]
-    assert labels(laned) == {5: "rank 1 · cpu", 9: "rank 2 · cpu", 4: "server s0"}
-    assert labels(specs)[5] == "rank 0 · cpu"
+    headings = {engine: one.heading for engine, one in members_of(laned).items()}
+    assert headings == {5: "rank 1 · cpu", 9: "rank 2 · cpu", 4: "server s0"}
+    assert members_of(specs)[5].heading == "rank 0 · cpu"
 
 
 def test_who_failed_among_fewer_workers_is_left_to_clear_away(tmp_path):

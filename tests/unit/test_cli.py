@@ -5,16 +5,21 @@ import sys
 
 import nbformat
 import pytest
+from history_rows import make_summary
 from nbformat.sign import NotebookNotary
 
 from workbench import cli, shipped
 from workbench.cluster import kept, profile
 from workbench.errors import WorkbenchError
+from workbench.history.comparison import compare
+from workbench.views import blocks
 
 
-def table(text):
+def table(text, **metadata):
     return nbformat.v4.new_output(
-        "display_data", data={"text/html": "<table></table>", "text/plain": text}
+        "display_data",
+        data={"text/html": "<table></table>", "text/plain": text},
+        metadata=metadata,
     )
 
 
@@ -38,6 +43,29 @@ def test_notebooks_that_are_not_installed_are_an_error(monkeypatch, tmp_path, ca
         cli.notebooks_folder()
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
     assert "install from a checkout" in capsys.readouterr().err
+
+
+def test_the_summary_is_the_comparison_whatever_its_words():
+    shown = notebook(
+        table("the speed-up of another"),
+        table("compared", workbench_shows="comparison"),
+        table("speed-up"),
+    )
+    assert cli._summary(shown) == "compared"
+
+
+def test_a_comparison_says_in_its_output_what_it_is(monkeypatch):
+    from workbench.session.compare import Compared
+
+    shown = []
+    monkeypatch.setattr(blocks, "display", lambda thing, **more: shown.append(more))
+    compared = Compared(compare([make_summary("a"), make_summary("b")]))
+    compared._ipython_display_()
+    blocks.show(compared.table())
+    blocks.show("something else")
+    assert [one.get("metadata") for one in shown] == [
+        None, {"workbench_shows": "comparison"}, {"workbench_shows": "comparison"}, None,
+    ]  # fmt: skip
 
 
 def test_the_summary_is_the_last_table():

@@ -78,6 +78,7 @@ def test_other_options_make_another_row() -> None:
         ({"total_steps": 40}, "steps differ: a 20, b 40"),
         ({"seed": 7}, "seeds differ.*a 0; b 7"),
         ({"trained_before": True}, "b began with a model that an earlier run had trained"),
+        ({"diverged": True}, "b diverged"),
         ({"state": "stopped", "total_steps": 20, "steps": 12}, "b did not finish: stopped after"),
         ({"faults": ("slow=1:50ms",)}, r"b ran with injected faults: slow=1:50ms"),
     ],
@@ -139,6 +140,16 @@ def test_a_run_that_diverged_is_named_and_in_no_mean() -> None:
     compared = compare([whole, diverged])
     assert compared.rows[0].final_loss.count == 1
     assert any("b-seed1 diverged" in note for note in compared.notes)
+
+
+def test_the_words_of_a_note_make_no_run_diverge() -> None:
+    history = make_history(make_rows(4, 1))
+    history.event("note", {"text": "The loss is no number since step 2."})
+    summary = summarise(history, {"name": "b"})
+    assert not summary.diverged
+    assert not any("diverged" in note for note in compare([make_summary("a"), summary]).notes)
+    history.event("note", {"text": "Oh dear.", "topic": "loss_lost", "value": 2})
+    assert summarise(history, {"name": "b"}).diverged
 
 
 @pytest.mark.parametrize("case", CASES)

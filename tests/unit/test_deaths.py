@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from workbench.cluster import deaths
-from workbench.cluster.deaths import EngineDiedError, Memory
+from workbench.cluster.deaths import Ending, EngineDiedError, Memory
 from workbench.cluster.processes import Exit
+from workbench.members import Member
 from workbench.session import gone
 
 GB = 10**9
@@ -33,13 +34,13 @@ GB = 10**9
     ],
 )  # fmt: skip
 def test_an_end_in_words(end, memory, said):
-    assert deaths.words(end, memory) == said
+    assert str(deaths.ending(end, memory)) == said
 
 
 def test_what_we_ended_ourselves_is_nobody_elses_doing():
-    assert deaths.words(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer") == (
-        "killed by SIGKILL (by Workbench: it did not answer)"
-    )
+    assert str(
+        deaths.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer")
+    ) == ("killed by SIGKILL (by Workbench: it did not answer)")
 
 
 CRASH = """2026-11-21 08:20:55.1 [IPEngine] Completed registration with id 1
@@ -91,13 +92,16 @@ def test_only_a_kill_asks_the_system():
     assert watch.seen(os.getpid(), killed=True).total_bytes > 0
 
 
-def died(engine: int, how: str = "killed by SIGKILL", log: str = "") -> dict:
-    return gone.outcome(EngineDiedError(f"Engine {engine}", 100 + engine, how, log))
+KILLED = Ending("SIGKILL")
+
+
+def died(engine: int, how: Ending = KILLED, log: str = "") -> dict:
+    return gone.outcome(EngineDiedError(engine, 100 + engine, how, log))
 
 
 def test_several_deaths_are_named_one_by_one():
     outcomes = {0: {"status": "error"}, 1: died(1, log="no more memory"), 2: died(2)}
-    text = gone.words(1, outcomes, lambda engine: f"Rank {engine}")
+    text = gone.words(1, outcomes, Member.of_ranks)
     assert text.splitlines() == [
         "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
         "  its log ends:",
@@ -111,9 +115,38 @@ def test_several_deaths_are_named_one_by_one():
 
 def test_many_deaths_do_not_fill_the_screen():
     outcomes = {i: died(i) for i in range(9)}
-    text = gone.words(0, outcomes, lambda engine: f"Rank {engine}")
+    text = gone.words(0, outcomes, Member.of_ranks)
     assert text.endswith("gone too: 4 more")
 
 
 def test_signals_are_called_by_their_names():
     assert Exit(1, None, signal.SIGSEGV).text == "SIGSEGV"
+
+
+@pytest.mark.parametrize(
+    ("end", "short", "whole"),
+    [
+        (
+            Ending("SIGKILL", hint="it (perhaps) lacked memory"),
+            "SIGKILL",
+            "killed by SIGKILL (it (perhaps) lacked memory)",
+        ),
+        (Ending(code=3, hint="os._exit"), "exited with code 3", "exited with code 3 (os._exit)"),
+        (
+            Ending(what="out of reach", since="the controller (pid 4) died"),
+            "out of reach",
+            "out of reach, since the controller (pid 4) died",
+        ),
+        (Ending(what="killed by (whom?)"), "killed by (whom?)", "killed by (whom?)"),
+        (Ending(), "how is not known", "how is not known"),
+        (deaths.RESTARTED, "restarted", "restarted"),
+    ],
+)
+def test_a_table_says_an_end_shortly_and_errors_say_all_of_it(end, short, whole):
+    assert end.short == short
+    assert str(end) == whole
+
+
+def test_an_engine_that_was_replaced_is_no_reason_to_recover_and_its_words_are_no_matter():
+    assert died(1, deaths.RESTARTED)["recoverable"] is False
+    assert died(1, Ending(what="restarted", hint="by somebody else"))["recoverable"] is True

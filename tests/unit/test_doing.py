@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from workbench.members import Member
 from workbench.session.doing import Scene, doing
 
 WAITS = {"state": "waits", "waits_in": "in all_reduce", "at": "", "inside": ""}
 HELD = {"state": "held", "waits_in": "in a pause", "at": "", "inside": ""}
 PAUSED = {"state": "paused", "waits_in": "", "at": "", "inside": ""}
-NAMES = {0: "rank 0", 1: "rank 1", 2: "server s0"}
+MEMBERS = {0: Member.of_ranks(0), 1: Member.of_ranks(1), 2: Member.helper("server s0")}
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,9 @@ NAMES = {0: "rank 0", 1: "rank 1", 2: "server s0"}
 def test_engines_say_what_they_do(
     run_state: str, places: dict[int, dict[str, str]], words: list[str | None]
 ) -> None:
-    scene = Scene(NAMES, run_state, places)
+    scene = Scene(MEMBERS, run_state, places)
     for engine, expected in enumerate(words):
-        state = "busy" if engine in NAMES else "idle"
+        state = "busy" if engine in MEMBERS else "idle"
         if expected is not None:
             assert doing(engine, state, "", scene, starting=False)[1] == expected
 
@@ -43,3 +44,10 @@ def test_dead_and_starting_engines_say_so() -> None:
     assert doing(0, "dead", "SIGKILL", nothing, starting=False) == ("dead", "dead (SIGKILL)")
     assert doing(0, "dead", "SIGKILL", nothing, starting=True) == ("starting", "starting")
     assert doing(0, "busy", "", nothing, starting=False) == ("busy", "busy")
+
+
+def test_who_serves_is_told_by_the_part_it_takes_and_not_by_its_name() -> None:
+    members = {0: Member.helper("rank and file"), 1: Member.of_ranks(0, 3)}
+    scene = Scene(members, "running", {})
+    assert doing(0, "busy", "", scene, starting=False) == ("serving", "at work as rank and file")
+    assert doing(1, "busy", "", scene, starting=False) == ("training", "training as replicas 0-3")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from workbench.members import Member
 from workbench.session.failure import CellEnd, Names
 
 OK = {"status": "ok"}
@@ -16,17 +17,19 @@ def mine(text: str = "mine") -> dict[str, Any]:
 
 def end_of(
     outcomes: dict[int, dict[str, Any]],
-    labels: dict[int, str] | None = None,
+    members: dict[int, Member] | None = None,
     first: int | None = None,
     **more: Any,
 ) -> CellEnd:
-    names = Names(list(outcomes), labels or {})
+    names = Names(list(outcomes), members or {})
     about: dict[str, Any] = {"lost": frozenset(), "interrupted": False, "pid": lambda i: 100 + i}
     return CellEnd(names, outcomes, first_failed=first, **about | more)
 
 
 def test_engines_are_called_by_their_ranks_else_by_their_part():
-    names = Names([4, 7, 9], {4: "rank 2 · cuda:0", 7: "server s0"})
+    names = Names(
+        [4, 7, 9], {4: Member.of_ranks(2, device="cuda:0"), 7: Member.helper("server s0")}
+    )
     assert [names.of(i) for i in (4, 7, 9)] == ["Rank 2", "Server s0", "Rank 2"]
     assert names.several([4]) == "rank 2"
     assert names.several([4, 7]) == "rank 2, server s0"
@@ -34,8 +37,8 @@ def test_engines_are_called_by_their_ranks_else_by_their_part():
 
 
 def test_ranks_that_failed_alike_are_named_by_their_ranks_also_where_only_some_ran_the_cell():
-    labels = {1: "rank 1 · cpu", 2: "rank 2 · cpu"}
-    error = end_of({1: mine(), 2: mine()}, labels, first=2).failure()
+    members = {1: Member.of_ranks(1), 2: Member.of_ranks(2)}
+    error = end_of({1: mine(), 2: mine()}, members, first=2).failure()
     assert str(error) == "Ranks 1-2 failed: ValueError: mine"
 
 

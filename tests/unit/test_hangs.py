@@ -1,5 +1,6 @@
 """What is said of a hang, from where engines say they are; where this process says it is."""
 
+import sys
 import threading
 import time
 
@@ -7,9 +8,10 @@ import pytest
 
 from workbench.engine import attention, stacks, waits
 from workbench.engine.waits import Place, waiting_in
+from workbench.members import Member
 from workbench.session.hangs import diagnose, patience_s
 
-NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2", 3: "rank 3", 9: "server s0"}
+MEMBERS = {rank: Member.of_ranks(rank) for rank in range(4)} | {9: Member.helper("server s0")}
 
 
 def waits_in(what="in all_reduce"):
@@ -22,7 +24,7 @@ def busy(at="train.py:41 in load_batch", inside=""):
 
 def said(places, waited_s=12.0, ended=(), limit_s=5.0):
     waited = waited_s if isinstance(waited_s, dict) else dict.fromkeys(places, waited_s)
-    return diagnose(places, waited, NAMES, ended, limit_s)
+    return diagnose(places, waited, MEMBERS, ended, limit_s)
 
 
 def test_who_waits_in_what_and_where_the_others_are():
@@ -63,6 +65,14 @@ def test_what_is_no_hang(places):
     assert said(places) == ""
 
 
+def test_who_is_a_worker_is_told_by_the_part_it_takes_and_not_by_its_name():
+    members = {0: Member.of_ranks(0), 1: Member.helper("rank 1"), 2: Member.of_ranks(2, 3)}
+    places = {0: waits_in(), 1: busy("of no matter"), 2: busy("either")}
+    waited = dict.fromkeys(places, 15.0)
+    assert "nobody is elsewhere" in diagnose(places, waited, members, (), 5.0)
+    assert "nobody is elsewhere" in diagnose({0: waits_in()}, waited, members, (1, 2), 5.0)
+
+
 def test_short_waits_are_none_and_long_ones_alike_are_said():
     assert said({0: waits_in(), 1: busy()}, waited_s=4.9) == ""
     assert "do not match" in said({0: waits_in(), 1: waits_in()}, waited_s=15.0)
@@ -82,8 +92,11 @@ def test_patience_is_a_setting(monkeypatch, value, seconds):
 # -- where a process says it is --------------------------------------------------------------------
 
 
-def place(file, name, line=1):
-    return Place(f"/usr/lib/python3/site-packages/{file}", line, name)
+def place(module, name):
+    """Return a frame of a function in a module of somebody else's, wherever its file is."""
+    names = {"__name__": module, "sys": sys}
+    exec(f"def {name}(): return sys._getframe()", names)
+    return Place("/anywhere/else.py", 1, name, names[name]())
 
 
 def test_a_thread_that_stands_still_is_told_from_one_that_computes():
@@ -110,21 +123,39 @@ def test_a_thread_that_stands_still_is_told_from_one_that_computes():
 def test_a_collective_counts_as_a_wait_while_its_thread_stands_still(monkeypatch, idle):
     monkeypatch.setattr(waits, "is_idle", lambda thread: idle)
     inner = [
-        place("torch/distributed/distributed_c10d.py", "barrier"),
-        place("torch/distributed/c10d_logger.py", "wrapper"),
+        place("torch.distributed.distributed_c10d", "_wait_for_key"),
+        place("torch.distributed.distributed_c10d", "barrier"),
+        place("torch.distributed.c10d_logger", "wrapper"),
     ]
     found = waiting_in(inner, None)
     assert (found.label if found else None) == ("in barrier" if idle else None)
-    inner = [place("torch/autograd/graph.py", "_engine_run_backward")]
+    inner = [place("torch.autograd.graph", "_engine_run_backward")]
     found = waiting_in(inner, None)
     assert (found.label if found else None) == ("in backward (all_reduce)" if idle else None)
 
 
-def test_a_pause_of_the_run_is_the_users():
-    inner = [place("x/threading.py", "wait"), Place("/x/workbench/engine/gate.py", 1, "Gate._wait")]
-    found = waiting_in(inner, None)
-    assert found is not None
-    assert found.by_user
+@pytest.mark.parametrize(
+    ("module", "name", "label"),
+    [
+        ("torch.distributed.pipelining.schedules", "step", "in recv"),
+        ("torch.distributed._functional_collectives", "wait_tensor", "in wait_tensor"),
+        ("torch.nn.parallel.distributed", "forward", "in forward"),
+        ("torch.autograd.graph", "another", None),
+        ("torch.distributed_of_mine", "barrier", None),
+        ("my.torch.distributed", "barrier", None),
+    ],
+)
+def test_frames_of_torch_are_known_by_their_module(monkeypatch, module, name, label):
+    monkeypatch.setattr(waits, "is_idle", lambda thread: True)
+    found = waiting_in([place(module, name)], None)
+    assert (found.label if found else None) == label
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_tensorflow_waits_while_its_whole_process_stands_still(monkeypatch, idle):
+    monkeypatch.setattr(waits, "process_is_idle", lambda: idle)
+    found = waiting_in([place("tensorflow.python.eager.execute", "quick_execute")], None)
+    assert (found.label if found else None) == ("in a step of TensorFlow" if idle else None)
 
 
 def test_a_process_that_runs_no_cell_is_idle_and_its_stacks_are_told_all_the_same():

@@ -14,6 +14,7 @@ from history_rows import NAN, make_history, make_rows
 
 from workbench.errors import RunError
 from workbench.history import disk, folders
+from workbench.protocol import Topic
 
 
 def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:
@@ -36,6 +37,15 @@ def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
     for name in set(history.columns) - {"engine"}:
         assert np.array_equal(history[name], live[name], equal_nan=True)
     assert history.story.started["total_steps"] == 30
+
+
+def test_what_notes_are_about_is_read_back(tmp_path: Path) -> None:
+    writer = disk.RunWriter(write_run(tmp_path, make_rows(3, 1)), 0)
+    about = {"topic": Topic.ALLREDUCE_CHOSEN, "value": "ring"}
+    writer.append_event("note", {"rank": 0, "text": "in any words", **about})
+    writer.close()
+    _, history = disk.read_run(tmp_path)
+    assert history.story.facts == {Topic.ALLREDUCE_CHOSEN: "ring"}
 
 
 def test_a_long_run_loses_no_step_to_the_order_of_files(tmp_path: Path) -> None:

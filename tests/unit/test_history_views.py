@@ -6,6 +6,7 @@ from history_rows import NAN, make_history, make_rows
 
 from workbench.history.store import RunHistory
 from workbench.history.story import Story
+from workbench.protocol import Topic
 
 
 def test_a_snapshot_names_the_worker_the_others_wait_for() -> None:
@@ -150,6 +151,17 @@ def test_a_death_is_told_once_by_whoever_says_more() -> None:
     assert [moment.kind for moment in story.moments] == ["note", "death", "death", "note"]
     story.fold("death", {"text": "Engine 1 is gone.", "engine": 1}, 4.0)
     assert story.notes == [*expected, "Engine 1 is gone."]  # the one that took its place
+
+
+def test_what_notes_are_about_is_kept_beside_their_words() -> None:
+    story = Story()
+    for number in range(200):
+        story.fold("note", {"text": f"{number}"}, 0.0)
+    story.fold("warning", {"text": "", "topic": "trained_before"}, 0.0)
+    for step in (7, 9):  # the first one counts
+        story.fold("note", {"text": "lost", "topic": "loss_lost", "value": step}, 0.0)
+    story.fold("note", {"text": "of a later version", "topic": "unheard_of", "value": 1}, 0.0)
+    assert story.facts == {Topic.TRAINED_BEFORE: None, Topic.LOSS_LOST: 7}
 
 
 def test_notes_are_bounded() -> None:

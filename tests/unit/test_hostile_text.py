@@ -12,6 +12,7 @@ import pytest
 from fake_run import fake_snapshot
 
 import workbench.views
+from workbench.members import Member
 from workbench.session.stacks import Stack, Stacks
 from workbench.views import svg, tables
 from workbench.views.output import OutputBoard
@@ -60,7 +61,7 @@ def test_the_drawn_dashboard_is_text() -> None:
 
 
 def test_what_workers_print_and_raise_is_text() -> None:
-    board = OutputBoard({0: EVIL, 1: "rank 1"})
+    board = OutputBoard({0: Member.helper(EVIL), 1: Member.of_ranks(1)})
     board.message(0, "stream", {"name": "stdout", "text": EVIL})
     board.message(1, "display_data", {"data": {"text/plain": EVIL, "text/markdown": EVIL}})
     board.message(1, "display_data", {"data": {"text/plain": EVIL, "image/png": EVIL}})

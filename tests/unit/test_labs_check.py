@@ -160,6 +160,26 @@ def test_every_lab_has_at_least_three_exercises_in_a_row():
         assert len(numbers) >= 3
 
 
+def test_a_lab_is_built_of_checks_that_say_in_their_outputs_that_they_pass():
+    import nbformat
+    from IPython.core.formatters import DisplayFormatter
+
+    from workbench.labs import build
+
+    def shown(thing):
+        data, metadata = DisplayFormatter().format(thing)
+        output = nbformat.v4.new_output("display_data", data=data, metadata=metadata)
+        return nbformat.v4.new_code_cell("check", outputs=[output])
+
+    good = asking.check("1.5", {"crossing_s": lambda n, c_s: c_s * n / (n - 1)})
+    bad = asking.check("1.5", {"crossing_s": lambda n, c_s: c_s})
+    words = nbformat.v4.new_output("display_data", data={"text/plain": "1.5 x: right (ran in y)"})
+    assert build._passed(shown(good))
+    assert not build._passed(shown(bad))
+    assert not build._passed(nbformat.v4.new_code_cell("check", outputs=[words]))
+    assert build._still(shown(good).outputs[0], 1)["metadata"] == {}
+
+
 def test_a_report_says_what_is_right_and_never_raises():
     good = asking.check("1.5", {"crossing_s": lambda n, c_s: c_s * n / (n - 1)})
     assert good.passed

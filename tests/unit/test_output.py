@@ -6,9 +6,14 @@ import base64
 
 import pytest
 
-from workbench.views.output import OutputBoard, ranges
+from workbench.members import Member, ranges
+from workbench.views.output import OutputBoard
 
-LABELS = {10: "rank 0 · cuda:0", 11: "rank 1 · cuda:1", 12: "rank 2 · cpu"}
+MEMBERS = {
+    10: Member.of_ranks(0, device="cuda:0"),
+    11: Member.of_ranks(1, device="cuda:1"),
+    12: Member.of_ranks(2, device="cpu"),
+}
 
 
 def out(board: OutputBoard, key: int, text: str, name: str = "stdout") -> None:
@@ -30,11 +35,11 @@ def fail(board: OutputBoard, key: int, value: str) -> None:
 
 @pytest.fixture
 def board() -> OutputBoard:
-    return OutputBoard(LABELS)
+    return OutputBoard(MEMBERS)
 
 
 def test_equal_output_of_several_ranks_is_drawn_once_with_a_count(board):
-    for key in LABELS:
+    for key in MEMBERS:
         out(board, key, "tensor([3.])\n")
     assert board.text() == "[ranks 0-2] tensor([3.])"
     assert board.html().count("tensor([3.])") == 1
@@ -49,7 +54,7 @@ def test_different_output_is_drawn_per_rank_under_its_label(board):
 
 
 def test_the_order_of_arrival_between_ranks_does_not_change_the_render():
-    one, other = OutputBoard(LABELS), OutputBoard(LABELS)
+    one, other = OutputBoard(MEMBERS), OutputBoard(MEMBERS)
     for key in (10, 11, 12):
         out(one, key, f"{key}\n")
     for key in (12, 10, 11):
@@ -82,7 +87,7 @@ def test_one_huge_line_is_still_shown_while_running(board):
 
 
 def test_text_that_looks_like_html_is_escaped_everywhere():
-    board = OutputBoard({0: "rank 0 · <b>evil</b>"})
+    board = OutputBoard({0: Member.of_ranks(0, device="<b>evil</b>")})
     attack = "<img src=x onerror=alert(1)>"
     out(board, 0, attack)
     out(board, 0, f"\x1b[31m{attack}\x1b[0m", "stderr")

@@ -51,6 +51,14 @@ def pair() -> Any:
         each.close()
 
 
+def test_who_feels_anothers_end_says_so_beside_its_words():
+    from workbench.engine.links.wire import closed
+    from workbench.engine.outcomes import outcome_of
+
+    assert outcome_of(closed("worker 1"))["felt"] == "Connection closed by peer"
+    assert "felt" not in outcome_of(LinkError("Connection closed by peer: worker 1 is gone."))
+
+
 def test_only_this_user_may_enter_the_folder() -> None:
     doorway = Doorway()
     assert os.stat(os.path.dirname(doorway.path)).st_mode & 0o077 == 0

@@ -13,7 +13,7 @@ from workbench.errors import PlanError
 from workbench.line import parse_cell_line
 from workbench.plan import Plan, make_plan
 from workbench.protocol import RunSpec, records_from
-from workbench.session.requests import labels, make_specs
+from workbench.session.requests import make_specs, members_of
 
 GPUS = Leases(tuple(Lease(f"cuda:{i}", f"cuda:{i} GPU") for i in range(3)), "nccl")
 
@@ -30,7 +30,7 @@ def test_one_engine_is_told_of_all_its_replicas() -> None:
     assert spec.devices == ("cuda:0", "cuda:1", "cuda:2")
     assert list(spec.held) == [0, 1, 2]
     assert RunSpec.from_wire(spec.to_wire()) == spec
-    assert labels(specs) == {7: "replicas 0-2 · cuda:0"}
+    assert members_of(specs)[7].heading == "replicas 0-2 · cuda:0"
 
 
 def test_an_engine_per_worker_is_told_of_one() -> None:

@@ -15,7 +15,7 @@ from workbench.engine.injector import FaultInjector
 from workbench.engine.logging import log, options
 from workbench.engine.recorder import Recorder
 from workbench.errors import FitError, RunError
-from workbench.protocol import RunSpec
+from workbench.protocol import RunSpec, Topic
 
 
 def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:
@@ -85,6 +85,7 @@ def test_a_model_of_an_earlier_run_is_pointed_out_once_per_run() -> None:
     settings.warn_if_trained(make_context(events, run_id="b"), model)
     assert [name for name, _ in events] == ["warning"]
     assert "unfair" in events[0][1]["text"]
+    assert events[0][1]["topic"] == Topic.TRAINED_BEFORE
 
 
 def test_outside_a_run_the_magic_to_use_is_named() -> None:

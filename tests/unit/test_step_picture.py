@@ -18,6 +18,8 @@ from workbench.history.step_picture import (
     share_out,
     step_picture,
 )
+from workbench.history.story import Story
+from workbench.protocol import Topic
 from workbench.views.step_picture import headline
 
 NAN = float("nan")
@@ -121,11 +123,18 @@ def test_what_stages_hand_on_is_taken_from_the_split() -> None:
     assert handed_bytes(None) == {}
 
 
-@pytest.mark.torch
-def test_the_algorithm_that_auto_took_is_read_from_its_note() -> None:
-    pytest.importorskip("torch")
-    from workbench.strategies.torch.allreduce.auto import Choice
+def test_the_algorithm_that_auto_took_is_what_its_note_is_about_whatever_the_words() -> None:
+    story = Story()
+    story.fold("note", {"text": "Gradients are averaged by ring, the fastest here."}, 1.0)
+    assert chosen_algorithm(story) is None
+    about = {"topic": Topic.ALLREDUCE_CHOSEN, "value": "recursive_doubling"}
+    story.fold("note", {"text": "Alles wird gut.", **about}, 2.0)
+    assert chosen_algorithm(story) == "recursive_doubling"
 
-    note = Choice("recursive_doubling", {"backend": 0.002}).explain(1000)
-    assert chosen_algorithm(["another note", note]) == "recursive_doubling"
-    assert chosen_algorithm([]) is None
+
+@pytest.mark.parametrize("value", [None, 3, ["ring"], {}])
+def test_an_algorithm_without_a_name_is_none(value: object) -> None:
+    story = Story()
+    story.fold("note", {"text": "x", "topic": "allreduce_chosen", "value": value}, 1.0)
+    story.fold("note", {"text": "y", "topic": ["allreduce_chosen"], "value": "ring"}, 1.0)
+    assert chosen_algorithm(story) is None

@@ -4,6 +4,7 @@ import pytest
 
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError, RunError
+from workbench.members import Member
 from workbench.session.run import Run
 from workbench.session.show import tell
 from workbench.session.task import Task
@@ -36,8 +37,8 @@ def engines():
 
 def start(engines, *ids):
     over = []
-    labels = {engine: f"rank {rank} · cpu" for rank, engine in enumerate(ids)}
-    task = Task(engines, {i: {} for i in ids}, labels, over.append)
+    members = {engine: Member.of_ranks(rank, device="cpu") for rank, engine in enumerate(ids)}
+    task = Task(engines, {i: {} for i in ids}, members, over.append)
     return task, over
 
 
@@ -73,6 +74,22 @@ def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):
     assert task.board.text().splitlines() == ["[rank 1] ValueError: mine", said]
     assert "<details" in task.board.html()
     assert task.board.html().index("mine") < task.board.html().index("pair.cc")
+
+
+def test_what_our_own_links_felt_is_no_reason_whatever_the_words(engines):
+    task, _ = start(engines, 4, 7, 9)
+    engines.calls[4].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
+    engines.calls[9].finish(error("LinkError", "Da war er."))
+    engines.calls[7].finish({**error("LinkError", "Fort ist er."), "felt": "he is gone"})
+    assert "Rank 2 (engine 9) failed: LinkError: Da" in str(task.failure())
+    assert "with it: ranks 0-1: he is gone" in str(task.failure())
+
+
+def test_a_user_may_say_that_a_worker_has_left(engines):
+    task, _ = start(engines, 4, 7)
+    engines.calls[4].finish(error("ValueError", "worker 1 has left"))
+    engines.calls[7].finish(error("RuntimeError", PEER))
+    assert "Rank 0 (engine 4) failed: ValueError: worker 1 has left" in str(task.failure())
 
 
 @pytest.mark.parametrize(

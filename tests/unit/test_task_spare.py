@@ -4,6 +4,7 @@ import pytest
 
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError
+from workbench.members import Member
 from workbench.session.task import Task
 
 
@@ -33,9 +34,11 @@ def lost():
 @pytest.fixture
 def task(lost):
     """Engine 0 runs the cell, 1 and 2 are workers, 3 is a server."""
-    labels = {0: "replicas 0-1 · cpu", 1: "worker 0", 2: "worker 1", 3: "server s0"}
+    helpers = {1: "worker 0", 2: "worker 1", 3: "server s0"}
+    members = {engine: Member.helper(part) for engine, part in helpers.items()}
+    members = {0: Member.of_ranks(0, 1, "cpu"), **members}
     return Task(
-        Engines(), {engine: {} for engine in range(4)}, labels, spare=[1, 2],
+        Engines(), {engine: {} for engine in range(4)}, members, spare=[1, 2],
         on_loss=lambda *said: lost.append(said),
     )  # fmt: skip
 

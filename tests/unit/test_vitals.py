@@ -13,6 +13,7 @@ import psutil
 import pytest
 from fake_processes import System
 
+from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
 from workbench.cluster.gpus import Gpus
 from workbench.cluster.vitals import TAIL_BYTES, EngineVitals, LastLine
@@ -87,9 +88,15 @@ def test_a_sample_has_a_row_per_engine_also_of_those_that_start_and_are_gone(
 ) -> None:
     (tmp_path / "0.log").write_text("hello\n")
     me = psutil.Process().pid
-    infos = [info_of(0, me), EngineInfo(1, "u", 2**22 + 7, "elsewhere", state="dead", exit="gone")]
+    infos = [
+        info_of(0, me),
+        EngineInfo(
+            1, "u", 2**22 + 7, "elsewhere", state="dead", exit=Ending("SIGKILL", hint="why")
+        ),
+    ]
     vitals = Vitals(cluster_of(infos, tmp_path, starting=(2,)), gpus=Gpus(list))
     rows = vitals.now()
+    assert rows[1].doing == "dead (SIGKILL)"
     assert [(one.engine, one.state) for one in rows] == [(0, "idle"), (1, "dead"), (2, "starting")]
     assert rows[0].log_line == "hello"
     assert rows[0].cpu_percent is not None

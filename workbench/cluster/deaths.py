@@ -23,8 +23,6 @@ import psutil
 from ..errors import ClusterError
 from .processes import Exit
 
-RESTARTED = "restarted"
-"""How an engine ended that its user had replaced."""
 LIKELY_SHARE = 0.1
 """Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
 EXCERPT_LINES = 8
@@ -44,19 +42,58 @@ _CELL = re.compile(r'"[^"]*/ipykernel_\d+/\d+\.py"')
 _SHELL = re.compile(r"[/\\]IPython[/\\]core[/\\]")  # below it is nothing of the user's
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
+
+    Attributes:
+        signal: Name of the signal that killed it; empty where none did.
+        code: Its exit code; None where it has none, or nobody knows it.
+        what: How it ended where that is neither of the two: `its heart stopped`.
+        hint: Why, as far as that is known.
+        since: What else took it along.
+    """
+
+    signal: str = ""
+    code: int | None = None
+    what: str = ""
+    hint: str = ""
+    since: str = ""
+
+    @property
+    def short(self) -> str:
+        """The same in a word or two, for a table."""
+        return self.signal or self._said
+
+    @property
+    def _said(self) -> str:
+        if self.signal:
+            return f"killed by {self.signal}"
+        if self.code is not None:
+            return f"exited with code {self.code}"
+        return self.what or "how is not known"
+
+    def __str__(self) -> str:
+        since = f", since {self.since}" if self.since else ""
+        return f"{self._said}{since}" + (f" ({self.hint})" if self.hint else "")
+
+
+RESTARTED = Ending(what="restarted")
+"""How an engine ended that its user had replaced."""
+
+
 class EngineDiedError(ClusterError):
-    """A process of the cluster has ended by itself or was killed.
+    """An engine has ended by itself or was killed.
 
     Args:
-        who: `Engine 1`, `the controller`.
-        how: How it ended, in words: `killed by SIGKILL (perhaps out of memory: ...)`.
         log: The last lines of its log that say something; empty where there are none.
     """
 
-    def __init__(self, who: str, pid: int, how: str, log: str = "") -> None:
+    def __init__(self, engine: int, pid: int, how: Ending, log: str = "") -> None:
         self.pid, self.how, self.log = pid, how, log
-        next_step = f"%cluster restart {who.split()[-1]}" if who.startswith("Engine ") else None
-        super().__init__(f"{who} (pid {pid}) died: {how}.", next_step=next_step)
+        super().__init__(
+            f"Engine {engine} (pid {pid}) died: {how}.", next_step=f"%cluster restart {engine}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,28 +127,23 @@ class MemoryWatch:
         return Memory(self._total, kills, kills > 0 and _in_kernel_log(pid))
 
 
-def words(end: Exit, memory: Memory = Memory(), by_us: str = "") -> str:
-    """Say how a process ended: `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
+def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
+    """Return how a process ended, and why as far as that can be known.
 
     Args:
         by_us: Why we ended it ourselves; empty where we did not.
     """
     if end.signal is None:
-        if end.code is None:
-            return "how is not known"
-        return f"exited with code {end.code}" + (
-            " (os._exit, or a library that ends the process)" if end.code else ""
-        )
+        hint = "os._exit, or a library that ends the process" if end.code else ""
+        return Ending(code=end.code, hint=hint)
     if end.parent:
-        return f"it ended with {end.parent}"
-    text = f"killed by {end.text}"
+        return Ending(what=f"it ended with {end.parent}")
     if by_us:
-        return f"{text} ({by_us})"
+        return Ending(end.text, hint=by_us)
     held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""
     if end.signal == signal.SIGKILL:
-        return f"{text} ({_why_killed(end.held_bytes, held, memory)})".replace(" ()", "")
-    meaning = _MEANING.get(end.text, "")
-    return f"{text} ({meaning})" if meaning else text
+        return Ending(end.text, hint=_why_killed(end.held_bytes, held, memory))
+    return Ending(end.text, hint=_MEANING.get(end.text, ""))
 
 
 def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..protocol import Message
+from .deaths import Ending
 
 _KNOWN = ("uuid", "pid", "host", "python", "device")
 
@@ -18,6 +19,7 @@ class EngineInfo:
     Attributes:
         id: Permanent; never given to another engine of this cluster but its replacement.
         state: idle, busy, dead.
+        exit: How it ended; None while it lives.
         frameworks: What it has imported.
     """
 
@@ -28,7 +30,7 @@ class EngineInfo:
     python: str = ""
     device: str = "cpu"
     state: str = "idle"
-    exit: str = ""
+    exit: Ending | None = None
     frameworks: set[str] = field(default_factory=set)
     began: float = 0.0  # its start time, which tells it from a later process with the same pid
 

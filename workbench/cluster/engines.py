@@ -172,7 +172,7 @@ class Engines(Handover):
         """Call `module:function` in one engine; returns at once."""
         info = self.engines.get(engine)
         if info is not None and info.state == "dead":
-            raise deaths.EngineDiedError(f"Engine {engine}", info.pid, info.exit)
+            raise deaths.EngineDiedError(engine, info.pid, info.exit or deaths.Ending())
         if info is None:
             raise ClusterError(
                 "That engine is not there.",
@@ -261,14 +261,14 @@ class Engines(Handover):
     def _heard(self, engine: int, message: Message) -> None:
         self._listeners.message(engine, message)
 
-    def _engine_left(self, engine: int, how: str) -> None:
+    def _engine_left(self, engine: int, how: deaths.Ending) -> None:
         """A process ended or its heart stopped; called on a background thread."""
         info = self.engines.get(engine)
         if info is None or info.state == "dead" or self._stopping:
             return
         self._lost(info, how)
 
-    def _helper_left(self, what: str, pid: int, how: str) -> None:
+    def _helper_left(self, what: str, pid: int, how: deaths.Ending) -> None:
         """A process that is no engine ended; without the controller no engine is of use."""
         if self._stopping:
             return
@@ -277,15 +277,15 @@ class Engines(Handover):
             for info in list(self.engines.values()):
                 if info.state != "dead":
                     self._ground.signal(info.id, info.pid, signals.SIGKILL)
-                    self._lost(info, f"out of reach, since {self._ground.broken}")
+                    self._lost(info, deaths.Ending(what="out of reach", since=self._ground.broken))
 
-    def _lost(self, info: EngineInfo, how: str) -> None:
+    def _lost(self, info: EngineInfo, how: deaths.Ending) -> None:
         """Settle what an engine that is no more leaves behind."""
         info.state, info.exit = "dead", how
         self.router.forget(info.id)
         stranded = self._calls.take(info.id)
         log = deaths.excerpt(self.log_tail(info.id, 200))
-        error = deaths.EngineDiedError(f"Engine {info.id}", info.pid, how, log)
+        error = deaths.EngineDiedError(info.id, info.pid, how, log)
         self._listeners.death(info)
         for call in stranded:
             call.finish(error)

@@ -46,8 +46,8 @@ class Ground:
         framework: str,
         launcher: str,
         hosts: str,
-        on_exit: Callable[[int, str], None],
-        on_helper_exit: Callable[[str, int, str], None] = lambda what, pid, how: None,
+        on_exit: Callable[[int, deaths.Ending], None],
+        on_helper_exit: Callable[[str, int, deaths.Ending], None] = lambda what, pid, how: None,
         folder: Path | None = None,
     ) -> None:
         self.framework, self.launcher, self.hosts = framework, launcher, hosts
@@ -63,7 +63,9 @@ class Ground:
             self._unlisted,
         )
         self.store = Store(self.parents, self.folder, self._child_left)
-        self.starter = Starter(self.hub, self.parents, self.forks, self._words)
+        self.starter = Starter(
+            self.hub, self.parents, self.forks, lambda end: str(self._ending(end))
+        )
         self.broken = ""
         self._on_exit, self._on_helper_exit = on_exit, on_helper_exit
         self._memory = deaths.MemoryWatch()
@@ -231,7 +233,7 @@ class Ground:
     # -- exits -------------------------------------------------------------------------------------
 
     def _child_left(self, end: Exit) -> None:
-        how = self._words(end)
+        how = self._ending(end)
         engine = self.starter.left(end.pid)
         if engine is not None:
             # First: ipyparallel, once told, ends the engine's calls with words of its own.
@@ -244,16 +246,17 @@ class Ground:
 
     def _controller_left(self, end: Exit) -> None:
         if not self._stopping:
-            self.broken = f"ipyparallel's controller (pid {end.pid}) died: {self._words(end)}"
-            self._on_helper_exit("ipyparallel's controller", end.pid, self._words(end))
+            how = self._ending(end)
+            self.broken = f"ipyparallel's controller (pid {end.pid}) died: {how}"
+            self._on_helper_exit("ipyparallel's controller", end.pid, how)
 
     def _unlisted(self, engine: int) -> None:
         if engine not in self.starter.pids:
-            self._on_exit(engine, "its heart stopped")
+            self._on_exit(engine, deaths.Ending(what="its heart stopped"))
 
-    def _words(self, end: Exit) -> str:
+    def _ending(self, end: Exit) -> deaths.Ending:
         memory = self._memory.seen(end.pid, end.signal == signals.SIGKILL)
-        return deaths.words(end, memory, self._ended_by_us.pop(end.pid, ""))
+        return deaths.ending(end, memory, self._ended_by_us.pop(end.pid, ""))
 
     def log_path(self, engine: int) -> Path:
         """Where an engine's output goes."""

@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ClusterError
 from . import kept, profile
 from .calls import Call
+from .deaths import Ending
 from .engine_info import EngineInfo, described, recalled
 from .ground import Ground
 from .pending import Pending
@@ -83,7 +84,7 @@ class Handover:
         for number, one in about["engines"].items():
             info = recalled(int(number), one)
             if not kept.alive(one):
-                info.state, info.exit = "dead", "ended while no notebook was there"
+                info.state, info.exit = "dead", Ending(what="ended while no notebook was there")
             self.engines[info.id] = info
         ground.take_over(about, take=take)
         self.invite()

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import ClusterError
+from .marks import BOARD, waits_in
 
 
 class Board:
@@ -31,6 +32,7 @@ class Board:
             self._heard.setdefault(topic, {})[rank] = value
             self._changed.notify_all()
 
+    @waits_in(BOARD)
     def wait(
         self,
         topic: str,

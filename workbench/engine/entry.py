@@ -22,8 +22,10 @@ from .flood import held_back
 from .home import Home, KeptHome, LastHome
 from .interrupt import InterruptWatch, leave_signals_to_us
 from .link import ControlLink
+from .marks import machinery
 from .runtime import Engine, run_cell, support
 
+machinery(__name__)
 _engine: Engine | None = None
 _diary: diary.Diary | None = None
 

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Literal
 
+from .marks import PAUSE, waits_in
+
 Purpose = Literal["stop", "pause"]
 NO_LIMIT = 1 << 62
 SLACK = 0
@@ -40,6 +42,7 @@ class Gate:
             return True
         return self._wait(step)
 
+    @waits_in(PAUSE)
     def _wait(self, step: int) -> bool:
         began = time.perf_counter()
         announced = False

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from .advice import advice, plain
+from .links.wire import LinkError
 
 
 def outcome_of(error: BaseException | None) -> dict[str, Any]:
@@ -24,6 +25,8 @@ def outcome_of(error: BaseException | None) -> dict[str, Any]:
     }
     if isinstance(error, EngineSpentError):
         outcome["replace"] = True
+    if isinstance(error, LinkError) and error.felt:
+        outcome["felt"] = error.felt
     if not isinstance(error, WorkbenchError):  # ours say it themselves
         outcome["advice"] = advice(f"{type(error).__name__}: {error}")
     return outcome

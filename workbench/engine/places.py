@@ -29,11 +29,11 @@ def is_yours(filename: str) -> bool:
     return not os.path.abspath(filename).startswith(_LIBRARIES)
 
 
-def where(filename: str, line: int, function: str) -> str:
-    """Return a place as it is shown."""
+def where(filename: str, line: int, function: str, *, earlier: bool = False) -> str:
+    """Return a place as it is shown; `earlier`: a cell is another one than that which runs."""
     inside = "" if function == "<module>" else f" in {function}"
     if is_cell(filename):
-        return f"cell line {line}{inside}"
+        return f"{'earlier cell, line' if earlier else 'cell line'} {line}{inside}"
     shown = filename
     if not filename.startswith("<"):
         here = os.getcwd() + os.sep

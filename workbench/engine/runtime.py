@@ -27,11 +27,13 @@ from .gate import Gate
 from .injector import FaultInjector
 from .interrupt import InterruptWatch
 from .link import Writer
+from .marks import begins_cell, doing, machinery
 from .outcomes import outcome_of
 from .recorder import Recorder
 from .serving import open_links, serve
 
 MAX_WEIGHTS_BYTES = 2 << 30
+machinery(__name__)
 
 
 class Shell(Protocol):
@@ -77,6 +79,7 @@ def support(framework: str) -> Any:
     return importlib.import_module(f"workbench.engine.{framework}_support")
 
 
+@begins_cell
 def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[str, Any]:
     """Run one cell on this engine.
 
@@ -241,6 +244,7 @@ def _tear_down(engine: Engine, run: RunContext, framework: Any) -> None:
         _undo(engine, run, framework)
 
 
+@doing("leaving the process group")
 def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
     try:
         if run.strategy is not None:
@@ -268,6 +272,7 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
     engine.group = spec.prefix
 
 
+@doing("writing the final weights")
 def _save_weights(run: RunContext, framework: Any) -> str | None:
     """Write the final weights beside the run's records; return the file's name."""
     if run.weights is None or not run.spec.run_dir:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import catalog
 from ..errors import FitError
+from ..protocol import Topic
 from .context import RunContext
 
 PRECISIONS = (None, "bf16", "fp16")
@@ -249,6 +250,7 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
             rank=context.spec.rank,
             text="The model was trained by an earlier run, so this run starts ahead and a "
             "comparison is unfair. Build the model in the cell that trains it.",
+            topic=Topic.TRAINED_BEFORE,
         )
     _trained_in[model] = this
 

@@ -14,13 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import attention, places
+from . import attention, marks, places
 from .waits import Place, waiting_in
 
 _PACKAGE = str(Path(__file__).parents[1])
-_CELL_ENTRY = (f"{_PACKAGE}/engine/runtime.py", "run_cell")
-_MACHINERY = ("IPython/core/", "ipykernel/", "workbench/engine/runtime.py", "engine/entry.py")
-"""Frames between the runtime's and the cell's own, which say nothing to a user."""
 
 
 def where() -> dict[str, Any]:
@@ -91,12 +88,17 @@ def _main_thread() -> list[Place] | None:
 def _below_entry(stack: list[Place]) -> list[Place] | None:
     """Return what is called by the runtime, without its machinery."""
     for k, place in enumerate(stack):
-        if (place.file, place.name.rpartition(".")[2]) == _CELL_ENTRY:
+        if place.frame is not None and marks.is_beginning(place.frame):
             inner = stack[:k]
-            while len(inner) > 1 and any(part in inner[-1].file for part in _MACHINERY):
+            while len(inner) > 1 and _is_machinery(inner[-1]):
                 inner.pop()
             return inner
     return None
+
+
+def _is_machinery(place: Place) -> bool:
+    frame = place.frame
+    return frame is not None and marks.is_machinery(frame) and not marks.done_in(frame)
 
 
 def _places(frame: FrameType | None) -> list[Place]:
@@ -112,13 +114,9 @@ def _places(frame: FrameType | None) -> list[Place]:
 def _spell(stack: list[Place], k: int) -> str:
     """Return a line of the user's in words; a line of an earlier cell says so."""
     place = stack[k]
-    words = places.where(place.file, place.line, place.name)
     cells = [one.file for one in stack if places.is_cell(one.file)]
-    return words if not cells or place.file in (cells[-1], "") else _earlier(words)
-
-
-def _earlier(words: str) -> str:
-    return words.replace("cell line", "earlier cell, line", 1)
+    earlier = bool(cells) and place.file != cells[-1]
+    return places.where(place.file, place.line, place.name, earlier=earlier)
 
 
 def _inside(inner: list[Place]) -> str:
@@ -131,12 +129,8 @@ def _inside(inner: list[Place]) -> str:
 
 def _phase(inner: list[Place]) -> str:
     """Return what the engine does around the cell."""
-    names = {place.name for place in inner}
-    if "_undo" in names or "destroy_group" in names:
-        return "leaving the process group"
-    if "_save_weights" in names:
-        return "writing the final weights"
-    return "getting ready"
+    said = (marks.done_in(place.frame) for place in inner if place.frame is not None)
+    return next(filter(None, said), "getting ready")
 
 
 def _short(file: str) -> str:

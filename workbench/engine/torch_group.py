@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import ClusterError
 from ..protocol import RunSpec
+from .marks import GROUP, doing, waits_in
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
@@ -57,6 +58,7 @@ def environ(spec: RunSpec) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+@waits_in(GROUP)
 def ensure_group(spec: RunSpec) -> None:
     """Join the run's process group, as a client of the keeper's store.
 
@@ -123,6 +125,7 @@ def open_store(spec: RunSpec) -> Any:
     return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
 
 
+@doing("leaving the process group")
 def destroy_group() -> None:
     """Leave the process group; never hangs, even when a peer died in a collective.
 

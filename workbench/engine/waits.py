@@ -1,7 +1,8 @@
 """What a thread waits in, read from its frames: collectives, links, a step of TensorFlow.
 
-A collective blocks in C++, below the last frame of Python, where computing blocks too. So a frame
-that may mean both counts as a wait only while its thread stands still.
+Functions of ours say so themselves (`marks.waits_in`); those of other libraries are known by their
+modules. A collective blocks in C++, below the last frame of Python, where computing blocks too. So
+a frame that may mean both counts as a wait only while its thread stands still.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
+
+from .marks import RULES
 
 SAMPLES, SAMPLE_S = 4, 0.02
 IDLE_CPU_S = 0.002
@@ -36,43 +39,6 @@ class Wait:
     by_user: bool = False
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Frames that mean a wait.
-
-    Attributes:
-        file, name: Patterns of the frame's file and function.
-        label: What it is called; `{}` is the function.
-        idle: Whose standing still it takes, for frames in which others compute.
-        outermost: Take the outermost of the frames that fit: the one that was called.
-    """
-
-    file: str
-    label: str
-    name: str = ""
-    idle: Literal["", "thread", "process"] = ""
-    outermost: bool = False
-    by_user: bool = False
-
-
-_RULES = (
-    _Rule(r"workbench/engine/gate\.py$", "in a pause", by_user=True),
-    _Rule(r"engine/\w+_support\.py$", "to join the process group", name="ensure_group"),
-    _Rule(r"torch/distributed/distributed_c10d\.py$", "in {}", idle="thread", outermost=True),
-    _Rule(r"workbench/engine/board\.py$", "to meet the other engines", name="wait"),
-    _Rule(r"torch/(averaging|flat)\.py$|torch/allreduce/\w+\.py$", "in all_reduce", idle="thread"),
-    _Rule(r"torch/split/mail\.py$|torch/distributed/pipelining/", "in recv", idle="thread"),
-    _Rule(r"workbench/engine/links/peers\.py$", "for a message of another worker"),
-    _Rule(r"workbench/engine/links/\w+\.py$", "for an answer of a server", idle="thread"),
-    _Rule(r"torch/distributed/|torch/nn/parallel/distributed\.py$", "in {}", idle="thread"),
-    _Rule(
-        r"torch/autograd/graph\.py$",
-        "in backward (all_reduce)",
-        name="_engine_run_backward",
-        idle="thread",
-    ),
-    _Rule(r"tensorflow/python/eager/", "in a step of TensorFlow", idle="process"),
-)
 _CALLS_WAIT = re.compile(r"\b(\w+)\.wait\(")
 
 
@@ -85,20 +51,14 @@ def waiting_in(inner: list[Place], user: Place | None) -> Wait | None:
     """
     if any(place.file.startswith("<frozen importlib") for place in inner):
         return None  # it waits for the disk at most
-    for rule in _RULES:
-        fitting = [p for p in inner if _fits(rule, p)]
+    for rule in RULES:
+        fitting = [p for p in inner if p.frame is not None and rule.fits(p.frame)]
         if fitting and _stands_still(rule.idle):
             place = fitting[-1] if rule.outermost else fitting[0]
             return Wait(rule.label.format(place.name.rpartition(".")[2]), rule.by_user)
     if not inner and user is not None and _waits_for_work(user) and _stands_still("thread"):
         return Wait("in wait")
     return None
-
-
-def _fits(rule: _Rule, place: Place) -> bool:
-    if not re.search(rule.file, place.file.replace("\\", "/")):
-        return False
-    return not rule.name or place.name.rpartition(".")[2] == rule.name
 
 
 def _waits_for_work(user: Place) -> bool:

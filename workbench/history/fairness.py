@@ -89,7 +89,7 @@ def _single(run: RunSummary) -> list[str]:
     if run.state != "finished":
         of = f" of {run.total_steps}" if run.total_steps else ""
         found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
-    if any("loss is no number" in note for note in run.notes):
+    if run.diverged:
         found.append(f"{run.name} diverged: its last loss is no number, and in no mean.")
     if run.faults:
         found.append(f"{run.name} ran with injected faults: {', '.join(run.faults)}.")

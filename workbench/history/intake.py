@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunError
-from ..protocol import RECORD
+from ..protocol import RECORD, Topic
 from . import disk, folders, rewind
 from .columns import COLUMNS
 from .logged import LoggedColumn
@@ -220,7 +220,8 @@ class Intake:
             rows = rows[rows["step"] >= self._counted]
         reduced.add(rows)
         if note := reduced.health.note:
-            self.story.fold("note", {"text": note}, float(rows["end_s"].max(initial=0.0)))
+            about = {"text": note, "topic": Topic.LOSS_LOST, "value": reduced.health.step}
+            self.story.fold("note", about, float(rows["end_s"].max(initial=0.0)))
 
     def _narrow(self, step: int, ranks: Sequence[int]) -> None:
         self._phases.append((step, tuple(ranks)))

@@ -8,7 +8,6 @@ nobody measures (what servers and TensorFlow send) stays NaN.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from numpy.typing import NDArray
 from ..catalog.messages import Arrow, Diagram
 from ..errors import RunError
 from ..metrics import PARTS
+from ..protocol import Topic
 from .snapshot import Split
 from .store import RunHistory
-
-_CHOSEN = re.compile(r"are averaged by (\w+), the fastest here")
+from .story import Story
 
 
 @dataclass(frozen=True)
@@ -206,9 +205,10 @@ def part_bytes(servers: Mapping[int, Mapping[str, Any]]) -> dict[str, float]:
     return {f"M{number}": float(held["parameters_bytes"]) for number, held in servers.items()}
 
 
-def chosen_algorithm(notes: Sequence[str]) -> str | None:
-    """Return the all-reduce that `auto` took, as the run's notes tell; None for the backend's."""
-    return next((found[1] for note in notes if (found := _CHOSEN.search(note))), None)
+def chosen_algorithm(story: Story) -> str | None:
+    """Return the all-reduce that `auto` took, as the run has said; None for the backend's."""
+    name = story.facts.get(Topic.ALLREDUCE_CHOSEN)
+    return name if isinstance(name, str) else None
 
 
 def _known(value: Any) -> Any:

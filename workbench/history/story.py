@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..protocol import Topic
 from .snapshot import Split
 
 MOST_NOTES = 100
@@ -42,6 +43,7 @@ class Story:
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes, warnings and deaths, each text once; a death stands there until a note says
             more of it.
+        facts: What notes are about, by topic, as the first of each has it.
         checkpoints: How many were written.
         split: How a pipeline's model was cut.
         unmeasured: Column -> reason, as strategies declared it.
@@ -59,6 +61,7 @@ class Story:
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.facts: dict[Topic, Any] = {}
         self.moments: list[Moment] = []
         self.rewinds: list[int] = []
         self.checkpoints = 0
@@ -162,6 +165,8 @@ class Story:
     def _tell(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
         """Take a note in; of a death it takes the place of what was said at first."""
         text = str(fields.get("text", ""))
+        if (topic := Topic.of(fields.get("topic"))) is not None:
+            self.facts.setdefault(topic, fields.get("value"))
         if name == "death" and "engine" in fields:
             self._deaths[int(fields["engine"])] = text
         said = {self._deaths.pop(engine, "") for engine in fields.get("deaths", ())}

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS
+from ..protocol import Topic
 from .snapshot import Split, Worker
 from .staleness import Staleness
 from .steady import Steady, steady_of
@@ -50,6 +51,7 @@ class RunSummary:
         evals: Metrics of the last evaluation.
         sent_bytes: Bytes sent by all workers.
         trained_before: Whether the model had been trained by an earlier run.
+        diverged: Whether its loss became no number.
         options: The strategy's options.
         faults: Faults that were injected, as typed.
         workers_table: One row per worker, over the whole run.
@@ -87,6 +89,7 @@ class RunSummary:
     options: dict[str, Any] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     trained_before: bool = False
+    diverged: bool = False
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     workers_table: tuple[Worker, ...] = ()
@@ -160,6 +163,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         options=dict(meta.get("options") or {}),
         faults=tuple(meta.get("faults") or ()),
         trained_before=bool(meta.get("trained_before", False)),
+        diverged=Topic.LOSS_LOST in history.story.facts,
         unmeasured=snapshot.unmeasured if totals.rows.any() else PARTS,
         notes=snapshot.notes,
         workers_table=tuple(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import WorkbenchError
+from .report import PASSED
 from .source import Lab, Piece, read
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ def _plain(cell: NotebookNode) -> str:
 
 
 def _passed(cell: NotebookNode) -> bool:
-    lines = _plain(cell).splitlines()
-    return bool(lines) and ": right (" in lines[0]
+    return any(output.get("metadata", {}).get(PASSED) is True for output in cell.outputs)
 
 
 def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
@@ -155,6 +155,7 @@ def _still(output: Any, place: int) -> Any:
     """Return an output as GitHub shows it: of a drawing the SVG, for it strips those in HTML."""
     if "execution_count" in output:
         output["execution_count"] = place
+    output.get("metadata", {}).pop(PASSED, None)
     data = output.get("data", {})
     if "image/svg+xml" in data:
         data.pop("text/html", None)

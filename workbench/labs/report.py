@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+PASSED = "workbench_passed"
+"""Name in an output's metadata: whether the check has passed."""
 MARKS = {True: "✓", False: "✗"}
 _COLORS = {True: "#0B9A75", False: "#D9652B"}
 """Colours with a contrast of at least 3 on white and on dark pages."""
@@ -92,8 +94,8 @@ class Report:
             f'font-weight:400">· {html.escape(self.ran)}</span></div>{body}</div>'
         )
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/html": self.html(), "text/plain": self.text()}
+    def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        return {"text/html": self.html(), "text/plain": self.text()}, {PASSED: self.passed}
 
     def __repr__(self) -> str:
         return self.text()

@@ -15,6 +15,7 @@ from ..cluster.devices import Lease, Leases
 from ..cluster.engines import Engines, Listeners
 from ..errors import ClusterError, WorkbenchError
 from ..history import disk
+from ..members import Member
 from ..plan import Plan
 from . import hangs, registry
 from .cluster import Cluster
@@ -150,7 +151,7 @@ def _follow_run(
     follower = Follower(pool.engines.folder(), task, pool.engines)
     spare = servers[: plan.workers] if plan.entry.remote_workers else ()
     run.task = FollowedTask(
-        pool.engines, follower.calls, _labels(task), launch._over, spare, run.note
+        pool.engines, follower.calls, _members(task), launch._over, spare, run.note
     )
     hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
     follower.follow(run.task, run)
@@ -163,14 +164,14 @@ def _follow_cell(cluster: Cluster, folder: Path, task: Mapping[str, Any]) -> Non
     cluster._busy = followed = FollowedTask(
         engines,
         follower.calls,
-        _labels(task),
+        _members(task),
         lambda one: cluster._cell_over(one, task["framework"]),
     )
     follower.follow(followed, None)
 
 
-def _labels(task: Mapping[str, Any]) -> dict[int, str]:
-    return {int(engine): str(label) for engine, label in task["labels"].items()}
+def _members(task: Mapping[str, Any]) -> dict[int, Member]:
+    return {int(engine): Member.from_wire(one) for engine, one in task["members"].items()}
 
 
 # -- in the notebook -------------------------------------------------------------------------------

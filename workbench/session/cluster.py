@@ -32,7 +32,7 @@ from .paused import Paused
 from .pool import Pool
 from .queue import Queue
 from .replace import spent
-from .requests import cell_requests, labels
+from .requests import cell_requests, members_of
 from .run import Run
 from .task import Task
 from .turns import begins
@@ -288,10 +288,10 @@ class Cluster(Upkeep):
         pool.bring(members, framework)
         specs = pool.cell_specs(members, targets, framework)
         asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
-        pool.on_task(task_record(asked, labels(specs, targets), framework=framework))
+        pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
         over = partial(self._cell_over, framework=framework)
         with deferred():
-            self._busy = task = Task(self._engines, asked, labels(specs, targets), over)
+            self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
         hangs.watch(task, self._engines.router.questions.ask)
         return task
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cluster.vitals import State
+from ..members import Member
 
 Doing = tuple[State, str]
 
@@ -16,13 +17,13 @@ class Scene:
     """What goes on on the cluster.
 
     Attributes:
-        unfinished: Engines that are at the cell, by what the cell calls them (`rank 1`,
-            `server s0`); empty when nothing goes on.
+        unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
+            on.
         run_state: Of the run it belongs to (`lifecycle.State`); empty of a cell without a strategy.
         places: Where engines say that they are (`engine.stacks.where`), of those that were asked.
     """
 
-    unfinished: Mapping[int, str]
+    unfinished: Mapping[int, Member]
     run_state: str
     places: Mapping[int, Mapping[str, Any]]
 
@@ -47,10 +48,10 @@ def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: b
         return "paused", "paused"
     if place is not None and place["state"] == "waits":
         return "waiting", f"waiting {place['waits_in']}"
-    name = scene.unfinished[engine]
+    who = scene.unfinished[engine]
     if not scene.run_state:
         return "cell", "in a cell"
-    if not name.startswith("rank"):
-        return "serving", f"at work as {name}"
+    if who.role == "helper":
+        return "serving", f"at work as {who}"
     verb = "about to train" if scene.run_state == "starting" else "training"
-    return "training", f"{verb} as {name}"
+    return "training", f"{verb} as {who}"

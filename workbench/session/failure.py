@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunError
-from ..views.output import ranges
+from ..members import Member, called
 from . import gone, reasons
 
 
@@ -16,23 +16,23 @@ class Names:
 
     Args:
         ids: Engines in the order of the ranks.
-        labels: How each is called in outputs: `rank 1 · cuda:0`; its place where it has none.
+        members: Which part each takes; the rank of its place where that is not said.
     """
 
-    def __init__(self, ids: Sequence[int], labels: Mapping[int, str]) -> None:
-        self._labels = {i: labels.get(i) or f"rank {place}" for place, i in enumerate(ids)}
+    def __init__(self, ids: Sequence[int], members: Mapping[int, Member]) -> None:
+        self._members = {i: members.get(i) or Member.of_ranks(at) for at, i in enumerate(ids)}
+
+    def member(self, engine: int) -> Member:
+        """Which part an engine takes."""
+        return self._members[engine]
 
     def of(self, engine: int) -> str:
         """`Rank 1`, or `Server s0`."""
-        return self._labels[engine].partition(" · ")[0].capitalize()
+        return self._members[engine].title
 
     def several(self, engines: Iterable[int]) -> str:
         """`ranks 0-2`, or `rank 0, server s0`."""
-        names = [self.of(engine).lower() for engine in engines]
-        if not all(name.startswith("rank ") for name in names):
-            return ", ".join(names)
-        numbers = [int(name.removeprefix("rank ")) for name in names]
-        return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+        return called(self._members[engine] for engine in engines)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class CellEnd:
             return f"{stalled}and was ended", [cause]
         if outcome["status"] == "died":
             died = [i for i in gone.of(outcomes) if i == cause or not outcomes[i].get("ended")]
-            return gone.words(cause, outcomes, self.names.of), died
+            return gone.words(cause, outcomes, self.names.member), died
         words = reasons.words(outcome)
         same = [i for i in self._bad if reasons.words(outcomes[i]) == words]
         same = [i for i in same if i == cause or not outcomes[i].get("ended")]

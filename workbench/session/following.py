@@ -20,6 +20,7 @@ from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import RunError
 from ..history.tail import Tail
+from ..members import Member
 from ..protocol import Message
 from .run import Run
 from .task import OnLoss, Task
@@ -76,13 +77,13 @@ class FollowedTask(Task):
         self,
         engines: Engines,
         calls: Mapping[int, Call],
-        labels: Mapping[int, str],
+        members: Mapping[int, Member],
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
         on_loss: OnLoss = lambda text, engines: None,
     ) -> None:
         self._calls = calls
-        super().__init__(engines, {i: {} for i in calls}, labels, on_done, spare, on_loss)
+        super().__init__(engines, {i: {} for i in calls}, members, on_done, spare, on_loss)
 
     def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
         return self._calls[engine]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..cluster.engines import Engines
 from ..cluster.processes import installed
 from ..errors import PlanError
-from ..views.output import ranges
+from ..members import ranges
 
 PREWARM = "WORKBENCH_PREWARM"
 LOAD = "workbench.engine.entry:load"

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..cluster.deaths import RESTARTED, EngineDiedError
 from ..errors import WorkbenchError
+from ..members import Member
 
 Outcomes = Mapping[int, Mapping[str, Any]]
 NAMED = 4
@@ -17,7 +18,7 @@ def outcome(error: BaseException) -> dict[str, Any]:
     """Return the outcome of a call whose engine is no more, or was never reached."""
     how, log, by_itself = str(error), "", False
     if isinstance(error, EngineDiedError):
-        how, log, by_itself = error.how, error.log, error.how != RESTARTED
+        how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
     return {
         "status": "died",
         "ename": "ClusterError",
@@ -33,23 +34,20 @@ def of(outcomes: Outcomes) -> list[int]:
     return [engine for engine, one in outcomes.items() if one["status"] == "died"]
 
 
-def words(first: int, outcomes: Outcomes, called: Callable[[int], str]) -> str:
+def words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> str:
     """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
-    one, name = outcomes[first], called(first)
-    text = f"{named(name)} gone: {one['evalue']}"
+    one, who = outcomes[first], member(first)
+    text = f"{who.title} {who.verb} gone: {one['evalue']}"
     if log := str(one.get("log") or ""):
         text += "\n  its log ends:" + "".join(f"\n    {line}" for line in log.splitlines())
     others = [engine for engine in of(outcomes) if engine != first]
     for engine in others[:NAMED]:
-        text += f"\n  gone too: {called(engine)} (engine {engine}): {outcomes[engine].get('how')}"
+        text += (
+            f"\n  gone too: {member(engine).title} (engine {engine}): {outcomes[engine].get('how')}"
+        )
     if len(others) > NAMED:
         text += f"\n  gone too: {len(others) - NAMED} more"
     return text
-
-
-def named(name: str) -> str:
-    """Return a name with its verb: `Rank 1 is`, `Replicas 0-3 are`."""
-    return f"{name} {'are' if name.startswith('Replicas') else 'is'}"
 
 
 def next_step(outcomes: Outcomes) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..views.output import ranges
+from ..members import Member, called
 from .task import Task
 
 HANG_S = 5.0
@@ -81,15 +81,15 @@ class _Watch:
             if place is not None and place["state"] != "waits":
                 self._busy_at[engine] = now
         waited_s = {i: now - max(moved_at, self._busy_at.get(i, 0.0)) for i in places}
-        names = {i: task.label(i) for i in task.ids}
+        members = {i: task.member(i) for i in task.ids}
         ended = [i for i in task.ids if i not in asked]
-        return diagnose(places, waited_s, names, ended, self._limit_s)
+        return diagnose(places, waited_s, members, ended, self._limit_s)
 
 
 def diagnose(
     places: Mapping[int, Where | None],
     waited_s: Mapping[int, float],
-    names: Mapping[int, str],
+    members: Mapping[int, Member],
     ended: Iterable[int],
     limit_s: float,
 ) -> str:
@@ -98,11 +98,12 @@ def diagnose(
     Args:
         places: Where each engine that is still at it says it is; None: no answer.
         waited_s: How long each has waited.
-        names: `rank 1` or `server s0`, by engine.
+        members: Which part each engine takes. Replicas on one engine are all there are: nobody
+            is there whom they could wait for.
         ended: Engines that are through with the cell.
         limit_s: Shorter waits are none.
     """
-    workers = {i: p for i, p in places.items() if names[i].startswith("rank") or p is None}
+    workers = {i: p for i, p in places.items() if members[i].role == "worker" or p is None}
     states = {p["state"] for p in workers.values() if p is not None}
     if states & {"paused", "held"}:
         return ""
@@ -112,8 +113,8 @@ def diagnose(
     if not waiting:
         return ""
     others = [i for i in workers if i not in waiting]
-    waits = _waits(waiting, workers, waited_s, names)
-    elsewhere = _elsewhere(others, workers, names, ended)
+    waits = _waits(waiting, workers, waited_s, members)
+    elsewhere = _elsewhere(others, workers, members, ended)
     if elsewhere:
         return f"{waits}; {elsewhere}"
     if len({str((workers[i] or {})["waits_in"]) for i in waiting}) > 1:
@@ -127,7 +128,7 @@ def _waits(
     waiting: list[int],
     places: Mapping[int, Where | None],
     waited_s: Mapping[int, float],
-    names: Mapping[int, str],
+    members: Mapping[int, Member],
 ) -> str:
     groups: dict[str, list[int]] = {}
     for engine in waiting:
@@ -136,25 +137,25 @@ def _waits(
     for what, engines in groups.items():
         verb = "have" if len(engines) > 1 else "has"
         seconds = min(waited_s[i] for i in engines)
-        parts.append(f"{called(engines, names)} {verb} waited {seconds:.0f} s {what}")
+        parts.append(f"{called(members[i] for i in engines)} {verb} waited {seconds:.0f} s {what}")
     return ", ".join(parts)
 
 
 def _elsewhere(
     others: Iterable[int],
     places: Mapping[int, Where | None],
-    names: Mapping[int, str],
+    members: Mapping[int, Member],
     ended: Iterable[int],
 ) -> str:
     groups: dict[str, list[int]] = {}
     for engine in others:
         groups.setdefault(place_words(places[engine]), []).append(engine)
-    if ended := [i for i in ended if names[i].startswith("rank")]:
+    if ended := [i for i in ended if members[i].role == "worker"]:
         groups.setdefault("through with the cell", []).extend(ended)
     parts = []
     for what, engines in groups.items():
         verb = "are" if len(engines) > 1 else "is"
-        parts.append(f"{called(engines, names)} {verb} {what}")
+        parts.append(f"{called(members[i] for i in engines)} {verb} {what}")
     return ", ".join(parts)
 
 
@@ -168,12 +169,3 @@ def place_words(place: Where | None) -> str:
         return str(place["inside"] or "busy")
     inside = f", in {place['inside']}" if place["inside"] else ""
     return f"at {place['at']}{inside}"
-
-
-def called(engines: Iterable[int], names: Mapping[int, str]) -> str:
-    """Return engines as `rank 1`, `ranks 0, 2-3`, `server s0`."""
-    heads = [names[i] for i in engines]
-    numbers = [head.removeprefix("rank ") for head in heads]
-    if not all(number.isdigit() for number in numbers):
-        return ", ".join(heads)
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(map(int, numbers))}"

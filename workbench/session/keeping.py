@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import limits
 from ..cluster import kept, profile
 from ..errors import PlanError
+from ..members import Member
 from .following import abandon
 from .run import Run
 
@@ -165,12 +166,12 @@ def words(seconds: float) -> str:
 
 
 def task_record(
-    asked: Mapping[int, Mapping[str, Any]], labels: Mapping[int, str], **about: Any
+    asked: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], **about: Any
 ) -> dict[str, Any]:
     """Return what another kernel must know to follow what was begun here."""
     return {
         "calls": {str(engine): request["call"] for engine, request in asked.items()},
-        "labels": {str(engine): label for engine, label in labels.items()},
+        "members": {str(engine): member.to_wire() for engine, member in members.items()},
         "run": 0,
         **about,
     }

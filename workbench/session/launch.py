@@ -16,7 +16,7 @@ from .keeping import task_record
 from .pool import Pool
 from .recover import RESCUED, Recoverer
 from .replace import spent, words
-from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, labels, run_requests
+from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, members_of, run_requests
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
@@ -66,12 +66,12 @@ class Launch:
         pool.drop_group()
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
-        pool.on_task(task_record(asked, labels(specs), **about))
+        pool.on_task(task_record(asked, members_of(specs), **about))
         run.open_board(pool.engines.router.send, ids)
         run.task = Task(
             pool.engines,
             asked,
-            labels(specs),
+            members_of(specs),
             self._over,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RunError
+from ..members import ranges
 from ..protocol import Message
-from ..views.output import ranges
 
 ANSWER_S = 600.0
 STEP_S = 3.0

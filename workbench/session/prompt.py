@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from ..errors import RunError
-from ..views.output import ranges
+from ..members import ranges
 from .paused import GO_ON, NO_PROMPT, Paused, Reply, Stop, everyone
 
 HELP = (

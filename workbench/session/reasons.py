@@ -8,14 +8,14 @@ from typing import Any
 
 _TELLING = (
     r"Connection closed by peer|Connection reset(?: by peer)?|Broken pipe|Socket closed|Timed out"
-    r"|Collective ops is aborted|worker \d+ has left"
+    r"|Collective ops is aborted"
 )
 COLLATERAL = re.compile(
     rf"{_TELLING}|KeyboardInterrupt|DistBackendError|DistNetworkError|DistStoreError|gloo"
     r"|DeadlineExceededError|UnavailableError",
     re.IGNORECASE,
 )
-"""What a rank says when another one has gone: never the reason that is shown first."""
+"""What libraries say when another rank has gone: never the reason that is shown first."""
 MAX_WORDS = 100
 
 Outcome = Mapping[str, Any]
@@ -30,10 +30,11 @@ def words(outcome: Outcome) -> str:
 def is_collateral(outcome: Outcome) -> bool:
     """Whether the rank only felt another one's end.
 
-    That is certain where its connections were cut so that it stopped waiting; otherwise its words
-    tell.
+    That is certain where its connections were cut so that it stopped waiting, and where our own
+    links have `felt` it; of a library's errors the words tell.
     """
-    return bool(outcome.get("cut_off")) or COLLATERAL.search(words(outcome)) is not None
+    certain = bool(outcome.get("cut_off") or outcome.get("felt"))
+    return certain or COLLATERAL.search(words(outcome)) is not None
 
 
 def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) -> int:
@@ -77,6 +78,8 @@ def _shortly(outcome: Outcome) -> str:
         return "interrupted"
     if outcome["status"] == "died":
         return str(outcome["evalue"])
+    if outcome.get("felt"):
+        return str(outcome["felt"])
     text = words(outcome)
     if told := re.search(_TELLING, str(outcome["evalue"]), re.IGNORECASE):
         return told[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cluster.engines import Engines
 from ..errors import ClusterError
-from ..views.output import ranges
+from ..members import ranges
 
 WAIT_S = 60.0
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster import devices as device_pool
 from ..cookbook import Recipe
+from ..members import Member
 from ..plan import Plan
 from ..protocol import RunSpec
 
@@ -137,18 +138,18 @@ def cell_requests(
     }
 
 
-def labels(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, str]:
-    """Return how each engine is called in outputs: `rank 1 · cuda:0`, `server s0`."""
+def members_of(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, Member]:
+    """Return which part each engine takes, and how it is called in outputs."""
     chosen = specs if targets is None else targets
-    return {e: _label(specs[e]) for e in chosen}
+    return {e: _member(specs[e]) for e in chosen}
 
 
-def _label(spec: RunSpec) -> str:
+def _member(spec: RunSpec) -> Member:
     if spec.role == "server":
-        return spec.part
+        return Member.helper(spec.part)
     if spec.replicas > 1:
-        return f"replicas {spec.held[0]}-{spec.held[-1]} · {spec.device}"
-    return f"rank {spec.kept_as} · {spec.device}"
+        return Member.of_ranks(spec.held[0], spec.held[-1], spec.device)
+    return Member.of_ranks(spec.kept_as, device=spec.device)
 
 
 def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ..history import disk
 from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
 from ..plan import Plan
+from ..protocol import Topic
 from ..targets import ALLOWED, parse_targets
 from .logging_to import LINGER_S, RunLog, check
 
@@ -104,7 +105,7 @@ class Results(ABC):
     @property
     def trained_before(self) -> bool:
         """Whether the model had been trained by an earlier run, which makes comparisons unfair."""
-        return any("trained" in note and "earlier" in note for note in self.history.story.notes)
+        return Topic.TRAINED_BEFORE in self.history.story.facts
 
     def summary(self) -> Any:
         """A table of the run's figures: throughput, shares, waits, final loss."""

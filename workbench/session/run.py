@@ -15,9 +15,9 @@ from ..errors import RunError
 from ..faults import Fault, parse_fault
 from ..history import disk
 from ..history.store import RunHistory
+from ..members import Member
 from ..plan import Plan
 from ..protocol import Message, records_from
-from . import gone
 from .halting import Halting
 from .logging_to import RunLog
 from .prompt import attend, unattended
@@ -223,20 +223,25 @@ class Run(Results):
     def died(self, engine: EngineInfo) -> None:
         """Name an engine of the run that has ended, while the others are still at it."""
         if engine.id in self._everyone and not self.is_over:
-            text = f"{gone.named(self.called(engine.id))} gone: {engine.exit}."
+            who = self._member(engine.id)
+            verb = "is" if who is None else who.verb
+            text = f"{self.called(engine.id)} {verb} gone: {engine.exit}."
             rank = self.engines.index(engine.id) if engine.id in self.engines else None
             self.history.event("death", {"text": text, "rank": rank, "engine": engine.id})
 
     def called(self, engine: int) -> str:
         """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
+        who = self._member(engine)
+        return f"Engine {engine}" if who is None else f"{who.title} (engine {engine})"
+
+    def _member(self, engine: int) -> Member | None:
+        """Return which part an engine takes in the run; None where that is not known."""
         ranks = [rank for rank, one in enumerate(self.engines) if one == engine]
-        if len(ranks) > 1:
-            return f"Replicas {ranks[0]}-{ranks[-1]} (engine {engine})"
         if ranks:
-            return f"Rank {ranks[0]} (engine {engine})"
+            return Member.of_ranks(ranks[0], ranks[-1])
         if self.task is None or engine not in self.task.ids:
-            return f"Engine {engine}"
-        return f"{self.task.names.of(engine)} (engine {engine})"
+            return None
+        return self.task.names.member(engine)
 
     def note(self, text: str, deaths: Sequence[int] = ()) -> None:
         """Add something the user should know about this run.

@@ -15,6 +15,7 @@ from typing import Any
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import ClusterError, RunError
+from ..members import Member
 from ..views.output import OutputBoard
 from . import gone
 from .failure import CellEnd, Names
@@ -35,7 +36,7 @@ class Task:
 
     Args:
         requests: What each engine is asked to run, by engine id, in the order of the ranks.
-        labels: How each engine is called in outputs.
+        members: Which part each engine takes.
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
     """
@@ -44,7 +45,7 @@ class Task:
         self,
         engines: Engines,
         requests: Mapping[int, Mapping[str, Any]],
-        labels: Mapping[int, str],
+        members: Mapping[int, Member],
         on_done: Callable[[Task], None] = lambda task: None,
         spare: Iterable[int] = (),
         on_loss: OnLoss = lambda text, engines: None,
@@ -52,8 +53,8 @@ class Task:
     ) -> None:
         self.engines = engines
         self.ids = list(requests)
-        self.names = Names(self.ids, labels)
-        self.board = OutputBoard(labels)
+        self.names = Names(self.ids, members)
+        self.board = OutputBoard(members)
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.first_failed: int | None = None
         self.over = threading.Event()
@@ -247,9 +248,9 @@ class Task:
         """The error that the cell ends in, None when all went well."""
         return self.end.failure()
 
-    def label(self, engine: int) -> str:
-        """`rank 1`, or `server s0`."""
-        return self.names.of(engine).lower()
+    def member(self, engine: int) -> Member:
+        """Which part an engine takes."""
+        return self.names.member(engine)
 
     @property
     def ended(self) -> dict[int, str]:

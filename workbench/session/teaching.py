@@ -21,7 +21,7 @@ def step_picture(run: Results, step: int | None) -> StepDrawing:
     plan = run.plan
     options = dict(plan.options)
     if options.get("allreduce") == "auto":
-        options["allreduce"] = steps.chosen_algorithm(run.history.story.notes) or "backend"
+        options["allreduce"] = steps.chosen_algorithm(run.history.story) or "backend"
     diagram = messages(plan.strategy, len(run.engines), options, framework=plan.framework)
     return StepDrawing(steps.step_picture(run.history, diagram, run=run.name, step=step))
 

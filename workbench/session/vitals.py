@@ -126,7 +126,7 @@ class Vitals:
             rank = ranks.get(info.id)
             server = "server" if info.id in living else ""
             device = server if rank is None else leases[rank].label
-            exit_words = info.exit.partition(" (")[0].removeprefix("killed by ")
+            exit_words = info.exit.short if info.exit else ""
             does = doing(info.id, info.state, exit_words, scene, starting=info.id in starting)
             reading = readings.get(info.pid) if info.id in living else None
             found.append(self._row(info, rank, device, does, reading, gpus))
@@ -181,7 +181,7 @@ def look(cluster: Cluster) -> Scene:
     task, busy = cluster.last_task, cluster.busy
     if task is None or task.is_over:
         return Scene({}, "", {})
-    unfinished = {engine: task.label(engine) for engine in task.unfinished()}
+    unfinished = {engine: task.member(engine) for engine in task.unfinished()}
     places: Mapping[int, Mapping[str, Any]] = {}
     if time.perf_counter() - task.moved_at >= QUIET_S:
         asked = [engine for engine in unfinished if engine in cluster.ids]

@@ -46,12 +46,15 @@ class BlameMatrix(Picture, Blame):
 
     def notes(self) -> list[str]:
         """Return which steps were counted."""
+        return [f"{self._counted()}. A row waited, a column was waited for; means are per step."]
+
+    def _counted(self) -> str:
         words = f"Counted: {int(self.steps.max(initial=0))} steps"
         if self.first is not None or self.last is not None:
             words += f", {self.first or 0} to {'the end' if self.last is None else self.last}"
         if self.stride > 1:
             words += f"; every {self.stride}th step is stored, and only these are counted"
-        return [f"{words}. A row waited, a column was waited for; means are per step."]
+        return words
 
     def canvas(self) -> Canvas:
         """Return the matrix as squares, the darker the longer the wait."""
@@ -72,9 +75,8 @@ class BlameMatrix(Picture, Blame):
                 place = (left + cause * cell, top + waiter * row, cell - 3, row - 3)
                 body.append(self._square(waiter, cause, high, place))
         y = top + n * row + 14
-        for line in ("Row: who waited. Column: whom for. Mean of a step, ms.", *self.notes()[:1]):
-            cut = line.partition(". A row")[0].rstrip(".")
-            body.append(say(MARGIN, y, f"{cut}.", "m", size=9.5))
+        for line in ("Row: who waited. Column: whom for. Mean of a step, ms", self._counted()):
+            body.append(say(MARGIN, y, f"{line}.", "m", size=9.5))
             y += 13
         return Canvas(width, y, body, "Who waited for whom", self.text())
 

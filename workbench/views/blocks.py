@@ -9,13 +9,16 @@ from typing import Any, Protocol
 from IPython.core.display_functions import display
 
 from .live import Publish, in_notebook, notebook_publisher
+from .table import SHOWS, Table
 
 Bundle = dict[str, Any]
 
 
 def show(thing: Any) -> None:
-    """Display an object below the cell that is running."""
-    display(thing)  # type: ignore[no-untyped-call,unused-ignore]
+    """Display an object below the cell that is running; the output says what a table is about."""
+    about = thing.about if isinstance(thing, Table) else ""
+    metadata = {SHOWS: about} if about else None
+    display(thing, metadata=metadata)  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def show_bundle(bundle: Bundle) -> None:

@@ -10,7 +10,7 @@ from ..history import fields
 from ..history.comparison import Comparison
 from ..history.payoff import ASSUMED
 from ..history.rows import SHARES, ComparisonRow, Spread
-from .table import Align, Column, Table
+from .table import COMPARISON, Align, Column, Table
 from .theme import PHASE_NAMES
 from .units import UNKNOWN, duration, milliseconds, number, percent, size
 
@@ -53,7 +53,7 @@ def comparison_table(
     known = [rate for rate in rates if math.isfinite(rate)]
     strong = frozenset([rates.index(max(known))]) if len(known) > 1 else frozenset[int]()
     heads = [Column(column.title, column.align) for column in columns]
-    return Table(heads, cells, comparison.verdict, notes(comparison), strong)
+    return Table(heads, cells, comparison.verdict, notes(comparison), strong, COMPARISON)
 
 
 def notes(comparison: Comparison) -> list[str]:

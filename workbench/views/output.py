@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from ..members import Member, called
 from . import terminal
 from .failures import Failures
 from .theme import series
@@ -56,13 +57,13 @@ class OutputBoard:
     """Collects what the workers of a cell put out and draws it as one bundle.
 
     Args:
-        labels: Label of each sender, in the order of the ranks: `rank 1 · cuda:0`. The keys are
-            whatever `message` is given (engine ids).
+        members: Who each sender is, in the order of the ranks. The keys are whatever `message` is
+            given (engine ids).
     """
 
-    def __init__(self, labels: Mapping[int, str]) -> None:
-        self._labels = dict(labels)
-        self._ranks: dict[int, _Rank] = {key: _Rank() for key in self._labels}
+    def __init__(self, members: Mapping[int, Member]) -> None:
+        self._members = dict(members)
+        self._ranks: dict[int, _Rank] = {key: _Rank() for key in self._members}
         self._republish: list[Bundle] = []
         self._failures = Failures()
         self._lock = threading.Lock()
@@ -178,31 +179,18 @@ class OutputBoard:
         return list(self._ranks).index(key)
 
     def _names(self, keys: list[int]) -> str:
-        """Return `rank 1` or `ranks 0-2, 5`; whole labels where they name no ranks."""
-        heads = [self._labels.get(key, f"rank {key}").split(" · ")[0] for key in keys]
-        numbers = [re.fullmatch(r"rank (\d+)", head) for head in heads]
-        if not all(numbers):
-            return ", ".join(heads)
-        ranks = [int(match[1]) for match in numbers if match]
-        return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+        """Return `rank 1` or `ranks 0-2, 5`; one by one where not all have a rank."""
+        return called(self._member(key) for key in keys)
+
+    def _member(self, key: int) -> Member:
+        return self._members.get(key) or Member.of_ranks(key)
 
     def _heading(self, keys: list[int], failed: bool = False) -> str:
         if len(keys) == 1:
-            return self._labels.get(keys[0], f"rank {keys[0]}")
+            return self._member(keys[0]).heading
         return (
             f"{self._names(keys)} · {'same error' if failed else 'same output'}, {len(keys)} times"
         )
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers as ranges: `0-2, 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 def _add_text(state: _Rank, name: str, text: str) -> None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Align = Literal["left", "right"]
+COMPARISON = "comparison"
+SHOWS = "workbench_shows"
+"""Name in an output's metadata: what it shows (`Table.about`)."""
 
 # Colours are inherited, lines come from JupyterLab's theme, so light and dark both work; where a
 # style is stripped (GitHub) a plain table is left.
@@ -48,6 +51,8 @@ class Table:
         rows: Cells as they are shown; each row has one per column.
         strong: Indices of rows that stand out.
         notes: Sentences below the table.
+        about: What it shows, for who reads a notebook's outputs (`COMPARISON`); empty: of no
+            interest.
     """
 
     columns: Sequence[Column]
@@ -55,6 +60,7 @@ class Table:
     title: str = ""
     notes: Sequence[str] = field(default=())
     strong: frozenset[int] = frozenset()
+    about: str = ""
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": self.text()}

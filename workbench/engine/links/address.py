@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ... import scratch
+from ..marks import ANSWER, waits_in
 from .wire import LinkError
 
 BACKLOG = 1024
@@ -96,6 +97,7 @@ def publish(store: Store, server: int, about: Mapping[str, Any]) -> None:
     store.set(f"link/{server}", json.dumps(dict(about)))
 
 
+@waits_in(ANSWER)
 def look_up(store: Store, server: int) -> dict[str, Any]:
     """Wait for a server's addresses and return them.
 
@@ -110,6 +112,7 @@ def look_up(store: Store, server: int) -> dict[str, Any]:
         ) from error
 
 
+@waits_in(ANSWER)
 def dial(about: Mapping[str, Any], way: str) -> socket.socket:
     """Connect to a server.
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 
+from ..marks import ANSWER, waits_in
 from .wire import LinkError
 
 NONCE_BYTES = 32
@@ -30,6 +31,7 @@ _RANK = struct.Struct("!I")
 _PROOF_BYTES = 32
 
 
+@waits_in(ANSWER)
 def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
     """Prove this end to a server, and have it prove itself.
 
@@ -50,6 +52,7 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
     sock.settimeout(None)
 
 
+@waits_in(ANSWER)
 def prove_server(sock: socket.socket, key: bytes) -> int | None:
     """Let a worker prove itself; return its rank, or None when it does not know the key."""
     rank = _proven_rank(sock, key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..marks import ANSWER, waits_in
 from . import wire
 from .address import Listeners, Store, keep_alive, publish
 from .auth import prove_server
@@ -48,6 +49,7 @@ class Hub:
         self._board: Region | None = None
         self.strangers = 0
 
+    @waits_in(ANSWER)
     def admit(self, store: Store, server: int, store_host: str) -> None:
         """Publish this server's addresses and wait until every worker has come."""
         listeners = Listeners(store_host)
@@ -90,6 +92,7 @@ class Hub:
         """Make the memory into which a worker's pushes go; (size_bytes,) uint8."""
         return self._peers[rank].make_mailbox(size_bytes, shared=shared)
 
+    @waits_in(ANSWER)
     def next(self) -> tuple[int, Message] | None:
         """Wait for a message; return (rank, message), None when no worker is left.
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ... import scratch
+from ..marks import MESSAGE, waits_in
 from .auth import TIMEOUT_S, prove_server, prove_worker
 from .wire import LinkError, closed, rest
 
@@ -58,6 +59,7 @@ class Doorway:
             self.close()
             raise
 
+    @waits_in(MESSAGE)
     def connect(self, paths: Sequence[str], rank: int, key: bytes) -> Peers:
         """Return the links to all other workers.
 
@@ -124,6 +126,7 @@ class Peers:
             for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL)
 
+    @waits_in(MESSAGE)
     def send(self, to: int, data: memoryview) -> None:
         """Send bytes to a worker; it may return before they are read.
 
@@ -138,6 +141,7 @@ class Peers:
             self.close()
             raise
 
+    @waits_in(MESSAGE)
     def receive(self, source: int, into: memoryview) -> None:
         """Fill a buffer with a worker's next message.
 
@@ -152,6 +156,7 @@ class Peers:
             self.close()
             raise
 
+    @waits_in(MESSAGE)
     def exchange(self, to: int, data: memoryview, source: int, into: memoryview) -> None:
         """Send to one worker while receiving from another, however large both messages are.
 

@@ -14,6 +14,7 @@ import tempfile
 
 import numpy as np
 
+from ..marks import ANSWER, waits_in
 from .wire import Bytes, LinkError
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
@@ -63,11 +64,13 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
 
 
+@waits_in(ANSWER)
 def hand_over(sock: socket.socket, regions: list[Region]) -> None:
     """Send the regions' descriptors over a Unix socket."""
     socket.send_fds(sock, [b"f"], [region.fd for region in regions])
 
 
+@waits_in(ANSWER)
 def take_over(sock: socket.socket, sizes: list[tuple[int, bool]], peer: str) -> list[Region]:
     """Receive and map regions.
 

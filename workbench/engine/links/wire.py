@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import RunError
+from ..marks import ANSWER, waits_in
 
 Bytes = NDArray[np.uint8]
 
@@ -25,7 +26,17 @@ _MOST_PARTS = 512  # the system limits how many buffers one call may name
 
 
 class LinkError(RunError):
-    """A link broke, or its other end said something that makes no sense."""
+    """A link broke, or its other end said something that makes no sense.
+
+    Args:
+        about: As of every error of ours.
+        felt: In short what is felt here of another one's end, who knows better why; empty where
+            the reason may be here.
+    """
+
+    def __init__(self, what: str, *, felt: str = "", **about: Any) -> None:
+        super().__init__(what, **about)
+        self.felt = felt
 
 
 @dataclass
@@ -45,8 +56,10 @@ class Message:
 
 def closed(peer: str) -> LinkError:
     """Return the error for a link whose other end is gone."""
+    felt = "Connection closed by peer"
     return LinkError(
-        f"Connection closed by peer: {peer} is gone.",
+        f"{felt}: {peer} is gone.",
+        felt=felt,
         next_step="its own error says why; %cluster logs shows what it wrote",
     )
 
@@ -112,6 +125,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
         )
 
 
+@waits_in(ANSWER)
 def send(sock: socket.socket, message: Message, parts: Sequence[Bytes], peer: str) -> None:
     """Send a message and its payload, gathered from where it lies.
 
@@ -141,6 +155,7 @@ def receive(sock: socket.socket, peer: str) -> Message:
     return unpack_header(bytes(header), payload_bytes, peer)
 
 
+@waits_in(ANSWER)
 def receive_into(sock: socket.socket, parts: Sequence[Bytes | memoryview], peer: str) -> None:
     """Fill the buffers from the stream, straight to where they lie.
 

@@ -30,14 +30,14 @@ class Link:
         self._sock, self.server, self.way = sock, server, way
         self.name = f"server s{server}"
         self._size_bytes, self._in_session = 0, False
-        self._refusal = ""  # what the server ended the session with
+        self._refusal: Mapping[str, Any] | None = None  # what the server ended the session with
         self._mailbox: Region | None = None
         self._board: Region | None = None
 
     def begin(self, size_bytes: int, meta: Mapping[str, Any]) -> None:
         """Ask for a session in which `size_bytes` travel each way; `opened` must follow."""
         self._drop_memory()
-        self._size_bytes, self._in_session, self._refusal = size_bytes, True, ""
+        self._size_bytes, self._in_session, self._refusal = size_bytes, True, None
         shared = self.way == "shared_memory"
         self.send("open", {**meta, "size_bytes": size_bytes, "shared": shared})
 
@@ -83,13 +83,14 @@ class Link:
         Raises:
             LinkError: The server is gone, or has failed and says why.
         """
-        if not self._refusal:
+        if self._refusal is None:
             message = wire.receive(self._sock, self.name)
             if message.kind != "error":
                 return message
-            self._refusal = f"{self.name} refused: {message.meta.get('text')}"
+            self._refusal = message.meta
         # It answers nothing more in this session: whoever asked again would wait for ever.
-        raise LinkError(self._refusal)
+        text, felt = (str(self._refusal.get(key, "")) for key in ("text", "felt"))
+        raise LinkError(f"{self.name} refused: {text}", felt=felt)
 
     def read(self, message: Message, parts: Sequence[Bytes]) -> None:
         """Copy what the server sent into the parts.

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ...engine.context import RunContext
+from ...engine.marks import ALL_REDUCE, waits_in
 from ...errors import FitError
+from ...protocol import Topic
 from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
 from .allreduce.links import Links
@@ -39,6 +41,7 @@ class Averaging:
         FitError: The options exclude each other, or the workers' models differ.
     """
 
+    @waits_in(ALL_REDUCE)
     def __init__(self, context: RunContext, model: torch.nn.Module) -> None:
         options, spec = context.spec.options, context.spec
         self._compress = str(options.get("compress", "none"))
@@ -101,7 +104,8 @@ class Averaging:
         choice = auto.choose(message, self.links, self._aside, simulated=simulated)
         if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
             text = choice.explain(message.numel() * message.element_size())
-            self._context.emit("note", rank=0, text=text)
+            topic = Topic.ALLREDUCE_CHOSEN
+            self._context.emit("note", rank=0, text=text, topic=topic, value=choice.name)
         return choice.name
 
     def wrap(self, module: torch.nn.Module) -> FlatGradients:

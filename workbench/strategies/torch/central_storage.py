@@ -106,9 +106,8 @@ class Rounds(Policy):
     def _check_complete(self) -> None:
         missing = set(self._ranks) - self.holder.training - set(self._arrived)
         if self._arrived and missing:
-            self.holder.fail(
-                f"worker {min(missing)} has left, the others' step cannot become complete"
-            )
+            left = f"worker {min(missing)} has left"
+            self.holder.fail(f"{left}, the others' step cannot become complete", left)
 
 
 class CentralStorage(Served):

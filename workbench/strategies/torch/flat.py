@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...engine.marks import ALL_REDUCE, waits_in
 from ...errors import FitError
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -93,6 +94,7 @@ class FlatGradients(torch.nn.Module):
             self._queued = True
             _engine.queue_callback(self._average)
 
+    @waits_in(ALL_REDUCE)
     def _average(self) -> None:
         self._queued = False
         for flat in self._flats:

@@ -175,10 +175,14 @@ class Holder:
         torch.save(state, saved)
         self.hub.reply_bytes(rank, "state", saved.getvalue())
 
-    def fail(self, text: str) -> None:
-        """End the session: every worker's next wait raises."""
+    def fail(self, text: str, felt: str = "") -> None:
+        """End the session: every worker's next wait raises.
+
+        Args:
+            felt: Where it is for somebody else's end, that in short (`LinkError`).
+        """
         for rank in sorted(self.open):
-            self.hub.reply(rank, "error", {"text": text})
+            self.hub.reply(rank, "error", {"text": text, "felt": felt})
         self.training.clear()
         self._waiting_for_end.clear()
         self.open.clear()

@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from . import hierarchical, recursive_doubling, reduce_to_one, ring
 from .links import Links
 
 BACKEND = "backend"
 
 
+@waits_in(ALL_REDUCE)
 def _backend(flat: torch.Tensor, links: Links) -> None:
     """Use the process group's own all-reduce; gloo and NCCL send as much as a ring does."""
     dist.all_reduce(flat, group=links.group)
@@ -44,6 +46,7 @@ class AllReduce:
         self.name, self.links = name, links
         self._algorithm = ALGORITHMS[name]
 
+    @waits_in(ALL_REDUCE)
     def __call__(self, flat: torch.Tensor) -> None:
         """Replace a contiguous `flat`, shape (numbers,), by its sum over the workers.
 

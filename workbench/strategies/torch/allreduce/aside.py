@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from ....engine.torch_group import shutdown_group_sockets
 
 PATIENCE_S = 1.0
@@ -25,6 +26,7 @@ class Aside:
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @waits_in(ALL_REDUCE)
     def run(self, task: Callable[[], None]) -> None:
         """Run a task there; return when it is done, and raise what it raised."""
         if self._thread is None:
@@ -45,6 +47,7 @@ class Aside:
             self._done.put(error)
             del task, error
 
+    @waits_in(ALL_REDUCE)
     def close(self) -> None:
         """End the thread; one that an interrupt left in the middle of a message is broken out."""
         thread, self._thread = self._thread, None

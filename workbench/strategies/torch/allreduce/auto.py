@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from . import ALGORITHMS, BACKEND, AllReduce
 from .aside import Aside
 from .links import Links
@@ -56,6 +57,7 @@ class Choice:
 _known: dict[tuple[object, ...], Choice] = {}
 
 
+@waits_in(ALL_REDUCE)
 def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
     """Return the fastest algorithm for tensors like `flat`; all workers call it together.
 
@@ -94,6 +96,7 @@ def _recall(key: tuple[object, ...], links: Links) -> Choice | None:
     return own if own is not None and own.name == name else Choice(name)
 
 
+@waits_in(ALL_REDUCE)
 def race(
     probe: torch.Tensor, links: Links, aside: Aside, names: Sequence[str], *, rounds: int
 ) -> dict[str, float]:

@@ -21,11 +21,13 @@ import math
 
 import torch
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from . import ring
 from .links import Links
 from .reduce_to_one import broadcast, reduce
 
 
+@waits_in(ALL_REDUCE)
 def all_reduce(flat: torch.Tensor, links: Links) -> None:
     """Replace `flat`, shape (numbers,), by its sum over the workers."""
     groups = form_groups(links.size, links.hosts)

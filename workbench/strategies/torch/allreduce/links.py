@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ....engine.links.peers import Peers
+from ....engine.marks import ALL_REDUCE, waits_in
 from ....errors import FitError
 
 
@@ -63,6 +64,7 @@ class Links:
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._gloo = dist.get_backend(group) == "gloo"
 
+    @waits_in(ALL_REDUCE)
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         """Begin to send a contiguous tensor to a member; `wait()` on what is returned.
 
@@ -74,6 +76,7 @@ class Links:
             return _SENT
         return self.group.send([tensor], self._members[to], 0)
 
+    @waits_in(ALL_REDUCE)
     def receive(self, into: torch.Tensor, source: int) -> torch.Tensor:
         """Fill a contiguous tensor with what a member sends; return it."""
         if self.peers is not None:
@@ -85,6 +88,7 @@ class Links:
     def _post(self, into: torch.Tensor, source: int) -> Any:
         return self.group.recv([into], self._members[source], 0)
 
+    @waits_in(ALL_REDUCE)
     def exchange(self, out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> torch.Tensor:
         """Send to one member while receiving from another; return what was received.
 
@@ -129,6 +133,7 @@ class Links:
             work.wait()
         return into
 
+    @waits_in(ALL_REDUCE)
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every member's tensor, by rank; each is passed on around the ring.
 
@@ -143,6 +148,7 @@ class Links:
             self.exchange(parts[mine], following, parts[theirs], previous)
         return parts
 
+    @waits_in(ALL_REDUCE)
     def agree(self, tensor: torch.Tensor) -> None:
         """Check, the first time a size is met, that all workers are about to send the same.
 

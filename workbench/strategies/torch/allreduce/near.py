@@ -18,10 +18,12 @@ import torch.distributed as dist
 from ....engine.links.address import host_token
 from ....engine.links.peers import Doorway, Peers
 from ....engine.links.wire import LinkError
+from ....engine.marks import ALL_REDUCE, waits_in
 
 _CARD_BYTES = 1024
 
 
+@waits_in(ALL_REDUCE)
 def connect_near(group: Any) -> Peers | None:
     """Connect all workers of a gloo group, who call this together.
 

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import torch
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from .links import Links
 
 
+@waits_in(ALL_REDUCE)
 def all_reduce(flat: torch.Tensor, links: Links) -> None:
     """Replace `flat`, shape (numbers,), by its sum over the workers."""
     n, rank = links.size, links.rank

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import torch
 
+from ....engine.marks import ALL_REDUCE, waits_in
 from .links import Links
 
 
+@waits_in(ALL_REDUCE)
 def all_reduce(flat: torch.Tensor, links: Links) -> None:
     """Replace `flat`, shape (numbers,), by its sum over the workers."""
     reduce(flat, links)
     broadcast(flat, links)
 
 
+@waits_in(ALL_REDUCE)
 def reduce(flat: torch.Tensor, links: Links) -> None:
     """Add every worker's tensor to the one of rank 0."""
     if links.rank != 0:
@@ -34,6 +37,7 @@ def reduce(flat: torch.Tensor, links: Links) -> None:
         flat += links.receive(into, rank)
 
 
+@waits_in(ALL_REDUCE)
 def broadcast(flat: torch.Tensor, links: Links) -> None:
     """Give every worker the tensor of rank 0."""
     if links.rank != 0:

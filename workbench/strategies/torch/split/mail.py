@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ....engine.marks import RECEIVE, waits_in
 from .timeline import Timeline
 
 MOST_CHUNKS = 1 << 14
@@ -41,6 +42,7 @@ class Sent:
     work: Any
     tensor: torch.Tensor
 
+    @waits_in(RECEIVE)
     def wait(self) -> None:
         """Block until it has come or left."""
         self.work.wait()
@@ -83,11 +85,13 @@ class Mail:
         for way, chunk in self._asked:
             self._post(way, chunk)
 
+    @waits_in(RECEIVE)
     def settle(self) -> None:
         """Wait until everything that was sent has left."""
         while self._leaving:
             self._leaving.popleft().wait()
 
+    @waits_in(RECEIVE)
     def receive(self, way: Way, chunk: int) -> Ops:
         """See to it that a message comes; return what is left for the schedule to do."""
         if not self._ahead:
@@ -97,6 +101,7 @@ class Mail:
             self._post(way, chunk)
         return []
 
+    @waits_in(RECEIVE)
     def send(self, way: Way, chunk: int, ops: Ops) -> Ops:
         """See to it that a message leaves; return what is left for the schedule to do."""
         self.sent_bytes += sum(op.tensor.nbytes for op in ops)
@@ -114,6 +119,7 @@ class Mail:
             self._leaving.popleft().wait()
         return []
 
+    @waits_in(RECEIVE)
     def arrived(self, way: Way, chunk: int) -> float | None:
         """Wait for a message, bring it to the device; return when it was sent."""
         for message in self._coming.pop((way, chunk), ()):
