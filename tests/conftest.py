@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
+import long_tests
 import pytest
 from spreading import Together, spread
 
@@ -32,7 +33,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put what takes longest first; where nobody asked for groups the order is the files'."""
+    """Mark what is left to `--long`; put what takes longest first in the processes of `-n`."""
+    long_tests.mark(items, whole=not any("::" in argument for argument in config.args))
     if getattr(config.option, "loadgroup", False):  # set in the processes of `--dist loadgroup`
         spread(items)
 
