@@ -6,7 +6,9 @@ the parent imports and never runs an operation (`workbench.cluster.preload`).
 TensorFlow's runs of a file follow each other in one process, as in an engine. It has been seen to
 end that process by a segmentation fault; the file is then repeated, twice at most.
 
-    python tests/tensorflow_files.py "not timing" 2 --reruns 2    # two files at a time
+    python tests/tensorflow_files.py "not long" "not timing" 2 --reruns 2    # two files at a time
+
+Where WORKBENCH_TEST_REPORTS names a folder, each file leaves a report there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ Job = Callable[[], int]
 
 
 def files(kind: str, folder: Path = TESTS) -> list[Path]:
-    """Return the files with tests of TensorFlow, the longest first; for `timing`, those alone."""
+    """Return the files with tests of TensorFlow, the longest first.
+
+    Args:
+        kind: `timing` or `not timing`; for the former, files without such tests are left out.
+    """
     wanted = ["mark.tensorflow", *(["mark.timing"] if kind == "timing" else [])]
     found = [path for name in FOLDERS for path in (folder / name).rglob("test_*.py")]
     texts = {path: path.read_text() for path in found}
@@ -137,13 +143,16 @@ def _pytest(arguments: Sequence[str], forked: bool) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the files; return 1 where one failed."""
-    kind, at_once, *others = arguments
-    marks = f"tensorflow and not (cluster or browser) and {kind}"
+    suite, kind, at_once, *others = arguments
+    marks = f"tensorflow and not (cluster or browser) and {suite} and {kind}"
     off = [word for plugin in UNUSED for word in ("-p", f"no:{plugin}")]
     forked = preload()
+    reports = os.environ.get("WORKBENCH_TEST_REPORTS")
 
     def job(path: Path) -> Job:
-        return lambda: _pytest(["-m", marks, *off, *others, str(path)], forked)
+        name = f"{path.stem}{'-times' if kind == 'timing' else ''}.xml"
+        report = [f"--junitxml={reports}/{name}"] if reports else []
+        return lambda: _pytest(["-m", marks, *off, *report, *others, str(path)], forked)
 
     jobs = {str(path.relative_to(TESTS.parent)): job(path) for path in files(kind)}
     return min(1, run_all(jobs, int(at_once)))
