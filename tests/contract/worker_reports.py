@@ -63,6 +63,11 @@ def clean(reports: list[Report]) -> list[Report]:
     assert failures(reports) == []
     assert [report.left for report in reports] == [[] for _ in reports]
     assert [report.wrapped for report in reports] == [[] for _ in reports]
+    for report in reports:  # what the run keeps is what its strategy ended with
+        assert report.saved.keys() in ({}.keys(), report.weights.keys())
+        for name, value in report.saved.items():
+            assert np.array_equal(value, report.weights[name], equal_nan=True), name
+    assert reports[0].saved or not reports[0].weights
     return reports
 
 
