@@ -25,6 +25,8 @@ from .processes import Exit
 
 RESTARTED = "restarted"
 """How an engine ended that its user had replaced."""
+GIVEN_UP = "its cluster is over"
+"""How an engine ended whose controller and warm parent another cluster takes over."""
 LIKELY_SHARE = 0.1
 """Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
 EXCERPT_LINES = 8
