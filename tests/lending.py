@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from leaks import Kept
 from notebook_shell import soon
 
 from workbench.cluster.engines import Engines
@@ -77,6 +78,20 @@ def _is_quiet(cluster: Cluster) -> bool:
         return True
     busy.stop() if hasattr(busy, "stop") else busy.interrupt()
     return soon(lambda: busy.is_over, SETTLE_S)
+
+
+def kept_resources() -> Kept:
+    """Return what is kept for the next who asks, for `leak_guard`."""
+    kept = Kept()
+    for engines in _spare:
+        about = engines.about()
+        parents = [one["pid"] for one in about["parents"].values() if one]
+        controller = about["controller"]["pid"] if about["controller"] else 0
+        kept.pids |= {*parents, controller}
+        kept.folders |= {str(engines.folder())}
+        kept.threads.update(["workbench-router", f"workbench-watch-{controller}"])
+        kept.threads.update({"workbench-warm": len(parents)})
+    return kept
 
 
 @atexit.register
