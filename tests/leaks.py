@@ -12,6 +12,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +40,11 @@ THREADS = {
     r"^pytest_timeout ": "pytest-timeout's alarm for the test under way",
 }
 """Threads, by pattern, that stay, and why."""
+VARIABLES = {
+    r"^KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)$": "scikit-learn sets it when it is imported",
+    r"^TORCHINDUCTOR_CACHE_DIR$": "torch's compiler sets it when it is first used",
+}
+"""Variables, by pattern, that libraries set once for the process, and why."""
 HELPERS = {
     "multiprocessing.resource_tracker": "Python keeps one for the whole process",
     "multiprocessing.forkserver": "Python keeps one for the whole process",
@@ -47,6 +53,8 @@ HELPERS = {
 FILES = {
     r"/history\.sqlite(-journal|-wal|-shm)?$": "of IPython's shell, the only one of the process",
     r"^/(dev|proc|sys)/": "a device is no file of a test's",
+    r"/mpl-data/fonts/": "matplotlib keeps its fonts open",
+    r"/(mlflow|bad)\.db$": "MLflow keeps an engine for each database as long as the process lives",
     r"^/memfd:": "memory that a library maps, for the process",
 }
 """Open files, by pattern, that stay, and why."""
@@ -141,14 +149,16 @@ def excuse(thing: Thing, kept: Kept, linked: bool) -> str:
         linked: Whether processes of a wider fixture, or kept ones, are talked to.
     """
     kind, which = thing
+    if kind == "env":
+        return _reason(VARIABLES, which[0])
     if kind == "thread":
         if linked and GROUND.match(which.name):
             return "it serves a cluster that stays"
         return _reason(THREADS, which.name)
     if kind == "link" and linked:
         return "who talks to processes that stay has connections that come and go"
-    if kind == "link" and which in _of_multiprocessing():
-        return "Python keeps its helpers for the whole process"
+    if kind == "link" and which in _of_helpers():
+        return "it is kept for the whole process"
     if kind == "file":
         inside = any(which.startswith(folder) for folder in kept.folders)
         return "it is kept" if inside else _reason(FILES, which)
@@ -167,13 +177,17 @@ def _reason(reasons: dict[str, str], name: str) -> str:
     return next((why for pattern, why in reasons.items() if re.search(pattern, name)), "")
 
 
-def _of_multiprocessing() -> set[str]:
-    """Return the pipes to Python's own helper processes."""
+def _of_helpers() -> set[str]:
+    """Return what leads to Python's own helper processes, and to Jupyter's event loop."""
     tracker = getattr(multiprocessing.resource_tracker, "_resource_tracker", None)
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    jupyter = getattr(sys.modules.get("jupyter_core.utils"), "_loop", None)
+    loop = jupyter.get(None) if jupyter is not None else None
+    ends = (getattr(loop, name, None) for name in ("_ssock", "_csock"))
     numbers = [
         getattr(tracker, "_fd", None),
         getattr(server, "_forkserver_alive_fd", None),
+        *(end.fileno() for end in ends if end is not None),
     ]
     found = set()
     for number in numbers:
@@ -185,10 +199,13 @@ def _of_multiprocessing() -> set[str]:
 
 def _whose(folder: str) -> str:
     """Return what other process a file or folder in the temporary folder is of; empty: ours."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    if os.path.isfile(folder):
+        return _used_by_others(folder)
+    try:
         owner = int(json.loads(Path(folder, "owner.json").read_text())["pid"])
-        return "" if owner == os.getpid() else f"it is of process {owner}"
-    return _used_by_others(folder)
+    except (OSError, ValueError, KeyError):
+        return "nobody says that it is ours"
+    return "" if owner == os.getpid() else f"it is of process {owner}"
 
 
 def _whose_memory(name: str) -> str:
