@@ -40,7 +40,7 @@ MESSAGES = st.builds(
     BODIES.map(lambda body: {k: v for k, v in body.items() if k not in ("v", "kind")}),
     st.lists(st.binary(max_size=200), max_size=3),
 )
-KINDS = ["hello", "records", "event", "position", "pong", "refused", "welcome", "halt", "odd"]
+KINDS = ["hello", "records", "event", "position", "where", "refused", "welcome", "halt", "odd"]
 
 
 def signed(*frames: bytes) -> list[bytes]:

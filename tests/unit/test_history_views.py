@@ -133,10 +133,10 @@ def test_events_tell_the_runs_story() -> None:
 def test_how_each_rank_ended_is_kept() -> None:
     story = Story()
     story.fold("run_finished", {"rank": 1, "steps": 7}, 0.0)
-    story.fold("error", {"rank": 0, "ename": "ValueError", "evalue": "no"}, 0.0)
+    story.fold("run_finished", {"rank": 0, "steps": 6}, 0.0)
     story.fold("position", {"rank": 0}, 0.0)
     assert story.finished[1]["steps"] == 7
-    assert story.errors[0]["ename"] == "ValueError"
+    assert story.finished[0]["steps"] == 6
 
 
 def test_a_death_is_told_once_by_whoever_says_more() -> None:
