@@ -32,18 +32,22 @@ class LeakGuard:
         self._before_file: Held = Counter()
         self._of_session: Held = Counter()  # made by fixtures that outlive the file
         self._of_wider: Held = Counter()  # made by fixtures that outlive the test under way
-        self._failed_in_file = False
+        self._failed_in_file = self._failed = False
+        self._test, self._before_test = "", Counter[Thing]()
+        self._told: Held = Counter()  # what tests were failed for, which no file is failed for too
+        self._told_of_files: Held = Counter()
 
     # -- a test ------------------------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Look before the test's own fixtures are made and after they are gone."""
-        self._of_wider = Counter()
-        before = leaks.look()
+        if self._test != request.node.nodeid:  # a test that is repeated is not forgiven
+            self._test, self._before_test = request.node.nodeid, leaks.look()
+            self._of_wider = Counter()
         yield
         if not request.node.stash.get(_failed, False):
-            self._check(request.node.nodeid, before, self._of_wider)
+            self._check(self._test, self._before_test, self._of_wider, self._told)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -67,8 +71,8 @@ class LeakGuard:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Note that a test failed: what it did not come to end is not its only trouble."""
         report = yield
-        if report.failed:
-            item.stash[_failed] = self._failed_in_file = True
+        if report.failed and report.when != "teardown":
+            item.stash[_failed] = self._failed_in_file = self._failed = True
         return report
 
     # -- a file, and all ---------------------------------------------------------------------------
@@ -93,15 +97,18 @@ class LeakGuard:
             return
         if nextitem is None or nextitem.path != item.path:
             name = item.nodeid.partition("::")[0]
-            self._check(f"{name}, all its tests together,", self._before_file, self._of_session)
-        if nextitem is None and self._at_first is not None:
+            made = self._of_session | self._told
+            who = f"{name}, all its tests together,"
+            self._check(who, self._before_file, made, self._told_of_files)
+        if nextitem is None and self._at_first is not None and not self._failed:
             if (lending := sys.modules.get("lending")) is not None:
                 lending.end()
-            self._check("All tests of this process together", self._at_first, Counter())
+            told = self._told | self._told_of_files
+            self._check("All tests of this process together", self._at_first, told, Counter())
 
     # -- what is allowed ---------------------------------------------------------------------------
 
-    def _check(self, who: str, before: Held, made: Held) -> None:
+    def _check(self, who: str, before: Held, made: Held, told: Held) -> None:
         def allowed(thing: Thing) -> bool:
             if thing in made:
                 return True
@@ -113,6 +120,7 @@ class LeakGuard:
             return bool(leaks.excuse(thing, kept, linked))
 
         if found := leaks.left(before, allowed):
+            told.update(found)
             lines = "\n".join(f"  {line}" for line in leaks.described(found, before))
             pytest.fail(f"{who} left behind:\n{lines}\n{NEXT_STEP}", pytrace=False)
 

@@ -178,17 +178,16 @@ def _reason(reasons: dict[str, str], name: str) -> str:
 
 
 def _of_helpers() -> set[str]:
-    """Return what leads to Python's own helper processes, and to Jupyter's event loop."""
+    """Return what leads to Python's own helper processes, and to event loops that stay."""
     tracker = getattr(multiprocessing.resource_tracker, "_resource_tracker", None)
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    numbers = [getattr(tracker, "_fd", None), getattr(server, "_forkserver_alive_fd", None)]
     jupyter = getattr(sys.modules.get("jupyter_core.utils"), "_loop", None)
-    loop = jupyter.get(None) if jupyter is not None else None
-    ends = (getattr(loop, name, None) for name in ("_ssock", "_csock"))
-    numbers = [
-        getattr(tracker, "_fd", None),
-        getattr(server, "_forkserver_alive_fd", None),
-        *(end.fileno() for end in ends if end is not None),
-    ]
+    ipython = getattr(sys.modules.get("IPython.core.async_helpers"), "_asyncio_event_loop", None)
+    for loop in (ipython, jupyter.get(None) if jupyter is not None else None):
+        for name in ("_ssock", "_csock"):
+            end = getattr(loop, name, None)
+            numbers.append(end.fileno() if end is not None else None)
     found = set()
     for number in numbers:
         with contextlib.suppress(OSError):
