@@ -25,12 +25,8 @@ def modules_after(code):
 
 ENGINES = ("workbench.engine", "workbench.strategies")
 """What only engines import."""
-THEIR_OWN = (
-    "workbench.data.torch_sets",
-    "workbench.cluster.preload",
-    "workbench.cluster.warm_child",
-)
-"""What is imported where the framework is there: in engines, and in the parents they come from."""
+THEIR_OWN = ("workbench.data.torch_sets",)
+"""What engines alone load, beside what they share with the kernel."""
 
 
 def kernel_side():
