@@ -113,10 +113,8 @@ class LeakGuard:
             if thing in made:
                 return True
             kept = _kept()
-            linked = bool(kept.pids) or any(
-                kind == "child" and not leaks.excuse((kind, pid), Kept(), False)
-                for kind, pid in (*before, *made)
-            )
+            stay = (pid for kind, pid in (*before, *made) if kind == "child")
+            linked = bool(kept.pids) or any(map(leaks.is_talked_to, stay))
             return bool(leaks.excuse(thing, kept, linked))
 
         if found := leaks.left(before, allowed):

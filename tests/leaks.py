@@ -42,11 +42,14 @@ THREADS = {
 """Threads, by pattern, that stay, and why."""
 VARIABLES = {
     r"^KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)$": "scikit-learn sets it when it is imported",
+    r"^(TORCH_DIST_INIT_BARRIER|OMP_NUM_THREADS)$": "the pool of contract/workers.py sets it",
     r"^TORCHINDUCTOR_CACHE_DIR$": "torch's compiler sets it when it is first used",
 }
 """Variables, by pattern, that libraries set once for the process, and why."""
+TRACKER = "multiprocessing.resource_tracker"
+ENDED, GONE = "which has ended: nobody waits for it", "gone by now"
 HELPERS = {
-    "multiprocessing.resource_tracker": "Python keeps one for the whole process",
+    TRACKER: "Python keeps one for the whole process",
     "multiprocessing.forkserver": "Python keeps one for the whole process",
 }
 """Children, by a word of their command line, that stay, and why."""
@@ -173,6 +176,12 @@ def excuse(thing: Thing, kept: Kept, linked: bool) -> str:
     return ""
 
 
+def is_talked_to(pid: int) -> bool:
+    """Whether a process that was started here lives, and may have connections to this one."""
+    command = _command(pid)
+    return command not in (GONE, "") and not any(w in command for w in (ENDED, TRACKER))
+
+
 def _reason(reasons: dict[str, str], name: str) -> str:
     return next((why for pattern, why in reasons.items() if re.search(pattern, name)), "")
 
@@ -241,10 +250,10 @@ def _command(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
-            return f"{process.name()}, which has ended: nobody waits for it"
+            return f"{process.name()}, {ENDED}"
         return " ".join(process.cmdline())
     except psutil.Error:
-        return "gone by now"
+        return GONE
 
 
 def described(things: Iterable[Thing], before: Held) -> list[str]:
