@@ -113,8 +113,9 @@ class LeakGuard:
             if thing in made:
                 return True
             kept = _kept()
-            stay = (pid for kind, pid in (*before, *made) if kind == "child")
-            linked = bool(kept.pids) or any(map(leaks.is_talked_to, stay))
+            stay = {pid for kind, pid in (*before, *made) if kind == "child"}
+            stay |= {pid for pid in leaks.children() if leaks.excuse(("child", pid), kept, False)}
+            linked = any(map(leaks.is_talked_to, stay))
             return bool(leaks.excuse(thing, kept, linked))
 
         if found := leaks.left(before, allowed):
