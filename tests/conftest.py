@@ -10,6 +10,7 @@ from typing import Any
 
 import long_tests
 import pytest
+from leak_guard import LeakGuard
 from spreading import Together, spread
 
 _failed = pytest.StashKey[bool]()
@@ -25,8 +26,9 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def pytest_configure() -> None:
-    """Heed SIGINT as an engine does: shells have jobs in the background ignore it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Guard against leaks; heed SIGINT as an engine does: jobs of shells ignore it."""
+    config.pluginmanager.register(LeakGuard(), "workbench-leaks")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
+from leaks import Kept
 from notebook_shell import soon
 
-from workbench.cluster.engines import Engines, Listeners
+from workbench.cluster.engines import Engines
 from workbench.errors import WorkbenchError
 from workbench.session import registry
 from workbench.session.cluster import Cluster
-from workbench.session.frameworks import default_framework
 
 _spare: list[Engines] = []
 SETTLE_S = 10
@@ -41,7 +38,7 @@ def lent(workers: int, **settings: Any) -> Iterator[Cluster]:
 def take() -> Engines | None:
     """Return what a cluster can be started on: engines of which none was started, or None."""
     while _spare:
-        if _is_whole(engines := _spare.pop()):
+        if (engines := _spare.pop()).reusable:
             return engines
         engines.stop()
     return None
@@ -49,35 +46,18 @@ def take() -> Engines | None:
 
 def take_back(cluster: Cluster) -> None:
     """Stop a cluster, but keep what the next one can stand on."""
-    engines = cluster._engines
-    if not _is_whole(engines) or not _is_quiet(cluster):
+    if not _is_quiet(cluster):
         cluster.stop()
-        return
-    with patch.object(engines, "stop"):
-        cluster.stop()
-    try:
-        _clear(engines)
-    except BaseException:
-        engines.stop()
-        raise
-    give(engines)
+    elif (engines := cluster.hand_back()) is not None:
+        give(engines)
 
 
 def give(engines: Engines) -> None:
     """Keep engines of which none was started; one of a kind is enough."""
-    if _spare or not _is_whole(engines):
+    if _spare or not engines.reusable:
         engines.stop()
     else:
         _spare.append(engines)
-
-
-def _is_whole(engines: Engines) -> bool:
-    ground = engines._ground
-    warm = ground.warm
-    return (
-        ground.forks and not ground.hosts and not ground.broken and not engines._stopping
-        and not engines.kept and warm is not None and warm.alive
-    )  # fmt: skip
 
 
 def mend() -> None:
@@ -93,30 +73,25 @@ def mend() -> None:
 
 
 def _is_quiet(cluster: Cluster) -> bool:
-    busy = cluster._busy
+    busy = cluster.busy
     if busy is None or busy.is_over:
         return True
     busy.stop() if hasattr(busy, "stop") else busy.interrupt()
     return soon(lambda: busy.is_over, SETTLE_S)
 
 
-def _clear(engines: Engines) -> None:
-    """End the engines and their store; nobody hears of it."""
-    engines.listen(Listeners(message=lambda engine, message: None, death=lambda engine: None))
-    engines.on_change = lambda: None
-    engines.when_taken(lambda pid: None)
-    ground = engines._ground
-    for info in list(engines.engines.values()):
-        if info.state != "dead":
-            engines._lost(info, "its test is over")
-            ground.end(info.id, info.pid)
-    engines.engines.clear()
-    engines._next_id = 0
-    if ground.store.pid:  # the next cluster counts its process groups from 1 again
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ground.store.pid, signal.SIGKILL)
-        assert soon(lambda: not ground.store.pid)
-    engines.framework = default_framework()
+def kept_resources() -> Kept:
+    """Return what is kept for the next who asks, for `leak_guard`."""
+    kept = Kept()
+    for engines in _spare:
+        about = engines.about()
+        parents = [one["pid"] for one in about["parents"].values() if one]
+        controller = about["controller"]["pid"] if about["controller"] else 0
+        kept.pids |= {*parents, controller}
+        kept.folders |= {str(engines.folder())}
+        kept.threads.update(["workbench-router", f"workbench-watch-{controller}"])
+        kept.threads.update({"workbench-warm": len(parents)})
+    return kept
 
 
 @atexit.register

@@ -85,9 +85,8 @@ def notebook(engines: int = 0, *, fresh: bool = False):
     from workbench.session import registry
     from workbench.session.state import session
 
-    registry.runs._runs = {}  # of notebooks before this one
-    session.recipe = None
-    session.recipes.clear()
+    registry.runs.clear()  # of notebooks before this one
+    session.reset()
     book = Notebook()
     if "workbench" in book.shell.extension_manager.loaded:
         book.ok("%unload_ext workbench")

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -53,22 +53,26 @@ UpKind = Literal[
     "records",  # payload: RECORD rows; dropped: rows lost so far; more: user-logged columns
     "event",  # run, name, plus the event's own fields (see EVENTS)
     "position",  # answer to `halt`: the step this rank has reached
-    "pong",
+    "refused",  # engine, count: messages and connections that knew no key, so far
+    "debugger",  # engine, said, and what `engine.attention` says with it
     "where",  # answer to `where`: ask, engine, then `engine.stacks.where`
     "stacks",  # answer to `stacks`: ask, engine, at, text
 ]
 DownKind = Literal[
     "welcome",
-    "halt",  # run, purpose: stop | pause; answer with `position`, start nothing beyond step + 2
+    "halt",  # run, purpose: stop | pause; answer with `position`, start no further step
     "halt_at",  # run, purpose, step: the common step
     "resume",  # run
     "advance",  # run, steps: go on for so many steps, then pause again
     "inject",  # run, faults: list of texts
     "told",  # run, rank, topic, value: what another engine of the run had to say (event `post`)
-    "ping",
+    "debugger",  # do, number, and what `session.paused` says with it
     "where",  # ask: a number that comes back; where is the main thread, what does it wait in?
     "stacks",  # ask: the stacks of all threads
 ]
+
+UP: frozenset[str] = frozenset(get_args(UpKind))
+DOWN: frozenset[str] = frozenset(get_args(DownKind))
 
 EVENTS: dict[str, str] = {
     "run_started": "rank, t_s, total_steps, epochs, batch_size, local_batch, parameters, device, "
@@ -91,10 +95,16 @@ EVENTS: dict[str, str] = {
     "resumed": "rank, step",
     "left": "rank, status: its cell is through; what follows is weights and clearing away",
     "run_finished": "rank, t_s, steps, stopped, eval_s, train_s, weights: file name or None",
-    "error": "rank, ename, evalue",
     "post": "rank, topic, value: passed on to all engines of the run (`engine/board.py`)",
 }
-"""Fields of every event, by name."""
+"""Fields of every event that engines send, by name."""
+
+KERNEL_EVENTS: dict[str, str] = {
+    "note": "text; deaths: engines of whose deaths it says all",
+    "death": "text, engine, rank: None where it held none",
+    "inject": "faults: those that hold from now on, as text",
+}
+"""Fields of the events that the kernel itself adds to a run's history, by name."""
 
 
 class Topic(str, Enum):
@@ -129,7 +139,7 @@ class Message:
 
 
 class BadMessageError(Exception):
-    """A message that is not signed with the cluster's key, or is malformed."""
+    """A message that is not signed with the cluster's key, is malformed, or of no known kind."""
 
 
 def new_key() -> bytes:
@@ -162,6 +172,20 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
     if version != VERSION:
         raise BadMessageError(f"version {version}, this side speaks {VERSION}")
     return Message(kind, body, tuple(frames[2:]))
+
+
+def declared(message: Message, kinds: frozenset[str]) -> Message:
+    """Return a message that the other side may send: one of `kinds`, and of a known event.
+
+    Raises:
+        BadMessageError: It is none.
+    """
+    if message.kind not in kinds:
+        raise BadMessageError(f"kind {message.kind!r}")
+    name = message.body.get("name")
+    if message.kind == "event" and not (isinstance(name, str) and name in EVENTS):
+        raise BadMessageError(f"event {name!r}")
+    return message
 
 
 def _sign(frames: Sequence[bytes | memoryview], key: bytes) -> bytes:

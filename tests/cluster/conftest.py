@@ -25,7 +25,7 @@ def book() -> Iterator[Notebook]:
 def cluster(book: Notebook) -> Iterator[Cluster]:
     """Hand out the notebook's cluster; what still goes on in it ends with the test."""
     yield session.cluster
-    busy = session.cluster._busy
+    busy = session.cluster.busy
     if busy is not None and not busy.is_over:
         busy.stop() if hasattr(busy, "stop") else busy.interrupt()
         assert soon(lambda: busy.is_over)

@@ -43,6 +43,7 @@ def test_trains_as_mirrored_does_and_waits_are_read_back(book):
     book.ok(CELL.format(flags="--steps 30").replace("multi_worker_mirrored", "mirrored"))
     assert book["_run"].history["loss"] == pytest.approx(loss, abs=1e-5)
     other = book["_run"].weights()
+    assert other.keys() == weights.keys() != set()
     assert all(np.allclose(weights[name], other[name], atol=5e-5) for name in other)
 
 

@@ -86,6 +86,7 @@ def test_what_is_written_is_a_checkpoint_of_tensorflows(tmp_path: Path) -> None:
     report = train("one_device", tf_cells.WB_FIT, 6, checkpoint=str(tmp_path), checkpoint_every=6)
     found = tf.train.load_checkpoint(str(tmp_path / "step-6" / "state" / "arrays"))
     arrays = [found.get_tensor(name) for name in found.get_variable_to_shape_map()]
+    assert report.weights
     for weight in report.weights.values():
         assert any(a.shape == weight.shape and (a == weight).all() for a in arrays)
 

@@ -38,12 +38,11 @@ NEEDS_TENSORFLOW = [pytest.mark.tensorflow, pytest.mark.skipif(
 FORGET = """
 from workbench.session import registry
 from workbench.session.state import session
-for other in [*registry._clusters]:
+for other in registry.running_clusters():
     if other is not session.cluster:
         other.stop()
-registry.runs._runs = {}
-session.recipe = None
-session.recipes.clear()
+registry.runs.clear()
+session.reset()
 """
 """Run between pages, so that none builds on the one before."""
 RUN = [page for page in pages() if name_of(page) not in COVERED]

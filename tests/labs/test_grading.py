@@ -137,6 +137,7 @@ def test_an_empty_notebook_gets_hints(graded):
     one = graded["empty"]
     assert states(one) == ["untouched"] * 4
     assert one.status == 1
+    assert all(each.findings for each in one.outcomes)
     assert all(finding["hint"] for each in one.outcomes for finding in each.findings)
 
 

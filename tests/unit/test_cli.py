@@ -204,13 +204,22 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(profile.tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.fixture
-def sleeper():
-    """A process that stands for an engine, and its owner's description."""
+def sleeping():
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     yield process
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def sleeper():
+    """A process that stands for an engine, and its owner's description."""
+    yield from sleeping()
+
+
+@pytest.fixture
+def another():
+    yield from sleeping()
 
 
 def cluster(process, **about):
@@ -244,8 +253,8 @@ def test_ps_lists_clusters_and_what_they_do(sleeper, capsys):
 
 
 @pytest.mark.usefixtures("folders")
-def test_stop_ends_what_was_named_and_nothing_else(sleeper, capsys):
-    name, other = cluster(sleeper), cluster(subprocess.Popen(["sleep", "60"]))
+def test_stop_ends_what_was_named_and_nothing_else(sleeper, another, capsys):
+    name, other = cluster(sleeper), cluster(another)
     assert cli.main(["stop"]) == 1
     assert "Which cluster" in capsys.readouterr().err
     assert cli.main(["stop", "nope"]) == 1
@@ -254,6 +263,7 @@ def test_stop_ends_what_was_named_and_nothing_else(sleeper, capsys):
     assert sleeper.wait(10) == -9
     assert [one.id for one in kept.clusters()] == [other]
     assert cli.main(["stop", "--all"]) == 0
+    assert another.wait(10) == -9
     assert kept.clusters() == []
 
 

@@ -86,6 +86,8 @@ def test_steps_are_whole_numbers_and_the_throughput_has_room_above(steps: int) -
     for title in ("Loss", "Throughput, samples/s"):
         axes = curves[title]
         low, high = axes.get_xlim()
-        assert all(value % 1 == 0 for value in axes.get_xticks() if low <= value <= high), title
+        ticks = [value for value in axes.get_xticks() if low <= value <= high]
+        assert ticks, title
+        assert all(value % 1 == 0 for value in ticks), title
     axes = curves["Throughput, samples/s"]
     assert axes.get_ylim()[1] > max(axes.lines[0].get_ydata())

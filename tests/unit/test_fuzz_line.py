@@ -119,6 +119,11 @@ def test_a_line_without_its_comment_is_the_beginning_of_the_line(line: str) -> N
 
 @tries(100)
 @given(FAULTS)
+@example("slow=1:50ms")
+@example("slow=1:50ms@10-20")
+@example("kill=2@60")
+@example("latency=10ms")
+@example("bandwidth=10MB/s")
 def test_a_fault_that_is_read_says_itself_again(text: str) -> None:
     fault = quickly(parse_fault, text)
     if fault is not None:

@@ -77,14 +77,14 @@ class Life(RuleBasedStateMachine):
         self.hear("event", {"name": name, "rank": rank, "step": step})
 
     @rule(
-        name=st.sampled_from(["epoch", "eval", "log", "note", "warning", "run_finished", "error",
+        name=st.sampled_from(["epoch", "eval", "log", "note", "warning", "run_finished",
                               "unmeasured", "server", "post", "checkpoint", "never heard of"]),
         rank=RANKS, step=STEPS,
     )  # fmt: skip
     def told(self, name: str, rank: int, step: int) -> None:
         fields = {"rank": rank, "step": max(step, 0), "epoch": 1, "values": {"loss": float("nan")},
                   "columns": {}, "text": "<b>", "server": 0, "topic": "t", "value": 1,
-                  "ename": "E", "evalue": "v", "seconds": 0.1, "path": "p", "bytes": 1,
+                  "seconds": 0.1, "path": "p", "bytes": 1,
                   "stall_s": 0.1, "size_bytes": 9, "folder": "f"}  # fmt: skip
         self.hear("event", {"name": name, **fields})
 

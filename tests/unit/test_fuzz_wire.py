@@ -40,7 +40,7 @@ MESSAGES = st.builds(
     BODIES.map(lambda body: {k: v for k, v in body.items() if k not in ("v", "kind")}),
     st.lists(st.binary(max_size=200), max_size=3),
 )
-KINDS = ["hello", "records", "event", "position", "pong", "refused", "welcome", "halt", "odd"]
+KINDS = ["hello", "records", "event", "position", "where", "refused", "welcome", "halt", "odd"]
 
 
 def signed(*frames: bytes) -> list[bytes]:
@@ -222,6 +222,8 @@ def until_link_error(take: Callable[[], bool]) -> None:
 
 @tries(80)
 @given(st.binary(max_size=40), st.sampled_from([0, 8, 16]))
+@example((8).to_bytes(8, "big") + b"whatever", 8)
+@example((0).to_bytes(8, "big"), 0)
 def test_a_peers_message_fits_or_is_refused(data: bytes, size_bytes: int) -> None:
     with written([data]) as sock:
         peers, into = Peers({1: sock}), bytearray(size_bytes)

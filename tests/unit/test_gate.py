@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.gate import SLACK, Gate
+from workbench.engine.gate import Gate, Purpose
 
 WAIT_S = 10
 
@@ -44,16 +45,24 @@ def test_a_stop_lets_the_agreed_step_happen_and_no_more() -> None:
     assert gate.stopping
 
 
-def test_after_halt_nothing_beyond_the_slack_starts_until_a_step_is_named() -> None:
+@pytest.mark.parametrize(
+    ("purpose", "named", "may_start"), [("stop", 3, False), ("pause", 4, True)]
+)
+def test_after_halt_no_step_starts_until_one_is_named(
+    purpose: Purpose, named: int, may_start: bool
+) -> None:
     gate = Gate()
-    gate.enter(3)
-    gate.halt()
-    assert all(gate.enter(step) for step in range(4, 4 + SLACK))
+    assert gate.enter(3)
+    assert gate.halt() == 3
     answers: list[bool] = []
-    thread = in_thread(lambda: answers.append(gate.enter(4 + SLACK)))
-    gate.halt_at("stop", 3 + SLACK)
+    thread = in_thread(lambda: answers.append(gate.enter(4)))
+    thread.join(0.2)
+    assert thread.is_alive()  # it waits, since nobody has said which step is the last
+    assert answers == []
+    assert gate.halt() == 3  # so the step that waits has not begun
+    gate.halt_at(purpose, named)
     thread.join(WAIT_S)
-    assert answers == [False]
+    assert answers == [may_start]
 
 
 @given(begun=st.lists(st.integers(0, 50), min_size=1, max_size=6))

@@ -83,7 +83,12 @@ def test_signed_messages_that_make_no_sense_are_counted_and_the_rest_goes_on(
         Message("hello"),
         Message("hello", {"engine": "3"}),
         Message("hello", {"engine": None}),
-        Message("event", {"engine": {}}),
+        Message("event", {"engine": {}, "name": "note"}),
+        Message("event", {"name": "never heard of"}),
+        Message("event", {"name": ["note"]}),
+        Message("event"),
+        Message("never heard of"),
+        Message("halt", {"run": 1}),  # what the kernel says
     ]
     for message in senseless:
         stranger.send_multipart(insider.pack(message))
@@ -107,14 +112,17 @@ def test_an_engine_obeys_nobody_without_the_key_and_survives_nonsense() -> None:
         _, engine = mine.unpack(frames)
         for seal in (unheard, mine):
             kernel.send_multipart([identity, *seal.pack(Message("welcome"), engine)])
-        ping = mine.pack(Message("ping"), engine)
-        kernel.send_multipart([identity, *ping])
+        question = mine.pack(Message("where", {"ask": 1}), engine)
+        kernel.send_multipart([identity, *question])
         kinds = [mine.unpack(kernel.recv_multipart()[1:])[0].kind]
-        kernel.send_multipart([identity, *ping])
+        kernel.send_multipart([identity, *question])
         kernel.send_multipart([identity, *mine.pack(Message("debugger", {"value": []}), engine)])
         assert soon(lambda: link.rejected >= 2)
-        kernel.send_multipart([identity, *mine.pack(Message("ping"), engine)])
-        while kinds.count("pong") < 2 or "refused" not in kinds:
+        for unknown in ("never heard of", "hello"):  # the second is what engines say
+            kernel.send_multipart([identity, *mine.pack(Message(unknown), engine)])
+        assert soon(lambda: link.rejected >= 4)
+        kernel.send_multipart([identity, *mine.pack(Message("where", {"ask": 1}), engine)])
+        while kinds.count("where") < 2 or "refused" not in kinds:
             kinds.append(mine.unpack(kernel.recv_multipart()[1:])[0].kind)
         link.close()
 

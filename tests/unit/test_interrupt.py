@@ -22,7 +22,9 @@ def broken():
 @pytest.fixture
 def watch(broken, monkeypatch):
     monkeypatch.setattr(interrupt, "GRACE_S", 0.0)
-    return InterruptWatch(broken.append)
+    watch = InterruptWatch(broken.append)
+    yield watch
+    watch.close()
 
 
 def test_in_a_cell_it_raises(watch):

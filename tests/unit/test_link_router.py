@@ -101,8 +101,7 @@ def test_a_halt_is_answered_with_the_step_and_a_named_step_ends_the_run(router, 
 
 def test_what_comes_before_the_run_has_begun_here_is_not_lost(router, link):
     router.send(3, Message("halt", {"run": 2, "purpose": "stop"}))
-    router.send(3, Message("ping", {}))
-    kind(router, "pong")  # so the halt was handled, and there was no run
+    assert router.questions.ask("where", [3], WAIT_S)  # so the halt was handled before any run
     link.attach(context(link, run=2), None)
     assert kind(router, "position").body["step"] == -1
 
@@ -112,16 +111,16 @@ def test_messages_for_another_run_are_not_obeyed(router, link):
     link.attach(run, None)
     router.send(3, Message("halt_at", {"run": 4, "purpose": "stop", "step": 0}))
     router.send(3, Message("inject", {"run": 5, "faults": ["slow=0:1ms"]}))
-    router.send(3, Message("ping", {}))
-    kind(router, "pong")
+    assert router.questions.ask("where", [3], WAIT_S)
     assert not run.gate.stopping
     assert run.faults.active
 
 
 def test_a_message_for_an_engine_that_is_yet_to_come_waits_for_it(router):
-    router.send(8, Message("ping", {}))
+    router.send(8, Message("halt", {"run": 1, "purpose": "stop"}))
     link = ControlLink(8, router.url, router.key, {})
-    kind(router, "pong")
+    link.attach(context(link), None)
+    assert kind(router, "position").body["step"] == -1
     assert router.connected == {8}
     router.forget(8)
     assert router.connected == frozenset()

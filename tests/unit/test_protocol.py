@@ -1,21 +1,30 @@
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench import protocol
+from workbench.engine import stacks
 from workbench.engine.recorder import Recorder
 from workbench.protocol import (
+    DOWN,
     EVENTS,
+    KERNEL_EVENTS,
     RECORD,
+    UP,
     VERSION,
     BadMessageError,
     Message,
     RunSpec,
     _sign,
+    declared,
     new_key,
     pack,
     records_from,
@@ -47,7 +56,7 @@ def test_any_changed_byte_is_noticed(frame: int, at: int, flip: int) -> None:
 
 def test_another_clusters_key_is_refused() -> None:
     with pytest.raises(BadMessageError, match="signature"):
-        unpack(pack(Message("ping"), new_key()), new_key())
+        unpack(pack(Message("resume"), new_key()), new_key())
     assert len(new_key()) == 32
 
 
@@ -80,7 +89,7 @@ def test_a_signed_header_that_is_not_ours_is_refused(header: bytes) -> None:
 
 
 def test_another_version_is_refused_by_name() -> None:
-    header = json.dumps({"v": VERSION + 1, "kind": "ping"}).encode()
+    header = json.dumps({"v": VERSION + 1, "kind": "resume"}).encode()
     with pytest.raises(BadMessageError, match=f"version {VERSION + 1}"):
         unpack([_sign([header], KEY), header], KEY)
 
@@ -139,5 +148,79 @@ def test_a_local_rank_counts_the_workers_of_its_host(
     assert max(len(spec.host_ranks) for spec in specs) == max(local) + 1
 
 
-def test_events_are_documented() -> None:
-    assert {"run_started", "eval", "log", "run_finished", "error"} <= set(EVENTS)
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("never heard of"),
+        Message("halt"),  # only the kernel says that
+        Message("event", {"name": "never heard of"}),
+        Message("event", {"name": "death"}),  # the kernel's own
+        Message("event", {"name": ["note"]}),
+        Message("event"),
+    ],
+    ids=lambda message: f"{message.kind} {dict(message.body)}",
+)
+def test_what_no_engine_says_is_refused(message: Message) -> None:
+    with pytest.raises(BadMessageError, match=r"^(kind|event) "):
+        declared(message, UP)
+
+
+def test_what_was_declared_may_be_said() -> None:
+    said = [Message(kind, {"name": "note"}) for kind in sorted(UP)]
+    assert [declared(message, UP) for message in said] == said
+    assert not DOWN & {"hello", "records", "event", "position", "refused"}
+
+
+# -- what is declared is what is sent --------------------------------------------------------------
+
+SOURCES = Path(protocol.__file__).parent
+ENGINES = ("engine", "strategies")
+"""Folders of the engines' side; the rest is the kernel's."""
+NOT_OURS = ("labs/", "panels/", "engine/links/", "cluster/warm", "engine/debugger.py",
+            "session/paused.py")  # fmt: skip
+"""Where functions of these names say something else to somebody else."""
+
+
+def said_by(tree: ast.AST, names: Collection[str]) -> set[str]:
+    """Return the first word that calls of these functions are given, where it stands there."""
+    return {
+        call.args[0].value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and call.args
+        and getattr(call.func, "attr", getattr(call.func, "id", "")) in names
+        and isinstance(call.args[0], ast.Constant) and str(call.args[0].value).isidentifier()
+    }  # fmt: skip
+
+
+def said(side: str, names: Collection[str]) -> set[str]:
+    """Return what the sources of one side, `engines` or `kernel`, say by these functions."""
+    found: set[str] = set()
+    for path in SOURCES.rglob("*.py"):
+        inside = path.relative_to(SOURCES).as_posix()
+        if path.name == "protocol.py" or inside.startswith(NOT_OURS):
+            continue
+        if inside.startswith(ENGINES) == (side == "engines"):
+            found |= said_by(ast.parse(path.read_text()), names)
+    return found
+
+
+def test_engines_send_the_kinds_and_events_that_are_declared_and_no_other() -> None:
+    assert said("engines", ["Message", "say"]) | stacks.ANSWERS == UP
+    assert said("engines", ["emit"]) == set(EVENTS)
+
+
+def test_the_kernel_sends_the_kinds_that_are_declared_and_no_other() -> None:
+    steering = ("_tell", "_send", "_ask", "ask")
+    paused = said_by(ast.parse((SOURCES / "session/paused.py").read_text()), ["Message"])
+    assert said("kernel", ["Message", *steering]) | paused == DOWN
+
+
+def test_the_kernel_adds_the_events_that_are_declared_and_no_other() -> None:
+    assert said("kernel", ["event"]) == set(KERNEL_EVENTS)
+
+
+def test_a_kind_that_nobody_declared_is_found() -> None:
+    tree = ast.parse(
+        "link.say('new', {}); emit('event', a=1); Message(kind); x.say(1); other('no')"
+    )
+    assert said_by(tree, ["say", "emit", "Message"]) == {"new", "event"}

@@ -55,6 +55,21 @@ def test_who_looks_while_runs_are_added_sees_what_there_was():
     assert set(runs) == {"a", "b@1", "b@2", "b", "c@1", "c"}
 
 
+def test_runs_that_are_forgotten_give_their_names_free():
+    runs = Runs()
+    runs.add(FakeRun("a"))
+    seen = iter(runs)
+
+    runs.clear()
+
+    assert list(seen) == ["a"]
+    assert list(runs) == []
+    again = FakeRun("a")
+    runs.add(again)
+    assert runs["a"] is runs.latest is again
+    assert again.name == "a"
+
+
 def test_a_missing_run_is_a_key_error_that_suggests_the_nearest():
     runs = Runs()
     runs.add(FakeRun("mirrored"))

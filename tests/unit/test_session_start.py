@@ -3,6 +3,7 @@
 import threading
 from types import SimpleNamespace
 
+from workbench.cookbook import Recipe
 from workbench.session import state
 from workbench.session.state import Session
 
@@ -37,3 +38,15 @@ def test_two_threads_that_start_the_cluster_get_the_same_one(monkeypatch):
         thread.join(WAIT_S)
     assert len(made) == 1
     assert found == [made[0]] * 2
+
+
+def test_a_session_that_is_reset_forgets_its_cells_and_keeps_its_cluster():
+    recipe = Recipe("wb.fit()")
+    session = Session(cluster=SimpleNamespace(), recipe=recipe, recipes={"a": recipe})
+    cluster = session.cluster
+
+    session.reset()
+
+    assert session.recipe is None
+    assert session.recipes == {}
+    assert session.cluster is cluster

@@ -54,6 +54,7 @@ def test_what_needs_gpus_is_refused_on_others(value):
 
 
 def test_every_option_that_needs_gpus_exists():
-    for entry in catalog.strategies():
-        for name, value in entry.needs_gpus:
-            assert entry.option(name).parse(value) == value
+    named = [(entry, *option) for entry in catalog.strategies() for option in entry.needs_gpus]
+    assert named
+    for entry, name, value in named:
+        assert entry.option(name).parse(value) == value

@@ -68,7 +68,10 @@ def test_phases_lie_in_their_step_and_add_up_to_it():
     events = events_of(history)
     lengths = {(e["args"]["rank"], e["args"]["step"]): e["dur"] for e in events
                if e.get("cat") == "step"}  # fmt: skip
-    for (rank, step), phases in trace_format.nested(events).items():
+    found = trace_format.nested(events)
+    assert set(found) == set(lengths)
+    assert len(found) == 20
+    for (rank, step), phases in found.items():
         assert sum(ns(p["dur"]) for p in phases) == ns(lengths[rank, step])
         at = np.flatnonzero((history["rank"] == rank) & (history["step"] == step))[0]
         for phase in phases:

@@ -80,6 +80,8 @@ class Ending:
 
 RESTARTED = Ending(what="restarted")
 """How an engine ended that its user had replaced."""
+GIVEN_UP = Ending(what="its cluster is over")
+"""How an engine ended whose controller and warm parent another cluster takes over."""
 
 
 class EngineDiedError(ClusterError):

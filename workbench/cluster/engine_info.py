@@ -45,6 +45,10 @@ class Listeners:
     """Told, in words, when a process of the cluster that is no engine ended."""
 
 
+NOBODY = Listeners(message=lambda engine, message: None, death=lambda engine: None)
+"""Who hears of engines that belong to no cluster yet, or to none any more."""
+
+
 def described(info: EngineInfo) -> dict[str, Any]:
     """Return what another kernel must know of an engine, for `recalled`."""
     return {

@@ -21,13 +21,13 @@ from ..errors import ClusterError
 from ..protocol import Message
 from . import calls, deaths, progress
 from .calls import Call
-from .engine_info import EngineInfo, Listeners
+from .engine_info import NOBODY, EngineInfo, Listeners
 from .ground import Ground
 from .handover import Handover
 from .pending import Pending, gather
 from .router import ControlRouter
 
-__all__ = ["EngineInfo", "Engines", "Listeners"]
+__all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
 log = logging.getLogger("workbench.cluster")
 START_TIMEOUT_S = 120.0
@@ -63,7 +63,7 @@ class Engines(Handover):
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()
         """Ids of engines that are being started, or replaced."""
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = _nothing
         """Called when engines were started."""
         self._lock = threading.Lock()
         self._stopping = False
@@ -238,6 +238,37 @@ class Engines(Handover):
                 self._ground.end(engine, info.pid)
         return self._start_ids(gone, framework=framework)
 
+    @property
+    def reusable(self) -> bool:
+        """Whether another cluster can be started on these, after a `reset`."""
+        return not self._stopping and not self.kept and self._ground.reusable
+
+    def reset(self, framework: str = "") -> None:
+        """Be as before the first engine, but for the controller and the warm parents, which stay.
+
+        All engines and the store they meet at end, and nobody hears of it; ids count from 0 again.
+
+        Args:
+            framework: What the next engines have imported; by default what these were to have.
+
+        Raises:
+            ClusterError: The store does not end.
+        """
+        self.listen(NOBODY)
+        self.on_change = _nothing
+        self.when_taken(_nothing)
+        for info in list(self.engines.values()):
+            if info.state != "dead":
+                self._lost(info, deaths.GIVEN_UP)
+                self._ground.end(info.id, info.pid)
+        self.engines.clear()
+        self._next_id = 0
+        self.router.rejected = 0
+        self.router.refused.clear()
+        self._ground.store.end()
+        if framework:
+            self.framework = framework
+
     def known(self, engine: int) -> EngineInfo:
         """Return what is known of an engine, dead or alive.
 
@@ -319,3 +350,7 @@ class Engines(Handover):
         self.engines.clear()
         with contextlib.suppress(Exception):
             self.router.close()
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing; nobody wants to be told."""

@@ -81,6 +81,15 @@ class Ground:
         return self.parents.find(self.framework)
 
     @property
+    def reusable(self) -> bool:
+        """Whether other engines can stand on it: they are forked here, and all of it works."""
+        warm = self.warm
+        return (
+            self.forks and not self.hosts and not self.broken and not self._stopping
+            and warm is not None and warm.alive
+        )  # fmt: skip
+
+    @property
     def client(self) -> Any:
         """The kernel's client of ipyparallel; None until it is connected."""
         return self.hub.client

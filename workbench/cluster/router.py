@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
-from ..protocol import BadMessageError, Message, new_key
+from ..protocol import UP, BadMessageError, Message, declared, new_key
 from ..seal import Seal
 from ..wakeup import Wakeup
 from . import exposure
@@ -35,7 +35,8 @@ class ControlRouter:
         key: The cluster's; by default a fresh one.
 
     Attributes:
-        rejected: Messages that were not signed with the key, were malformed, or came again.
+        rejected: Messages that were not signed with the key, were malformed or of no known kind,
+            or came again.
         refused: The same as each engine counts it, with the connections that did not know a key.
     """
 
@@ -118,7 +119,7 @@ class ControlRouter:
     def _accept(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             message, nonce = self._seal.unpack(frames)
-            engine = self._engine_of(message)
+            engine = self._engine_of(declared(message, UP))
         except BadMessageError:
             self.rejected += 1
             return

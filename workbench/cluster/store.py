@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal as signals
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -10,10 +11,14 @@ from typing import Any
 
 import psutil
 
+from ..errors import ClusterError
 from . import deaths
 from .parents import Parents
 from .processes import ExitCallback
 from .warm_client import start_keeper
+
+END_S = 10.0
+"""How long a keeper that was killed may take to be gone."""
 
 
 class Store:
@@ -32,6 +37,7 @@ class Store:
         self._parents, self._folder, self._on_exit = parents, folder, on_exit
         self._address: tuple[str, int] | None = None
         self._lock = threading.Lock()
+        self._gone = threading.Event()
         self.pid = 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -43,6 +49,7 @@ class Store:
             return self._address
 
     def _start(self) -> tuple[str, int]:
+        self._gone = threading.Event()
         # The store is torch's: a parent that has imported it hosts one at once.
         warm = self._parents.find("torch")
         if warm is not None:
@@ -56,6 +63,26 @@ class Store:
     def left(self) -> None:
         """Its process ended: the next run gets a fresh one."""
         self._address, self.pid = None, 0
+        self._gone.set()
+
+    def end(self) -> None:
+        """End the keeper and wait until it is gone: process groups are counted anew.
+
+        Raises:
+            ClusterError: It does not end.
+        """
+        with self._lock:
+            pid, gone = self.pid, self._gone
+        if not pid:
+            return
+        self._parents.signal(pid, signals.SIGKILL)
+        self.stop()
+        if not gone.wait(END_S):
+            raise ClusterError(
+                "The store that workers meet at does not end.",
+                seen=f"pid {pid}, for {END_S:g} s",
+                next_step="%cluster stop, then start again",
+            )
 
     def about(self) -> dict[str, Any]:
         """Return what another kernel must know of it, for `recall`."""
@@ -74,3 +101,4 @@ class Store:
             assert self.process.stdin is not None
             self.process.stdin.close()
             self.process.wait(timeout=5)
+            self.process = None

@@ -2,8 +2,8 @@
 
 Ranks of a synchronous run that stop at different steps deadlock: the one that went on waits for
 the other in an all-reduce. So Stop and Pause are agreed: each rank answers with the step c it has
-begun and starts nothing beyond c + SLACK until the kernel names one common step. That is
-`max(c) + SLACK`: nobody can have started a later one, and all are let through up to it.
+begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
+can have started a later one, and all are let through up to it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from .marks import PAUSE, waits_in
 
 Purpose = Literal["stop", "pause"]
 NO_LIMIT = 1 << 62
-SLACK = 0
-"""Steps a worker may still begin while the common step is not known; `Agreement` counts on it."""
 
 
 class Gate:
@@ -70,7 +68,7 @@ class Gate:
         """Hold the worker; return the step it has begun (-1: none yet)."""
         with self._changed:
             if self._purpose is None:
-                self._limit = min(self._limit, self._at + SLACK + 1)
+                self._limit = min(self._limit, self._at + 1)
             self._changed.notify_all()
             return self._at
 

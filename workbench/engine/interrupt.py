@@ -39,7 +39,8 @@ class InterruptWatch:
         self.broke_out = False
         self._shields = 0
         self._deaf_until_s, self._whole = 0.0, False
-        threading.Thread(target=self._main, name="workbench-interrupt", daemon=True).start()
+        self._thread = threading.Thread(target=self._main, name="workbench-interrupt", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
@@ -79,6 +80,11 @@ class InterruptWatch:
         """
         self._deaf_until_s, self._whole = time.monotonic() + CLEAR_S, whole
 
+    def close(self) -> None:
+        """End the watchdog; no cell may run any more."""
+        self._writer.close()
+        self._thread.join(timeout=2 * GRACE_S + 2)
+
     @property
     def _clearing(self) -> bool:
         return time.monotonic() < self._deaf_until_s
@@ -96,6 +102,7 @@ class InterruptWatch:
                     break
                 self.broke_out = True
                 self._break_out(harder)
+        self._reader.close()
 
 
 def leave_signals_to_us(kernel: Any) -> None:

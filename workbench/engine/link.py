@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import zmq
 
 from ..errors import WorkbenchError
-from ..protocol import RECORD, BadMessageError, Message
+from ..protocol import DOWN, RECORD, BadMessageError, Message, declared
 from ..seal import Seal
 from ..wakeup import Wakeup
 from . import attention, stacks
@@ -224,6 +224,7 @@ class ControlLink:
                 return
             try:
                 message, sender = self._seal.unpack(frames)
+                declared(message, DOWN)
             except BadMessageError:
                 self.rejected += 1
                 continue
@@ -248,8 +249,6 @@ class ControlLink:
     def _handle(self, message: Message) -> None:
         if message.kind == "welcome":
             self._welcomed, self.using_fallback = True, False
-        elif message.kind == "ping":
-            self._send(Message("pong", {"engine": self._engine}))
         elif message.kind == "debugger":
             attention.hear(message.body)
         elif message.kind in ("halt", "halt_at") and message.body.get("purpose") == "stop":

@@ -20,8 +20,8 @@ class Moment:
 
     Attributes:
         t_s: When, on the clock of events.
-        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `inject`, `paused`, `resumed` or
-            `error`.
+        kind: `eval`, `note`, `warning`, `checkpoint`, `death`, `inject`, `paused` or
+            `resumed`.
         rank: Whom it happened to; None: the run.
     """
 
@@ -33,12 +33,11 @@ class Moment:
 
 
 class Story:
-    """Folds events of `protocol.EVENTS`, in any order, from all ranks.
+    """Folds events of `protocol.EVENTS` and `KERNEL_EVENTS`, in any order, from all ranks.
 
     Attributes:
         started: Fields of `run_started` (of the lowest rank that sent it).
         finished: Fields of `run_finished` by rank.
-        errors: Fields of `error` by rank.
         devices: Device by rank.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes, warnings and deaths, each text once; a death stands there until a note says
@@ -57,7 +56,6 @@ class Story:
     def __init__(self) -> None:
         self.started: dict[str, Any] = {}
         self.finished: dict[int, dict[str, Any]] = {}
-        self.errors: dict[int, dict[str, Any]] = {}
         self.devices: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -110,9 +108,6 @@ class Story:
             self.finished[int(fields.get("rank", 0))] = dict(fields)
         elif name == "server":
             self.servers[int(fields.get("server", 0))] = dict(fields)
-        elif name == "error":
-            self.errors[int(fields.get("rank", 0))] = dict(fields)
-            self._moment(t_s, name, f"{fields.get('ename')}: {fields.get('evalue')}", fields)
 
     def rewind(self, step: int) -> None:
         """Forget evaluations of `step` and later, and how the run ended before it went on."""
@@ -122,7 +117,6 @@ class Story:
         ]
         self.evals = [one for one in self.evals if one["step"] < step]
         self.finished.clear()
-        self.errors.clear()
 
     def _start(self, fields: Mapping[str, Any]) -> None:
         rank = int(fields.get("rank", 0))
@@ -132,7 +126,7 @@ class Story:
             self.devices[rank] = str(fields["device"])
 
     def _moment(self, t_s: float, kind: str, text: str, fields: Mapping[str, Any]) -> None:
-        rank = fields.get("rank") if kind in ("death", "error") else None
+        rank = fields.get("rank") if kind == "death" else None
         values = dict(fields) if kind == "eval" else {}
         if t_s > 0 and len(self.moments) < MOST_MOMENTS:
             self.moments.append(Moment(t_s, kind, text, rank, values))

@@ -154,8 +154,13 @@ class Panel:
         self.changed.set()
 
     def _work(self) -> None:
+        """Do what was asked for until there is no more; the next request begins another thread."""
         while True:
-            name, call = self._slow.get()
+            with self._lock:
+                if self._slow.empty():
+                    self._thread = None
+                    return
+                name, call = self._slow.get()
             try:
                 call()
             except Exception as error:  # shown; the thread goes on

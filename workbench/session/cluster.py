@@ -116,6 +116,31 @@ class Cluster(Upkeep):
 
     def stop(self) -> None:
         """End every process of the cluster."""
+        self._wind_up()
+        self._engines.stop()
+
+    def hand_back(self) -> Engines | None:
+        """Stop the cluster, but keep the controller and the warm parents for another one.
+
+        Returns:
+            What `Cluster(engines=...)` takes; None where another cluster could not stand on it: it
+            is ended then.
+        """
+        self._wind_up()
+        engines = self._engines
+        if engines.reusable:
+            try:
+                engines.reset(default_framework())
+            except BaseException:
+                engines.stop()
+                raise
+            if engines.reusable:
+                return engines
+        engines.stop()
+        return None
+
+    def _wind_up(self) -> None:
+        """End what goes on, and be no cluster of this process any more."""
         self._queue.close()
         busy = self._busy
         if isinstance(busy, Run) and not busy.is_over:
@@ -123,7 +148,6 @@ class Cluster(Upkeep):
         registry.remove_cluster(self)
         self.keeping.end()
         self.vitals.close()
-        self._engines.stop()
 
     def release(self, reason: str = "This kernel ended.") -> None:
         """Let go of a kept cluster, which goes on without this kernel; any other one is stopped."""

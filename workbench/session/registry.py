@@ -40,6 +40,11 @@ class Runs(Mapping[str, Run]):
             runs[run.name] = run
             self._runs = runs
 
+    def clear(self) -> None:
+        """Forget all runs; their folders stay."""
+        with self._lock:
+            self._runs = {}
+
     @property
     def latest(self) -> Run | None:
         """The newest run, None when there is none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cluster.engines import Engines, Listeners
+from ..cluster.engines import NOBODY, Engines
 from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError
 from ..line import CellLine
@@ -41,8 +41,7 @@ class Session:
         framework = prewarmed()
         if framework is None or self.prepared is not None or self.cluster is not None:
             return
-        nobody = Listeners(message=lambda engine, message: None, death=lambda engine: None)
-        self.prepared = Engines(nobody, framework=framework)
+        self.prepared = Engines(NOBODY, framework=framework)
         self.prepared.prewarm()
 
     def start(self, count: int, **settings: Any) -> Cluster:
@@ -127,6 +126,11 @@ class Session:
         missing = count - len(cluster.worker_ids)
         if missing > 0:
             cluster.add(missing)
+
+    def reset(self) -> None:
+        """Forget the cells that were trained; the cluster stays."""
+        self.recipe = None
+        self.recipes.clear()
 
     def stop(self) -> None:
         """Stop the cluster and whatever was prepared."""

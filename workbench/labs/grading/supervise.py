@@ -162,6 +162,12 @@ class _Runners:
         """Return the last that a runner said, and in words how it ended."""
         try:
             return _talk(runner, given, given["until"] - time.monotonic() + MARGIN_S)
+        except BaseException:  # nobody reads, or will
+            runner.kill()
+            for pipe in filter(None, (runner.stdin, runner.stdout, runner.stderr)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+            raise
         finally:
             family = processes.below(runner.pid)
             processes.end(lambda: [p for p in family if processes.lives(p)])
@@ -220,5 +226,5 @@ def _last_line(said: bytes) -> dict[str, Any] | None:
 
 
 def _read(pipe: IO[bytes], name: str, into: dict[str, bytes]) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), pipe:
         into[name] = pipe.read(MOST_ANSWER_BYTES)
