@@ -7,7 +7,6 @@ process, as they do in an engine.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import threading
@@ -37,11 +36,6 @@ class Report:
 
     def emitted(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]
-
-
-@functools.cache
-def _engine() -> EngineHarness:
-    return EngineHarness()
 
 
 def run(
@@ -92,8 +86,9 @@ def run(
 
     link = link or CollectingLink()
     link.begun, link.ended = begun, ended
-    engine, before = _engine(), footprint()
-    found = engine.run(spec, cell, report.names, link)
+    before = footprint()
+    with EngineHarness() as engine:
+        found = engine.run(spec, cell, report.names, link)
     report.error, report.events = found.error or None, found.events
     if len(found.rows):
         report.rows = found.rows.reshape(-1, held)

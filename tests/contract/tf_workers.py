@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import Any
 
+import pytest
 from tf_harness import Report
 
 from workbench import catalog
@@ -42,7 +43,9 @@ class Workers:
     """`count` engines."""
 
     def __init__(self, count: int) -> None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        self._patch = pytest.MonkeyPatch()
+        if "TF_CPP_MIN_LOG_LEVEL" not in os.environ:
+            self._patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
         context = _starter()
         self._pipes, self._processes = [], []
         for rank in range(count):
@@ -86,9 +89,12 @@ class Workers:
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
+        self._patch.undo()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
             process.kill()  # TensorFlow swallows SIGTERM
             process.join()
+            process.close()
 
 
 def _serve(pipe: Any, rank: int, count: int) -> None:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from harness import run_here
@@ -154,10 +155,11 @@ class Workers:
 
     def _abandon(self, silent: int) -> str:
         """End all processes, whose late answers would be taken for the next run's; say why."""
-        os.kill(self.processes[silent].pid, signal.SIGUSR1)
-        soon(lambda: os.path.getsize(self._stacks_of(silent)) > 0, 5)
-        with open(self._stacks_of(silent)) as file:
-            where = file.read()
+        stacks, where = Path(self._stacks_of(silent)), "it has not begun"
+        if stacks.exists():
+            os.kill(self.processes[silent].pid, signal.SIGUSR1)
+            soon(lambda: stacks.stat().st_size > 0, 5)
+            where = stacks.read_text()
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.close()
             process.kill()

@@ -2,7 +2,8 @@
 
     spec = RunSpec(mode="run", rank=0, world_size=1, ranks=(0,), run=1, strategy="one_device",
                    store=("127.0.0.1", port), prefix="run1/", run_dir=folder)
-    report = EngineHarness().run(spec, source)
+    with EngineHarness() as engine:
+        report = engine.run(spec, source)
 
 All of it is `runtime.run_cell`, as an engine calls it; what stands in for others is the shell
 (plain `exec` for IPython) and the control link (a list for a socket to the kernel).
@@ -141,11 +142,25 @@ class CellReport:
 
 
 class EngineHarness:
-    """This process as an engine; make it in the main thread and keep it for all runs."""
+    """This process as an engine; made in the main thread, for one run or many.
+
+    A context manager: its watchdog of interrupts is a thread, which `close` ends.
+    """
 
     def __init__(self) -> None:
-        self._engine = Engine(0, CollectingLink(), InterruptWatch(self._break_out))
+        self._watch = InterruptWatch(self._break_out)
+        self._engine = Engine(0, CollectingLink(), self._watch)
         self._cells = 0
+
+    def __enter__(self) -> EngineHarness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what belongs to the engine; it can run no cell any more."""
+        self._watch.close()
 
     def run(
         self,
