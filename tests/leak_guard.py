@@ -7,7 +7,9 @@ process against its beginning. What `lending` keeps for the next file is asked f
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ class LeakGuard:
         self._of_wider: Held = Counter()  # made by fixtures that outlive the test under way
         self._failed_in_file = self._failed = False
         self._test, self._before_test = "", Counter[Thing]()
+        self._clusters: list[Any] = []  # that were there before the test under way
         self._told: Held = Counter()  # what tests were failed for, which no file is failed for too
         self._told_of_files: Held = Counter()
 
@@ -42,11 +45,14 @@ class LeakGuard:
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Look before the test's own fixtures are made and after they are gone."""
+        shares = request.node.get_closest_marker("leaks")
+        if shares is not None and not (shares.args and str(shares.args[0]).strip()):
+            pytest.fail('Say what the tests share: @pytest.mark.leaks("why").', pytrace=False)
         if self._test != request.node.nodeid:  # a test that is repeated is not forgiven
             self._test, self._before_test = request.node.nodeid, leaks.look()
-            self._of_wider = Counter()
+            self._of_wider, self._clusters = Counter(), _running()
         yield
-        if not request.node.stash.get(_failed, False):
+        if shares is None and not request.node.stash.get(_failed, False):
             self._check(self._test, self._before_test, self._of_wider, self._told)
 
     @pytest.hookimpl(wrapper=True)
@@ -62,6 +68,7 @@ class LeakGuard:
         finally:
             made = leaks.look() - before
             self._of_wider |= made
+            self._clusters = _running()
             if fixturedef.scope in ("session", "package"):
                 self._of_session |= made
 
@@ -96,7 +103,7 @@ class LeakGuard:
         if self._failed_in_file:
             return
         if nextitem is None or nextitem.path != item.path:
-            name = item.nodeid.partition("::")[0]
+            name, self._clusters = item.nodeid.partition("::")[0], []
             made = self._of_session | self._told
             who = f"{name}, all its tests together,"
             self._check(who, self._before_file, made, self._told_of_files)
@@ -109,10 +116,12 @@ class LeakGuard:
     # -- what is allowed ---------------------------------------------------------------------------
 
     def _check(self, who: str, before: Held, made: Held, told: Held) -> None:
+        clusters = self._clusters
+
         def allowed(thing: Thing) -> bool:
             if thing in made:
                 return True
-            kept = _kept()
+            kept = _kept([one for one in clusters if one in _running()])
             stay = {pid for kind, pid in (*before, *made) if kind == "child"}
             stay |= {pid for pid in leaks.children() if leaks.excuse(("child", pid), kept, False)}
             linked = any(map(leaks.is_talked_to, stay))
@@ -127,6 +136,17 @@ class LeakGuard:
 _failed = pytest.StashKey[bool]()
 
 
-def _kept() -> Kept:
+def _running() -> list[Any]:
+    """Return the clusters of this process."""
+    registry = sys.modules.get("workbench.session.registry")
+    return registry.running_clusters() if registry is not None else []
+
+
+def _kept(clusters: list[Any]) -> Kept:
+    """Return what lending keeps, and what clusters of wider fixtures stand on by now."""
     lending = sys.modules.get("lending")
-    return lending.kept_resources() if lending is not None else Kept()
+    kept = lending.kept_resources() if lending is not None else Kept()
+    for cluster in clusters:
+        folder = os.path.join(tempfile.gettempdir(), f"workbench-{cluster.keeping.id}")
+        kept.add(cluster.keeping.about(), folder)
+    return kept

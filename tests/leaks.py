@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,14 @@ GROUND = re.compile(r"^workbench-(router|warm|watch-\d+|engines|prewarm|idle|vit
 class Kept:
     """What is kept on purpose, and may come and go between two looks."""
 
-    pids: frozenset[int] = frozenset()
-    folders: frozenset[str] = frozenset()
-    threads: Counter[str] = field(default_factory=Counter)
+    pids: set[int] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
+
+    def add(self, about: Mapping[str, Any], folder: str) -> None:
+        """Keep a cluster, as it describes itself: its processes, and its folder."""
+        found = [about["controller"], *about["parents"].values(), *about["engines"].values()]
+        self.pids |= {int(one["pid"]) for one in found if one} | {int(about["store_pid"])}
+        self.folders.add(folder)
 
 
 def look() -> Held:

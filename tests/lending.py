@@ -84,13 +84,7 @@ def kept_resources() -> Kept:
     """Return what is kept for the next who asks, for `leak_guard`."""
     kept = Kept()
     for engines in _spare:
-        about = engines.about()
-        parents = [one["pid"] for one in about["parents"].values() if one]
-        controller = about["controller"]["pid"] if about["controller"] else 0
-        kept.pids |= {*parents, controller}
-        kept.folders |= {str(engines.folder())}
-        kept.threads.update(["workbench-router", f"workbench-watch-{controller}"])
-        kept.threads.update({"workbench-warm": len(parents)})
+        kept.add(engines.about(), str(engines.folder()))
     return kept
 
 

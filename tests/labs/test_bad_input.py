@@ -12,7 +12,11 @@ from notebook_shell import Notebook, soon
 
 from workbench.session.state import session
 
-pytestmark = [pytest.mark.torch, pytest.mark.cluster]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.cluster,
+    pytest.mark.leaks("a lab goes on from one test to the next, on the cluster that it began"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,24 @@ ONCE = """
 
     def test_last(): pass
 """
+SHARED = """
+    pytestmark = pytest.mark.leaks("the tests share what the first one makes")
+
+    @pytest.fixture(scope="module", autouse=True)
+    def mends():
+        yield
+        sys.made.close()
+
+    def test_makes():
+        sys.made = socket.socket()
+
+    def test_uses():
+        assert sys.made.fileno() > 0
+"""
+NO_REASON = """
+    @pytest.mark.leaks
+    def test_says_nothing(): pass
+"""
 FAILING = """
     def test_that_fails():
         os.environ["NEW_ONE"] = "1"
@@ -224,6 +242,20 @@ def test_a_leak_is_not_forgiven_when_its_test_is_repeated_and_told_once(tmp_path
     assert done.code == 1
 
 
+def test_tests_that_share_what_they_make_are_looked_at_as_a_file(tmp_path: Path) -> None:
+    sloppy = SHARED.replace("sys.made.close()", "pass")
+    done = run(tmp_path, {"shared": SHARED, "sloppy": sloppy.replace("_uses", "_leaves")})
+    assert done.ended["uses"] == ["PASSED"]
+    assert done.ended["leaves"] == ["PASSED", "ERROR"]
+    assert "test_sloppy.py, all its tests together, left behind:" in done.text
+
+
+def test_who_shares_must_say_why(tmp_path: Path) -> None:
+    done = run(tmp_path, {"no_reason": NO_REASON})
+    assert done.ended == {"says_nothing": ["ERROR"]}
+    assert 'pytest.mark.leaks("why")' in done.text
+
+
 def test_what_a_failed_test_leaves_is_not_its_second_failure(tmp_path: Path) -> None:
     done = run(tmp_path, {"failing": FAILING})
     assert done.ended == {"that_fails": ["FAILED"], "that_follows": ["PASSED"]}
@@ -234,7 +266,7 @@ def test_what_a_failed_test_leaves_is_not_its_second_failure(tmp_path: Path) -> 
 
 
 def test_what_lending_keeps_is_excused_and_nothing_else_of_its_kind() -> None:
-    kept = Kept(frozenset({7}), frozenset({"/tmp/workbench-a"}))
+    kept = Kept({7}, {"/tmp/workbench-a"})
     for thing in (
         ("child", 7),
         ("folder", "/tmp/workbench-a"),

@@ -92,11 +92,12 @@ class Keeping:
         with self._lock:
             try:
                 if not self._over.is_set():
-                    kept.write(self._cluster._engines.folder(), self._about())
+                    kept.write(self._cluster._engines.folder(), self.about())
             except Exception:
                 log.warning("The cluster could not be described in its folder", exc_info=True)
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """Return what the cluster's folder says of it: processes, owner, what it does."""
         cluster, pool = self._cluster, self._cluster._pool
         return {
             **cluster._engines.about(),
