@@ -38,6 +38,7 @@ PYTESTS = frozenset({"PYTEST_CURRENT_TEST"})
 """Variables that pytest sets for each test."""
 THREADS = {
     r"^pytest_timeout ": "pytest-timeout's alarm for the test under way",
+    r"^asyncio_\d+$": "an event loop looks addresses up in them (Playwright's, Jupyter's client's)",
 }
 """Threads, by pattern, that stay, and why."""
 VARIABLES = {

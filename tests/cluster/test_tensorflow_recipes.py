@@ -48,8 +48,9 @@ def test_the_digits_are_learnt(book):
 
 
 def test_a_run_is_written_back_in_the_notebooks_framework(book):
+    book.ok("%distributed mirrored --recipe digits_mlp --steps 3 --plot off")
     text = book["_run"].to_cell()
-    assert text.startswith("%%distributed mirrored -n 2\nimport keras\n")
+    assert text.startswith("%%distributed mirrored -n 2 --steps 3\nimport keras\n")
 
 
 def test_pytorchs_strategies_are_refused(book):

@@ -47,6 +47,7 @@ def test_trains_as_mirrored_does_and_waits_are_read_back(book):
     assert all(np.allclose(weights[name], other[name], atol=5e-5) for name in other)
 
 
+@pytest.mark.timing
 def test_a_dead_worker_is_named_and_the_next_run_works(book):
     alive = book.ok(CELL.format(flags="--steps 10"))
     cell = book.run(CELL.format(flags="--inject kill=1@10"))

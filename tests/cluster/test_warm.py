@@ -120,6 +120,7 @@ def test_who_is_no_child_of_the_parent_is_not_signalled_directly(warm):
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(warm, exits):
     pid, _, _ = warm.fork_keeper()
     os.kill(pid, signal.SIGSTOP)  # a stopped process does not act on SIGTERM
+    assert soon(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     warm.stop_pids([pid], grace_s=0.1)
     assert exits.get(timeout=WAIT_S).signal == signal.SIGKILL
 

@@ -79,8 +79,12 @@ class Asynchronous(Policy):
         self._go_on()
 
     def left(self, rank: int) -> None:
-        """Nobody waits for a worker that has left."""
+        """Nobody waits for a worker that has left, nor for what it had still to say."""
         del self._steps[rank]
+        # It died while somebody read. A push that server 0 has counted is taken by all servers.
+        self._queue = deque(
+            (by, meta) for by, meta in self._queue if by != rank or "ticket" in meta
+        )
         self._held_back.pop(rank, None)
         self._asked.pop(rank, None)
         self._answer_held_back(rank)
