@@ -1,0 +1,674 @@
+"""Breaks the product in one place after the other, and asks the tests whether they notice.
+
+    python tests/mutants.py                         # all of them, about a quarter of an hour
+    python tests/mutants.py ring seed --jobs 2      # those whose names begin so, two at a time
+    python tests/mutants.py --report mutants.json
+
+Each mutant is one change of a file of `workbench`, made in a copy of the checkout, and names the
+tests of the quick suite that should fail of it. The same tests run without the change before: they
+must pass. What Python a process of the tests imports is written down (`GUARD`), and engines are
+asked once: a test that runs on another checkout proves nothing.
+
+A mutant is killed where a test fails, also where pytest's own time limit ends a test that hangs. A
+run that only the limit of this command ends is undecided, which counts as survived.
+
+Ends with 0 where all were killed, 1 where one survived, 2 where a mutant fits the files no more or
+something else than a test went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+CARRIED = (
+    "workbench", "tests", "docs", "notebooks", "benchmarks", "binder", "pyproject.toml",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt", "run-tests",
+)  # fmt: skip
+"""What of the checkout is copied, where it is there."""
+MARKS = "not long and not timing and not browser"
+"""Which tests are the quick suite's."""
+TEST_S, SELECTION_S = 90, 420
+"""How long a test may hang, and all tests of a mutant may take."""
+TOKEN = "WORKBENCH_MUTANT"
+"""In the environment of what a mutant's tests start, so that nothing of it is left behind."""
+
+GUARD = '''
+import os, sys
+class Guard:
+    """Write down from where `workbench` is imported; refuse every place but the copy."""
+    def find_spec(self, name, path=None, target=None):
+        if name != "workbench":
+            return None
+        found = (f.find_spec(name, path, target) for f in sys.meta_path if f is not self)
+        spec = next((spec for spec in found if spec is not None), None)
+        origin = os.path.realpath(spec.origin) if spec is not None else "nowhere"
+        with open(os.environ["WORKBENCH_MUTANT_SEEN"], "a") as file:
+            file.write(origin + "\\n")
+        if not origin.startswith(os.environ["WORKBENCH_MUTANT_ROOT"] + os.sep):
+            raise ImportError(f"workbench is imported from {origin}, not from the copy")
+        return spec
+if "WORKBENCH_MUTANT_SEEN" in os.environ:
+    sys.meta_path.insert(0, Guard())
+'''
+PROBE = """
+import workbench
+from workbench.session.cluster import Cluster
+with Cluster(1) as cluster:
+    there = cluster._engines.call([0], "builtins:eval", ("__import__('workbench').__file__",))
+print("imported", workbench.__file__)
+print("imported", there[0])
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One place that is broken.
+
+    Attributes:
+        name: What it is called on the command line.
+        breaks: What no longer holds, as a sentence.
+        file: Below `workbench/`.
+        old, new: The text of the file, which is there once, and what takes its place.
+        caught_by: Files or functions of the tests, below `tests/`.
+        only: What pytest is given as `-k`.
+    """
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    only: str = ""
+
+    @property
+    def path(self) -> Path:
+        """The file that is changed, below the checkout."""
+        return Path("workbench") / self.file
+
+
+STRATEGIES = "contract/test_strategies.py"
+EXACT = f"{STRATEGIES}::test_trains_exactly_as_one_device_does"
+
+MUTANTS = (
+    # -- what several workers compute --------------------------------------------------------------
+    Mutant(
+        "all-reduce-left-out",
+        "Each worker of mirrored steps along its own gradient.",
+        "strategies/torch/mirrored.py",
+        "        trainer.gradients(share, weight=weight, alone=ddp.no_sync, communicates=True)",
+        "        with ddp.no_sync():\n"
+        "            trainer.gradients(share, weight=weight, alone=ddp.no_sync)",
+        (EXACT,),
+        "mirrored-2 and uneven",
+    ),
+    Mutant(
+        "mean-not-divided",
+        "An all-reduce of our own gives the sum of the gradients where their mean was asked for.",
+        "strategies/torch/allreduce/__init__.py",
+        "        flat /= self.links.size\n",
+        "",
+        ("contract/test_averaging.py::test_compressed_training_comes_close",),
+    ),
+    Mutant(
+        "ring-one-chunk-off",
+        "In its second half the ring hands on the chunk that is not finished.",
+        "strategies/torch/allreduce/ring.py",
+        "out, into = chunks[(rank + 1 - k) % n], chunks[(rank - k) % n]",
+        "out, into = chunks[(rank - k) % n], chunks[(rank - k - 1) % n]",
+        ("unit/test_allreduce.py",),
+    ),
+    Mutant(
+        "micro-batches-not-weighted",
+        "Every micro-batch but the last counts as if it were the whole batch.",
+        "strategies/torch/trainer.py",
+        "self._backward(loss, weight * fraction)\n",
+        "self._backward(loss, weight)\n",
+        (EXACT,),
+        "mirrored-2 and accumulate",
+    ),
+    Mutant(
+        "clipped-before-the-sum",
+        "Workers of central storage clip their own gradients before the server adds them up.",
+        "strategies/torch/served.py",
+        "own = replace(job, clip_norm=None) if sync else job",
+        "own = job",
+        (EXACT,),
+        "central_storage-2 and clip",
+    ),
+    Mutant(
+        "shares-weigh-alike",
+        "Central storage weighs each worker's gradient alike, whatever its samples.",
+        "strategies/torch/served.py",
+        "weight = share.samples / share.global_samples",
+        "weight = 1 / self.world_size",
+        (EXACT,),
+        "central_storage-2 and uneven",
+    ),
+    Mutant(
+        "average-a-step-late",
+        "local_sgd averages one step after the end of a round.",
+        "strategies/torch/local_sgd.py",
+        'return self.done % int(self.options["every"]) == 0',
+        'return self.done > 1 and (self.done - 1) % int(self.options["every"]) == 0',
+        ("contract/test_layouts.py",),
+        "local_sgd",
+    ),
+    Mutant(
+        "microbatches-not-weighted",
+        "A pipeline adds up the mean losses of its microbatches instead of averaging them.",
+        "strategies/torch/split/pipeline.py",
+        "loss = self.job.loss(kept, target) * ((stop - start) / self._samples)",
+        "loss = self.job.loss(kept, target)",
+        ("contract/test_model_split.py::test_every_schedule_trains_as_one_device_does",),
+        "2-gpipe",
+    ),
+    Mutant(
+        "tensorflow-sums",
+        "TensorFlow's mirrored adds the replicas' mean gradients up instead of averaging them.",
+        "strategies/tensorflow/trainer.py",
+        "[n / share.global_samples for n in samples]",
+        "[n * len(samples) / share.global_samples for n in samples]",
+        ("contract/test_tensorflow.py::test_fit_is_exact_where_shares_are_unequal",),
+        "mirrored-2",
+    ),
+    # -- servers -----------------------------------------------------------------------------------
+    Mutant(
+        "torn-reads",
+        "The server applies a push while a worker still reads the parameters.",
+        "strategies/torch/holder.py",
+        "self.policy.holds and self.hub.shares(rank)",
+        "self.policy.holds and not self.hub.shares(rank)",
+        ("unit/test_server_policies.py",),
+    ),
+    Mutant(
+        "staleness-off-by-one",
+        "The staleness of a push counts its own update too.",
+        "strategies/torch/parameter_server.py",
+        "staleness = holder.version - self._pulled[rank]",
+        "staleness = holder.version - self._pulled[rank] + 1",
+        ("unit/test_server_policies.py",),
+    ),
+    Mutant(
+        "bound-one-too-wide",
+        "A worker may be one step further ahead than max_staleness allows.",
+        "strategies/torch/parameter_server.py",
+        "ahead > self._bound:",
+        "ahead > self._bound + 1:",
+        ("unit/test_server_policies.py",),
+    ),
+    # -- data --------------------------------------------------------------------------------------
+    Mutant(
+        "seed-ignored",
+        "The order of the samples is the same for every seed.",
+        "engine/order.py",
+        "np.random.default_rng([seed, epoch])",
+        "np.random.default_rng([0, epoch])",
+        ("unit/test_order.py",),
+    ),
+    Mutant(
+        "shares-overlap",
+        "Where a batch does not divide, two workers take the same sample.",
+        "engine/order.py",
+        "(rank + 1) * samples // workers",
+        "-(-(rank + 1) * samples // workers)",
+        ("unit/test_order.py",),
+    ),
+    # -- checkpoints -------------------------------------------------------------------------------
+    Mutant(
+        "optimizer-not-restored",
+        "A run that goes on from a checkpoint begins with an optimizer that remembers nothing.",
+        "strategies/torch/parts.py",
+        '    parts.optimizer.load_state_dict(state["optimizer"])\n',
+        "",
+        ("contract/test_checkpoints.py::test_the_same_workers_go_on_bit_for_bit",),
+        "mirrored-ring",
+    ),
+    Mutant(
+        "parts-not-awaited",
+        "A checkpoint gets its name before the other workers have written their parts.",
+        "engine/checkpoint_writing.py",
+        "                self._await_parts(temporary)\n",
+        "",
+        ("unit/test_checkpoint_writing.py",),
+    ),
+    # -- what is measured --------------------------------------------------------------------------
+    Mutant(
+        "wait-of-the-wrong-sign",
+        "The slowest worker is the one said to wait: the wait is R_r - min(R), not G - R_r.",
+        "metrics.py",
+        "ready[plain].max(axis=1, keepdims=True) - ready[plain]",
+        "ready[plain] - ready[plain].min(axis=1, keepdims=True)",
+        ("unit/test_metrics.py",),
+    ),
+    Mutant(
+        "transfer-holds-the-wait",
+        "The time waited for the slowest counts as transfer too.",
+        "metrics.py",
+        "np.maximum(exposed - np.nan_to_num(wait), 0.0)",
+        "np.maximum(exposed, 0.0)",
+        ("unit/test_metrics.py",),
+    ),
+    Mutant(
+        "blame-for-the-fastest",
+        "Waits are blamed on the worker whose gradient was ready first.",
+        "metrics.py",
+        "ready[plain].argmax(axis=1)",
+        "ready[plain].argmin(axis=1)",
+        ("unit/test_metrics.py", "unit/test_blame.py"),
+    ),
+    Mutant(
+        "stages-add-up",
+        "The stages of one pipeline count each sample once per stage in the throughput.",
+        "history/reducer.py",
+        'samples = rows["samples"].max(axis=1)',
+        'samples = rows["samples"].sum(axis=1)',
+        ("unit/test_history_store.py",),
+    ),
+    Mutant(
+        "lost-rows-not-counted",
+        "The rows of a step that one worker never reported are in no total.",
+        "history/reducer.py",
+        "            self._take_alone(lost, lost=True)\n",
+        "",
+        ("unit/test_history_store.py",),
+    ),
+    Mutant(
+        "speed-up-inverted",
+        "The speed-up is the throughput of one device over that of the run.",
+        "history/rows.py",
+        "relative = rate.mean / base_rate if",
+        "relative = base_rate / rate.mean if",
+        ("unit/test_comparison.py",),
+    ),
+    Mutant(
+        "milliseconds-are-seconds",
+        "An injected delay of 50 ms is read as 50 s.",
+        "faults.py",
+        '"ms": 1e3,',
+        '"ms": 1.0,',
+        ("unit/test_faults.py",),
+    ),
+    # -- control -----------------------------------------------------------------------------------
+    Mutant(
+        "stop-at-the-least-step",
+        "Workers agree to stop after the step of the one that is furthest behind.",
+        "session/agreement.py",
+        "max(self._highest, step)",
+        "step if self._highest < 0 else min(self._highest, step)",
+        ("unit/test_agreement.py",),
+    ),
+    Mutant(
+        "one-step-after-the-stop",
+        "The gate lets one step begin after the one that was agreed.",
+        "engine/gate.py",
+        "max(step, self._at) + 1, purpose",
+        "max(step, self._at) + 2, purpose",
+        ("unit/test_gate.py",),
+    ),
+    Mutant(
+        "replays-accepted",
+        "A signed message that was recorded is obeyed again.",
+        "seal.py",
+        "if not bit or self._bits & bit:",
+        "if not bit:",
+        ("unit/test_seal.py",),
+    ),
+    Mutant(
+        "any-key-accepted",
+        "Control messages are obeyed whatever key they were signed with.",
+        "protocol.py",
+        "if len(frames) < 2 or not hmac.compare_digest(bytes(frames[0]), _sign(frames[1:], key)):",
+        "if len(frames) < 2:",
+        ("unit/test_seal.py", "unit/test_protocol.py"),
+    ),
+    # -- processes ---------------------------------------------------------------------------------
+    Mutant(
+        "group-left-first",
+        "The process group is destroyed while the strategy's wrappers still use it.",
+        "engine/runtime.py",
+        "    try:\n        if run.strategy is not None:\n            run.strategy.close()",
+        "    framework.destroy_group()\n"
+        "    try:\n        if run.strategy is not None:\n            run.strategy.close()",
+        ("unit/test_runtime.py",),
+    ),
+    Mutant(
+        "wrapper-left-on-the-model",
+        "The user's model keeps the wrapped forward after the run.",
+        "strategies/torch/mirrored.py",
+        "self.in_place.undo()",
+        "self.in_place.ddp = None",
+        (f"{STRATEGIES}::test_a_prepared_model_is_still_the_users",),
+        "mirrored-2",
+    ),
+    Mutant(
+        "environment-left-set",
+        "Variables that a run set stay in the engine's environment.",
+        "engine/runtime.py",
+        "                os.environ.pop(key, None)",
+        "                continue",
+        ("unit/test_runtime.py",),
+    ),
+    Mutant(
+        "children-outlive-the-warm-parent",
+        "Engines live on when their warm parent is killed.",
+        "cluster/warm_child.py",
+        "_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "_libc.prctl(PR_SET_PDEATHSIG, 0)",
+        ("cluster/test_warm.py::test_children_die_with_a_killed_warm_parent_and_are_told_so",),
+    ),
+    Mutant(
+        "interrupt-breaks-nothing",
+        "An interrupt leaves a worker blocked in its collective.",
+        "engine/interrupt.py",
+        "self._break_out(harder)",
+        "pass",
+        ("unit/test_interrupt.py",),
+    ),
+    Mutant(
+        "gpu-leased-twice",
+        "Two workers get the same GPU while another one is free.",
+        "cluster/devices.py",
+        "index = choice[rank % len(choice)]",
+        "index = choice[rank // 2 % len(choice)]",
+        ("unit/test_devices.py",),
+    ),
+    Mutant(
+        "module-mistyped",
+        "The catalog's entry of gossip names a module that does not exist.",
+        "catalog/torch.py",
+        '"workbench.strategies.torch.gossip:Gossip"',
+        '"workbench.strategies.torch.gosip:Gossip"',
+        (f"{STRATEGIES}::test_float32_stays_within_rounding",),
+        "gossip-1",
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """What pytest made of a selection.
+
+    Attributes:
+        verdict: `passed`, `failed`, `hung` (the limit of this command ended it) or `broken`
+            (pytest itself could not do its work).
+        by: The first test that failed.
+        timed_out: Whether pytest's time limit for a test is why it failed.
+        tail: The end of what pytest printed.
+    """
+
+    verdict: str
+    seconds: float
+    by: str = ""
+    timed_out: bool = False
+    tail: str = ""
+
+
+@dataclass
+class Finding:
+    """What became of one mutant."""
+
+    name: str
+    breaks: str
+    file: str
+    status: str  # killed, survived, undecided, invalid
+    by: str
+    seconds: float
+    unchanged_s: float
+    why: str = ""
+
+
+class StrayImportError(Exception):
+    """A process of the tests imports another checkout than the copy."""
+
+
+def stale(mutant: Mutant, root: Path = ROOT) -> str:
+    """Return why a mutant no longer fits its file, empty where it does."""
+    path = root / mutant.path
+    if not path.is_file():
+        return f"{mutant.path} is not there"
+    count = path.read_text().count(mutant.old)
+    return "" if count == 1 else f"its text is {count} times in {mutant.path}, not once"
+
+
+def copy_of(root: Path, into: Path) -> Path:
+    """Copy the checkout; compiled files come along and stay valid."""
+    ignored = shutil.ignore_patterns("_build", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints")
+    into.mkdir()
+    for name in CARRIED:
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, into / name, ignore=ignored)
+        elif source.exists():
+            shutil.copy2(source, into / name)
+    guard = into / ".guard"
+    guard.mkdir()
+    (guard / "sitecustomize.py").write_text(GUARD)
+    return into
+
+
+def apply(mutant: Mutant, root: Path) -> None:
+    """Make the change in a copy."""
+    path = root / mutant.path
+    path.write_text(path.read_text().replace(mutant.old, mutant.new))
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()  # it is told by time and size, which may both be as before
+
+
+def environment(copy: Path, seen: Path) -> dict[str, str]:
+    """Return the environment in which Python imports the copy, and says so."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(copy / ".guard"), str(copy)]),
+        "WORKBENCH_MUTANT_ROOT": os.path.realpath(copy),
+        "WORKBENCH_MUTANT_SEEN": str(seen),
+        "OMP_NUM_THREADS": "1",
+        TOKEN: str(copy),
+    }
+
+
+def run(copy: Path, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """Run Python in a copy; return its exit status (None: the limit ended it) and its output.
+
+    Raises:
+        StrayImportError: A process imported `workbench` from elsewhere, or none did.
+    """
+    seen = copy / "seen"
+    seen.write_text("")
+    with open(copy / "output", "w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=copy, env=environment(copy, seen),
+            stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_all(str(copy), process)
+        output.seek(0)
+        text = output.read()
+    places = set(seen.read_text().split("\n")) - {""}
+    inside = os.path.realpath(copy) + os.sep
+    if not places or any(not place.startswith(inside) for place in places):
+        raise StrayImportError(f"imported: {', '.join(sorted(places)) or 'nothing'}\n{text}")
+    return code, text
+
+
+def end_all(token: str, process: subprocess.Popen[Any]) -> None:
+    """End what a run has left behind: a mutant may be just that its children are not ended."""
+    for other in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or gone
+            if other.pid == process.pid or other.environ().get(TOKEN) == token:
+                other.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def probe(copy: Path) -> None:
+    """Ask an interpreter and an engine where `workbench` comes from.
+
+    Raises:
+        StrayImportError: Not from the copy.
+    """
+    code, text = run(copy, ["-c", PROBE], 120)
+    there = re.findall(r"^imported (.+)$", text, re.MULTILINE)
+    inside = os.path.realpath(copy) + os.sep
+    if code != 0 or len(there) != 2 or any(not p.startswith(inside) for p in there):
+        raise StrayImportError(text)
+
+
+def ask(copy: Path, mutant: Mutant) -> Outcome:
+    """Run the tests of a mutant in a copy."""
+    only = ["-k", mutant.only] if mutant.only else []
+    tests = [f"tests/{one}" for one in mutant.caught_by]
+    began = time.monotonic()
+    code, text = run(
+        copy,
+        ["-m", "pytest", "-p", "no:nbval", "-p", "no:cacheprovider", "-x", "-q", "--timeout",
+         str(TEST_S), "-m", MARKS, *only, *tests],
+        SELECTION_S,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    return read(code, text, seconds)
+
+
+def read(code: int | None, text: str, seconds: float) -> Outcome:
+    """Return what pytest's exit status and words say."""
+    failed = re.search(
+        r"^(?:FAILED|ERROR) (?:tests/)?(\S+?(?:\[.*?\])?)(?: - .*)?$", text, re.MULTILINE
+    )
+    # The limit's thread ends the whole process, which then names no test; its stack does.
+    limit = "+ Timeout +" in text or "Failed: Timeout" in text
+    by = failed[1] if failed else ""
+    if limit and not by:
+        stack = re.findall(r"/tests/(\S+\.py)\", line \d+, in (test_\w+)", text)
+        by = "::".join(stack[-1]) if stack else "a test that hangs"
+    verdict = "hung" if code is None else "broken"
+    if code == 0:
+        verdict = "passed"
+    elif code == 1 and by:
+        verdict = "failed"
+    return Outcome(verdict, seconds, by, limit, text[-3000:])
+
+
+class Bench:
+    """Tries mutants out, in copies below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._unchanged = copy_of(ROOT, folder / "unchanged")
+        self._known: dict[tuple[Any, ...], Outcome] = {}
+        probe(self._unchanged)
+
+    def unchanged(self, mutant: Mutant) -> Outcome:
+        """Return what the mutant's tests say without it; of the same tests it is asked once."""
+        key = mutant.caught_by, mutant.only
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = ask(self._unchanged, mutant)
+            return self._known[key]
+
+    def try_out(self, mutant: Mutant) -> Finding:
+        """Return what became of a mutant."""
+        before = self.unchanged(mutant)
+        about = mutant.name, mutant.breaks, str(mutant.path)
+        if before.verdict != "passed":
+            why = f"its tests do not pass without it ({before.verdict})\n{before.tail}"
+            return Finding(*about, "invalid", before.by, 0.0, before.seconds, why)
+        copy = copy_of(ROOT, self._folder / mutant.name)
+        try:
+            apply(mutant, copy)
+            found = ask(copy, mutant)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+        status = {"passed": "survived", "failed": "killed", "hung": "undecided"}
+        why = "pytest's time limit for a test ended it" if found.timed_out else ""
+        if found.verdict in ("hung", "broken"):
+            why = f"{found.verdict}\n{found.tail}"
+        return Finding(
+            *about, status.get(found.verdict, "invalid"), found.by, found.seconds, before.seconds,
+            why,
+        )  # fmt: skip
+
+
+def chosen(names: Sequence[str]) -> list[Mutant]:
+    """Return the mutants whose names begin so; all where none is named.
+
+    Raises:
+        SystemExit: No mutant's name begins with one of them.
+    """
+    for name in names:
+        if not any(mutant.name.startswith(name) for mutant in MUTANTS):
+            known = ", ".join(mutant.name for mutant in MUTANTS)
+            raise SystemExit(f"There is no mutant {name}; there are: {known}")
+    return [m for m in MUTANTS if not names or any(m.name.startswith(name) for name in names)]
+
+
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line of the table."""
+    by = finding.by + (" (timed out)" if finding.why.startswith("pytest's") else "")
+    return (
+        f"{finding.status:9} {finding.name:33} {finding.seconds:6.1f} s "
+        f"({finding.unchanged_s:5.1f} s)  {by}"
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try mutants out; print a table, write a report."""
+    parser = argparse.ArgumentParser(description="Break the product; see whether tests notice.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of mutants' names")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    parser.add_argument("--report", type=Path, help="a file for the findings, as JSON")
+    given = parser.parse_args(arguments)
+    mutants = chosen(given.names)
+    if wrong := [f"{m.name} is stale: {why}" for m in mutants if (why := stale(m))]:
+        print("\n".join(wrong))
+        return 2
+    findings = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        try:
+            bench = Bench(Path(folder))
+            print("verdict   mutant                               tests (without it)  failed first")
+            with ThreadPoolExecutor(max(1, given.jobs)) as pool:
+                for finding in pool.map(bench.try_out, mutants):
+                    findings.append(finding)
+                    print(line_of(finding), flush=True)
+        except StrayImportError as error:
+            print(f"The tests do not run on the copy alone, so they say nothing.\n{error}")
+            return 2
+    for finding in findings:
+        if finding.status in ("undecided", "invalid"):
+            print(f"\n{finding.name}: {finding.why}")
+    killed = sum(finding.status == "killed" for finding in findings)
+    print(f"\n{killed} of {len(findings)} were killed")
+    if given.report is not None:
+        report = {"killed": killed, "of": len(findings), "mutants": [asdict(f) for f in findings]}
+        given.report.write_text(json.dumps(report, indent=2) + "\n")
+    if any(finding.status == "invalid" for finding in findings):
+        return 2
+    return 0 if killed == len(findings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

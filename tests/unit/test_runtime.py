@@ -1,0 +1,61 @@
+"""What an engine leaves behind, and in which order it lets go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.engine import runtime
+
+
+@pytest.fixture
+def done() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def parts(done: list[str]) -> tuple[Any, Any, Any]:
+    """An engine in a process group, a run under way, a framework; each notes what is done to it."""
+    engine = SimpleNamespace(
+        group="run1/",
+        link=SimpleNamespace(detach=lambda: done.append("link")),
+        watch=SimpleNamespace(shielded=contextlib.nullcontext),
+    )
+    run = SimpleNamespace(
+        strategy=SimpleNamespace(close=lambda: done.append("strategy")),
+        closers=[lambda: done.append("first closer"), lambda: done.append("second closer")],
+        weights=None,
+    )
+    framework = SimpleNamespace(destroy_group=lambda: done.append("group"))
+    return engine, run, framework
+
+
+def test_wrappers_go_before_the_process_group(done: list[str], parts: tuple[Any, Any, Any]) -> None:
+    runtime._tear_down(*parts)
+    assert done == ["strategy", "second closer", "first closer", "link", "group"]
+    assert parts[0].group == ""
+
+
+def test_a_strategy_that_cannot_close_still_leaves_the_group(
+    done: list[str], parts: tuple[Any, Any, Any]
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("stuck")
+
+    parts[1].strategy.close = fails
+    with pytest.raises(RuntimeError, match="stuck"):
+        runtime._tear_down(*parts)
+    assert done == ["link", "group"]
+
+
+def test_a_runs_variables_are_there_for_its_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "before")
+    with runtime._environment({"RANK": "1", "WORLD_SIZE": "2"}):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    assert "RANK" not in os.environ
+    assert os.environ["WORLD_SIZE"] == "before"
