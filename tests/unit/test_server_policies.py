@@ -100,6 +100,18 @@ def test_a_push_changes_nothing_while_another_worker_reads(server: Server) -> No
     assert server.value == 2.0
 
 
+def test_a_queued_push_of_a_worker_that_died_is_dropped_and_the_others_go_on(
+    server: Server,
+) -> None:
+    server.push(0)
+    assert server.push(1) == []  # worker 0 reads what it was answered
+    server.holder.handle(1, Message("gone"))
+    assert server.release(0) == []
+    assert server.value == 1.0
+    assert [rank for rank, *_ in server.push(0)] == [0]
+    assert server.value == 2.0
+
+
 def test_staleness_counts_the_updates_between_a_pull_and_the_pushs_turn(server: Server) -> None:
     staleness = []
     for rank in (0, 0, 1, 0):
