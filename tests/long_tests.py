@@ -74,10 +74,22 @@ RULES: list[Rule] = [
         ("test_through_the_group_messages_give_the_same_sums[*", ["test_through*[ring*"]),
         ("test_a_killed_worker_ends_in_an_error_on_all_others[*", ["test_a_killed*[ring]"]),
         ("test_every_way_of_averaging_is_exact[auto*", ["test_every_way*[ring*"]),
+        (
+            "test_waits_stay_true[*",
+            [
+                "test_waits_stay_true[ring-fit]",
+                "test_waits_stay_true[hierarchical-prepare]",
+                "test_waits_stay_true[topk*-fit]",
+            ],
+        ),
     ),
     *_rules(
         "contract/test_layouts.py",
         ("test_four_workers_train_exactly_as_one_device_does[*-SGD]", ["test_four*-AdamW]"]),
+        (
+            "test_a_slow_worker_anywhere_in_the_grid*",
+            ["test_a_slow_worker_anywhere*[0]", "test_a_slow_worker_anywhere*[3]"],
+        ),
         (
             "test_replicas_that_drift_reach_one_devices_loss*",
             ["contract/test_strategies.py::test_trains_exactly*local_sgd-2-*"],
@@ -87,6 +99,13 @@ RULES: list[Rule] = [
         "contract/test_servers.py",
         ("test_no_worker_ever_sees_half_an_update[*", ["test_no_worker*shared_memory]"]),
         ("test_a_killed_process_ends_in_a_named_error[*", ["test_a_killed*central_storage*"]),
+    ),
+    *_rules(
+        "contract/test_servers_timing.py",
+        (
+            "test_unbounded_staleness_is_n_minus_1_on_average[*",
+            ["test_unbounded_staleness*[parameter_server-2]"],
+        ),
     ),
     *_rules(
         "contract/test_tensorflow.py",
@@ -160,6 +179,10 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "contract/test_across_frameworks.py",
+        ("test_from_the_same_weights_both*[dense]", ["test_from_the_same*[convolution]"]),
+    ),
+    *_rules(
         "contract/test_tensorflow_tpu.py",
         ("test_an_address_that_*", ["test_an_address_where_nobody_listens"]),
     ),
@@ -215,13 +238,27 @@ RULES: list[Rule] = [
             "test_records_cover_the_run[*",
             ["test_records_cover*[mirrored-2-keras]", "test_records_cover*[mirrored-2-loop]"],
         ),
+        (
+            "test_an_injected_delay_is_read_back_as_the_others_wait[*",
+            [
+                "test_an_injected_delay*[mirrored-2-keras]",
+                "test_an_injected_delay*[central_storage-3-loop]",
+            ],
+        ),
     ),
     # -- pictures and logs -------------------------------------------------------------------------
     *_rules(
         "unit/test_comparison_figure.py",
         (
             "test_words_never_overlap_and_stay_on_the_page[*",
-            ["test_words_never*[two]", "test_words_never*[eight]"],
+            ["test_words_never*[eight]"],
+        ),
+    ),
+    *_rules(
+        "unit/test_log_sinks.py",
+        (
+            "test_a_finished_run_is_whole_in_mlflow",
+            ["test_a_finished_run_is_whole_in_tensorboard", "test_runs_that_end_early*"],
         ),
     ),
     # -- a killed kernel, a cluster that is kept: every way of dying -------------------------------
@@ -529,6 +566,10 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "cluster/test_tensorflow_profile.py",
+        ("test_*", ["cluster/test_profile_runs.py::test_*"]),
+    ),
+    *_rules(
         "cluster/test_tensorflow_mistakes.py",
         (
             "test_a_mistake_is_named_with_the_next_step[*",
@@ -622,8 +663,8 @@ RULES: list[Rule] = [
     *_rules(
         "labs/test_grading.py",
         (
-            "test_a_right_notebook_is_right_though*",
-            ["labs/test_grading_merging.py::test_*"],
+            "test_*",
+            ["labs/test_grading_merging.py::test_*", "labs/test_grading_settling.py::test_*"],
         ),
     ),
     *_rules(
