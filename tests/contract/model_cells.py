@@ -38,7 +38,9 @@ def copies():
 
     from workbench.engine.prepare import prepare
 
+    global keep
     model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+    keep = {"model": model}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     same, _ = prepare(model, optimizer)
     copied = copy.deepcopy(same)

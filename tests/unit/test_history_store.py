@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workbench.history.columns import COLUMNS
 from workbench.history.envelope import POINTS, Envelope
-from workbench.history.joiner import Joiner
+from workbench.history.joiner import PENDING_ROWS, Joiner
 from workbench.history.logged import LoggedColumn
 from workbench.history.store import RunHistory
 from workbench.history.table import STORED, RowTable
@@ -103,6 +103,15 @@ def test_waiting_rows_are_bounded_and_steps_are_given_up_whole() -> None:
     assert joiner.waiting <= 30
     assert len(lost) + joiner.waiting == 60
     assert set(np.unique(lost["step"], return_counts=True)[1]) == {3}
+
+
+def test_rows_of_steps_that_are_given_up_count_in_the_totals() -> None:
+    steps = PENDING_ROWS + 100
+    rows = make_rows(steps, 2)
+    history = RunHistory(range(2))
+    history.append(rows[:, 0])  # the other worker never says anything
+    history.finish()
+    assert history.totals.samples == steps * 8
 
 
 def test_a_row_sent_twice_counts_once() -> None:

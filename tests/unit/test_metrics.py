@@ -42,6 +42,12 @@ def test_an_injected_delay_is_read_back_as_the_others_wait() -> None:
     assert (blamed[:, 1] == -1).all()
 
 
+def test_transfer_is_what_the_wait_leaves_of_the_blocked_time() -> None:
+    derived = metrics.derive(make_rows(30, 3, slow_rank=1, slow_s=0.050, transfer_s=0.003))
+    assert derived.sync_wait_s[:, [0, 2]] == pytest.approx(0.050, abs=1e-6)
+    assert derived.transfer_s == pytest.approx(0.003, abs=1e-6)
+
+
 def test_blame_of_a_wait_that_the_strategy_measured_is_the_strategys() -> None:
     """Rows of workers at their own pace come one by one; nobody's `ready_s` is comparable."""
     rows = make_rows(4, 3).reshape(-1)[:, None]
