@@ -47,6 +47,7 @@ RULES: list[Rule] = [
             "test_an_own_loop_trains_as_fit_does[*",
             ["test_an_own_loop*-2-plain]", "test_an_own_loop*mirrored-2-*"],
         ),
+        ("test_buffers_end_equal[*-3-*", ["test_buffers_end_equal[*-2-*"]),
         ("test_a_prepared_model_is_still_the_users[*", ["test_a_prepared*-2]"]),
         ("test_stop_ends_all_workers_at_the_agreed_step[*", ["test_stop_ends*-2]"]),
     ),
@@ -252,6 +253,17 @@ RULES: list[Rule] = [
         (
             "test_words_never_overlap_and_stay_on_the_page[*",
             ["test_words_never*[eight]"],
+        ),
+    ),
+    *_rules(
+        "unit/test_comparison_figure.py",
+        ("test_names_are_drawn_as_they_are_written", ["test_words_never*[eight]"]),
+    ),
+    *_rules(
+        "unit/test_figure.py",
+        (
+            "test_pictures_grow_with_the_workers*",
+            ["test_the_picture_of_a_pipeline_shows_bubbles_and_stages"],
         ),
     ),
     *_rules(
@@ -562,7 +574,7 @@ RULES: list[Rule] = [
         "cluster/test_tensorflow_checkpoints.py",
         (
             "test_it_goes_on_to_the_same_result[*",
-            ["test_it_goes_on*[keras-parameter_server-1]"],
+            ["contract/test_tensorflow_checkpoints.py::test_the_same_replicas*[mirrored-keras]"],
         ),
     ),
     *_rules(
