@@ -30,6 +30,14 @@ def book():
         book.ok("from workbench.labs import limit\nlimit.install(get_ipython(), None)")
 
 
+@pytest.fixture
+def begun(book):
+    """The notebook with two engines; one failed test, repeated, may have lost them."""
+    if session.cluster is None:
+        book.ok("labs.begin(1, engines=2)")
+    return book
+
+
 def check(book, number):
     """Run a check's cell; it must not fail."""
     return book.ok(f'found = labs.check("{number}")\nfound').text
@@ -56,30 +64,30 @@ def test_beginning_starts_the_engines_and_beginning_again_clears_them(book):
     assert "0 of 5 right" in book.ok("labs.progress(1)").text
 
 
-def test_the_cluster_of_another_notebook_is_named(book, tmp_path):
+def test_the_cluster_of_another_notebook_is_named(begun, tmp_path):
     other = subprocess.Popen(
         [sys.executable, "-c", "import workbench as wb\nwith wb.Cluster(1): print(1); input()"],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert other.stdout.readline().strip() == "1"
-        text = book.ok("labs.begin(1, engines=2)").text
+        text = begun.ok("labs.begin(1, engines=2)").text
         assert "Other notebooks have a cluster too" in text
         assert tmp_path.name in text
     finally:
         other.communicate("\n", timeout=60)
 
 
-def test_another_number_of_engines_is_made_to_fit(book):
-    book.ok("labs.begin(1, engines=3)")
+def test_another_number_of_engines_is_made_to_fit(begun):
+    begun.ok("labs.begin(1, engines=3)")
     assert len(session.cluster.worker_ids) == 3
-    text = book.ok("labs.begin(1, engines=2)").text
+    text = begun.ok("labs.begin(1, engines=2)").text
     assert "a cluster of 3 was stopped for it" in text
     assert len(session.cluster.worker_ids) == 2
 
 
-def test_cells_out_of_order_name_the_cell_that_is_missing(book):
-    text = check(book, "1.4")
+def test_cells_out_of_order_name_the_cell_that_is_missing(begun):
+    text = check(begun, "1.4")
     assert "There is no run named 'small-alone'" in text
     assert "hint: run the cells down to exercise 1.4" in text
 
@@ -93,31 +101,31 @@ def test_cells_out_of_order_name_the_cell_that_is_missing(book):
         ("%%distributed\n# YOUR CODE 1.1\nsquare = object()", "object"),
     ],
 )
-def test_an_answer_of_the_wrong_kind_is_shown(book, cell, words):
-    book.ok("%%distributed\nsquare = -1")
-    book.ok(cell)
-    assert words in check(book, "1.1")
+def test_an_answer_of_the_wrong_kind_is_shown(begun, cell, words):
+    begun.ok("%%distributed\nsquare = -1")
+    begun.ok(cell)
+    assert words in check(begun, "1.1")
 
 
-def test_a_syntax_error_is_the_cells_own_and_the_next_answer_counts(book):
-    broken = book.run("# YOUR CODE 1.5\ndef crossing_s(n, c_s:\n    return 1")
+def test_a_syntax_error_is_the_cells_own_and_the_next_answer_counts(begun):
+    broken = begun.run("# YOUR CODE 1.5\ndef crossing_s(n, c_s:\n    return 1")
     assert isinstance(broken.error, SyntaxError)
-    assert "no `crossing_s`" in check(book, "1.5")
-    book.ok("def crossing_s(n, c_s):\n    return c_s * n / (n - 1)")
-    assert "right (" in check(book, "1.5")
+    assert "no `crossing_s`" in check(begun, "1.5")
+    begun.ok("def crossing_s(n, c_s):\n    return c_s * n / (n - 1)")
+    assert "right (" in check(begun, "1.5")
 
 
 @pytest.mark.parametrize("magic", ["", "%%distributed\n"])
-def test_a_loop_that_never_ends_is_stopped_and_named(book, magic):
-    book.ok("labs.begin(1, engines=2, limit_s=1)")
-    cell = book.run(f"{magic}# YOUR CODE 1.1\nwhile True:\n    pass")
+def test_a_loop_that_never_ends_is_stopped_and_named(begun, magic):
+    begun.ok("labs.begin(1, engines=2, limit_s=1)")
+    cell = begun.run(f"{magic}# YOUR CODE 1.1\nwhile True:\n    pass")
     assert cell.error is not None
     assert "exercise 1.1 took longer than 1 s" in cell.text
-    book.ok("%%distributed\nsquare = rank**2")
-    assert "right (" in check(book, "1.1")
+    begun.ok("%%distributed\nsquare = rank**2")
+    assert "right (" in check(begun, "1.1")
 
 
-def test_engines_that_hang_in_a_check_are_interrupted(book):
+def test_engines_that_hang_in_a_check_are_interrupted(begun):
     from workbench.labs.answers import Check, Stuck
 
     looking = Check("2.1", {})
@@ -127,7 +135,7 @@ def test_engines_that_hang_in_a_check_are_interrupted(book):
     assert looking.ask("_labs_answer = rank * 10") == [0, 10]
 
 
-def test_a_check_that_is_stopped_leaves_the_engines_free(book, tmp_path):
+def test_a_check_that_is_stopped_leaves_the_engines_free(begun, tmp_path):
     from workbench.labs.answers import Check
 
     def stop():
@@ -143,7 +151,7 @@ def test_a_check_that_is_stopped_leaves_the_engines_free(book, tmp_path):
     assert looking.ask("_labs_answer = rank * 10") == [0, 10]
 
 
-def test_engines_that_fail_in_a_check_are_quoted(book):
+def test_engines_that_fail_in_a_check_are_quoted(begun):
     from workbench.labs.answers import Check, Stuck
 
     looking = Check("2.1", {})
@@ -152,33 +160,33 @@ def test_engines_that_fail_in_a_check_are_quoted(book):
     assert "undefined_name" in looking.findings[0].words
 
 
-def test_tensors_come_home_as_arrays(book):
+def test_tensors_come_home_as_arrays(begun):
     from workbench.labs.answers import Check
 
-    book.ok("%%distributed\nimport torch\nsent = [torch.full((2,), float(rank)), {'a': rank}]")
+    begun.ok("%%distributed\nimport torch\nsent = [torch.full((2,), float(rank)), {'a': rank}]")
     found = Check("2.1", {}).engines("sent")
     assert [value[0].tolist() for value in found] == [[0, 0], [1, 1]]
     assert found[1][1] == {"a": 1}
 
 
-def test_names_are_shown_where_they_live(book):
-    book.ok("at_home = 'h'")
-    book.ok("%%distributed\nover_there = rank")
-    text = book.ok("labs.namespaces()").text
+def test_names_are_shown_where_they_live(begun):
+    begun.ok("at_home = 'h'")
+    begun.ok("%%distributed\nover_there = rank")
+    text = begun.ok("labs.namespaces()").text
     here, there = text.split("engine 0:")
     assert "at_home" in here
     assert "at_home" not in there
     assert "over_there = 1" in there.split("engine 1:")[1]
 
 
-def test_a_run_can_be_taken_home(book, tmp_path):
-    book.ok(
+def test_a_run_can_be_taken_home(begun, tmp_path):
+    begun.ok(
         "%%distributed one_device --steps 5 --name homeward --plot off\nimport torch\n"
         "wb.fit(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)), "
         "wb.data.digits('train'), loss=torch.nn.CrossEntropyLoss(), "
         "optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=64)"
     )
-    book.ok(f"kept = labs.take_home('homeward', to={str(tmp_path / 'lab.zip')!r})\nkept")
+    begun.ok(f"kept = labs.take_home('homeward', to={str(tmp_path / 'lab.zip')!r})\nkept")
     import zipfile
 
     with zipfile.ZipFile(tmp_path / "lab.zip") as archive:
@@ -187,6 +195,6 @@ def test_a_run_can_be_taken_home(book, tmp_path):
     assert {"README.txt", "homeward/history.csv", "homeward/run.png"} <= set(names)
     rows = (tmp_path / "home" / "homeward" / "history.csv").read_text().splitlines()
     assert len(rows) == 1 + 5
-    book.ok(f"again = wb.load({str(tmp_path / 'home' / 'homeward')!r})")
-    assert len(book["again"].history) == 5
+    begun.ok(f"again = wb.load({str(tmp_path / 'home' / 'homeward')!r})")
+    assert len(begun["again"].history) == 5
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".zip"] == ["lab.zip"]
