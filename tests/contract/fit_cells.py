@@ -5,8 +5,15 @@ from __future__ import annotations
 rank = 0
 
 
-def precise(precision=None, compile=False, steps=12):
-    """Train under a precision or compiled; return losses seen and the dtypes met on the way."""
+def precise(precision=None, backend="", steps=12):
+    """Train under a precision or compiled; return losses seen and the dtypes met on the way.
+
+    Args:
+        backend: What the model is compiled by, as `torch.compile` calls it; empty: it is not.
+    """
+    from functools import partial
+    from unittest.mock import patch
+
     import torch
 
     from workbench.engine.fit import fit
@@ -24,17 +31,18 @@ def precise(precision=None, compile=False, steps=12):
     layers = [torch.nn.Linear(8, 16), Probe(), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
     model = torch.nn.Sequential(*layers)
     losses = []
-    fit(
-        model,
-        (x, y),
-        loss=torch.nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, 0.2),
-        batch_size=32,
-        steps=steps,
-        precision=precision,
-        compile=compile,
-        callbacks=[lambda step, logs: losses.append(logs["loss"])],
-    )
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        fit(
+            model,
+            (x, y),
+            loss=torch.nn.CrossEntropyLoss(),
+            optimizer=lambda p: torch.optim.SGD(p, 0.2),
+            batch_size=32,
+            steps=steps,
+            precision=precision,
+            compile=bool(backend),
+            callbacks=[lambda step, logs: losses.append(logs["loss"])],
+        )
     kinds = sorted({str(p.dtype) for p in model.parameters()})
     return {"losses": losses, "met": sorted(set(met)), "parameters": kinds}
 

@@ -31,9 +31,11 @@ def test_autocast_computes_in_half_precision_and_keeps_float32_parameters(
                 assert found["losses"] != plain["losses"]
 
 
-def test_a_compiled_model_trains_as_the_plain_one(workers: Workers) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model_trains_as_the_plain_one(workers: Workers, backend: str) -> None:
     (plain,) = values(workers.run("one_device", fit_cells.precise))
-    (compiled,) = values(workers.run("one_device", fit_cells.precise, keywords={"compile": True}))
+    keywords = {"backend": backend}
+    (compiled,) = values(workers.run("one_device", fit_cells.precise, keywords=keywords))
     assert np.allclose(compiled["losses"], plain["losses"], atol=1e-5)
     assert compiled["met"] == []  # the probe never ran as plain Python
 

@@ -129,6 +129,19 @@ def test_everybody_ends_with_the_sum_to_the_last_bit(
         assert all(torch.equal(other, sums[0]) for other in sums)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_the_mean_is_the_sum_over_the_number_of_workers(
+    together: Callable[..., list[Any]], name: str
+) -> None:
+    def work(links: Links) -> Any:
+        flat = torch.arange(5.0) + links.rank
+        AllReduce(name, links).mean(flat)
+        return flat
+
+    for mean in together(4, work):
+        assert torch.allclose(mean, torch.arange(5.0) + 1.5)
+
+
 def sent(together: Callable[..., list[Any]], name: str, n: int, **keywords: Any) -> list[float]:
     def work(links: Links) -> float:
         AllReduce(name, links)(torch.zeros(240))
