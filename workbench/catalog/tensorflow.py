@@ -125,7 +125,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.messages_tensorflow:tpu",
-        suits="a TPU. It was never run on one: only its refusals are tested",
+        suits="a TPU, though it was never run on one: only its refusals are tested",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,
