@@ -23,7 +23,11 @@ HEAD = """# Strategies
 <!-- Written by docs/make_strategies.py from the catalog and the strategies' docstrings. -->
 
 How the work and the parameters are laid out over the workers. The same recipe runs under every one
-of them: exchange the word behind `%%distributed`. Options are set with `-o name=value`.
+of them: change the word after `%%distributed`. Options are set with `-o name=value`.
+
+All of them are tested on CPUs of one machine, but for `tpu`, of which only the refusals are tested.
+Nothing on this page was ever run on a GPU, on a TPU or over several machines
+([never run](never-run.md)).
 """
 
 
@@ -49,7 +53,7 @@ def overview(entries: Iterable) -> str:
             f"[`{entry.name}`](#{anchor(entry)})",
             entry.term,
             cadence(entry),
-            ", ".join(f"`{WAYS[way]}`" for way in entry.ways),
+            ", ".join(WAYS[way] for way in entry.ways),
             entry.suits,
         )
         for entry in entries
@@ -58,7 +62,7 @@ def overview(entries: Iterable) -> str:
 
 
 WAYS = {
-    "fit": "wb.fit", "prepare": "wb.prepare", "keras": "model.fit",
+    "fit": "`wb.fit`", "prepare": "`wb.prepare`", "keras": "`model.fit`",
     "loop": "own loop with `strategy`",
 }  # fmt: skip
 
@@ -122,7 +126,12 @@ def facts(entry) -> str:
     lines.append(f"- lost at most when a run goes on from its last checkpoint: {entry.loses}")
     if entry.max_workers == 1:
         return "\n".join(lines)
-    if entry.exact_with is None:
+    if not entry.anywhere:
+        lines.append(
+            "- never run on its device ([never run](never-run.md)): that several workers give what "
+            "one device gives is what TensorFlow says, and no test here shows it"
+        )
+    elif entry.exact_with is None:
         lines.append("- several workers do not give what one device gives")
     elif entry.exact_with:
         given = ", ".join(f"`{name}={value}`" for name, value in entry.exact_with)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
-from doc_pages import pages
+from doc_pages import DOCS, pages
 
 import workbench as wb
 from workbench.cli import main
@@ -24,6 +25,12 @@ def mentioned(word: str) -> bool:
 @pytest.mark.parametrize("name", sorted(set(wb.__all__) - HOOKS))
 def test_a_public_name_is_mentioned(name: str) -> None:
     assert mentioned(f"wb.{name}")
+
+
+@pytest.mark.parametrize("argument", inspect.signature(wb.fit).parameters)
+def test_an_argument_of_fit_is_explained(argument: str) -> None:
+    table = (DOCS / "training.md").read_text("utf-8")
+    assert f"\n| `{argument}` | " in table
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "added up from engine to engine.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
         messages="workbench.catalog.messages_tensorflow:multi_worker_mirrored",
-        suits="GPUs of several hosts, and one process per GPU",
+        suits="one process per GPU on one host; several hosts: not yet",
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
         ways=_TENSORFLOW_WAYS,
@@ -125,7 +125,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
         messages="workbench.catalog.messages_tensorflow:tpu",
-        suits="TPU machines of Google Cloud and Colab",
+        suits="a TPU, though it was never run on one: only its refusals are tested",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,

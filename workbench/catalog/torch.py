@@ -176,7 +176,8 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "reshard", "bool", True,
-                help="free gathered layers between forward and backward (ZeRO-3); false: ZeRO-2",
+                help="free gathered layers between forward and backward, as ZeRO-3 does; false: "
+                "keep them until backward has used them (not ZeRO-2: they are parts between steps)",
             ),
             Option(
                 "gather", "choice", "all", choices=("all", "first"),

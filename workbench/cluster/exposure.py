@@ -29,10 +29,11 @@ def words(hosts: str) -> str:
     where = "on every interface" if hosts in EVERY else f"on {hosts}"
     return (
         f"--hosts {hosts}: ipyparallel's controller and our control socket listen {where}; both "
-        "take nothing that is not signed with the cluster's key, but nothing is encrypted. Between "
-        "hosts gradients travel by gloo, NCCL, the TCPStore or TensorFlow's gRPC, which have no "
-        "authentication at all: whoever can connect can read and change what is trained. Use it on "
-        f"a private network or behind a firewall only ({PAGE})."
+        "take nothing that is not signed with the cluster's key, but nothing is encrypted. "
+        "Training over several machines does not work yet; what it uses has no authentication at "
+        "all: gloo, NCCL, the TCPStore, TensorFlow's gRPC. Whoever can connect to these can read "
+        "and change what is trained. Use it on a private network or behind a firewall only "
+        f"({PAGE})."
     )
 
 

@@ -47,7 +47,10 @@ class Cluster(Upkeep):
         workers: Engines to start with.
         devices: `auto` (the least used GPUs, CPU where there are none), `cpu`, `cuda`, or GPU
             numbers as `0,1`.
-        launcher: `local`, or one of ipyparallel's launchers by name.
+        launcher: `local`. Not yet: another of ipyparallel's launchers by name. Its own
+            configuration is not read, and training works on one machine only.
+        hosts: Interface on which controller and control socket listen; by default loopback. It
+            does not make engines on other machines work.
         framework: What engines have imported when they start; by default torch, where installed.
         keep: Whether it outlives this kernel; `wb.attach` takes it over then.
         idle_timeout: `30m`, `never`, or seconds, after which a cluster in which nothing runs ends;

@@ -75,7 +75,7 @@ _labs_answer = _labs_answer()
 """
 
 
-@exercise("8.1", "What belongs into a checkpoint", where="the engines")
+@exercise("8.1", "What belongs in a checkpoint", where="the engines")
 def by_hand(c: Check) -> None:
     """A training that is saved, goes on, dies and is loaded ends like one that never stopped."""
     found: dict[str, Any] = c.ask(_TRAIN)[0]

@@ -13,7 +13,7 @@ Workers find each other by the addresses in TF_CONFIG, which is set for the time
 
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
-All must be there before TensorFlow is told of them: it would wait for a missing one for ever, with
+All must be there before TensorFlow is told of them: it would wait forever for a missing one, with
 every thread of its process. What is stuck later ends after `timeout_s`.
 
 Every worker opens a gRPC server for the run. It listens on every interface, also where it was told

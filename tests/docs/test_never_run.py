@@ -1,0 +1,59 @@
+"""What has never been run stands in one table, and no page promises it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from doc_pages import DOCS, REPOSITORY, name_of, pages
+
+from workbench import catalog
+from workbench.cluster_line import cluster_parser
+
+TABLE = "never-run.md"
+BEYOND = re.compile(
+    r"--launcher[ =`]+(?:ssh|slurm|mpi)|--hosts|several (?:hosts|machines)|other hosts"
+)
+LINKED = [
+    "README.md",
+    "docs/index.md",
+    "docs/installing.md",
+    "docs/metrics.md",
+    "docs/strategies.md",
+]
+EXEMPT = {
+    "docs/errors.md": "what was said on this machine",
+    "docs/shared-machines.md": "what an administrator forbids",
+    f"docs/{TABLE}": "the table itself",
+}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_the_table_is_linked(page: str) -> None:
+    assert f"{TABLE})" in (REPOSITORY / page).read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", [pytest.param(one, id=name_of(one)) for one in pages()])
+def test_a_page_on_several_machines_says_that_they_do_not_work_yet(page: Path) -> None:
+    text = page.read_text("utf-8")
+    if name_of(page) in EXEMPT or not BEYOND.search(text):
+        return
+    assert TABLE in text or "not yet" in text.lower() or "do not work yet" in text, name_of(page)
+
+
+@pytest.mark.parametrize("flag", ["--launcher", "--hosts"])
+def test_help_for_several_machines_says_not_yet(flag: str) -> None:
+    (action,) = (each for each in cluster_parser()._actions if flag in each.option_strings)
+    assert "not yet" in (action.help or "")
+
+
+def test_a_strategy_that_never_ran_on_its_device_says_so() -> None:
+    page = (DOCS / "strategies.md").read_text("utf-8")
+    entries = [entry for entry in catalog.CATALOG if not entry.anywhere]
+    assert entries
+    for entry in entries:
+        assert "never run" in entry.suits
+        (section,) = re.findall(rf"^### {entry.name}$.*?(?=^### |\Z)", page, re.M | re.S)
+        assert TABLE in section
+        assert "give what one device gives, up to rounding" not in section
