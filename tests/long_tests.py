@@ -480,7 +480,10 @@ RULES: list[Rule] = [
     ),
     *_rules(
         "cluster/test_listening_tensorflow.py",
-        ("test_grpc_is_open_during_the_run_alone*", ["test_grpc*[multi_worker_mirrored]"]),
+        (
+            "test_grpc_is_open_during_the_run_alone*",
+            ["cluster/test_listening.py::test_every_strategy_listens*[mirrored]"],
+        ),
     ),
     *_rules(
         "cluster/test_hangs.py",
@@ -540,6 +543,14 @@ RULES: list[Rule] = [
         ),
         (
             "test_who_evaluates_and_saves_cannot_be_done_without",
+            ["test_a_dead_server_comes_back_with_the_checkpoint[parameter_server]"],
+        ),
+        (
+            "test_the_last_but_rank_0_may_die_too*",
+            ["test_a_dead_server_comes_back_with_the_checkpoint[parameter_server]"],
+        ),
+        (
+            "test_a_dead_server_comes_back_with_the_checkpoint[*",
             ["test_a_dead_server_comes_back_with_the_checkpoint[parameter_server]"],
         ),
     ),
@@ -660,7 +671,11 @@ RULES: list[Rule] = [
     ),
     *_rules(
         "browser/test_panel_teach.py",
-        ("test_one_step_at_a_time*", ["browser/test_panel_run.py::test_a_worker_is_slowed*"]),
+        ("test_one_step_at_a_time*", ["browser/test_panel.py::test_a_hand_that_has_only_keys*"]),
+    ),
+    *_rules(
+        "browser/test_panel_run.py",
+        ("test_a_worker_is_slowed*", ["browser/test_panel.py::test_a_hand_that_has_only_keys*"]),
     ),
     *_rules(
         "browser/test_panel.py",
@@ -715,7 +730,13 @@ RULES: list[Rule] = [
     ),
     *_rules(
         "labs/test_checks.py",
-        ("test_a_check_finds_what_is_wrong*", ["test_a_check*[lab_4]"]),
+        (
+            "test_a_check_finds_what_is_wrong*",
+            [
+                "labs/test_bad_input.py::test_an_answer_of_the_wrong_kind*",
+                "labs/test_notebooks.py::test_with_its_solutions*lab_1*",
+            ],
+        ),
     ),
     *_rules(
         "labs/test_notebooks.py",
