@@ -43,7 +43,6 @@ THREADS = {
 """Threads, by pattern, that stay, and why."""
 VARIABLES = {
     r"^KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)$": "scikit-learn sets it when it is imported",
-    r"^(TORCH_DIST_INIT_BARRIER|OMP_NUM_THREADS)$": "the pool of contract/workers.py sets it",
     r"^(TF2_BEHAVIOR|TPU_ML_PLATFORM.*|HDF5_PLUGIN_PATH|ENABLE_RUNTIME_UPTIME_TELEMETRY)$": (
         "TensorFlow and h5py set them when they are imported"
     ),

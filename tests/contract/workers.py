@@ -34,6 +34,13 @@ PRELOAD = [
     *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
 ]  # fmt: skip
 
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    # A cell begins when all are in the group: one that fails at once would keep others out.
+    "TORCH_DIST_INIT_BARRIER": "1",
+}
+"""What the processes are started with."""
+
 ANSWER_S = 60.0
 """How long a run may take; beyond that something hangs."""
 
@@ -62,9 +69,8 @@ class Workers:
     def __init__(self, count: int) -> None:
         import torch.distributed as dist
 
-        os.environ["OMP_NUM_THREADS"] = "1"
-        # A cell begins when all are in the group: one that fails at once would keep others out.
-        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+        self._environ_before = {name: os.environ.get(name) for name in ENVIRON}
+        os.environ.update(ENVIRON)
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
@@ -176,3 +182,8 @@ class Workers:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+        for name, before in self._environ_before.items():
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
