@@ -3,11 +3,12 @@
 Another process plays the workers: it sends signed batches over real sockets, as engines do. This
 process does what the kernel does: receives, joins, and draws 5 frames a second into a widget.
 
-    python benchmarks/bench_kernel.py
+    python benchmarks/bench_kernel.py [--seconds 15]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import time
@@ -18,22 +19,25 @@ import zmq
 
 from workbench.cluster.router import ControlRouter
 from workbench.history.store import RunHistory
-from workbench.protocol import RECORD, Message, pack, records_from
+from workbench.protocol import RECORD, Message, records_from
+from workbench.seal import Seal
 from workbench.views.dashboard import Dashboard
 
-SECONDS = 15
 FRAME_S = 0.2
+SILENT_S = 10.0
+"""How long the first record may take, and all players together after their end."""
 
 
 def play(url: str, key: bytes, workers: int, rate: int, seconds: float, sent: Any) -> None:
     """Send every worker's records in batches, at the intervals that engines use."""
     context = zmq.Context()
     sockets = []
+    seals = [Seal(key) for _ in range(workers)]
     for rank in range(workers):
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"engine-{rank}".encode())
         socket.connect(url)
-        socket.send_multipart(pack(Message("hello", {"engine": rank}), key))
+        socket.send_multipart(seals[rank].pack(Message("hello", {"engine": rank})))
         sockets.append(socket)
     interval = min(0.5, max(0.1, workers / 250))
     per_batch = max(1, round(rate * interval))
@@ -54,9 +58,8 @@ def play(url: str, key: bytes, workers: int, rate: int, seconds: float, sent: An
             rows["compute_s"], rows["exposed_s"], rows["local_loss"] = 0.6 / rate, 0.4 / rate, 1.0
             for name in ("wait_s", "staleness", "bubble_s"):
                 rows[name] = np.nan
-            socket.send_multipart(
-                pack(Message("records", {"run": 1, "dropped": 0}, (rows.tobytes(),)), key)
-            )
+            message = Message("records", {"run": 1, "dropped": 0}, (rows.tobytes(),))
+            socket.send_multipart(seals[rank].pack(message))
         step += per_batch
         sent.value = step * workers
         time.sleep(max(0.0, began + step / rate - time.perf_counter()))
@@ -65,8 +68,12 @@ def play(url: str, key: bytes, workers: int, rate: int, seconds: float, sent: An
     context.term()
 
 
-def measure(workers: int, rate: int) -> dict[str, float]:
-    """Return the kernel's CPU share, CPU per frame, and records lost."""
+def measure(workers: int, rate: int, seconds: float) -> dict[str, float]:
+    """Return the kernel's CPU share, CPU per frame, and records lost.
+
+    Raises:
+        RuntimeError: The router took no record: workers would not be heard either.
+    """
     history = RunHistory(range(workers))
 
     def take(engine: int, message: Message) -> None:
@@ -77,10 +84,15 @@ def measure(workers: int, rate: int) -> dict[str, float]:
     dashboard = Dashboard("bench", lambda name, fields: None)
     spawn = multiprocessing.get_context("spawn")
     sent = spawn.Value("q", 0)
-    player = spawn.Process(target=play, args=(router.url, router.key, workers, rate, SECONDS, sent))
+    player = spawn.Process(target=play, args=(router.url, router.key, workers, rate, seconds, sent))
     player.start()
+    end = time.monotonic() + SILENT_S
     while not len(history):
         time.sleep(0.01)
+        if time.monotonic() > end:
+            player.kill()
+            router.close()
+            raise RuntimeError(f"no record came in {SILENT_S:g} s, {router.rejected} were refused")
     cpu, began, frame_s, frames = time.process_time(), time.perf_counter(), 0.0, 0
     while player.is_alive():
         time.sleep(FRAME_S)
@@ -90,7 +102,9 @@ def measure(workers: int, rate: int) -> dict[str, float]:
         frame_s += time.thread_time() - middle
         frames += 1
     share = (time.process_time() - cpu) / (time.perf_counter() - began)
-    time.sleep(0.5)
+    end = time.monotonic() + SILENT_S
+    while int(history.totals.rows.sum()) < sent.value and time.monotonic() < end:
+        time.sleep(0.05)
     history.finish()
     router.close()
     return {
@@ -103,8 +117,11 @@ def measure(workers: int, rate: int) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long workers send")
+    given = parser.parse_args()
     for workers, rate in ((4, 100), (64, 100)):
-        result = measure(workers, rate)
+        result = measure(workers, rate, given.seconds)
         print(
             f"{workers} workers x {rate} records/s: {result['cpu_share']:.1%} of a core, "
             f"{result['frame_ms']:.2f} ms a frame, {result['lost']:.0f} records lost"
