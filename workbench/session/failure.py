@@ -101,10 +101,23 @@ class CellEnd:
         what, told = self._reason(cause)
         if others := [i for i in self._bad if i not in told]:
             what += f"\n  with it: {self.say(others)}"
-        step = gone.next_step(self.outcomes) or outcome.get("advice")
+        step = gone.next_step(self.outcomes) or outcome.get("advice") or self._elsewhere(outcome)
         error = RunError(what, next_step=step)
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
+
+    def _elsewhere(self, outcome: Mapping[str, Any]) -> str | None:
+        """Return what to do where a rank lacks a name and another did not miss it."""
+        if outcome.get("ename") != "NameError":
+            return None
+        words = reasons.words(outcome)
+        has = [i for i, one in self.outcomes.items() if reasons.words(one) != words]
+        if not has or not any(self.outcomes[i]["status"] == "ok" for i in has):
+            return None
+        return (
+            "the name is not on every rank: %%rank runs a cell where it is (what a run of one "
+            "engine made is on rank 0), or make it in a %%distributed cell"
+        )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
         """Return what happened to the cause, and the engines of which all is said with that."""
