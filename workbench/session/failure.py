@@ -107,16 +107,13 @@ class CellEnd:
         return error
 
     def _elsewhere(self, outcome: Mapping[str, Any]) -> str | None:
-        """Return what to do where a rank lacks a name and another did not miss it."""
-        if outcome.get("ename") != "NameError":
-            return None
-        words = reasons.words(outcome)
-        has = [i for i, one in self.outcomes.items() if reasons.words(one) != words]
-        if not has or not any(self.outcomes[i]["status"] == "ok" for i in has):
+        """Return what to do where a rank lacks a name that another one did not miss."""
+        missed = outcome.get("ename") == "NameError"
+        if not missed or all(one["status"] != "ok" for one in self.outcomes.values()):
             return None
         return (
-            "the name is not on every rank: %%rank runs a cell where it is (what a run of one "
-            "engine made is on rank 0), or make it in a %%distributed cell"
+            "the name may be on another rank only, as after a run whose replicas share an engine: "
+            "%%rank 0 runs the cell there, or make the name in a %%distributed cell"
         )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
