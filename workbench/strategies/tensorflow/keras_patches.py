@@ -22,6 +22,9 @@ from tensorflow.python.distribute import ps_values
 from ...errors import RunError
 from .markers import note_loss, note_written
 
+OF_SAMPLES = "rnn_state"
+"""What Keras calls the states of a stateful RNN: they belong to each replica's own samples."""
+
 
 @contextlib.contextmanager
 def losses_noted() -> Iterator[None]:
@@ -60,7 +63,7 @@ def statistics_averaged(distribution: Any) -> Iterator[None]:
     def make(original: Any) -> Any:
         def _direct_assign(self: Any, value: Any) -> None:
             original(self, value)
-            free = not self.trainable and self.aggregation == "none"
+            free = not self.trainable and self.aggregation == "none" and self.name != OF_SAMPLES
             if free and keras.backend.is_float_dtype(self._dtype):
                 note_written(self)
 

@@ -70,7 +70,7 @@ clock = time.perf_counter
 VARIABLES = (
     values.DistributedVariable,
     ps_values.AggregatingVariable,
-    resource_variable_ops.BaseResourceVariable,
+    resource_variable_ops.ResourceVariable,
 )
 """What a replica may write to."""
 

@@ -1,7 +1,7 @@
 """Files that several workers write at one path, as a Keras cell does that runs on each of them.
 
     model.save, save_weights,     each worker writes beside the path, then moves its file there:
-    ModelCheckpoint               whole at any moment, and equal on all workers
+    ModelCheckpoint               whole at any moment; a worker may also save alone
     CSVLogger, TensorBoard        written by the first worker that names the path, as TensorFlow's
                                   guide has it
     BackupAndRestore              written and deleted by the first, read by all
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+from tensorflow.python.distribute import values
 
 from ...engine.context import RunContext
 from .patches import Patches
@@ -74,12 +75,16 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def save(*args: Any, **keywords: Any) -> Any:
             given = signature.bind(*args, **keywords)
+            with _read_here():
+                return write(given)
+
+        def write(given: inspect.BoundArguments) -> Any:
             wanted = given.arguments
             path = wanted["filepath"]
             one_file = wanted.get("zipped", True) and wanted.get("max_shard_size") is None
             local = isinstance(path, (str, os.PathLike)) and "://" not in str(path)
             if not (one_file and local) or os.path.isdir(path):
-                return original(*args, **keywords)
+                return original(*given.args, **given.kwargs)
             beside = Path(path).parent / f".rank-{context.spec.rank}-{Path(path).name}"
             wanted["filepath"] = str(beside)
             try:
@@ -92,6 +97,25 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
         return save
 
     return make
+
+
+@contextlib.contextmanager
+def _read_here() -> Iterator[None]:
+    """Read what is joined when it is read (the sums of metrics) as this worker has it.
+
+    A worker that saves alone would wait for the others.
+    """
+    patches = Patches()
+    patches.replace(
+        values.SyncOnReadVariable, "_get_cross_replica", lambda _: lambda var: var._primary.value()
+    )
+    patches.replace(
+        values.OnReadPolicy, "_get_cross_replica", lambda _: lambda self, var: var._primary.value()
+    )
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 def _made_by_anybody(original: Any) -> Any:
