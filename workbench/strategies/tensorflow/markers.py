@@ -301,6 +301,9 @@ def _agreed(original: Any) -> Any:
     """
 
     def check_finite(self: Any, gradients: Any) -> Any:
+        replica = in_replica()
+        if replica is not None:
+            replica.see_scaler(self)
         finite, context = original(self, gradients), tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return finite
@@ -314,7 +317,7 @@ def _passed_over(original: Any) -> Any:
     def handle(self: Any, *args: Any) -> Any:
         result, trace = original(self, *args), under_way()
         if trace is not None:
-            trace.passed_over()
+            trace.passed_over(self)
         return result
 
     return tf.autograph.experimental.do_not_convert(handle)

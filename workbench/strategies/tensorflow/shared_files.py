@@ -19,6 +19,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,10 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def save(*args: Any, **keywords: Any) -> Any:
             given = signature.bind(*args, **keywords)
-            with _read_here():
-                return write(given)
+            # A worker that saves alone would wait for the others wherever they meet; on a thread
+            # of its own it is in no strategy's scope, so what Keras makes meanwhile is its own.
+            with _read_here(), ThreadPoolExecutor(1, "workbench-save") as thread:
+                return thread.submit(write, given).result()
 
         def write(given: inspect.BoundArguments) -> Any:
             wanted = given.arguments
@@ -101,10 +104,7 @@ def _moved_there(context: RunContext) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def _read_here() -> Iterator[None]:
-    """Read what is joined when it is read (the sums of metrics) as this worker has it.
-
-    A worker that saves alone would wait for the others.
-    """
+    """Read what is joined when it is read (the sums of metrics) as this worker has it."""
     patches = Patches()
     patches.replace(
         values.SyncOnReadVariable, "_get_cross_replica", lambda _: lambda var: var._primary.value()

@@ -79,6 +79,7 @@ class Trace:
         self.reduced: list[Any] = []  # when each all-reduce of the step was done
         self.written: dict[int, Any] = {}  # variables of which each replica wrote its own copy
         self._graph = None if eager else tf.compat.v1.get_default_graph()
+        self.scalers: dict[int, None] = {}  # optimizers for float16 that are asked to apply
         self._told = False  # whether the row was left in the log
         if self._within is not None:
             self.reduced = list(self._within.reduced)
@@ -95,8 +96,8 @@ class Trace:
         _here.trace = self._within
 
     @property
-    def whole(self) -> bool:
-        """Whether the row was left in the log already."""
+    def told(self) -> bool:
+        """Whether its row is in the log already."""
         return self._told
 
     @property
@@ -132,13 +133,19 @@ class Trace:
                 outer.reduced = self.reduced
                 for replica, one in zip(outer.replicas, self.replicas, strict=True):
                     replica.go_on(one)
-            else:
+            elif len(outer.scalers) < 2:  # a second optimizer's branches are part of the same step
                 self._leave()
                 outer._told = True
         self._forget()
 
-    def passed_over(self) -> None:
-        """Leave the row in the branch of a step that changes nothing: gradients overflowed."""
+    def passed_over(self, scaler: Any) -> None:
+        """Leave the row in the branch of a step that changes nothing: gradients overflowed.
+
+        Args:
+            scaler: The optimizer that passes over it.
+        """
+        if next(iter(self.scalers), None) != id(scaler):
+            return
         before = list(self.reduced)
         if not before:  # a single replica: nobody was waited for
             for one in self.replicas:
@@ -212,7 +219,7 @@ class Replica:
                 self.weight = self._samples
         try:
             result = fn(*args, **kwargs)
-            if self._updates and not self.ready and not self._trace.whole:
+            if self._updates and not self.ready and not self._trace.told:
                 self._ready_alone()
             return result
         finally:
@@ -236,6 +243,11 @@ class Replica:
         """Return what the loss was before it was scaled."""
         scaled = self._scaled
         return scaled[1] if scaled is not None and scaled[0] is loss else loss
+
+    def see_scaler(self, optimizer: Any) -> None:
+        """Remember that an optimizer for float16 is about to apply gradients."""
+        outer = self._trace._within or self._trace
+        outer.scalers[id(optimizer)] = None
 
     def see_sources(self, sources: Any) -> bool:
         """Remember by what a loss is differentiated; return whether there are variables in it."""
