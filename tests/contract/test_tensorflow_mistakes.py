@@ -155,3 +155,76 @@ def test_keras_2_is_said_not_to_be_watched(monkeypatch):
     assert "not recorded" in report.emitted("note")[0]["text"]
     monkeypatch.undo()
     assert clean(run("mirrored", "x = 1", 4)).emitted("note") == []
+
+
+TUTORIAL = """
+import tensorflow as tf, keras, numpy as np
+strategy = tf.distribute.MirroredStrategy()
+print("Number of devices: {}".format(strategy.num_replicas_in_sync))
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile(loss="mse", optimizer=keras.optimizers.Adam(), metrics=["accuracy"])
+history = model.fit(np.ones((64, 4), "float32"), np.ones((64, 3), "float32"), epochs=2)
+"""
+
+
+def test_a_tutorials_own_strategy_is_the_runs_where_it_is_of_the_kind_on_the_line():
+    import tensorflow as tf
+
+    before = tf.distribute.MirroredStrategy
+    report = clean(run("mirrored", TUTORIAL, 2))
+    assert report.trained == 4
+    assert report.names["strategy"].num_replicas_in_sync == 2
+    assert isinstance(report.names["strategy"], tf.distribute.MirroredStrategy)
+    assert any("MirroredStrategy gave the strategy of this run" in note["text"]
+               for note in report.emitted("note"))  # fmt: skip
+    assert tf.distribute.MirroredStrategy is before
+    assert tf.distribute.MirroredStrategy(["CPU:0"]) is not report.names["strategy"]
+    given = TUTORIAL.replace("Strategy()", "Strategy(['GPU:0'])")
+    notes = clean(run("mirrored", given, 2)).emitted("note")
+    assert any("arguments were not used" in note["text"] for note in notes)
+    central = TUTORIAL.replace("MirroredStrategy()", "experimental.CentralStorageStrategy()")
+    assert clean(run("central_storage", central, 2)).trained == 4
+    alone = TUTORIAL.replace("Mirrored", "experimental.MultiWorkerMirrored")
+    assert clean(run("multi_worker_mirrored", alone, 1)).trained == 4
+
+
+def test_a_strategy_of_another_kind_than_the_line_names_is_refused_with_the_word_for_the_line():
+    report = run("one_device", TUTORIAL)
+    assert report.error is not None
+    assert report.error.startswith("FitError")
+    for word in (
+        "tf.distribute.MirroredStrategy",
+        "under one_device",
+        "leave this line",
+        "mirrored",
+    ):
+        assert word in report.error
+    assert report.left == []
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (
+            HEAD + "model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))\n"
+            "model.fit(x, np.arange(64) % 5)",
+            ["class 4 needs an output", "has 3 outputs"],
+        ),
+        (
+            COMPILED + "def read(a): raise KeyError('no such file')\n"
+            "def shaped(a, b):\n"
+            "    return tf.ensure_shape(tf.py_function(read, [a], tf.float32), 4), b\n"
+            "model.fit(data.map(shaped).batch(32))",
+            ["your own function raised it", "KeyError: 'no such file'"],
+        ),
+    ],
+)
+def test_what_a_graph_raises_is_followed_by_the_next_step(cell, words):
+    from workbench.engine.advice import advice
+
+    report = run("mirrored", cell, 2)
+    assert report.error is not None
+    step = advice(report.error)
+    assert step is not None
+    assert all(word in step for word in words), step

@@ -11,6 +11,8 @@ import tf_cells
 from needs import need
 from tf_harness import clean, run
 
+from workbench import metrics
+
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
 
@@ -133,3 +135,65 @@ def test_more_replicas_than_the_engine_has_devices_are_said_to_cost_its_variable
     assert any("12" in note["text"] and "anew" in note["text"] for note in report.emitted("note"))
     again = clean(fit("mirrored", 12))
     assert not any("anew" in note["text"] for note in again.emitted("note"))
+
+
+FLOAT16 = """
+import keras, numpy as np, tensorflow as tf
+keras.config.set_dtype_policy("mixed_float16")
+x = np.random.default_rng(0).normal(size=(96, 8)).astype("float32")
+y = x.sum(1, keepdims=True)
+if OVERFLOWS:
+    x[60] = 1e38  # the second replica's part of the second batch
+model = keras.Sequential([keras.layers.Dense(16, "tanh"), keras.layers.Dense(1, dtype="float32")])
+try:
+    if WAY == "keras":
+        model.compile("adam", "mse")
+        told = model.fit(x, y, batch_size=32, epochs=2, shuffle=False).history["loss"]
+    else:
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        def step(a, b):
+            with tf.GradientTape() as tape:
+                each = tf.reduce_sum((model(a) - b) ** 2, 1)
+                loss = tf.nn.compute_average_loss(each, global_batch_size=32)
+                scaled = optimizer.scale_loss(loss)
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables))
+            return loss
+        @tf.function
+        def train(a, b):
+            return strategy.reduce("SUM", strategy.run(step, args=(a, b)), axis=None)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+        told = [float(train(a, b)) for a, b in strategy.experimental_distribute_dataset(data)]
+finally:
+    keras.config.set_dtype_policy("float32")
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "way"),
+    [
+        ("one_device", 1, "keras"),
+        ("mirrored", 2, "keras"),
+        ("mirrored", 2, "loop"),
+        ("central_storage", 2, "keras"),
+    ],
+)
+def test_float16_is_measured_as_any_other(strategy, workers, way):
+    report = clean(run(strategy, FLOAT16, workers, names={"WAY": way, "OVERFLOWS": False}))
+    told, loss = report.names["told"], metrics.derive(report.rows).loss
+    assert (report.rows["samples"] == 32 // workers).all()
+    if way == "keras":  # by epoch
+        loss = loss.reshape(2, 3).mean(1)
+    assert loss == pytest.approx(told, rel=1e-4)
+    assert np.isfinite(report.rows["compute_s"]).all()
+    assert np.isfinite(report.rows["ready_s"]).all()
+
+
+def test_a_step_that_overflows_on_any_replica_is_passed_over_by_all_and_recorded():
+    report = clean(run("mirrored", FLOAT16, 2, names={"WAY": "keras", "OVERFLOWS": True}))
+    assert report.trained == 6
+    assert (report.rows["samples"] == 16).all()
+    assert all(np.isfinite(array).all() for array in report.weights.values())
+    optimizer = report.names["model"].optimizer
+    assert float(optimizer.dynamic_scale.numpy()) == 2**15 / 4
+    assert int(optimizer.iterations.numpy()) == 4

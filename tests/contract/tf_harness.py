@@ -102,8 +102,11 @@ def footprint() -> dict[str, Any]:
     """What a run must leave as it was."""
     import keras
     import tensorflow as tf
+    from keras.src.backend.tensorflow import core
+    from keras.src.saving import saving_lib
     from tensorflow.python.distribute import distribute_lib, mirrored_run
     from tensorflow.python.eager.polymorphic_function import polymorphic_function
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     return {
         "threads": {t.name for t in threading.enumerate() if t.name.startswith("workbench")},
@@ -114,6 +117,10 @@ def footprint() -> dict[str, Any]:
         "run": tf.distribute.MirroredStrategy.run,
         "gradient": tf.GradientTape.gradient,
         "all_reduce": distribute_lib.ReplicaContextBase.all_reduce,
+        "kinds": (tf.distribute.MirroredStrategy, tf.distribute.experimental.TPUStrategy),
+        "assign": (ResourceVariable.assign, core.Variable._direct_assign),
+        "scale": keras.optimizers.LossScaleOptimizer.check_finite,
+        "save": saving_lib.save_model,
         "replicas": mirrored_run._call_for_each_replica,
         "scope": tf.distribute.has_strategy(),
         # The policy is what the first layer of a process found, whatever `floatx` becomes later.

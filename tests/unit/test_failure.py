@@ -52,6 +52,13 @@ def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
     assert str(end.failure()) == said
 
 
+def test_a_name_that_only_some_ranks_lack_is_said_to_be_on_another_one():
+    lacks = {"status": "error", "ename": "NameError", "evalue": "name 'model' is not defined"}
+    assert "%%rank 0" in str(end_of({0: OK, 1: lacks}, first=1).failure())
+    assert "next:" not in str(end_of({0: lacks, 1: lacks}, first=1).failure())
+    assert "next:" not in str(end_of({0: OK, 1: mine()}, first=1).failure())
+
+
 def test_where_nobody_made_a_mistake_nobody_follows():
     end = end_of({0: CUT, 1: CUT}, first=0)
     assert end.followed == []

@@ -195,7 +195,8 @@ def run_with(tmp_path, **overrides):
     from workbench.cookbook import Recipe
     from workbench.plan import make_plan
 
-    plan = make_plan(Recipe("1"), "mirrored", workers=2, overrides=overrides)
+    framework = overrides.pop("framework", "torch")
+    plan = make_plan(Recipe("1"), "mirrored", framework=framework, workers=2, overrides=overrides)
     return Run(plan, number=1, name="r", engines=[0, 1], devices=["cpu"] * 2, folder=tmp_path)
 
 
@@ -210,6 +211,9 @@ def test_a_cell_that_trained_is_no_error(tmp_path):
 def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
     nothing = {**OK, "trained": 0}
     assert "Nothing was distributed" in str(outcome_error(run_with(tmp_path), {0: nothing}))
+    error = str(outcome_error(run_with(tmp_path, framework="tensorflow"), {0: nothing}))
+    assert "strategy.run" in error
+    assert "%%rank 0" in error
     stopped = {**nothing, "status": "stopped"}
     assert outcome_error(run_with(tmp_path), {0: stopped}) is None
 

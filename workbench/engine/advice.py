@@ -22,6 +22,20 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "do not begin at 0",
     ),
     (
+        r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
+        "class {0} needs an output of its own: the last layer has {1} outputs, for the classes 0 "
+        "to {1} - 1; give it more, or count the labels from 0",
+    ),
+    (
+        r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
+        "your own function raised it while TensorFlow called it: {0}; call the function by itself "
+        "on one element to see where",
+    ),
+    (
+        r"Mixing different tf\.distribute\.Strategy objects",
+        "a strategy is there already: leave the line out that makes one; `strategy` is the run's",
+    ),
+    (
         r"expected target dtype to be Long|expected scalar type Long",
         "classes are int64 for this loss: y = y.long()",
     ),

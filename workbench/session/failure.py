@@ -101,10 +101,20 @@ class CellEnd:
         what, told = self._reason(cause)
         if others := [i for i in self._bad if i not in told]:
             what += f"\n  with it: {self.say(others)}"
-        step = gone.next_step(self.outcomes) or outcome.get("advice")
+        step = gone.next_step(self.outcomes) or outcome.get("advice") or self._elsewhere(outcome)
         error = RunError(what, next_step=step)
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
+
+    def _elsewhere(self, outcome: Mapping[str, Any]) -> str | None:
+        """Return what to do where a rank lacks a name that another one did not miss."""
+        missed = outcome.get("ename") == "NameError"
+        if not missed or all(one["status"] != "ok" for one in self.outcomes.values()):
+            return None
+        return (
+            "the name may be on another rank only, as after a run whose replicas share an engine: "
+            "%%rank 0 runs the cell there, or make the name in a %%distributed cell"
+        )
 
     def _reason(self, cause: int) -> tuple[str, list[int]]:
         """Return what happened to the cause, and the engines of which all is said with that."""

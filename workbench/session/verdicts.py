@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 HONOURED_ANYWAY = frozenset({"seed"})
 """Overrides that are set before the cell, so that no loop needs to read them."""
 
+_TRAINS = {
+    "torch": (
+        "a call of wb.fit, wb.prepare or model.fit in the cell",
+        "call one of them, or leave the strategy away to run the cell everywhere",
+    ),
+    "tensorflow": (
+        "model.fit, wb.fit, or strategy.run of a step that takes gradients and applies them",
+        "train in the cell; one that only evaluates or predicts needs no strategy: %%rank 0",
+    ),
+}
+"""What counts as training in a cell, and what to do with one that does not train."""
+
 Outcomes = Mapping[int, Mapping[str, Any]]
 
 
@@ -26,11 +38,12 @@ def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
     if run.state == "stopping" or any(o["status"] != "ok" for o in outcomes.values()):
         return None
     if not any(o.get("trained") for o in outcomes.values()):
+        allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
         return RunError(
             "Nothing was distributed: the cell trained nothing.",
             seen=f"strategy {run.plan.strategy}, 0 steps",
-            allowed="a call of wb.fit, wb.prepare or model.fit in the cell",
-            next_step="call one of them, or leave the strategy away to run the cell everywhere",
+            allowed=allowed,
+            next_step=next_step,
         )
     ignored = sorted(set(run.plan.overrides) - HONOURED_ANYWAY)
     if ignored and not any(o.get("options_read") for o in outcomes.values()):

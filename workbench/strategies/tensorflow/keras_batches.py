@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,8 @@ class Batches:
             check_batched(call["x"])
             self.size = _static_batch(call["x"])
             check_size(call["batch_size"], self.size)
+        elif inspect.isgenerator(call["x"]) and not call["steps_per_epoch"]:
+            self._note_lost()
         self._check_divides()
         self._limit(given)
 
@@ -99,6 +102,20 @@ class Batches:
             text = (
                 f"The last batch of an epoch has {rest} samples, which {self._replicas} replicas "
                 "cannot share evenly: those of the smaller share count for a little more."
+            )
+            if rest < self._replicas:
+                text += (
+                    " A replica without a sample can turn weights into NaN (BatchNorm): leave the "
+                    "rest out, or choose another batch size."
+                )
+            self._context.emit("note", rank=0, text=text)
+
+    def _note_lost(self) -> None:
+        if self._context.spec.rank == 0:
+            text = (
+                "Keras reads a Python generator ahead, and trains on fewer batches than it yields: "
+                "those read to build the model and at an epoch's end are lost. tf.data.Dataset and "
+                "keras.utils.PyDataset lose none."
             )
             self._context.emit("note", rank=0, text=text)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,10 @@ import tensorflow as tf
 from tensorflow.python.distribute import ps_values
 
 from ...errors import RunError
-from .markers import note_loss
+from .markers import note_loss, note_written
+
+OF_SAMPLES = "rnn_state"
+"""What Keras calls the states of a stateful RNN: they belong to each replica's own samples."""
 
 
 @contextlib.contextmanager
@@ -42,37 +46,69 @@ def losses_noted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rows_added_up() -> Iterator[None]:
-    """Add up the rows of an embedding's gradient that occur several times, before the update.
+def statistics_averaged(distribution: Any) -> Iterator[None]:
+    """Keep the mean of what replicas write to a variable in a step (BatchNorm's statistics).
 
-    Such a gradient lists rows. Several replicas' lists are joined one behind the other, so a row
-    that more than one of them needed is there repeatedly; so is one that a batch holds repeatedly.
-    Optimizers that square gradients (Adam, RMSprop, Adagrad) take the squares of the parts, where
-    the square of their sum is meant: steps depend on how the batch was divided. What is added up
-    already passes unchanged.
+    Keras makes such variables without a word on how replicas' values are to be joined. So each
+    replica keeps its own copy, what is read and saved is that of the first one, and engines that
+    train together end with other models. Here the copies are averaged at the end of each step, in
+    one message, and stay equal. Under `central_storage` variables have a rule of their own.
 
-    Upstream: Keras has squared them since https://github.com/keras-team/keras/pull/18692; Keras 2
-    added them up first. The arithmetic is that of TensorFlow's `_deduplicate_indexed_slices`.
+    Upstream: https://github.com/keras-team/keras/issues/20568.
     """
+    if distribution.num_replicas_in_sync == 1:
+        yield
+        return
 
     def make(original: Any) -> Any:
-        def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
-            summed = original(self, grads_and_vars)
-            return [(_rows_once(gradient), variable) for gradient, variable in summed]
+        def _direct_assign(self: Any, value: Any) -> None:
+            original(self, value)
+            free = not self.trainable and self.aggregation == "none" and self.name != OF_SAMPLES
+            if free and keras.backend.is_float_dtype(self._dtype):
+                note_written(self)
 
-        return _all_reduce_sum_gradients
+        return _direct_assign
 
-    module = "keras.src.backend.tensorflow.optimizer"
-    with _replaced(module, "TFOptimizer", "_all_reduce_sum_gradients", make):
+    with _replaced("keras.src.backend.tensorflow.core", "Variable", "_direct_assign", make):
         yield
 
 
-def _rows_once(gradient: Any) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+@contextlib.contextmanager
+def shapes_found(distribution: Any) -> Iterator[None]:
+    """Let `fit` and `evaluate` build any model that they train without a strategy.
+
+    Under a strategy Keras builds a model before its first step, from the mean of what the replicas
+    get of the first batch. Parts of different size have no mean: here the shapes are those of one
+    part. And Keras calls the model to build it, which a model that only its own `train_step` can
+    train (a GAN, a VAE) does not allow. It is left to its first step, as without a strategy.
+
+    Upstream: https://github.com/keras-team/keras/issues/20585.
+    """
+
+    def own_part(value: Any) -> Any:
+        return distribution.experimental_local_results(value)[0]
+
+    def make(original: Any) -> Any:
+        def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+            if iterator is not None:
+                _, _, batches = next(iter(iterator))
+                data_batch = tf.nest.map_structure(own_part, next(batches))
+            own = type(self).train_step is not keras.Model.train_step
+            if own and type(self).call is keras.Model.call:
+                self.built = True
+                return
+            try:
+                original(self, data_batch=data_batch)
+            except Exception:
+                if not own:
+                    raise
+                self.built = True
+
+        return _maybe_symbolic_build
+
+    module = "keras.src.backend.tensorflow.trainer"
+    with _replaced(module, "TensorFlowTrainer", "_maybe_symbolic_build", make):
+        yield
 
 
 @contextlib.contextmanager
@@ -121,7 +157,12 @@ def _sum_of_what_is_new(original: Any) -> Any:
     def _direct_assign(self: Any, value: Any) -> None:
         held = self._value
         central = isinstance(held, ps_values.AggregatingVariable)
-        if not central or self.aggregation != "sum" or tf.distribute.in_cross_replica_context():
+        if not central or tf.distribute.in_cross_replica_context():
+            original(self, value)
+        elif _in_branch():  # where replicas cannot meet; the scale of float16's loss, alike in all
+            if tf.distribute.get_replica_context()._replica_id_in_sync_group == 0:
+                held._v.assign(tf.cast(value, held.dtype))
+        elif self.aggregation != "sum":
             original(self, value)
         else:
             held.assign_add(tf.cast(value, held.dtype) - held.read_value())
@@ -129,18 +170,22 @@ def _sum_of_what_is_new(original: Any) -> Any:
     return _direct_assign
 
 
+def _in_branch() -> bool:
+    """Whether a replica is traced within a branch of its graph."""
+    graph = getattr(threading.current_thread(), "graph", None)  # TensorFlow's, of a replica
+    return graph is not None and graph is not tf.compat.v1.get_default_graph()
+
+
 @contextlib.contextmanager
 def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[None]:
     """Let `model.fit` train over several engines; every worker must enter this.
 
-    Two things go wrong in Keras: the first batch, from which a model gets its shapes, is averaged
-    over the workers (and a value of several workers cannot be turned into a tensor); and a step's
-    metrics are averaged over the workers along a dimension that a number does not have. Here the
-    shapes come from the worker's own part, and all numbers of a step are averaged in one message.
+    Keras averages a step's metrics over the workers along a dimension that a number does not have.
+    Here all numbers of a step are averaged in one message.
 
-    A third is TensorFlow's: a loop in the graph, as `steps_per_execution` makes, does not feed the
-    keys by which workers tell their messages apart ("You must feed a value for placeholder
-    tensor"). The steps are taken one by one instead.
+    Another fault is TensorFlow's: a loop in the graph, as `steps_per_execution` makes, does not
+    feed the keys by which workers tell their messages apart ("You must feed a value for
+    placeholder tensor"). The steps are taken one by one instead.
 
     Args:
         note: Tells the user.
@@ -157,28 +202,9 @@ def multi_worker(distribution: Any, note: Callable[[str], None]) -> Iterator[Non
     module = trainer.__name__
     with (
         _replaced("keras.src.trainers.trainer", "Trainer", "compile", _step_by_step(note)),
-        _replaced(
-            module, "TensorFlowTrainer", "_maybe_symbolic_build", _built_from_own_part(distribution)
-        ),
         _replaced(module, "", "reduce_per_replica", _averaged_in_one_message),
     ):
         yield
-
-
-def _built_from_own_part(distribution: Any) -> Callable[[Any], Any]:
-    def own_part(value: Any) -> Any:
-        return distribution.experimental_local_results(value)[0]
-
-    def make(original: Any) -> Any:
-        def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-            if iterator is not None:
-                _, _, batches = next(iter(iterator))
-                data_batch = tf.nest.map_structure(own_part, next(batches))
-            original(self, data_batch=data_batch)
-
-        return _maybe_symbolic_build
-
-    return make
 
 
 def _averaged_in_one_message(original: Any) -> Any:

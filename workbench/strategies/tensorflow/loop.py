@@ -161,8 +161,11 @@ class OwnLoop:
         if steps.announced:
             return
         trained = getattr(self.optimizer, "_trainable_variables", ())
+        spec = self.context.spec
+        engines = spec.world_size // len(spec.held)  # each takes an equal share
         steps.announce(
-            sum(int(np.prod(variable.shape)) for variable in trained), batch_size=steps.batch
+            sum(int(np.prod(variable.shape)) for variable in trained),
+            batch_size=None if steps.batch is None else steps.batch * engines,
         )
 
 

@@ -39,25 +39,40 @@ How it is used (one object per run and engine)::
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import distribute_lib, mirrored_run, one_device_strategy
+from tensorflow.python.distribute import (
+    distribute_lib,
+    mirrored_run,
+    one_device_strategy,
+    ps_values,
+    values,
+)
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 from ...engine.injector import FaultInjector
 from ..base import NAN, StepResult
 from .step_log import Stamps
-from .traced_step import Run, Trace, in_replica
+from .traced_step import EACH, MEAN, PART, Run, Trace, in_replica, under_way
 
 clock = time.perf_counter
+
+VARIABLES = (
+    values.DistributedVariable,
+    ps_values.AggregatingVariable,
+    resource_variable_ops.ResourceVariable,
+)
+"""What a replica may write to."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,13 @@ class Markers:
         self._patch(one_device, "_call_for_each_replica", self._one_replica)
         self._patch(distribute_lib.ReplicaContextBase, "all_reduce", _marked_all_reduce)
         self._patch(tf.GradientTape, "gradient", _watched_gradient)
+        for owner in VARIABLES:
+            for name in ("assign", "assign_add", "assign_sub"):
+                self._patch(owner, name, _watched_update)
+        scaling = keras.optimizers.LossScaleOptimizer
+        self._patch(scaling, "scale_loss", _watched_scaling)
+        self._patch(scaling, "check_finite", _agreed)
+        self._patch(scaling, "_stateful_handle_non_finite_grads", _passed_over)
         self._run.log.clear()  # functions that were traced in an earlier run may have run since
         self._run.open = True
         return self
@@ -205,9 +227,9 @@ class Markers:
         return tf.autograph.experimental.do_not_convert(call)
 
     def _marked(self, original: Any, owner: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-        trace = Trace(self._run, eager=tf.executing_eagerly())
-        self._traced |= not trace.eager
-        outcome = original(owner, trace.wrap(fn), args, kwargs)
+        with Trace(self._run, eager=tf.executing_eagerly()) as trace:
+            self._traced |= not trace.eager
+            outcome = original(owner, trace.wrap(fn), args, kwargs)
         trace.end()
         return outcome
 
@@ -216,7 +238,14 @@ def note_loss(loss: Any) -> None:
     """Say what the replica being traced calls its mean loss; no effect elsewhere."""
     replica = in_replica()
     if replica is not None:
-        replica.see_loss(loss, part=False)
+        replica.see_loss(loss, MEAN)
+
+
+def note_written(variable: Any) -> None:
+    """Say that the replica being traced wrote its own copy of a variable, for lack of a rule."""
+    replica = in_replica()
+    if replica is not None:
+        replica.see_written(variable)
 
 
 def _marked_all_reduce(original: Any) -> Any:
@@ -232,11 +261,66 @@ def _marked_all_reduce(original: Any) -> Any:
 def _watched_gradient(original: Any) -> Any:
     def gradient(self: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         replica = in_replica()
-        if replica is not None and isinstance(target, tf.Tensor) and target.shape.rank == 0:
-            replica.see_loss(target, part=True)
+        if replica is not None and isinstance(target, tf.Tensor):
+            learnt = replica.see_sources((args, kwargs))
+            if target.shape.rank == 0:
+                replica.see_loss(replica.unscaled(target), PART)
+            elif learnt:  # not so a penalty on the gradient by the inputs
+                replica.see_loss(replica.unscaled(target), EACH)
         return original(self, target, *args, **kwargs)
 
     return tf.autograph.experimental.do_not_convert(gradient)
+
+
+def _watched_update(original: Any) -> Any:
+    @functools.wraps(original)
+    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = in_replica()
+        if replica is not None:
+            replica.see_update(self)
+        return original(self, *args, **kwargs)
+
+    return tf.autograph.experimental.do_not_convert(assign)
+
+
+def _watched_scaling(original: Any) -> Any:
+    def scale_loss(self: Any, loss: Any) -> Any:
+        replica, scaled = in_replica(), original(self, loss)
+        if replica is not None:
+            replica.see_scaled(loss, scaled)
+        return scaled
+
+    return tf.autograph.experimental.do_not_convert(scale_loss)
+
+
+def _agreed(original: Any) -> Any:
+    """Have all replicas pass over a step if the gradients of one of them are not finite.
+
+    Keras asks the first replica of each engine alone. Another one's infinities would be added to
+    the weights; and engines that answer otherwise than the others wait for them for ever.
+    """
+
+    def check_finite(self: Any, gradients: Any) -> Any:
+        replica = in_replica()
+        if replica is not None:
+            replica.see_scaler(self)
+        finite, context = original(self, gradients), tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return finite
+        failed = tf.cast(tf.logical_not(finite), tf.float32)
+        return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, failed), 0.0)
+
+    return tf.autograph.experimental.do_not_convert(check_finite)
+
+
+def _passed_over(original: Any) -> Any:
+    def handle(self: Any, *args: Any) -> Any:
+        result, trace = original(self, *args), under_way()
+        if trace is not None:
+            trace.passed_over(self)
+        return result
+
+    return tf.autograph.experimental.do_not_convert(handle)
 
 
 def _compiled() -> bool:

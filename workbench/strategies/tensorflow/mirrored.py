@@ -7,6 +7,14 @@ the others' before each keeps its own copy up to date, so the copies stay equal:
     device 1:  forward, backward --+-- all-reduce (sum) -+-> update
     device 2:  forward, backward --+                     +-> update
 
+What Keras layers keep without learning it (BatchNorm's moving statistics) is averaged over the
+replicas at the end of each step; each replica normalises over its own share of the batch.
+
+Embeddings are those of plain TensorFlow: Adam, RMSprop and Adagrad square the rows of the gradient
+as they are listed. A batch's rows are listed alike whatever the number of replicas; a row that
+every replica looks up for itself (a position: `Embedding(arange)`) is listed once per replica, so
+there the steps of these optimizers differ from one device. With SGD they are equal.
+
 The step waits for the slowest device. The sum is a mean over the batch because each replica's loss
 is divided by the number of replicas (Keras does so by itself).
 

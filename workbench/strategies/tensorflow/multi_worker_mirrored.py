@@ -13,6 +13,12 @@ Workers find each other by the addresses in TF_CONFIG, which is set for the time
 
     TF_CONFIG = {"cluster": {"worker": [address of 0, of 1, of 2]}, "task": {"index": rank}}
 
+What Keras layers keep without learning it (BatchNorm's moving statistics) is averaged over the
+workers at the end of each step, so saved models are equal too; each worker normalises over its own
+share of the batch. Under Keras all workers may name the same file: models and weights are written
+whole by each; CSVLogger, TensorBoard and BackupAndRestore write on rank 0 alone. What else a cell
+writes needs a path for each rank, or `if rank == 0:`.
+
 All must be there before TensorFlow is told of them: it would wait forever for a missing one, with
 every thread of its process. What is stuck later ends after `timeout_s`.
 
@@ -46,6 +52,7 @@ from .keras_patches import multi_worker
 from .models import owner
 from .replicated import Replicated
 from .servers import MEET_S, listening, shut
+from .shared_files import files_shared
 
 LEAVE_S = 10.0
 """How long a worker that is done keeps answering the others."""
@@ -81,7 +88,11 @@ class MultiWorkerMirrored(Replicated):
         with self._tf_config():
             try:
                 self._begin_anew()
-                with super().around_cell() as names, multi_worker(self.distribution, self._note):
+                with (
+                    super().around_cell() as names,
+                    multi_worker(self.distribution, self._note),
+                    files_shared(self.context, self._note),
+                ):
                     seed_all(int(self.context.spec.overrides.get("seed", 0)))
                     yield names
             except BaseException:

@@ -58,6 +58,7 @@ from .homecoming import Homecoming
 from .keras_coordinated import CoordinatedFit
 from .keras_fit import check_model
 from .models import owner, restore, state_of
+from .pasted import stand_ins
 from .servers import MEET_S, check_alive, cluster_of, helpers, listening, serve, shut
 from .survivors import Survivors
 from .trainer import Trainer
@@ -114,6 +115,7 @@ class ParameterServer(Strategy):
                 self.closures = stack.enter_context(Closures(context, self.coordinator))
                 self._fit = CoordinatedFit(context, self.closures, self._trains, self)
                 stack.enter_context(self._fit)
+                stack.enter_context(stand_ins(context, self.distribution))
                 context.weights = self.weights
                 stack.enter_context(self.distribution.scope())
                 yield {"strategy": self.distribution, "coordinator": self.coordinator}

@@ -29,11 +29,12 @@ from ...engine.tensorflow_support import built
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .iterators import datasets_kept
 from .keras_fit import KerasFit, check_model
-from .keras_patches import losses_noted, rows_added_up
+from .keras_patches import losses_noted, shapes_found, statistics_averaged
 from .loop import OwnLoop
 from .markers import Markers
 from .mistakes import note_keras_2
 from .models import by_name, owner, restore, state_of
+from .pasted import stand_ins
 from .steps import Steps, global_loss
 from .trainer import Trainer
 
@@ -91,7 +92,9 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             markers = stack.enter_context(self.marks())
             stack.enter_context(losses_noted())
-            stack.enter_context(rows_added_up())
+            stack.enter_context(statistics_averaged(distribution))
+            stack.enter_context(shapes_found(distribution))
+            stack.enter_context(stand_ins(context, distribution))
             stack.enter_context(datasets_kept())
             self._steps = steps = Steps(context, markers, self.synchronise)
             self._fit = KerasFit(context, steps, distribution, self._trains, self)

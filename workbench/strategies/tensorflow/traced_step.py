@@ -18,7 +18,11 @@ from ...engine.injector import FaultInjector
 from ..base import NAN
 from .step_log import StepLog
 
-_here = threading.local()  # .replica: the one being traced in this thread
+_here = threading.local()  # .replica, .trace: what is being traced in this thread
+
+EACH, PART, MEAN = range(3)
+"""What a loss may be: one per sample; this replica's part of the global loss, differentiated; the
+replica's mean, named as such."""
 
 
 class Run:
@@ -58,31 +62,111 @@ class Run:
 
 
 class Trace:
-    """One traced step: its replicas. Executed eagerly, it lives for one step only."""
+    """One traced step: its replicas. Executed eagerly, it lives for one step only.
+
+    A step may send its replicas out a second time, in what they do together. Keras' optimizer for
+    float16 does so twice: to look whether the gradients are finite, and, in a branch, to apply
+    them. What is inside a branch cannot be seen from outside; so the second trace knows all that
+    the first has seen, and leaves the row in the branch.
+    """
 
     def __init__(self, run: Run, *, eager: bool) -> None:
         self.run, self.eager = run, eager
+        self._within: Trace | None = under_way()
+        if self._within is not None and self._within.eager != eager:
+            self._within = None
         self.replicas = [Replica(self, index) for index in range(len(run.faults))]
         self.reduced: list[Any] = []  # when each all-reduce of the step was done
+        self.written: dict[int, Any] = {}  # variables of which each replica wrote its own copy
+        self._graph = None if eager else tf.compat.v1.get_default_graph()
+        self.scalers: dict[int, None] = {}  # optimizers for float16 that are asked to apply
+        self._told = False  # whether the row was left in the log
+        if self._within is not None:
+            self.reduced = list(self._within.reduced)
+            for replica, outer in zip(self.replicas, self._within.replicas, strict=True):
+                replica.go_on(outer)
+
+    def __enter__(self) -> Trace:
+        """Say in this thread that the step is being traced."""
+        _here.trace = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Go on with the trace around this one."""
+        _here.trace = self._within
+
+    @property
+    def told(self) -> bool:
+        """Whether its row is in the log already."""
+        return self._told
+
+    @property
+    def inner(self) -> bool:
+        """Whether it goes on with another trace of the same step."""
+        return self._within is not None
 
     def wrap(self, fn: Any) -> Any:
         """Return what each replica calls instead of `fn`."""
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            number = int(tf.distribute.get_replica_context()._replica_id_in_sync_group)
-            return self.replicas[number % len(self.replicas)].call(fn, args, kwargs)
+            context = tf.distribute.get_replica_context()
+            number = int(context._replica_id_in_sync_group)
+            replica = self.replicas[number % len(self.replicas)]
+            result = replica.call(fn, args, kwargs)
+            _average(context, list(self.written.values()), replica.weight)
+            return result
 
         return marked
 
     def end(self) -> None:
-        """Leave what the replicas saw in the log."""
+        """Leave what the replicas saw in the log, or to the trace around this one."""
+        outer = self._within
+        if not self.reduced and all(len(one.ready) == 1 for one in self.replicas):
+            self.reduced = list(self.replicas[0].ready)  # each replica worked for itself
         count = len(self.reduced)
-        if count and all(len(one.ready) == count for one in self.replicas):
-            leave = self.run.log.keep if self.eager else self.run.log.append
-            leave([one.seen for one in self.replicas], self.reduced)
+        whole = count and all(len(one.ready) == count for one in self.replicas)
+        if outer is None:
+            if whole and not self._told:
+                self._leave()
+        elif whole and count > len(outer.reduced):
+            if self._graph is outer._graph:
+                outer.reduced = self.reduced
+                for replica, one in zip(outer.replicas, self.replicas, strict=True):
+                    replica.go_on(one)
+            elif len(outer.scalers) < 2:  # a second optimizer's branches are part of the same step
+                self._leave()
+                outer._told = True
+        self._forget()
+
+    def passed_over(self, scaler: Any) -> None:
+        """Leave the row in the branch of a step that changes nothing: gradients overflowed.
+
+        Args:
+            scaler: The optimizer that passes over it.
+        """
+        if next(iter(self.scalers), None) != id(scaler):
+            return
+        before = list(self.reduced)
+        if not before:  # a single replica: nobody was waited for
+            for one in self.replicas:
+                one._ready_alone()
+            self.reduced = [self.replicas[0].ready[0]]
+        self._leave()
+        if not before:
+            self.reduced = []
+            for one in self.replicas:
+                one.ready = []
+        self._told = True
+
+    def _leave(self) -> None:
+        leave = self.run.log.keep if self.eager else self.run.log.append
+        leave([one.seen for one in self.replicas], self.reduced)
+
+    def _forget(self) -> None:
+        """Drop all tensors: they keep their graph alive."""
         for replica in self.replicas:
             replica.forget()
-        self.reduced = []  # tensors keep their graph alive
+        self.reduced, self.written, self._graph, self._within = [], {}, None, None
 
 
 class Replica:
@@ -98,10 +182,19 @@ class Replica:
         """Drop all tensors: they keep their graph alive."""
         self._began: Any = NAN
         self._samples: Any = 0.0
+        self.weight: Any = 1.0  # samples, where they are known
         self._delays: Any = np.zeros(2)
         self._mean: Any = NAN
-        self._loss: tuple[Any, bool] | None = None  # tensor, whether a part of the global loss
+        self._loss: tuple[Any, int] | None = None  # tensor, what it is
+        self._scaled: tuple[Any, Any] | None = None  # a loss times a scale, and without
+        self._sources: dict[int, Any] = {}  # variables by which a loss was differentiated
+        self._updates = False  # whether one of them was written
         self.ready: list[Any] = []  # when each all-reduce of the step could begin
+
+    def go_on(self, other: Replica) -> None:
+        """Take over what the same replica saw in another trace of the step."""
+        self._began, self._samples, self._delays = other._began, other._samples, other._delays
+        self._mean, self._loss, self.ready = other._mean, other._loss, list(other.ready)
 
     @property
     def seen(self) -> Any:
@@ -118,24 +211,64 @@ class Replica:
         self._graph = None if self._trace.eager else tf.compat.v1.get_default_graph()
         leaves = tf.nest.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-        batch = next((tensor for tensor in tensors if tensor.shape.rank), None)
-        self._began = self._now(tensors)
-        if batch is not None:
-            self._samples = _number(batch.shape[0] or tf.shape(batch)[0])
+        if not self._trace.inner:
+            batch = next((tensor for tensor in tensors if tensor.shape.rank), None)
+            self._began = self._now(tensors)
+            if batch is not None:
+                self._samples = _number(batch.shape[0] or tf.shape(batch)[0])
+                self.weight = self._samples
         try:
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
+            if self._updates and not self.ready and not self._trace.told:
+                self._ready_alone()
+            return result
         finally:
             _here.replica = outer
             self._graph = None
 
-    def see_loss(self, loss: Any, *, part: bool) -> None:
-        """Remember the loss of the step; a mean that was named goes before a `part`.
+    def see_loss(self, loss: Any, kind: int) -> None:
+        """Remember the loss of the step; what says more about it goes before what says less.
 
         Args:
-            part: It is this replica's part of the global loss: what is differentiated.
+            kind: `EACH`, `PART` or `MEAN`.
         """
-        if not (part and self._loss is not None and not self._loss[1]):
-            self._loss = (loss, part)
+        if self._loss is None or kind >= self._loss[1]:
+            self._loss = (loss, kind)
+
+    def see_scaled(self, loss: Any, scaled: Any) -> None:
+        """Remember what a loss was before it was scaled for float16."""
+        self._scaled = (scaled, loss)
+
+    def unscaled(self, loss: Any) -> Any:
+        """Return what the loss was before it was scaled."""
+        scaled = self._scaled
+        return scaled[1] if scaled is not None and scaled[0] is loss else loss
+
+    def see_scaler(self, optimizer: Any) -> None:
+        """Remember that an optimizer for float16 is about to apply gradients."""
+        outer = self._trace._within or self._trace
+        outer.scalers[id(optimizer)] = None
+
+    def see_sources(self, sources: Any) -> bool:
+        """Remember by what a loss is differentiated; return whether there are variables in it."""
+        every = [getattr(one, "_value", one) for one in tf.nest.flatten(sources)]  # Keras' own hold
+        found = [one for one in every if hasattr(one, "assign")]
+        self._sources |= {id(one): one for one in found}
+        return bool(found)
+
+    def see_update(self, variable: Any) -> None:
+        """Remember that a variable was written: one of the model's, without an optimizer."""
+        self._updates = self._updates or id(variable) in self._sources
+
+    def see_written(self, variable: Any) -> None:
+        """Remember a variable of which this replica wrote its own copy."""
+        if not self._trace.inner:
+            self._trace.written[id(variable)] = variable
+
+    def _ready_alone(self) -> None:
+        """Mark where the step's work is done and nothing is reduced."""
+        self._take_loss(summed=False)
+        self.ready.append(self._now([]))
 
     def reduce(self, original: Any, context: Any, op: Any, value: Any, options: Any) -> Any:
         """Reduce a replica's tensors between a `ready` and a `reduced` mark.
@@ -148,16 +281,20 @@ class Replica:
             return original(context, op, value, options)
         if not self.ready:
             value = self._delayed(value, leaves)
-        if self._loss is not None and _usable(self._loss[0]):
-            (loss, part), self._loss = self._loss, None
-            summed = str(getattr(op, "value", op)).upper() == "SUM"
-            factor = self._trace.run.total if part and summed else 1
-            self._mean = _number(loss) * factor
+        self._take_loss(summed=str(getattr(op, "value", op)).upper() == "SUM")
         self.ready.append(self._now(self._arrived(tf.nest.flatten(value))))
         result = original(context, op, value, options)
         if self._index == 0:
             self._trace.reduced.append(self._now(self._arrived(tf.nest.flatten(result))))
         return result
+
+    def _take_loss(self, *, summed: bool) -> None:
+        if self._loss is None or not _usable(self._loss[0]):
+            return
+        (loss, kind), self._loss = self._loss, None
+        if kind == EACH:
+            loss = tf.reduce_mean(loss)
+        self._mean = _number(loss) * (self._trace.run.total if kind == PART and summed else 1)
 
     def _now(self, after: list[Any]) -> Any:
         """Return the time, in seconds since 1970, when all of `after` is there."""
@@ -217,6 +354,31 @@ class Replica:
             return np.zeros(2)
         data_s = faults.spend("data")
         return np.array([data_s, faults.spend("forward") + faults.spend("backward")])
+
+
+def _average(context: Any, variables: list[Any], samples: Any) -> None:
+    """Give all replicas, on all engines, the mean of what each wrote in this step.
+
+    One message for all variables. A replica without a sample may have written anything.
+
+    Args:
+        samples: How much this replica's values count.
+    """
+    if not variables:
+        return
+    values = [tf.cast(tf.reshape(one.value, [-1]), tf.float64) for one in variables]
+    weight, joined = tf.cast(samples, tf.float64), tf.concat(values, 0)
+    counted = tf.where(weight > 0, joined * weight, tf.zeros_like(joined))
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.concat([counted, [weight]], 0))
+    means = tf.split(total[:-1] / total[-1], [one.shape.num_elements() for one in variables])
+    for variable, mean in zip(variables, means, strict=True):
+        variable.value.assign(tf.cast(tf.reshape(mean, variable.shape), variable.dtype))
+
+
+def under_way() -> Trace | None:
+    """Return the step that is being traced in this thread."""
+    trace: Trace | None = getattr(_here, "trace", None)
+    return trace
 
 
 def in_replica() -> Replica | None:

@@ -164,7 +164,10 @@ class Trainer:
         # The norm is that of the whole batch's gradient, so it is added up before.
         add_up = type(optimizer)._all_reduce_sum_gradients
         summed = add_up(optimizer, zip(gradients, variables, strict=True))
-        clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in summed], norm)
+        found = [gradient for gradient, _ in summed]
+        # A row that an Embedding's gradient lists several times counts as their sum.
+        whole = tf.linalg.global_norm([rows_once(gradient) for gradient in found])
+        clipped, _ = tf.clip_by_global_norm(found, norm, use_norm=whole)
         optimizer.apply(clipped, variables)
 
     def _score_all(self, batch: Any, samples: Any) -> Any:
@@ -199,6 +202,15 @@ def micro_batches(batch: Any, accumulate: int) -> list[tuple[Any, float]]:
         return [(batch, 1.0)]
     cuts = [i * held // count for i in range(count + 1)]
     return [(slice_batch(batch, a, b), (b - a) / held) for a, b in pairwise(cuts)]
+
+
+def rows_once(gradient: Any) -> Any:
+    """Return a gradient with each row that it lists several times added up."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 def _add(some: list[Any], more: list[Any]) -> list[Any]:
