@@ -195,6 +195,22 @@ class Strategy(ABC):
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
 
+    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Take over a further pair of a loop that `adopt` took over: a GAN has two.
+
+        Raises:
+            FitError: This strategy takes one pair.
+        """
+        from ..errors import FitError
+
+        raise FitError(
+            f"Strategy {self.context.spec.strategy} trains one model and optimizer in a cell.",
+            seen="wb.prepare, called again",
+            allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
+            next_step="use mirrored, or one module that holds both models, with one optimizer; a "
+            "second training goes into a cell of its own",
+        )
+
     def drive(self, training: Any) -> StepResult | None:
         """Take all steps of an `engine.training.Training`, recorded; return the last one's result.
 
