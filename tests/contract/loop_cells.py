@@ -120,7 +120,8 @@ def trained(kind, own_loop=True, epochs=2):
                 loss.backward()
             if kind == "freeze" and not model.encoder.weight.requires_grad:
                 assert model.encoder.weight.grad is None
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if kind != "autograd.grad":  # there the gradients are averaged by the step
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     return len(loader)
 
@@ -158,8 +159,51 @@ def gan(pairs="both", steps=6):
     return [p.detach().sum().item() for p in maker.parameters()]
 
 
+def led_astray(own_loop, at=3, by="a bit", steps=24):
+    """Rank 1's copy is changed right before a comparison, where strategies would repair it else."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+    from workbench.strategies.torch.guard import Guard
+
+    torch.manual_seed(3)
+    x, y = torch.randn(48, 4), torch.randn(48, 1)
+    layers = [torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 6)]
+    model = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    right = Guard.check
+
+    def check(self):
+        if self.checks + 1 == at and rank == 1:
+            name, values = next((n, t) for n, t in self._parameters() if n.endswith("1.bias"))
+            with torch.no_grad():
+                if by == "a bit":
+                    values[0] = torch.nextafter(values[0], torch.tensor(9.0))
+                else:
+                    values += 0.1 * torch.randn_like(values)
+        right(self)
+
+    Guard.check = check
+    try:
+        if not own_loop:
+            fit(model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, batch_size=12,
+                steps=steps)  # fmt: skip
+            return
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(data, batch_size=12)
+        model, optimizer, loader = prepare(model, optimizer, loader)
+        for _ in range(steps // 4):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+    finally:
+        Guard.check = right
+
+
 def diverging(kind, own_loop, at=1, steps=12):
-    """One rank changes its copy alone: by hand, by noise, by an optimizer that others do not step."""
+    """Rank 1 changes its copy alone, or takes no step of the optimizer."""
     import torch
 
     from workbench.engine.fit import fit
@@ -176,8 +220,6 @@ def diverging(kind, own_loop, at=1, steps=12):
             with torch.no_grad():
                 parameter = model[1].bias
                 parameter[0] = torch.nextafter(parameter[0], torch.tensor(9.0))
-                if kind == "noise":
-                    parameter += 0.01 * torch.randn_like(parameter)
 
     if not own_loop:
         fit(model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, batch_size=12,
@@ -238,3 +280,79 @@ def guarded(steps=300, width=256):
     fit(torch.nn.Sequential(*layers), (x, y), loss=torch.nn.MSELoss(), batch_size=512, steps=steps,
         optimizer=lambda p: torch.optim.SGD(p, 0.01), callbacks=[look])  # fmt: skip
     return guards[0].spent_s / (time.perf_counter() - began), guards[0].checks
+
+
+def sequences(steps=5):
+    """A loop without a loader over (time, batch) data, as word_language_model has it."""
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    class Words(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.names, self.rnn = torch.nn.Embedding(9, 4), torch.nn.LSTM(4, 9)
+
+        def forward(self, x, state):
+            return self.rnn(self.names(x), state)
+
+    torch.manual_seed(3)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = prepare(model, optimizer)
+    words = torch.randint(0, 9, (7 * steps - 3, 20 // world_size))
+    for step in range(steps):
+        x = words[7 * step : 7 * step + 7]
+        optimizer.zero_grad()
+        out, _ = model(x, None)
+        torch.nn.functional.cross_entropy(out.flatten(0, 1), x.flatten()).backward()
+        optimizer.step()
+
+
+def without_step():
+    """word_language_model's way to step: by hand."""
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = prepare(model, optimizer)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+    return [context.taken_over, context.backwards, context.updates, context.trained]
+
+
+def one_freezes():
+    """Ranks that freeze different parameters."""
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = prepare(model, optimizer)
+    for step in range(3):
+        if step == 1:
+            model[rank].requires_grad_(False)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def half_used(steps=3):
+    """A parameter that takes no part in the loss."""
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepare(model, optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model[0](torch.ones(2, 4)).sum().backward()
+        optimizer.step()

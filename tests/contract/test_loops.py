@@ -73,3 +73,117 @@ def test_other_strategies_train_so_or_say_so(workers: Workers, name: str, kind: 
         assert reports[0].trained == 8
     clean(reports)
     assert_same(reports, truth, 1e-10)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_both_models_of_a_gan_are_averaged(workers: Workers, way: str) -> None:
+    truth = workers.truth(loop_cells.gan)
+    reports = workers.run("mirrored", loop_cells.gan, workers=2, options=OURS[way])
+    assert_trained(reports, truth)
+    assert truth.trained == 6  # the first pair's optimizer ends the steps
+    for report in reports:
+        assert report.value == pytest.approx(truth.value, abs=1e-10)
+    assert not reports[0].emitted("warning")
+
+
+def test_a_second_model_that_nobody_averages_is_told_of(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", loop_cells.gan, "one", workers=2))
+    (told,) = reports[0].emitted("warning")
+    assert "parameters that no worker averages" in told["text"]
+    assert "(8, 2), (8,), (4, 8), (4,)" in told["text"]
+    assert reports[0].value != reports[1].value
+
+
+def test_a_strategy_for_one_model_refuses_the_second(workers: Workers) -> None:
+    reports = workers.run("local_sgd", loop_cells.gan, workers=2)
+    assert ["trains one model and optimizer" in str(r.error) for r in reports] == [True, True]
+
+
+GUARDED = [
+    ("mirrored", False, {}), ("mirrored", True, RING), ("central_storage", False, {}),
+    ("central_storage", True, {}), ("parameter_server", False, {"sync": "true"}),
+    ("local_sgd", False, {"every": "2"}), ("local_sgd", True, {"every": "2"}),
+    ("hybrid", False, {"stages": "1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "own_loop", "options"),
+    GUARDED,
+    ids=[f"{name}-{'prepare' if own_loop else 'fit'}" for name, own_loop, _ in GUARDED],
+)
+def test_a_copy_that_differs_by_one_bit_ends_the_run_by_name(
+    workers: Workers, name: str, own_loop: bool, options: dict[str, str]
+) -> None:
+    reports = workers.run(name, loop_cells.led_astray, own_loop, workers=2, options=options)
+    for report in reports:
+        error = str(report.error)
+        assert error.startswith("FitError: The workers' copies of the model are no longer equal")
+        assert "1.bias differs by up to" in error
+        assert "rank 1 not as rank 0" in error
+        assert report.left == []
+        assert report.trained < 24
+        assert (
+            f"after step {report.trained}" in error or f"after step {report.trained - 1}" in error
+        )
+
+
+def test_what_all_hold_under_tensor_parallel_is_compared_by_rounding(workers: Workers) -> None:
+    for by, fails in (("a bit", False), ("noise", True)):
+        reports = workers.run("tensor_parallel", loop_cells.led_astray, False, 3, by, workers=2)
+        assert ["no longer equal" in str(r.error) for r in reports] == [fails] * 2
+
+
+@pytest.mark.parametrize("kind", ["bit", "steps"])
+def test_a_rank_that_goes_its_own_way_is_caught(workers: Workers, kind: str) -> None:
+    for own_loop in (True, False) if kind == "bit" else (True,):
+        reports = workers.run("mirrored", loop_cells.diverging, kind, own_loop, workers=2)
+        assert ["no longer equal" in str(report.error) for report in reports] == [True, True]
+
+
+def test_a_loops_own_ddp_is_compared_too(workers: Workers) -> None:
+    clean(workers.run("mirrored", loop_cells.watched, "right", workers=2))
+    reports = workers.run("mirrored", loop_cells.watched, "passed by", workers=2)
+    assert ["no longer equal" in str(report.error) for report in reports] == [True, True]
+
+
+@pytest.mark.timing
+def test_comparing_takes_no_time_to_speak_of(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", loop_cells.guarded, workers=2))
+    for report in reports:
+        share, checks = report.value
+        assert share < 0.005
+        assert checks >= 4
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_parameter_without_a_gradient_is_named(workers: Workers, way: str) -> None:
+    reports = workers.run("mirrored", loop_cells.half_used, workers=2, options=OURS[way])
+    for report in reports:
+        assert "FitError: A parameter took no part in the loss" in str(report.error)
+        assert "'1.weight'" in str(report.error)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_workers_that_freeze_different_layers_are_told(workers: Workers, way: str) -> None:
+    reports = workers.run("mirrored", loop_cells.one_freezes, workers=2, options=OURS[way])
+    for place, report in enumerate(reports):
+        assert "no longer train the same parameters" in str(report.error)
+        assert f"on rank {place} changed: {place}.weight, {place}.bias" in str(report.error)
+
+
+def test_samples_of_sequences_are_counted_along_the_batch(workers: Workers) -> None:
+    reports = clean(workers.run("mirrored", loop_cells.sequences, workers=2))
+    assert (joined(reports)["samples"] == 10).all()
+
+
+def test_a_loop_that_steps_by_hand_says_what_it_did(workers: Workers) -> None:
+    reports = workers.run("mirrored", loop_cells.without_step, workers=2)
+    assert [report.value for report in reports] == [["wb.prepare", 3, 0, 0]] * 2
+
+
+def test_sharded_says_what_a_method_goes_past(workers: Workers) -> None:
+    reports = workers.run("sharded", loop_cells.trained, "parts", False, workers=2)
+    for report in reports:
+        assert "FitError: Under sharded a layer's parameters are gathered" in str(report.error)
+        assert report.left == []

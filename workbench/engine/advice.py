@@ -62,7 +62,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Connection closed by peer|Connection reset by peer",
-        "the other rank's own error says why; if it shows none, its loop was shorter: let all ranks "
+        "the other rank's error says why; if it shows none, its loop was shorter: let all ranks "
         "take the same number of steps",
     ),
     (

@@ -86,8 +86,8 @@ class Mirrored(Strategy):
             return
         if any(isinstance(module, NORMS) for module in model.modules()):
             text = (
-                "BatchNorm sees each worker's share of the batch, not the whole: the result differs "
-                "from one device's."
+                "BatchNorm sees each worker's share of the batch, not the whole: the result is not "
+                "one device's."
             )
             self.context.emit("note", rank=0, text=text)
 
