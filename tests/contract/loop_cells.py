@@ -159,7 +159,7 @@ def gan(pairs="both", steps=6):
     return [p.detach().sum().item() for p in maker.parameters()]
 
 
-def led_astray(own_loop, at=3, by="a bit", steps=24):
+def led_astray(own_loop, at=2, by="a bit", steps=24):
     """Rank 1's copy is changed right before a comparison, where strategies would repair it else."""
     import torch
 
@@ -176,7 +176,7 @@ def led_astray(own_loop, at=3, by="a bit", steps=24):
 
     def check(self):
         if self.checks + 1 == at and rank == 1:
-            name, values = next((n, t) for n, t in self._parameters() if n.endswith("1.bias"))
+            _, values = next((n, t) for n, t in self._parameters() if n.endswith("1.bias"))
             with torch.no_grad():
                 if by == "a bit":
                     values[0] = torch.nextafter(values[0], torch.tensor(9.0))
@@ -228,14 +228,14 @@ def diverging(kind, own_loop, at=1, steps=12):
     data = torch.utils.data.TensorDataset(x, y)
     loader = torch.utils.data.DataLoader(data, batch_size=12)
     model, optimizer, loader = prepare(model, optimizer, loader)
-    for step in range(steps // 4):
-        for inputs, targets in loader:
+    for epoch in range(steps // 4):
+        for number, (inputs, targets) in enumerate(loader):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             if kind != "steps" or rank == 0:
                 optimizer.step()
-        if kind != "steps":
-            disturb(step)
+            if kind != "steps":
+                disturb(4 * epoch + number)
 
 
 def watched(kind, steps=12):

@@ -11,8 +11,8 @@ compare:
 Only where digests differ are the parameters themselves compared, so that the error can name one.
 
 When: at the first steps, then at growing distances, such that comparing takes no more than
-`BUDGET` of the time. Costs and times travel with the digest, so all workers find the same next
-step. At the end of `wb.fit`, and of an epoch of an own loop, they compare once more.
+`BUDGET` of the time and `ALLOWANCE_S`. Costs and times travel with the digest, so all workers find
+the same next step. At the end of `wb.fit`, and of an epoch of an own loop, they compare once more.
 
 How equal: to the last bit, where every worker computes the update from the same average on the same
 kind of device with as many threads (all algorithms of `allreduce/` and all compressions hand every
@@ -40,7 +40,9 @@ from ...engine.links.address import host_token
 from ...errors import FitError
 
 BUDGET = 0.002
-"""Share of the time that comparing may take, once the first steps are over."""
+"""Share of the time that comparing may take."""
+ALLOWANCE_S = 0.01
+"""Seconds that it may take besides, so that short runs are compared more than twice."""
 AT_ONCE = 2
 """Comparisons at the beginning, whatever they cost."""
 FARTHEST = 500
@@ -78,8 +80,9 @@ class Guard:
         self._ticks, self._next = 0, first
         self._checked = 0  # tick of the latest comparison
         self._soonest = first
-        self._since = clock()
-        self._cost_s = 0.0
+        self._began = self._since = clock()
+        self._reduced_s = 0.0  # what the latest all-reduce took here
+        self._agreed_s = 0.0  # what comparing has taken so far, the same on all workers
         self.checks, self.spent_s = 0, 0.0
 
     def add(self, model: torch.nn.Module) -> None:
@@ -125,20 +128,22 @@ class Guard:
         layout = _number([(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()])
         digest, kind = _digest(named.values()), _number(self._kind())
         ticks = max(1, self._ticks - self._checked)
-        costs = clock() - began + self._cost_s, (began - self._since) / ticks
-        numbers = [digest, layout, kind]
-        own = [*numbers, *(-n for n in numbers), round(costs[0] * 1e9), -round(costs[1] * 1e9)]
-        message = torch.tensor(own, dtype=torch.int64, device=self._wire)
         sent = clock()
+        # Who came last has waited for nobody: the least is what reducing takes.
+        times = sent - began, self._reduced_s, began - self._began, (began - self._since) / ticks
+        numbers = [digest, layout, kind]
+        digest_ns, *others_ns = (round(seconds * 1e9) for seconds in times)
+        own = [*numbers, *(-n for n in numbers), digest_ns, *(-n for n in others_ns)]
+        message = torch.tensor(own, dtype=torch.int64, device=self._wire)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
         most = message.tolist()
-        self._cost_s = clock() - sent
+        self._reduced_s = clock() - sent
         same, laid_out_alike, alike = (most[i] == -most[i + 3] for i in range(3))
         if not laid_out_alike:
             raise FitError(
                 "The workers no longer train the same parameters.",
                 seen=f"{len(named)} parameters with requires_grad on rank "
-                f"{self._context.spec.rank} after step {self._context.trained}",
+                f"{self._context.spec.rank} at step {self._context.step}",
                 allowed="the same ones on every worker",
                 next_step="freeze, unfreeze and add layers at the same step on every rank",
             )
@@ -147,13 +152,16 @@ class Guard:
                 named, exact=self._equal == "copies" or (self._equal != "rounding" and alike)
             )
         self.checks += 1
-        self._plan(most[6] * 1e-9, -most[7] * 1e-9)
+        self._plan(most[6] * 1e-9, *(-number * 1e-9 for number in most[7:]))
         self.spent_s += clock() - began
         self._since = clock()
 
-    def _plan(self, cost_s: float, tick_s: float) -> None:
+    def _plan(self, digest_s: float, reduce_s: float, elapsed_s: float, tick_s: float) -> None:
         """Say when to compare next; what it is given is the same on all workers."""
-        affordable = math.ceil(cost_s / max(BUDGET * tick_s, 1e-9))
+        cost_s = digest_s + reduce_s
+        self._agreed_s += cost_s
+        owed_s = self._agreed_s + cost_s - ALLOWANCE_S - BUDGET * elapsed_s
+        affordable = math.ceil(max(0.0, owed_s) / max(BUDGET * tick_s, 1e-9))
         self._checked = self._ticks
         self._soonest = self._ticks + affordable
         gap = min(max(1, self._ticks - 1), FARTHEST)
@@ -227,7 +235,7 @@ class Guard:
         return FitError(
             "The workers' copies of the model are no longer equal, so together they do not train "
             "one model.",
-            seen=f"after step {self._context.trained}: {name} differs {amount}; "
+            seen=f"at step {self._context.step}: {name} differs {amount}; "
             f"{who}{', '.join(map(str, odd))} not as rank {members[values.index(usual)]}",
             allowed="equal parameters on all workers after each step",
             next_step="change parameters only by the loss and the optimizer that was handed over, "
