@@ -68,6 +68,8 @@ def trained(kind, own_loop=True, epochs=2):
             return functional.cross_entropy(model(x), y) + 0.1 * model.encode(x).square().mean()
         if kind == "tied":
             return functional.mse_loss(model(x), x)
+        if hasattr(model, "extra"):
+            return functional.cross_entropy(model(x) + model.extra(x), y)
         if kind == "penalty":  # WGAN-GP
             x = x.detach().requires_grad_()
             out = model(x)
@@ -102,6 +104,9 @@ def trained(kind, own_loop=True, epochs=2):
                     model.encoder.requires_grad_(False)
                 if kind == "new optimizer":
                     optimizer = build()
+                if kind == "grow":
+                    model.extra = torch.nn.Linear(6, 3).double()
+                    optimizer.add_param_group({"params": model.extra.parameters()})
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             if kind == "autograd.backward":

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 BACKEND, RING = {"allreduce": "backend"}, {"allreduce": "ring"}
 OURS = {"backend": BACKEND, "ring": RING}
 WAYS = [
-    "method", "vae", "seq2seq", "parts", "both", "tied", "penalty", "unfreeze", "freeze",
+    "method", "vae", "seq2seq", "parts", "both", "tied", "penalty", "unfreeze", "freeze", "grow",
     "new optimizer", "autograd.backward", "autograd.grad", "no_sync",
 ]  # fmt: skip
 IN_FIT = ["method", "vae", "seq2seq", "tied", "penalty"]

@@ -22,7 +22,8 @@ def give_no_sync(model: torch.nn.Module, no_sync: Callable[[], Any]) -> Callable
     A compiled or patched module, which has a `forward` of its own, is left as it is.
     """
     cls = type(model)
-    if hasattr(model, "no_sync") or "forward" in model.__dict__:
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if scripted or hasattr(model, "no_sync") or "forward" in model.__dict__:
         return lambda: None
     model.__class__ = subclass(cls, no_sync=lambda self: no_sync())
     return lambda: setattr(model, "__class__", cls)

@@ -26,6 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.context import RunContext
@@ -59,8 +63,20 @@ class Reductions:
         self._context, self._averaging, self.guard = context, averaging, guard
         self.overlapped = averaging.overlapped
         self._each: list[Reduction] = []
-        self._together, self._warned = True, False
+        self._together = True
+        self._strangers: set[torch.Tensor] = set()  # what some optimizer trains and no model has
         self._others: dict[tuple[int, ...], FlatGradients] = {}
+        self._grown = False  # whether some module has been given something since the last backward
+        self._hooks = [
+            registers(self._note_growth)
+            for registers in (
+                register_module_module_registration_hook,
+                register_module_parameter_registration_hook,
+            )
+        ]
+
+    def _note_growth(self, *unused: Any) -> None:
+        self._grown = True
 
     def add(self, model: torch.nn.Module) -> Reduction:
         """Average this model's gradients from now on; all workers begin with rank 0's."""
@@ -89,9 +105,16 @@ class Reductions:
         if self.guard.due():
             with timer.aside():
                 self.guard.check()
+        if self._grown:
+            self._look_again()
         for reduction in self._each:
             tensors = reduction.before_backward(tensors)
         return tensors
+
+    def _look_again(self) -> None:
+        for reduction in self._each:
+            reduction.look_again()
+        self._grown = False
 
     def after_backward(self, timer: Any) -> None:
         """Average what backward has left, unless that is done.
@@ -133,20 +156,12 @@ class Reductions:
 
     def _holders(self, parameters: list[Any]) -> list[int]:
         """Return which models hold some of these parameters; warn of those that none holds."""
-        left = set(parameters)
-        for look_again in (False, True):  # a layer may have been added since
-            concerned = []
-            for place, each in enumerate(self._each):
-                if look_again:
-                    each.look_again()
-                if held := left & each.known:
-                    concerned.append(place)
-                    left -= held
-            if not left or not self._each:
-                break
-            left = set(parameters)
-        if left and not self._warned and dist.get_world_size() > 1:
-            self._warned = True
+        left = set(parameters) - self._strangers
+        if self._grown:
+            self._look_again()
+        concerned = [place for place, each in enumerate(self._each) if left & each.known]
+        left = left.difference(*(each.known for each in self._each))
+        if left and not self._strangers and dist.get_world_size() > 1:
             shapes = ", ".join(str(tuple(p.shape)) for p in parameters if p in left)
             self._context.emit(
                 "warning",
@@ -155,6 +170,7 @@ class Reductions:
                 f"them alone (shapes {shapes[:100]}). Hand their model over as well: "
                 "other, other_optimizer = wb.prepare(other, other_optimizer).",
             )
+        self._strangers |= left
         return concerned
 
     def _average(self, concerned: list[int], weight: float) -> None:
@@ -178,10 +194,13 @@ class Reductions:
 
     def close(self) -> None:
         """Let go of the models; wrappers must go before the process group."""
+        for hook in self._hooks:
+            hook.remove()
         for reduction in self._each:
             reduction.close()
         self._each.clear()
         self._others.clear()
+        self._strangers.clear()
 
 
 class Reduction:
