@@ -105,6 +105,7 @@ def trained(kind, own_loop=True, epochs=2):
                 if kind == "new optimizer":
                     optimizer = build()
                 if kind == "grow":
+                    torch.manual_seed(5)
                     model.extra = torch.nn.Linear(6, 3).double()
                     optimizer.add_param_group({"params": model.extra.parameters()})
             optimizer.zero_grad()

@@ -209,7 +209,7 @@ class Guard:
         """Return the largest difference between replicas, and the largest magnitude."""
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         spread = scale = 0.0
-        for part in numbers.reshape(-1).split(CHUNK):
+        for part in torch.split(numbers.reshape(-1), CHUNK):
             values = part.to(self._wire, torch.float64)
             lost = values.isnan()
             values = values.masked_fill(lost, 0.0)
@@ -245,7 +245,7 @@ class Guard:
 
 def _digest(tensors: Any) -> int:
     """Return a number that depends on every bit of some tensors."""
-    sums = [_bits(part) for tensor in tensors for part in tensor.reshape(-1).split(CHUNK)]
+    sums = [_bits(part) for tensor in tensors for part in torch.split(tensor.reshape(-1), CHUNK)]
     if not sums:
         return 0
     every = torch.stack(sums)

@@ -364,7 +364,8 @@ class OwnLoop:
             begun = _listed(tensors)
             gradients = _listed(grad_tensors if grad_variables is None else grad_variables)
             gradients = gradients or [None] * len(begun)
-            loop._in_backward, hooks = True, []
+            hooks: list[Any] = []
+            loop._in_backward = True
             try:
                 if len(gradients) == len(begun):  # else the original says so
                     gradients = loop._weighted_gradients(begun, gradients)

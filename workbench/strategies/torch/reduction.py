@@ -308,7 +308,7 @@ class Reduction:
         """Raise FitError where the reducer still waits for some parameter's gradient."""
         assert self.ddp is not None
         try:
-            self.ddp._check_reducer_finalized()
+            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
             raise unused(named[0] if named else "one that an earlier backward reached") from error

@@ -32,7 +32,9 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     several = context.spec.world_size > 1
     inside = _communicates(model)
     sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
-    guard = _OfDdp(context, model) if wrapped and several and _is_kept_equal(model) else None
+    guard = None
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        guard = _OfDdp(context, model) if several and _is_kept_equal(model) else None
     loop = OwnLoop(
         context,
         model,
