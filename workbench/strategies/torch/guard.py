@@ -6,7 +6,7 @@ one rank) leaves a loss curve that looks fine and a model that nobody trained. S
 compare:
 
     worker r:  parameters that are trained -> their bits added up -> digest d_r
-    all:       max(d_r), max(-d_r) in one all-reduce of 64 bytes;  equal <=> max = min
+    all:       max(d_r), max(-d_r) in one all-reduce of 80 bytes;  equal <=> max = min
 
 Only where digests differ are the parameters themselves compared, so that the error can name one.
 
@@ -172,7 +172,7 @@ class Guard:
         for place, model in enumerate(self._models):
             prefix = f"model {place + 1}: " if len(self._models) > 1 else ""
             for name, parameter in model.named_parameters():
-                if parameter.requires_grad and not parameter.is_meta:
+                if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
                     tensor: Any = parameter.detach()
                     if isinstance(tensor, DTensor):
                         if any(isinstance(p, Shard) for p in tensor.placements):
