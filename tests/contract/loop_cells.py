@@ -362,3 +362,20 @@ def half_used(steps=3):
         optimizer.zero_grad()
         model[0](torch.ones(2, 4)).sum().backward()
         optimizer.step()
+
+
+def leaves_early(steps=6):
+    """Rank 1's loop is shorter than the others'."""
+    import torch
+
+    from workbench.engine.prepare import prepare
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = prepare(model, optimizer)
+    for step in range(steps):
+        if rank == 1 and step == 3:
+            break
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()

@@ -185,3 +185,10 @@ def test_sharded_says_what_a_method_goes_past(workers: Workers) -> None:
     for report in reports:
         assert "FitError: Under sharded a layer's parameters are gathered" in str(report.error)
         assert report.left == []
+
+
+def test_a_rank_whose_loop_is_shorter_is_not_called_gone(workers: Workers) -> None:
+    first, second = workers.run("mirrored", loop_cells.leaves_early, workers=2, options=RING)
+    assert second.error is None
+    assert "worker 1 takes no further part" in str(first.error)
+    assert "its loop was shorter" in str(first.error)
