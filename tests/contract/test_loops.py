@@ -64,9 +64,11 @@ OTHERS = ["central_storage", "parameter_server", "local_sgd"]
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_strategies_train_so_or_say_so(workers: Workers, name: str, kind: str) -> None:
     entry = catalog.lookup(name)
-    truth = workers.truth(loop_cells.trained, kind)
-    options = exact_options(entry) or {}
-    reports = workers.run(name, loop_cells.trained, kind, workers=2, options=options)
+    truth = workers.truth(loop_cells.trained, kind, clipped=False)  # by hand only where averaged
+    reports = workers.run(
+        name, loop_cells.trained, kind, workers=2, options=exact_options(entry) or {},
+        keywords={"clipped": False},
+    )  # fmt: skip
     if kind == "new optimizer" and name != "local_sgd":
         assert all("one optimizer for the whole loop" in text for text in failures(reports))
         assert len(failures(reports)) == 2
@@ -149,8 +151,7 @@ def test_a_loops_own_ddp_is_compared_too(workers: Workers) -> None:
 @pytest.mark.timing
 def test_comparing_takes_no_time_to_speak_of(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", loop_cells.guarded, workers=2))
-    # Who comes last has waited for nobody, as it would in the all-reduce else.
-    assert min(report.value[0] for report in reports) < 0.005
+    assert all(report.value[0] < 0.005 for report in reports)
     assert all(report.value[1] >= 4 for report in reports)
 
 

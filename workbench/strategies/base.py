@@ -86,6 +86,8 @@ class StepResult:
         waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
         set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
             count to no step.
+        aside_s: Seconds of it that were spent on what is no training (comparing replicas): they
+            count to no step either, nor to the time of training.
     """
 
     samples: int
@@ -101,6 +103,7 @@ class StepResult:
     deferred: Deferred | None = None
     replicas: tuple[StepResult, ...] = ()
     set_up_s: float = 0.0
+    aside_s: float = 0.0
 
 
 class Strategy(ABC):

@@ -41,7 +41,7 @@ from ...errors import FitError
 
 BUDGET = 0.002
 """Share of the time that comparing may take."""
-ALLOWANCE_S = 0.01
+ALLOWANCE_S = 0.005
 """Seconds that it may take besides, so that short runs are compared more than twice."""
 AT_ONCE = 2
 """Comparisons at the beginning, whatever they cost."""
@@ -66,7 +66,7 @@ class Guard:
 
     Attributes:
         checks: Comparisons so far.
-        spent_s: Seconds this worker has spent in them.
+        cost_s: Seconds they took, the same on all workers: without waiting for who came later.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Guard:
         self._soonest = first
         self._began = self._since = clock()
         self._reduced_s = 0.0  # what the latest all-reduce took here
-        self._agreed_s = 0.0  # what comparing has taken so far, the same on all workers
-        self.checks, self.spent_s = 0, 0.0
+        self.cost_s = 0.0  # what comparing has taken so far, the same on all workers
+        self.checks = 0
 
     def add(self, model: torch.nn.Module) -> None:
         """Compare this model's parameters too."""
@@ -96,14 +96,16 @@ class Guard:
         self._ticks += 1
         return self._ticks >= self._next
 
-    def tick(self) -> None:
-        """Count a tick and compare if it is time.
+    def tick(self) -> float:
+        """Count a tick and compare if it is time; return the seconds that took.
 
         Raises:
             FitError: The replicas differ; raised on every worker.
         """
+        began = clock()
         if self.due():
             self.check()
+        return clock() - began
 
     def settle(self, *, last: bool = True) -> None:
         """Compare at the end of the run, or (not `last`) of an epoch if the budget allows it.
@@ -153,14 +155,13 @@ class Guard:
             )
         self.checks += 1
         self._plan(most[6] * 1e-9, *(-number * 1e-9 for number in most[7:]))
-        self.spent_s += clock() - began
         self._since = clock()
 
     def _plan(self, digest_s: float, reduce_s: float, elapsed_s: float, tick_s: float) -> None:
         """Say when to compare next; what it is given is the same on all workers."""
         cost_s = digest_s + reduce_s
-        self._agreed_s += cost_s
-        owed_s = self._agreed_s + cost_s - ALLOWANCE_S - BUDGET * elapsed_s
+        self.cost_s += cost_s
+        owed_s = self.cost_s + cost_s - ALLOWANCE_S - BUDGET * elapsed_s
         affordable = math.ceil(max(0.0, owed_s) / max(BUDGET * tick_s, 1e-9))
         self._checked = self._ticks
         self._soonest = self._ticks + affordable

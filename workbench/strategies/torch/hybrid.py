@@ -108,7 +108,7 @@ class Hybrid(ModelSplit):
         result.sent_bytes += self.sum.sent_bytes
         result.ready_s = clock() - self.timeline.spent.blocked_s
         assert self.guard is not None
-        self.guard.tick()
+        result.aside_s = self.guard.tick()
         return result if self._pipeline.holds_last else replace(result, samples=0)
 
     def gradients_done(self, share: Share) -> None:

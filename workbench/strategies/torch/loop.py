@@ -57,7 +57,7 @@ class OwnLoop:
             where unknown.
         communicates: Whether backward ends in communication.
         reductions: What averages gradients, where backward is to end in that.
-        guard: Compares the replicas before backward, where the loop averages by itself.
+        guard: Compares the replicas after backward, where the loop averages by itself.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
         adds_up: Whether gradients are added up rather than averaged.
@@ -241,9 +241,6 @@ class OwnLoop:
 
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
         """Note the loss; return what to begin backward from, and the hooks to take off after it."""
-        if self._guard is not None and self._guard.due():
-            with self.timer.aside():
-                self._guard.check()
         hooks: list[Any] = []
         if self._fed:
             self._note_loss(tensors)
@@ -253,7 +250,7 @@ class OwnLoop:
             else:
                 self.timer.spend("backward")
         if self._reductions is not None:
-            tensors = self._reductions.before_backward(tensors, self.timer)
+            tensors = self._reductions.before_backward(tensors)
         return tensors, hooks
 
     def _note_loss(self, tensors: list[Any]) -> None:
@@ -322,7 +319,7 @@ class OwnLoop:
         context.recorder.add(
             context.trained,
             result.samples,
-            self._start,
+            self._start + result.aside_s,
             end,
             data_wait_s=self._first_wait_s + self._late_wait_s if self._counts else NAN,
             compute_s=result.compute_s,
@@ -336,7 +333,7 @@ class OwnLoop:
             deferred=result.deferred,
         )
         context.trained += 1
-        context.train_s += end - self._start
+        context.train_s += end - self._start - result.aside_s
         self._start = end
         self._clear()
         if context.trained == 2:  # when optimizers have their state
@@ -373,6 +370,9 @@ class OwnLoop:
                 original(begun, gradients, *options, None, inputs)
                 if loop._reductions is not None:
                     loop._reductions.after_backward(loop.timer)
+                if loop._guard is not None:
+                    with loop.timer.aside():
+                        loop._guard.tick()
             finally:
                 loop._in_backward = False
                 for hook in hooks:

@@ -97,14 +97,11 @@ class Reductions:
         finally:
             self._together = before
 
-    def before_backward(self, tensors: Sequence[Any], timer: Any) -> list[Any]:
+    def before_backward(self, tensors: Sequence[Any]) -> list[Any]:
         """Make ready for a backward from these tensors; return what to begin it from."""
         tensors = list(tensors)
         if not self._together:
             return tensors
-        if self.guard.due():
-            with timer.aside():
-                self.guard.check()
         if self._grown:
             self._look_again()
         for reduction in self._each:
@@ -117,10 +114,12 @@ class Reductions:
         self._grown = False
 
     def after_backward(self, timer: Any) -> None:
-        """Average what backward has left, unless that is done.
+        """Average what backward has left, unless that is done; then compare if it is time.
+
+        The workers have just met, so that comparing takes nobody's wait for another one.
 
         Raises:
-            FitError: A parameter took no part in the loss.
+            FitError: A parameter took no part in the loss, or the models differ.
         """
         if not self._together:
             for reduction in self._each:
@@ -129,11 +128,14 @@ class Reductions:
         if self.overlapped:
             for reduction in self._each:
                 reduction.after_backward()
-            return
-        timer.ready()
-        with timer.blocked():
-            for reduction in self._each:
-                reduction.after_backward()
+        else:
+            timer.ready()
+            with timer.blocked():
+                for reduction in self._each:
+                    reduction.after_backward()
+        if self.guard.due():
+            with timer.aside():
+                self.guard.check()
 
     def before_step(self, optimizer: torch.optim.Optimizer, weight: float, timer: Any) -> None:
         """Average those gradients that an optimizer is about to follow and nobody has averaged.

@@ -165,7 +165,7 @@ class Served(Strategy):
         result.sent_bytes = answer.sent_bytes
         self.settle(result, answer)
         if self.guard is not None:
-            self.guard.tick()
+            result.aside_s = self.guard.tick()
 
     def _note_simulation(self) -> None:
         if self.rank == 0 and self.context.faults.on_links:

@@ -96,7 +96,7 @@ class TensorParallel(Partitioned):
             trainer.update()
         result = trainer.measured(share, self.bytes_per_sample * share.samples)
         if self.guard is not None:
-            self.guard.tick()
+            result.aside_s = self.guard.tick()
         return result
 
     def finish(self) -> None:

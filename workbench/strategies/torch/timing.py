@@ -118,7 +118,10 @@ class CpuTimer:
         compute_s = clock() - self._began - self._exposed - self._aside - data_wait_s
         self._faults.compute_s = compute_s - self._injected
         exposed_s = self._exposed if self._exposed_known else NAN
-        return StepResult(samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes)
+        return StepResult(
+            samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes,
+            aside_s=self._aside,
+        )  # fmt: skip
 
 
 class CudaTimer:
@@ -287,7 +290,7 @@ class CudaStep:
         compute_s = end_s - began_s - exposed_s - aside_s - marks.late_fetch_s
         self._faults.compute_s = compute_s - marks.injected_s
         return {
-            "start_s": start_s,
+            "start_s": start_s + aside_s,
             "end_s": end_s,
             "ready_s": ready_s,
             "data_wait_s": data_wait_s,

@@ -157,7 +157,7 @@ class Trainer:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if reductions is not None:
-            (loss,) = reductions.before_backward([loss], self.timer)
+            (loss,) = reductions.before_backward([loss])
         if reductions is not None and reductions.overlapped:
             self.timer.watch_backward(loss)
         elif last:
