@@ -118,6 +118,9 @@ def trained(kind, own_loop=True, epochs=2, clipped=True):
                     parameters, torch.autograd.grad(loss, parameters), strict=True
                 ):
                     parameter.grad = gradient
+            elif kind == "alone":
+                with model.no_sync():
+                    loss.backward()
             elif kind == "no_sync":
                 with model.no_sync():
                     (loss * 0.5).backward(retain_graph=True)
@@ -126,7 +129,10 @@ def trained(kind, own_loop=True, epochs=2, clipped=True):
                 loss.backward()
             if kind == "freeze" and not model.encoder.weight.requires_grad:
                 assert model.encoder.weight.grad is None
-            if clipped and kind != "autograd.grad":  # there the gradients are averaged by the step
+            if clipped and kind not in (
+                "autograd.grad",
+                "alone",
+            ):  # there the gradients are averaged by the step
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     return len(loader)

@@ -19,7 +19,7 @@ BACKEND, RING = {"allreduce": "backend"}, {"allreduce": "ring"}
 OURS = {"backend": BACKEND, "ring": RING}
 WAYS = [
     "method", "vae", "seq2seq", "parts", "both", "tied", "penalty", "unfreeze", "freeze", "grow",
-    "new optimizer", "autograd.backward", "autograd.grad", "no_sync",
+    "new optimizer", "autograd.backward", "autograd.grad", "no_sync", "alone",
 ]  # fmt: skip
 IN_FIT = ["method", "vae", "seq2seq", "tied", "penalty"]
 

@@ -64,6 +64,7 @@ class Reductions:
         self.overlapped = averaging.overlapped
         self._each: list[Reduction] = []
         self._together = True
+        self._alone = False  # whether gradients of a backward wait to be averaged
         self._strangers: set[torch.Tensor] = set()  # what some optimizer trains and no model has
         self._others: dict[tuple[int, ...], FlatGradients] = {}
         self._grown = False  # whether some module has been given something since the last backward
@@ -121,7 +122,8 @@ class Reductions:
         Raises:
             FitError: A parameter took no part in the loss, or the models differ.
         """
-        if not self._together:
+        self._alone = not self._together
+        if self._alone:
             for reduction in self._each:
                 reduction.averaged.clear()
             return
@@ -141,7 +143,7 @@ class Reductions:
         """Average those gradients that an optimizer is about to follow and nobody has averaged.
 
         Args:
-            weight: This worker's factor, which its loss would have had.
+            weight: This worker's factor, which its loss would have had in a backward.
         """
         lacking = [p for group in optimizer.param_groups for p in group["params"]
                    if p.grad is not None and not self._was_averaged(p)]  # fmt: skip
@@ -151,7 +153,8 @@ class Reductions:
         if concerned:
             timer.ready()
             with timer.blocked():
-                self._average(concerned, weight)
+                self._average(concerned, 1.0 if self._alone else weight)
+            self._alone = False
 
     def _was_averaged(self, parameter: torch.Tensor) -> bool:
         return any(each.averaged.get(parameter) is parameter.grad for each in self._each)
@@ -163,11 +166,12 @@ class Reductions:
             self._look_again()
         concerned = [place for place, each in enumerate(self._each) if left & each.known]
         left = left.difference(*(each.known for each in self._each))
-        if left and not self._strangers and dist.get_world_size() > 1:
+        rank = self._context.spec.rank
+        if left and not self._strangers and rank == 0 and dist.get_world_size() > 1:
             shapes = ", ".join(str(tuple(p.shape)) for p in parameters if p in left)
             self._context.emit(
                 "warning",
-                rank=self._context.spec.rank,
+                rank=rank,
                 text="An optimizer steps over parameters that no worker averages, so each trains "
                 f"them alone (shapes {shapes[:100]}). Hand their model over as well: "
                 "other, other_optimizer = wb.prepare(other, other_optimizer).",
@@ -294,13 +298,15 @@ class Reduction:
         self._before = []
         if self.ddp is not None:
             self._check_complete()
-            if reached:
-                self._averaging.reduced_by_ddp(self._bytes)
-        elif reached or self._find_unused:
+            if not reached:
+                return
+            self._averaging.reduced_by_ddp(self._bytes)
+        elif reached or self._find_unused:  # another worker may have been reached
             assert self._flat is not None
             self._flat.average()
-        if reached or self._find_unused:
-            self.note_averaged()
+        else:
+            return
+        self.note_averaged()
 
     def note_averaged(self) -> None:
         """Remember which gradients are averages."""
