@@ -121,6 +121,15 @@ MUTANTS = (
         "mirrored-2 and uneven",
     ),
     Mutant(
+        "copies-not-compared",
+        "Copies of a model that differ go on as if they were equal.",
+        "strategies/torch/guard.py",
+        "        if not same:\n",
+        "        if False:\n",
+        ("contract/test_loops.py::test_a_copy_that_differs_by_one_bit_ends_the_run_by_name",),
+        "mirrored-fit",
+    ),
+    Mutant(
         "mean-not-divided",
         "An all-reduce of our own gives the sum of the gradients where their mean was asked for.",
         "strategies/torch/allreduce/__init__.py",
