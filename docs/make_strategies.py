@@ -28,6 +28,30 @@ of them: change the word after `%%distributed`. Options are set with `-o name=va
 All of them are tested on CPUs of one machine, but for `tpu`, of which only the refusals are tested.
 Nothing on this page was ever run on a GPU, on a TPU or over several machines
 ([never run](never-run.md)).
+
+## Loops of your own in PyTorch
+
+`wb.prepare(model, optimizer, loader)` gives back the same module. Gradients are averaged at the end
+of each backward, so the loss may come about in any way: `model(x)`, a method
+(`model.training_step(batch)`), parts of the model, a gradient penalty by `torch.autograd.grad`.
+Layers may be frozen, unfrozen and added, and optimizers exchanged in mid-loop, at the same step on
+every rank. `model.no_sync()` lets gradients add up without averaging, as in
+DistributedDataParallel; there is no `model.module`: it is `model`.
+
+A loop over several models hands over each pair, the loader with the first:
+
+```text
+netD, optD, loader = wb.prepare(netD, optD, loader)
+netG, optG = wb.prepare(netG, optG)
+```
+
+All of them are averaged and [compared](metrics.md#equal-copies). A step ends with an optimizer of
+the first pair; what the loop does after it counts to the next step, as `other`. So hand over first
+the pair that steps last in an iteration, where that time matters. `one_device` and `mirrored` take
+several pairs. The run's final weights are those of the first model; a checkpoint needs the others
+in `keep=`.
+
+An optimizer that steps over parameters nobody averages is named in a warning.
 """
 
 

@@ -182,27 +182,18 @@ def averaged_by_hand(steps=10):
         optimizer.step()
 
 
-def without_all_reduce():
+def without_all_reduce(guarded):
     """The canary: a data-parallel strategy that forgot to average its gradients."""
-    import contextlib
-
     import torch
 
-    from workbench.strategies.torch import mirrored
+    from workbench.strategies.torch import guard, reduction
 
-    class Forgetful(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            return self.module(*args)
-
-        def no_sync(self):
-            return contextlib.nullcontext()
-
-    right = mirrored.Mirrored._wrap
-    mirrored.Mirrored._wrap = lambda self, model: Forgetful(model)
+    right = reduction.Reduction.before_backward, reduction.Reduction.after_backward
+    due = guard.Guard.due
+    reduction.Reduction.before_backward = lambda self, tensors: tensors
+    reduction.Reduction.after_backward = lambda self: None
+    if not guarded:
+        guard.Guard.due = lambda self: False
     try:
         from workbench.engine.fit import fit
 
@@ -214,7 +205,8 @@ def without_all_reduce():
             optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9),
         )  # fmt: skip
     finally:
-        mirrored.Mirrored._wrap = right
+        reduction.Reduction.before_backward, reduction.Reduction.after_backward = right
+        guard.Guard.due = due
 
 
 def stopped(own_loop, at=5):

@@ -60,7 +60,10 @@ def test_float32_stays_within_rounding(
 
 def test_a_strategy_without_all_reduce_is_caught(workers: Workers) -> None:
     truth = workers.truth(cells.train)
-    reports = clean(workers.run("mirrored", cells.without_all_reduce, workers=2))
+    for report in workers.run("mirrored", cells.without_all_reduce, True, workers=2):
+        assert "copies of the model are no longer equal" in str(report.error)
+        assert report.trained == 1
+    reports = clean(workers.run("mirrored", cells.without_all_reduce, False, workers=2))
     with pytest.raises(AssertionError, match=r"weight|bias"):
         assert_same(reports, truth, 1e-10)
 

@@ -82,4 +82,6 @@ def assert_same(reports: list[Report], truth: Report, tolerance: float) -> None:
         for name, value in truth.weights.items():
             assert abs(weights[name] - value).max() <= tolerance, name
     losses = metrics.derive(joined(reports)).loss
-    assert np.allclose(losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance)
+    assert np.allclose(
+        losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance, equal_nan=True
+    )

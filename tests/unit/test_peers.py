@@ -52,10 +52,11 @@ def pair() -> Any:
 
 
 def test_who_feels_anothers_end_says_so_beside_its_words():
-    from workbench.engine.links.wire import closed
+    from workbench.engine.links.wire import closed, ended
     from workbench.engine.outcomes import outcome_of
 
-    assert outcome_of(closed("worker 1"))["felt"] == "Connection closed by peer"
+    assert outcome_of(closed("server s0"))["felt"] == "Connection closed by peer"
+    assert outcome_of(ended("worker 1"))["felt"] == "Connection closed by peer"
     assert "felt" not in outcome_of(LinkError("Connection closed by peer: worker 1 is gone."))
 
 
@@ -105,7 +106,9 @@ def test_a_message_of_another_size_is_refused(pair: tuple[Peers, Peers], announc
     ours.send(1, memoryview(b"x" * announced))
     with pytest.raises(LinkError, match=f"{announced} bytes"):
         theirs.receive(0, memoryview(bytearray(20)))
-    with pytest.raises(LinkError, match="worker 1 is gone"):  # the other end learns of it
+    with pytest.raises(
+        LinkError, match="worker 1 takes no further part"
+    ):  # the other end learns of it
         ours.receive(1, memoryview(bytearray(20)))
 
 

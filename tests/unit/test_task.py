@@ -218,6 +218,21 @@ def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
     assert outcome_error(run_with(tmp_path), {0: stopped}) is None
 
 
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (("wb.prepare", 3, 0), "a step ends with optimizer.step(), which was never called"),
+        (("wb.prepare", 0, 3), "steps without a batch or a loss"),
+        (("", 0, 3), "its optimizer was not handed over"),
+        (("", 0, 0), "Nothing was distributed"),
+    ],
+)
+def test_a_loop_that_recorded_nothing_says_what_was_missing(tmp_path, loop, words):
+    told = dict(zip(("by", "backwards", "updates"), loop, strict=True))
+    error = outcome_error(run_with(tmp_path), {0: {**OK, "trained": 0, "loop": told}})
+    assert words in str(error)
+
+
 def test_ignored_overrides_are_an_error_unless_somebody_read_them(tmp_path):
     run = run_with(tmp_path, epochs=3, batch_size=64)
     assert "--batch-size, --epochs" in str(outcome_error(run, {0: OK, 1: OK}))

@@ -66,6 +66,20 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "DataLoader(..., multiprocessing_context='spawn')",
     ),
     (
+        r"Expected more than 1 value per channel when training",
+        "BatchNorm needs two samples or more on every worker, in each batch: "
+        "DataLoader(..., drop_last=True), a larger batch, or GroupNorm in place of BatchNorm",
+    ),
+    (
+        r"AttributeError: '\w+' object has no attribute 'module'",
+        "wb.prepare leaves the model as it is: write model in place of model.module",
+    ),
+    (
+        r"Connection closed by peer|Connection reset by peer",
+        "the other rank's error says why; if it shows none, its loop was shorter: let all ranks "
+        "take the same number of steps",
+    ),
+    (
         r"^SystemExit",
         "end a cell early with raise, or put the rest under if: exit() would end the engine",
     ),

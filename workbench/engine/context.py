@@ -33,6 +33,9 @@ class RunContext:
         faults: Injected delays.
         emit: Sends events.
         trained: Steps done in this run, by any way; 0 at the end of a strategy cell is an error.
+        taken_over: What took an own loop over (`wb.prepare`, `wb.watch`); empty: nothing did.
+        backwards, updates: Backward passes of such a loop; steps of any optimizer in the cell.
+        kept: What `wb.prepare(keep=)` named.
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
         step: The step under way, for `wb.log`.
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
@@ -54,8 +57,12 @@ class RunContext:
     faults: FaultInjector
     emit: Emit
     trained: int = 0
+    taken_over: str = ""
+    backwards: int = 0
+    updates: int = 0
     step: int = 0
     strategy: Any = None
+    kept: tuple[Any, ...] = ()
     closers: list[Callable[[], None]] = field(default_factory=list)
     weights: Callable[[], dict[str, Any]] | None = None
     started_s: float = 0.0

@@ -21,6 +21,9 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     its share, on its device, in the same order whatever the number of workers. A step ends with
     `optimizer.step()`. Stop ends the loop by `RunStopped`.
 
+    A loop over several models (a GAN) hands over each pair by a call of its own, the loader with
+    the first one. Gradients of all are averaged; the first pair's optimizer ends the steps.
+
     Args:
         model: A module.
         optimizer: A built optimizer of its parameters.
@@ -39,11 +42,7 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     spec = context.spec
     settings.check_supported(context.entry, "prepare", ())
     if context.strategy is not None:
-        raise FitError(
-            "This cell is training already.",
-            allowed="one wb.fit or wb.prepare at a time",
-            next_step="put the second loop into a cell of its own",
-        )
+        return _prepare_another(context, model, optimizer, loader, keep)
     module = check_pair(context, model, optimizer)
     source = None
     if loader is not None:
@@ -52,13 +51,42 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
         )
         settings.check_batch(source.batch_size, context)
     strategy = settings.load_strategy(context)
-    context.strategy = strategy
+    context.strategy, context.taken_over = strategy, "wb.prepare"
     model, optimizer, shared = strategy.adopt(module, optimizer, source)
-    go_on(context, strategy, check_kept(keep))
+    kept = check_kept(keep)
+    go_on(context, strategy, kept)
+    context.kept = kept
     if spec.rank == 0 or not context.entry.data_parallel:
         context.weights = strategy.weights
     announce(context, module, None if source is None else source.batch_size)
     return (model, optimizer) if loader is None else (model, optimizer, shared)
+
+
+def _prepare_another(
+    context: RunContext, model: Any, optimizer: Any, loader: Any, keep: Sequence[Any]
+) -> Any:
+    """Take over a further pair of a loop."""
+    if context.taken_over != "wb.prepare" or loader is not None or keep:
+        raise FitError(
+            "This cell is training already.",
+            seen="a second wb.prepare with a loader or keep="
+            if loader is not None or keep
+            else "wb.prepare after wb.fit",
+            allowed="one loop in a cell; its loader and keep= go with the first wb.prepare",
+            next_step="wb.prepare(model, optimizer) for the loop's other models; a second loop "
+            "goes into a cell of its own",
+        )
+    module = check_pair(context, model, optimizer)
+    saved = context.spec.checkpoint or context.spec.resume
+    if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
+        raise FitError(
+            "A checkpoint would not hold this model: it has the first pair, and what keep= names.",
+            seen="--checkpoint with several models",
+            allowed="all models and optimizers of the loop in the first call's keep=",
+            next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
+        )
+    another: tuple[Any, Any] = context.strategy.adopt_another(module, optimizer)
+    return another
 
 
 def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:

@@ -196,6 +196,7 @@ def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
     if outcome["status"] == "ok" and run.gate.stopping:
         outcome["status"] = "stopped"
     outcome["trained"] = run.trained
+    outcome["loop"] = {"by": run.taken_over, "backwards": run.backwards, "updates": run.updates}
     outcome["options_read"] = run.options_read
     outcome["initial_read"] = run.initial_read
     try:

@@ -66,7 +66,15 @@ def names(spec: RunSpec) -> dict[str, Any]:
 @contextlib.contextmanager
 def around(run: RunContext) -> Iterator[dict[str, Any]]:
     """Surround the cell of a training run; yields names that the cell finds besides."""
-    yield {}
+
+    def updated(*unused: Any) -> None:
+        run.updates += 1
+
+    counter = register_optimizer_step_post_hook(updated)
+    try:
+        yield {}
+    finally:
+        counter.remove()
 
 
 def device_label(device: str) -> str:

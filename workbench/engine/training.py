@@ -65,7 +65,7 @@ class Training:
         self.base = context.trained  # steps of an earlier fit in the same cell
         self.logs: dict[str, float] = {}
         self.evaluated = -1
-        self.weighing_s = self.saving_s = 0.0
+        self.weighing_s = self.saving_s = self.aside_s = 0.0
         self.checkpoints = checkpoints_of(context)
         self.first = self.base  # the step to begin with
 
@@ -93,7 +93,7 @@ class Training:
         else:
             last = self._steps(strategy, shares)
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
-            idle_s += self.weighing_s + self.saving_s
+            idle_s += self.weighing_s + self.saving_s + self.aside_s
             context.train_s += clock() - began - idle_s
         result = self.result
         result.steps = context.trained - self.base
@@ -134,7 +134,8 @@ class Training:
             context.fetch_s = fed - asked
             result = strategy.step(share)
             end = clock()
-            start += result.set_up_s
+            start += result.set_up_s + result.aside_s
+            self.aside_s += result.aside_s
             self._record(step, result, start, end, fed - asked)
             context.trained += 1
             start = end

@@ -47,6 +47,7 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     module = importlib.import_module(f"workbench.strategies.{framework}.watched")
     initialise(context, model)
     watched = module.watch(context, model, optimizer, loader)
+    context.taken_over = "wb.watch"
     context.closers.append(watched.close)
     context.weights = watched.weights
     size = settings.data_module(framework).global_batch(loader, context.spec.world_size)

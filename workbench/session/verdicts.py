@@ -38,6 +38,20 @@ def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
     if run.state == "stopping" or any(o["status"] != "ok" for o in outcomes.values()):
         return None
     if not any(o.get("trained") for o in outcomes.values()):
+        loops = [o["loop"] for o in outcomes.values() if o.get("loop")]
+        if any(loop["by"] for loop in loops):
+            return _no_step(loops)
+        if any(loop["updates"] for loop in loops):
+            return RunError(
+                "The cell trained, but not under the strategy: its optimizer was not handed over.",
+                seen=f"{max(loop['updates'] for loop in loops)} optimizer steps on a worker, "
+                "none of them recorded",
+                allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
+                "distributes itself",
+                next_step="put wb.watch(model, optimizer, loader) before the loop; a trainer with "
+                "a loop of its own (Lightning, Accelerate) runs under %%distributed without a "
+                "strategy",
+            )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
         return RunError(
             "Nothing was distributed: the cell trained nothing.",
@@ -62,6 +76,30 @@ def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
             next_step="use one of them, or leave the flag away",
         )
     return None
+
+
+def _no_step(loops: list[Mapping[str, Any]]) -> RunError:
+    """Return the error for a loop that was handed over and in which no step ended."""
+    by, backwards, updates = (
+        max(loop[name] for loop in loops) for name in ("by", "backwards", "updates")
+    )
+    seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
+    if updates:
+        return RunError(
+            "No step of the loop was recorded: its optimizer steps without a batch or a loss.",
+            seen=seen,
+            allowed="batches from the loader that wb.prepare returned, a loss.backward(), then "
+            "optimizer.step()",
+            next_step="model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
+            "iterate over that loader",
+        )
+    return RunError(
+        "No step of the loop was recorded: a step ends with optimizer.step(), which was never "
+        "called.",
+        seen=seen,
+        allowed="optimizer.step() after each backward; parameters changed by hand are no step",
+        next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
+    )
 
 
 def outcome_notes(outcomes: Outcomes) -> list[str]:

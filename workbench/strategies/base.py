@@ -86,6 +86,8 @@ class StepResult:
         waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
         set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
             count to no step.
+        aside_s: Seconds of it that were spent on what is no training (comparing replicas): they
+            count to no step either, nor to the time of training.
     """
 
     samples: int
@@ -101,6 +103,7 @@ class StepResult:
     deferred: Deferred | None = None
     replicas: tuple[StepResult, ...] = ()
     set_up_s: float = 0.0
+    aside_s: float = 0.0
 
 
 class Strategy(ABC):
@@ -194,6 +197,22 @@ class Strategy(ABC):
         Strategies whose catalog entry lacks the way `prepare` are never asked.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Take over a further pair of a loop that `adopt` took over: a GAN has two.
+
+        Raises:
+            FitError: This strategy takes one pair.
+        """
+        from ..errors import FitError
+
+        raise FitError(
+            f"Strategy {self.context.spec.strategy} trains one model and optimizer in a cell.",
+            seen="wb.prepare, called again",
+            allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
+            next_step="use mirrored, or one module that holds both models, with one optimizer; a "
+            "second training goes into a cell of its own",
+        )
 
     def drive(self, training: Any) -> StepResult | None:
         """Take all steps of an `engine.training.Training`, recorded; return the last one's result.

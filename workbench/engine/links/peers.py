@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from ... import scratch
 from ..marks import MESSAGE, waits_in
 from .auth import TIMEOUT_S, prove_server, prove_worker
-from .wire import LinkError, closed, rest
+from .wire import LinkError, ended, rest
 
 SILENCE_S = 1800  # how long a living peer may stay silent; as long as a collective of the group
 _SIZE = struct.Struct("!Q")
@@ -183,7 +183,7 @@ class Peers:
         try:
             return self._sockets[rank]
         except KeyError:
-            raise closed(f"worker {rank}") from None
+            raise ended(f"worker {rank}") from None
 
     def close(self) -> None:
         """Close all links; what others wait for here ends at once."""
@@ -210,7 +210,7 @@ class _Sending:
                 raise _silent(self._rank) from None
             return
         except OSError as error:
-            raise closed(f"worker {self._rank}") from error
+            raise ended(f"worker {self._rank}") from error
         self.left = rest(self.left, sent)
 
 
@@ -231,9 +231,9 @@ class _Receiving:
                 raise _silent(self._rank) from None
             return
         except OSError as error:
-            raise closed(f"worker {self._rank}") from error
+            raise ended(f"worker {self._rank}") from error
         if not received:
-            raise closed(f"worker {self._rank}")
+            raise ended(f"worker {self._rank}")
         with_size = len(self.left) == 2
         self.left = rest(self.left, received)
         if with_size and len(self.left) < 2:

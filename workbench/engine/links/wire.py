@@ -64,6 +64,17 @@ def closed(peer: str) -> LinkError:
     )
 
 
+def ended(peer: str) -> LinkError:
+    """Return the error for another worker that exchanges nothing any more."""
+    felt = "Connection closed by peer"
+    return LinkError(
+        f"{felt}: {peer} takes no further part, though this worker's loop goes on.",
+        felt=felt,
+        next_step="its own error says why; if it shows none, its loop was shorter: let all ranks "
+        "take the same number of steps",
+    )
+
+
 def pack(message: Message) -> bytes:
     """Return head and header."""
     header = json.dumps({"kind": message.kind, **message.meta}).encode()

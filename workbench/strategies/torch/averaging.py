@@ -2,12 +2,13 @@
 
 Decided from the options, by all workers alike, before the first step. The backend's own all-reduce
 of whole gradients is left to DistributedDataParallel, which overlaps it with backward; everything
-else goes through `FlatGradients`, in one message after backward.
+else goes through `FlatGradients`, in one message after backward. When which is done, whatever way
+the loss came about, is in `reduction.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Averaging:
 
     Attributes:
         overlapped: Whether DistributedDataParallel does it.
+        find_unused: Whether parameters may take no part in the loss of some worker.
+        bucket_mb: How large DistributedDataParallel's buckets are.
 
     Raises:
         FitError: The options exclude each other, or the workers' models differ.
@@ -45,7 +48,8 @@ class Averaging:
     def __init__(self, context: RunContext, model: torch.nn.Module) -> None:
         options, spec = context.spec.options, context.spec
         self._compress = str(options.get("compress", "none"))
-        self._find_unused = bool(options.get("find_unused_parameters", False))
+        self.bucket_mb = float(options.get("bucket_mb", 25.0))
+        self.find_unused = bool(options.get("find_unused_parameters", False))
         asked = str(options.get("allreduce", BACKEND))
         self._context, self._warned = context, False
         self._compressions: list[Compression] = []  # one per dtype
@@ -60,7 +64,6 @@ class Averaging:
             peers=connect_near(dist.group.WORLD) if ours and self._on_cpu else None,
         )
         self._aside = Aside()
-        self._ring_bytes = ring_bytes(model, self.links.size)
         try:
             check_alike(model)
             name = self._decide(model, asked, simulated)
@@ -96,7 +99,9 @@ class Averaging:
         if sparse or self._compress.startswith("topk"):
             return BACKEND
         # A model with gradients of several dtypes has a message for each: the largest counts.
-        kinds = [list(group.values()) for group in by_dtype(model).values()]
+        kinds = [
+            list(group.values()) for group in by_dtype(dict(model.named_parameters())).values()
+        ]
         parameters = max(kinds, key=size_bytes)
         shapes = [parameter.shape for parameter in parameters]
         message = message_like(self._compress, shapes, parameters[0].dtype)
@@ -108,16 +113,25 @@ class Averaging:
             self._context.emit("note", rank=0, text=text, topic=topic, value=choice.name)
         return choice.name
 
-    def wrap(self, module: torch.nn.Module) -> FlatGradients:
-        """Put a module whose parameters are equal on all workers behind the averaging."""
-        any_used = self._beside(self.all_reduce) if self._find_unused else None
-        return FlatGradients(module, self._make_mean, any_used)
+    def flat(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
+        """Return what averages these parameters' gradients in one message, as was decided."""
+        any_used = self._beside(self.all_reduce) if self.find_unused else None
+        return FlatGradients(parameters, self._make_mean, any_used)
+
+    def plain(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
+        """Return what averages gradients of which some may be missing; not compressed."""
+        mean = self._beside(self.all_reduce.mean)
+        return FlatGradients(parameters, lambda shapes: mean, self._beside(self.all_reduce))
 
     def _make_mean(self, shapes: list[torch.Size]) -> Mean:
         compression = make_compression(self._compress, self.all_reduce, shapes)
         if compression is not None:
             self._compressions.append(compression)
         return self._beside(compression or self.all_reduce.mean)
+
+    def forget(self) -> None:
+        """Let go of what compression has kept: the gradients are laid out anew."""
+        self._compressions.clear()
 
     def _beside(self, task: Mean) -> Mean:
         """Run a task on the thread for messages; CUDA's streams belong to the training thread."""
@@ -142,14 +156,14 @@ class Averaging:
             self.links.peers.close()
         self._aside.close()
 
-    def sent_bytes(self) -> float:
-        """Return the bytes this worker sent since the last call.
+    def reduced_by_ddp(self, size_bytes: float) -> None:
+        """Count what DistributedDataParallel has sent: a ring sends 2 (n-1)/n of the gradients."""
+        self.links.count(round(2 * (self.links.size - 1) * size_bytes / self.links.size))
 
-        DDP's traffic is not seen: a ring all-reduce of all gradients sends 2 (n-1)/n of them.
-        """
+    def sent_bytes(self) -> float:
+        """Return the bytes this worker sent since the last call."""
         if self.overlapped:
             self._warn_of_links()
-            return self._ring_bytes
         before, self._counted = self._counted, self.links.sent_bytes
         return self._counted - before
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..base import Job, Share, StepResult, Strategy
+from .guard import Guard
 from .loop import OwnLoop
 from .memory import held_bytes
 from .parts import copied_state, load_parts
@@ -31,6 +32,7 @@ class DriftingReplicas(Strategy):
         message: This worker's parameters and floating-point buffers, flat.
         done: Steps done.
         equal: Whether the replicas are equal now.
+        guard: Compares replicas that have just been made equal; None where they never are.
         sent_bytes: Bytes this worker sent in the latest step.
     """
 
@@ -39,9 +41,9 @@ class DriftingReplicas(Strategy):
     model: torch.nn.Module | None = None
     done = 0
     equal = True
+    guard: Guard | None = None
     gathers = True
     sent_bytes = wait_s = 0.0
-    _hook: Any = None
 
     @abstractmethod
     def meets(self) -> bool:
@@ -86,6 +88,9 @@ class DriftingReplicas(Strategy):
             timer.ready()
             with timer.blocked():
                 self.wait_s = self.meet()
+        if self.guard is not None and self.equal:
+            with timer.aside():
+                self.guard.tick()
 
     def complete(self, result: StepResult) -> StepResult:
         """Add the wait: nobody waits between meetings."""
@@ -119,6 +124,8 @@ class DriftingReplicas(Strategy):
         if not self.equal:
             self.mean()
             self.equal = True
+        if self.guard is not None:
+            self.guard.settle(last=self.loop is None)
         counters = [b for b in self.model.buffers() if not b.is_floating_point()]
         broadcast(counters, self.device)
 
@@ -188,8 +195,6 @@ class DriftingReplicas(Strategy):
         """
         model.to(self.context.spec.device)
         self.begin(model)
-        # Before the loop's own hook, which records the step.
-        self._hook = optimizer.register_step_post_hook(self._after_step)
         self.loop = OwnLoop(
             self.context,
             model,
@@ -197,12 +202,13 @@ class DriftingReplicas(Strategy):
             None if loader is None else self.deal(loader),
             sent_bytes=lambda: self.sent_bytes,
             weighted=True,
+            stepped=self._after_step,  # before the step is recorded
             complete=self.complete,
             epoch_end=self.finish,
         )
         return model, optimizer, self.loop.loader
 
-    def _after_step(self, *args: Any) -> None:
+    def _after_step(self) -> None:
         assert self.loop is not None
         self.step_done(self.loop.timer)
 
@@ -213,11 +219,9 @@ class DriftingReplicas(Strategy):
 
     def close(self) -> None:
         """Leave the user's loop alone again."""
-        if self._hook is not None:
-            self._hook.remove()
         if self.loop is not None:
             self.loop.close()
-        self.trainer = self.loop = self.model = self._hook = None
+        self.trainer = self.loop = self.model = self.guard = None
 
     @property
     def _trainer(self) -> Trainer:

@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import FitError
 from ..base import Job, Share, StepResult
+from .guard import Guard
 from .layout import make_mesh, release_mesh
 from .model_split import ModelSplit
 from .replicas import broadcast
@@ -53,6 +54,7 @@ class Hybrid(ModelSplit):
 
     mesh: DeviceMesh | None = None
     sum: SummedGradients | None = None
+    guard: Guard | None = None
 
     @property
     def stage_workers(self) -> int:
@@ -96,6 +98,8 @@ class Hybrid(ModelSplit):
         self._equal(self._own)
         self._equal(self._buffers())
         self.sum = SummedGradients(self._own, self.replicas, self.device)
+        self.guard = Guard(self.context, group=self.replicas)
+        self.guard.add(self.job.model)
 
     def step(self, share: Share) -> StepResult:
         """Send the share through the pipeline, add up with the other pipelines, update."""
@@ -103,6 +107,8 @@ class Hybrid(ModelSplit):
         assert self.sum is not None
         result.sent_bytes += self.sum.sent_bytes
         result.ready_s = clock() - self.timeline.spent.blocked_s
+        assert self.guard is not None
+        result.aside_s = self.guard.tick()
         return result if self._pipeline.holds_last else replace(result, samples=0)
 
     def gradients_done(self, share: Share) -> None:
@@ -123,7 +129,8 @@ class Hybrid(ModelSplit):
 
     def finish(self) -> None:
         """Make the pipelines' buffers equal."""
-        if self.pipeline is not None:
+        if self.guard is not None:
+            self.guard.settle()
             self._equal(self._buffers())
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -142,7 +149,7 @@ class Hybrid(ModelSplit):
         """Drop the stages; the user's model keeps this worker's share."""
         super().close()
         release_mesh(self.mesh)
-        self.sum = self.mesh = self.group = self.replicas = None
+        self.sum = self.guard = self.mesh = self.group = self.replicas = None
 
 
 class SummedGradients:

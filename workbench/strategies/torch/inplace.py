@@ -1,10 +1,10 @@
-"""Sends a module's forward through a wrapper while the user goes on holding the plain module.
+"""Gives an object of the user's further methods while the user goes on holding it as it is.
 
 `model = DDP(model)` changes what the user's name stands for: state_dict keys get a prefix, own
 attributes are out of reach, and calling the inner module bypasses the all-reduce without a word.
-Here the module keeps its identity; only its class is exchanged for a subclass whose `forward` goes
-through the wrapper. Undoing that is exchanging the class back. Copies and pickles of the module
-(an averaged copy, a checkpoint) are of the original class.
+Here the object keeps its identity; only its class is exchanged for a subclass. Undoing that is
+exchanging the class back. Copies and pickles (an averaged copy, a checkpoint) are of the original
+class.
 """
 
 from __future__ import annotations
@@ -16,50 +16,17 @@ from typing import Any
 import torch
 
 
-class Original(torch.nn.Module):
-    """What the wrapper wraps: the same parameters, and the module's own forward."""
+def give_no_sync(model: torch.nn.Module, no_sync: Callable[[], Any]) -> Callable[[], None]:
+    """Give a model DistributedDataParallel's `no_sync`, unless it has one; return what undoes it.
 
-    def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self._own_forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward."""
-        return self._own_forward(*args, **kwargs)
-
-
-class InPlace:
-    """A module whose training forward goes through what `wrap` returns.
-
-    Without gradients (`torch.no_grad`) the wrapper is passed by: nothing is communicated, so a
-    worker may evaluate on its own.
+    A compiled or patched module, which has a `forward` of its own, is left as it is.
     """
-
-    def __init__(self, model: torch.nn.Module, wrap: Callable[[torch.nn.Module], Any]) -> None:
-        self._model, self._class = model, type(model)
-        self._own = model.__dict__.get("forward")  # compiled and patched modules have one
-        own = self._own or self._class.forward.__get__(model)
-        self.ddp = wrap(Original(model, own))
-        ddp = self.ddp
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                return ddp(*args, **kwargs)
-            return own(*args, **kwargs)
-
-        if self._own is not None:
-            model.__dict__["forward"] = forward
-        else:
-            model.__class__ = subclass(self._class, forward=lambda self, *a, **k: forward(*a, **k))
-
-    def undo(self) -> None:
-        """Give the module its class and forward back."""
-        if self._own is not None:
-            self._model.__dict__["forward"] = self._own
-        else:
-            self._model.__class__ = self._class
-        self.ddp = None
+    cls = type(model)
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if scripted or hasattr(model, "no_sync") or "forward" in model.__dict__:
+        return lambda: None
+    model.__class__ = subclass(cls, no_sync=lambda self: no_sync())
+    return lambda: setattr(model, "__class__", cls)
 
 
 def subclass(cls: type, **methods: Any) -> type:

@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ...engine.order import share_bounds
@@ -35,10 +36,17 @@ from ...engine.torch_skew import skewed
 from ...errors import FitError
 from ..base import NAN, Share, StepResult
 from .drifting import DriftingReplicas
+from .guard import Guard
 
 
 class LocalSGD(DriftingReplicas):
     """Independent steps, averaged every `every` steps."""
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Make all replicas equal, which they are again after each average."""
+        super().begin(model)
+        self.guard = Guard(self.context, "copies")
+        self.guard.add(model)
 
     def step(self, share: Share) -> StepResult:
         """Take a step alone, or sit the round out; average at its end."""

@@ -6,30 +6,43 @@
             .backward()            the loss is kept, and weighted by the share's samples
         optimizer.step()           the step ends here: one record
 
-Several backward calls before one `optimizer.step()` are one step: their losses add up.
+Several backward calls before one `optimizer.step()` are one step: their losses add up. A step ends
+with any optimizer that trains the model, so a loop may go on with a new one. Of several models that
+are prepared in one cell, the first one's optimizer ends the steps.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ...engine.checkpoints import Checkpoints
 from ...engine.context import RunContext
 from ...engine.source import Source
-from ...engine.torch_batches import batch_length
+from ...engine.torch_batches import batch_length, tensors_of
 from ...errors import RunStopped
 from ..base import NAN, Share, StepResult
-from .inplace import subclass
+from .inplace import give_no_sync, subclass
 from .memory import held_bytes
 from .shared_loader import SharedLoader
 from .timing import make_timer
 from .trainer import to_numpy
+
+if TYPE_CHECKING:
+    from .guard import Guard
+    from .reduction import Reductions
 
 clock = time.perf_counter
 
@@ -43,11 +56,15 @@ class OwnLoop:
         sent_bytes: What a worker sends per step, or a function that says it after each step; NaN
             where unknown.
         communicates: Whether backward ends in communication.
+        reductions: What averages gradients, where backward is to end in that.
+        guard: Compares the replicas after backward, where the loop averages by itself.
         weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
             its samples.
         adds_up: Whether gradients are added up rather than averaged.
         epoch_end: Called on all workers when the loader is exhausted.
         backward_ended: Called after each backward.
+        stepped: Called after each step of an optimizer that trains the model.
+        exchanged: Called before a step of such an optimizer that is not the one prepared.
         complete: Given what a step measured before it is recorded, to add to it.
     """
 
@@ -61,10 +78,14 @@ class OwnLoop:
         watched: Any = None,
         sent_bytes: float | Callable[[], float] = NAN,
         communicates: bool = False,
+        reductions: Reductions | None = None,
+        guard: Guard | None = None,
         weighted: bool = False,
         adds_up: bool = False,
         epoch_end: Callable[[], object] = lambda: None,
         backward_ended: Callable[[], object] = lambda: None,
+        stepped: Callable[[], object] = lambda: None,
+        exchanged: Callable[[], object] = lambda: None,
         complete: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
         self.context, self.model, self.optimizer = context, model, optimizer
@@ -74,7 +95,17 @@ class OwnLoop:
         self.loader = None if source is None else SharedLoader(self, source)
         self.epoch_end = epoch_end
         self._backward_ended, self._complete = backward_ended, complete
-        self._sent_bytes, self._communicates, self._weighted = sent_bytes, communicates, weighted
+        self._stepped, self._exchanged = stepped, exchanged
+        self._reductions, self._guard = reductions, guard
+        overlapped = reductions is not None and reductions.overlapped
+        self._sent_bytes, self._weighted = sent_bytes, weighted
+        self._communicates = communicates or overlapped
+        self.others: list[torch.nn.Module] = []
+        self._in_backward = False
+        self._under_way_steps: list[torch.optim.Optimizer] = []
+        self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._counts = source is not None or watched is not None
         self._workers = 1 if adds_up else context.spec.world_size
         self._weight = 1 / context.spec.world_size if adds_up else 1.0
@@ -82,11 +113,15 @@ class OwnLoop:
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
         self._clear()
         self._undo: list[Callable[[], None]] = [
-            optimizer.register_step_post_hook(self._after_step).remove,
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        if watched is None:
+            together = contextlib.nullcontext if reductions is None else reductions.no_sync
+            self._undo.append(give_no_sync(model, together))
+        self._shape: tuple[int, ...] = ()
         if not self._counts:
-            hook = _ForwardHook(self)
-            self._undo.append(model.register_forward_pre_hook(hook).remove)
+            self._count_in(model)
         self.checkpoints: Checkpoints | None = None  # where the loop may be gone on with
         self._patch_backward()
         self._patch_scaler()
@@ -174,38 +209,117 @@ class OwnLoop:
         self.timer.begin()
         self.timer.spend("forward")
 
+    def _count_in(self, model: torch.nn.Module) -> None:
+        """Count samples where the model is given them: in a loop whose batches are not seen."""
+        self._undo.append(model.register_forward_pre_hook(_Hook(self.before_forward)).remove)
+        for module in model.modules():
+            if getattr(module, "batch_first", None) is False and module is not model:
+                hook = _Hook(self.before_sequence)
+                self._undo.append(module.register_forward_pre_hook(hook).remove)
+                return
+
     def before_forward(self, args: tuple[Any, ...]) -> None:
-        """Begin a step, in a loop whose batches are not seen: count what the model is given."""
+        """Begin a step: count what the model is given."""
         self._begin()
         if not self._fed:
             self._feed()
         self._samples += batch_length(args)
+        self._shape = next((tuple(t.shape) for t in tensors_of(args) if t.dim()), ())
 
-    def _before_backward(self, tensor: torch.Tensor) -> None:
-        loss = tensor
-        if self._scaled is not None and self._scaled[0] is tensor:
-            loss, self._scaled = self._scaled[1], None
-        if loss.numel() == 1:
-            value = loss.detach().reshape(())
-            self._loss = value if self._loss is None else self._loss + value
-        if self._communicates and tensor.requires_grad:
-            self.timer.watch_backward(tensor)
-        else:
-            self.timer.spend("backward")
+    def before_sequence(self, args: tuple[Any, ...]) -> None:
+        """Correct the count where samples are the second dimension: as a recurrent layer says."""
+        shape, self._shape = self._shape, ()
+        seen = next((t.shape for t in tensors_of(args)), ())
+        if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
+            self._samples += shape[1] - shape[0]
 
-    def _after_step(self, *args: Any) -> None:
-        if not self._fed or self._loss is None:
+    def adopt_another(self, model: torch.nn.Module) -> None:
+        """Take a further model into the loop; it ends no steps."""
+        self.others.append(model)
+        together = contextlib.nullcontext if self._reductions is None else self._reductions.no_sync
+        self._undo.append(give_no_sync(model, together))
+
+    def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Note the loss; return what to begin backward from, and the hooks to take off after it."""
+        hooks: list[Any] = []
+        if self._fed:
+            self._note_loss(tensors)
+            first = next((t for t in tensors if _needs_gradient(t)), None)
+            if self._communicates and first is not None:
+                hooks.append(self.timer.watch_backward(first))
+            else:
+                self.timer.spend("backward")
+        if self._reductions is not None:
+            tensors = self._reductions.before_backward(tensors)
+        return tensors, hooks
+
+    def _note_loss(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            loss = tensor
+            if self._scaled is not None and self._scaled[0] is tensor:
+                loss, self._scaled = self._scaled[1], None
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                value = loss.detach().reshape(())
+                self._loss = value if self._loss is None else self._loss + value
+
+    def _weighted_gradients(self, tensors: list[Any], gradients: list[Any]) -> list[Any]:
+        """Return what backward begins with, so that a share counts by its samples."""
+        if self._weight == 1.0:
+            return gradients
+        weighted = []
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient * self._weight
+            elif isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+                gradient = torch.full_like(tensor, self._weight)
+            weighted.append(gradient)
+        return weighted
+
+    def _ends_steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains the loop's first model."""
+        known = self._trains.get(optimizer)
+        if known is None:
+            ours = {id(p) for p in self.model.parameters()}
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            known = optimizer is self.optimizer or any(id(p) in ours for p in held)
+            self._trains[optimizer] = known
+        return known
+
+    def _before_step(self, optimizer: Any, *unused: Any) -> None:
+        under_way = self._under_way_steps
+        if optimizer in under_way:  # its last step has failed
+            del under_way[under_way.index(optimizer) :]
+        under_way.append(optimizer)
+        if optimizer is not self.optimizer and self._ends_steps(optimizer):
+            self._exchanged()
+        if self._reductions is not None:
+            self._reductions.before_step(optimizer, self._weight, self.timer)
+
+    def _after_step(self, optimizer: Any, *unused: Any) -> None:
+        under_way = self._under_way_steps
+        if optimizer in under_way:
+            del under_way[under_way.index(optimizer) :]
+        if under_way or not self._ends_steps(optimizer):  # one inside another's, or another model's
             return
+        self._stepped()
+        if not self._fed:
+            return
+        if self._loss is not None:
+            self._record(self._loss)
+        elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self._record(torch.tensor(NAN))  # its gradients came without a backward
+
+    def _record(self, loss: torch.Tensor) -> None:
         context = self.context
         sent = self._sent_bytes
         sent_bytes = sent() if callable(sent) else sent
-        result = self.timer.finish(self._samples, self._loss, sent_bytes, self._late_wait_s)
+        result = self.timer.finish(self._samples, loss, sent_bytes, self._late_wait_s)
         self._complete(result)
         end = clock()
         context.recorder.add(
             context.trained,
             result.samples,
-            self._start,
+            self._start + result.aside_s,
             end,
             data_wait_s=self._first_wait_s + self._late_wait_s if self._counts else NAN,
             compute_s=result.compute_s,
@@ -219,7 +333,7 @@ class OwnLoop:
             deferred=result.deferred,
         )
         context.trained += 1
-        context.train_s += end - self._start
+        context.train_s += end - self._start - result.aside_s
         self._start = end
         self._clear()
         if context.trained == 2:  # when optimizers have their state
@@ -228,25 +342,46 @@ class OwnLoop:
             context.log_memory(held)
 
     def _patch_backward(self) -> None:
-        original = torch.Tensor.backward
+        original = torch.autograd.backward  # that of tensors calls it
         loop = self
 
+        @functools.wraps(original)
         def backward(
-            tensor: torch.Tensor,
-            gradient: Any = None,
+            tensors: Any,
+            grad_tensors: Any = None,
             retain_graph: Any = None,
             create_graph: bool = False,
+            grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if loop._fed:
-                loop._before_backward(tensor)
-                if loop._weight != 1.0 and gradient is None and tensor.numel() == 1:
-                    gradient = torch.full_like(tensor, loop._weight)
-            original(tensor, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+            options = retain_graph, create_graph
+            if loop._in_backward:  # one inside another (checkpointed activations)
+                original(tensors, grad_tensors, *options, grad_variables, inputs)
+                return
+            begun = _listed(tensors)
+            gradients = _listed(grad_tensors if grad_variables is None else grad_variables)
+            gradients = gradients or [None] * len(begun)
+            hooks: list[Any] = []
+            loop._in_backward = True
+            try:
+                if len(gradients) == len(begun):  # else the original says so
+                    gradients = loop._weighted_gradients(begun, gradients)
+                begun, hooks = loop._before_backward(begun)
+                original(begun, gradients, *options, None, inputs)
+                if loop._reductions is not None:
+                    loop._reductions.after_backward(loop.timer)
+                if loop._guard is not None:
+                    with loop.timer.aside():
+                        loop._guard.tick()
+            finally:
+                loop._in_backward = False
+                for hook in hooks:
+                    hook.remove()
+            loop.context.backwards += 1
             loop._backward_ended()
 
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
+        torch.autograd.backward = backward
+        self._undo.append(lambda: setattr(torch.autograd, "backward", original))
 
     def _patch_scaler(self) -> None:
         """Keep the loss from before a GradScaler multiplied it."""
@@ -289,18 +424,33 @@ class OwnLoop:
             undo()
         self._undo.clear()
         self.epoch_end = self._backward_ended = lambda: None
+        self._stepped = self._exchanged = lambda: None
         self._complete, self._sent_bytes = lambda result: None, NAN
+        self._reductions = self._guard = None
+        self.others.clear()
+        self._under_way_steps.clear()
 
 
-class _ForwardHook:
+def _listed(value: Any) -> list[Any]:
+    """Return one tensor or several as a list; backward takes both."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Hook:
     """Tells the loop of each training forward; copies and pickles of the model leave it behind."""
 
-    def __init__(self, loop: OwnLoop) -> None:
-        self._loop = loop
+    def __init__(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
+        self._tell = tell
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():
-            self._loop.before_forward(args)
+            self._tell(args)
 
     def __reduce__(self) -> Any:
         return _no_hook, ()

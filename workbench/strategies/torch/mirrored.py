@@ -19,86 +19,86 @@ them, so rank 0's are broadcast before each evaluation and at the end, not in ea
 DDP does by default: a broadcast there would hide who waits for whom.
 
 Option `allreduce` exchanges the all-reduce (`allreduce/`), `compress` shortens what is sent
-(`compression.py`); both average all gradients in one message after backward (`flat.py`).
+(`compression.py`); both average all gradients in one message after backward. Averaging hangs on
+backward, not on the model's forward (reduction.py), so a loss may come about in any way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import inspect
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
 from .averaging import Averaging
-from .flat import FlatGradients
-from .inplace import InPlace
+from .guard import Guard
 from .loop import OwnLoop
 from .memory import held_bytes
 from .parts import copied_state, load_parts
-from .replicas import broadcast_buffers, broadcast_model
+from .reduction import Reduction, Reductions
+from .replicas import broadcast_buffers
 from .trainer import Trainer
 
-_parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-_NO_FORWARD_SYNC: dict[str, Any] = (  # the argument was renamed in PyTorch 2.13
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in _parameters
-    else {"broadcast_buffers": False}
-)
+NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 
 
 class Mirrored(Strategy):
     """Data parallelism with all-reduced gradients."""
 
     trainer: Trainer | None = None
-    ddp: DistributedDataParallel | FlatGradients | None = None
     averaging: Averaging | None = None
+    reductions: Reductions | None = None
     loop: OwnLoop | None = None
-    in_place: InPlace | None = None
     sync_batchnorm: SyncedBatchNorm | None = None
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._others = contextlib.ExitStack()  # what the cell's further models leave to be undone
 
     def prepare(self, job: Job) -> None:
         """Copy rank 0's model to all workers and hook the all-reduce into backward."""
         self.trainer = trainer = Trainer(self.context, job)
         self.sync_batchnorm = SyncedBatchNorm(trainer.model, self.options, trainer.device)
-        self.averaging = Averaging(self.context, trainer.model)
-        if job.step_fn is None:
-            self.ddp = self._wrap(trainer.model)
-            trainer.wrap(self.ddp)
-        else:  # step_fn may use the model's own attributes, so it is given the model itself
-            self.in_place = InPlace(trainer.model, self._wrap)
-            self.ddp = self.in_place.ddp
-            trainer.wrap(trainer.model)
+        reduction = self._average(trainer.model)
+        trainer.wrap(trainer.model)
+        if job.compile and job.step_fn is None and reduction.ddp is not None:
+            # The compiler cuts the backward where DistributedDataParallel's buckets end.
+            reduction.rewrapped = lambda: trainer.wrap(reduction.ddp or trainer.model)
+            reduction.rewrapped()
+
+    def _average(self, model: torch.nn.Module) -> Reduction:
+        """Begin to average a model's gradients; the cell's first one decides how."""
+        if self.averaging is None or self.reductions is None:
+            self.averaging = Averaging(self.context, model)
+            # Nothing can differ before the second backward.
+            self.reductions = Reductions(self.context, self.averaging, Guard(self.context, first=2))
+        self._tell_of_batchnorm(model)
+        return self.reductions.add(model)
+
+    def _tell_of_batchnorm(self, model: torch.nn.Module) -> None:
+        if self.rank or self.world_size == 1:
+            return
+        if any(isinstance(module, NORMS) for module in model.modules()):
+            text = (
+                "BatchNorm sees each worker's share of the batch, not the whole: the result is not "
+                "one device's."
+            )
+            self.context.emit("note", rank=0, text=text)
 
     def step(self, share: Share) -> StepResult:
         """Backward on the own share ends in the average; every worker takes the same step."""
-        trainer, ddp, averaging = self._trainer, self.ddp, self.averaging
-        assert ddp is not None
+        trainer, averaging = self._trainer, self.averaging
         assert averaging is not None
         weight = share.samples * self.world_size / share.global_samples
-        trainer.gradients(share, weight=weight, alone=ddp.no_sync, communicates=True)
+        trainer.gradients(share, weight=weight, reductions=self.reductions)
         trainer.update()
         return trainer.measured(share, averaging.sent_bytes())
-
-    def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel | FlatGradients:
-        """Put a module behind what averages its gradients."""
-        averaging = self.averaging
-        if averaging is not None and not averaging.overlapped:
-            broadcast_model(model)
-            return averaging.wrap(model)
-        return DistributedDataParallel(
-            model,
-            bucket_cap_mb=self.options.get("bucket_mb", 25.0),
-            find_unused_parameters=self.options.get("find_unused_parameters", False),
-            **_NO_FORWARD_SYNC,
-            gradient_as_bucket_view=True,
-        )
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; each worker scores its share, the sums are all-reduced."""
@@ -107,7 +107,8 @@ class Mirrored(Strategy):
 
     def finish(self) -> None:
         """Make the buffers equal; all workers have done the same number of steps."""
-        if self.trainer is not None:
+        if self.trainer is not None and self.reductions is not None:
+            self.reductions.guard.settle()
             broadcast_buffers(self.trainer.model)
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
@@ -132,24 +133,41 @@ class Mirrored(Strategy):
             self.averaging.load_own_state(state)
 
     def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
-        """Let a user's own loop train in parallel: its model's forward now ends in the average."""
+        """Let a user's own loop train in parallel: each backward now ends in the average."""
         model.to(self.context.spec.device)
         device = torch.device(self.context.spec.device)
         self.sync_batchnorm = SyncedBatchNorm(model, self.options, device)
-        self.averaging = Averaging(self.context, model)
-        self.in_place = InPlace(model, self._wrap)
-        self.ddp = self.in_place.ddp
+        self._average(model)
+        assert self.averaging is not None
+        assert self.reductions is not None
         self.loop = OwnLoop(
             self.context,
             model,
             optimizer,
             loader,
             sent_bytes=self.averaging.sent_bytes,
-            communicates=True,
+            reductions=self.reductions,
             weighted=True,
-            epoch_end=lambda: broadcast_buffers(model),
+            epoch_end=self._epoch_end,
         )
         return model, optimizer, self.loop.loader
+
+    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Average a further model of the loop, whose steps are those of the first pair."""
+        assert self.loop is not None
+        model.to(self.context.spec.device)
+        synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
+        self._others.callback(synced.undo)
+        self._average(model)
+        self.loop.adopt_another(model)
+        return model, optimizer
+
+    def _epoch_end(self) -> None:
+        assert self.loop is not None
+        assert self.reductions is not None
+        self.reductions.guard.settle(last=False)
+        for model in (self.loop.model, *self.loop.others):
+            broadcast_buffers(model)
 
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
@@ -160,16 +178,14 @@ class Mirrored(Strategy):
         """Give the user's module back as it was; wrappers must go before the process group."""
         if self.loop is not None:
             self.loop.close()
-        if self.in_place is not None:
-            self.in_place.undo()
+        if self.reductions is not None:
+            self.reductions.close()
         if self.averaging is not None:
             self.averaging.close()
+        self._others.close()
         if self.sync_batchnorm is not None:
             self.sync_batchnorm.undo()
-        if self.ddp is not None:
-            # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
-            self.ddp.__dict__.clear()
-        self.trainer = self.loop = self.in_place = self.ddp = self.averaging = None
+        self.trainer = self.loop = self.reductions = self.averaging = None
         gc.collect()
 
     @property
@@ -197,10 +213,9 @@ class SyncedBatchNorm:
                 seen=str(device),
                 next_step="leave out -o sync_batchnorm=true",
             )
-        norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, norms):
+                if isinstance(child, NORMS):
                     self._before.append((parent, name, child))
                     # Parameters and statistics are shared with the original, which comes back.
                     convert: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm

@@ -61,6 +61,13 @@ class OneDevice(Strategy):
         self.loop = OwnLoop(self.context, model, optimizer, loader, sent_bytes=0.0)
         return model, optimizer, self.loop.loader
 
+    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Move a further model of the loop to the device."""
+        assert self.loop is not None
+        model.to(self.context.spec.device)
+        self.loop.adopt_another(model)
+        return model, optimizer
+
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
         part = self.loop or self._trainer

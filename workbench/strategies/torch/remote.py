@@ -71,6 +71,7 @@ class Remote:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         self._slots = [i for i, p in enumerate(every) if p.requires_grad]
         self.parameters = [every[i] for i in self._slots]
+        self._known = set(self.parameters)
         self._servers = ShardLinks(
             context, self.parameters, clips=clip_norm is not None, snapshot=snapshot
         )
@@ -110,6 +111,7 @@ class Remote:
                 seen=type(optimizer).__name__,
                 next_step="use another optimizer, or strategy mirrored",
             )
+        self._check_known()
         self._check_untouched()
         self._exchanged(self.exchange)
         self._hidden = [p.grad for p in self.parameters]
@@ -120,6 +122,20 @@ class Remote:
         for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
             parameter.grad = gradient
         self._hidden = []
+
+    def _check_known(self) -> None:
+        """Raise FitError where the step would change what is on no server: here alone."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._known:
+                    raise FitError(
+                        "A parameter is trained that was frozen, or not the optimizer's, when the "
+                        "others were put on the servers; this worker's copy alone would change.",
+                        seen=f"a parameter of shape {tuple(parameter.shape)}",
+                        allowed="requires_grad and param_groups as they were; freezing is possible",
+                        next_step="call wb.prepare with all layers unfrozen and freeze some after "
+                        "it, or use strategy mirrored",
+                    )
 
     def backward_ended(self) -> None:
         """Note what the gradients are like when backward leaves them."""

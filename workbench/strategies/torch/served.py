@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ...errors import FitError
 from ...faults import ON_LINKS, parse_fault
 from ..base import Job, Share, StepResult, Strategy
+from .guard import Guard
 from .holder import Holder, Policy, serve
 from .loop import OwnLoop
 from .memory import bytes_of
@@ -41,6 +42,7 @@ class Served(Strategy):
     trainer: Trainer | None = None
     loop: OwnLoop | None = None
     remote: Remote | None = None
+    guard: Guard | None = None
     answer = Answer()
     _model: torch.nn.Module | None = None
     _timer: Any = None
@@ -108,7 +110,8 @@ class Served(Strategy):
             loader,
             weighted=sync,
             adds_up=sync,
-            epoch_end=lambda: broadcast_buffers(model) if sync else None,
+            epoch_end=self._epoch_end,
+            exchanged=self._refuse_another,
             backward_ended=lambda: self.remote.backward_ended() if self.remote else None,
             complete=self._complete,
         )
@@ -116,12 +119,30 @@ class Served(Strategy):
         self._join(optimizer, None, whole=sync)
         return model, optimizer, self.loop.loader
 
+    def _epoch_end(self) -> None:
+        if self.guard is not None and self._model is not None:
+            self.guard.settle(last=False)
+            broadcast_buffers(self._model)
+
+    def _refuse_another(self) -> None:
+        raise FitError(
+            "The servers step the optimizer that wb.prepare was given; a new one would train this "
+            "worker's copy alone.",
+            seen="optimizer.step() of another optimizer",
+            allowed="one optimizer for the whole loop",
+            next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
+            "use strategy mirrored",
+        )
+
     def _join(
         self, optimizer: torch.optim.Optimizer, clip_norm: float | None, *, whole: bool = False
     ) -> None:
         options, model = self.options, self._model
         assert model is not None
         broadcast_buffers(model)
+        if self.context.sync:
+            self.guard = Guard(self.context, "copies")
+            self.guard.add(model)
         self._note_simulation()
         self.remote = Remote(
             self.context,
@@ -143,6 +164,8 @@ class Served(Strategy):
         answer = self.answer
         result.sent_bytes = answer.sent_bytes
         self.settle(result, answer)
+        if self.guard is not None:
+            result.aside_s = self.guard.tick()
 
     def _note_simulation(self) -> None:
         if self.rank == 0 and self.context.faults.on_links:
@@ -159,7 +182,8 @@ class Served(Strategy):
     def finish(self) -> None:
         """Take the final parameters, once nobody pushes any more."""
         self._end()
-        if self.context.sync and self._model is not None:
+        if self.guard is not None and self._model is not None:
+            self.guard.settle()
             broadcast_buffers(self._model)
 
     def _end(self) -> None:
@@ -202,7 +226,7 @@ class Served(Strategy):
             self.remote.close()
         if self.loop is not None:
             self.loop.close()
-        self.trainer = self.loop = self.remote = self._model = self._timer = None
+        self.trainer = self.loop = self.remote = self._model = self._timer = self.guard = None
 
     @property
     def _trainer(self) -> Trainer:

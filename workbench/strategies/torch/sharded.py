@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ...engine.injector import FaultInjector
+from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
 from .layout import Layout, clip_grad_norm, make_mesh
 from .partitioned import Partitioned
@@ -49,6 +50,8 @@ class Sharded(Partitioned):
     """Data parallelism with sharded parameters, gradients and optimizer state."""
 
     traffic: Traffic | None = None
+    _hook: Any = None
+    _entered = False  # whether this step has called the model
 
     def prepare(self, job: Job) -> None:
         """Keep this worker's shard of every unit; the optimizer holds shards only."""
@@ -56,6 +59,7 @@ class Sharded(Partitioned):
             self.context, job, lay_out=lambda model: self._lay_out(model, job.optimizer), even=True
         )
         self.trainer.clip = clip_grad_norm
+        self._hook = self.trainer.model.register_forward_pre_hook(self._enter)
         self.traffic = Traffic(self.trainer, self.root, self.context.faults)
         if not self.traffic.measured:
             self.context.emit("unmeasured", columns=self.traffic.unmeasured)
@@ -77,10 +81,26 @@ class Sharded(Partitioned):
         assert traffic is not None
         traffic.sent_bytes = 0.0
         weight = share.samples * self.world_size / share.global_samples
-        trainer.gradients(share, weight=weight, alone=self._alone)
+        self._entered = False
+        try:
+            trainer.gradients(share, weight=weight, alone=self._alone)
+        except RuntimeError as error:
+            if trainer.job.step_fn is None or self._entered:
+                raise
+            raise _passed_by(type(trainer.model)) from error
         traffic.gradients_ready()
         trainer.update()
         return trainer.measured(share, traffic.sent_bytes if traffic.measured else NAN)
+
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._entered = True
+
+    def close(self) -> None:
+        """Give the user's module back as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        super().close()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -102,6 +122,16 @@ class Sharded(Partitioned):
         model = self._trainer.model
         assert isinstance(model, FSDPModule)
         return model
+
+
+def _passed_by(kind: type) -> FitError:
+    return FitError(
+        "Under sharded a layer's parameters are gathered when the model itself is called; step_fn "
+        "went past that, and met shards.",
+        seen=f"a method or a part of {kind.__name__} called by step_fn",
+        allowed="step_fn=lambda model, batch: ... with model(...) in it",
+        next_step="let the model's forward return the loss and call model(batch), or use mirrored",
+    )
 
 
 def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:

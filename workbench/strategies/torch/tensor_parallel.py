@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.torch_batches import map_batch
 from ..base import NAN, Job, Share, StepResult
+from .guard import Guard
 from .layout import Layout, clip_grad_norm, grad_norm, make_mesh
 from .partitioned import Partitioned
 from .replicas import begin_equal
@@ -51,6 +52,7 @@ class TensorParallel(Partitioned):
     """Layers divided over the workers."""
 
     waits: Waits | None = None
+    guard: Guard | None = None
     sample: Any = None
     bytes_per_sample = NAN
 
@@ -74,6 +76,8 @@ class TensorParallel(Partitioned):
         trainer.clip = clip_grad_norm
         one_by_one(trainer.optimizer)
         self.waits = Waits(trainer.timer, self.context.faults)
+        self.guard = Guard(self.context, "rounding")
+        self.guard.add(trainer.model)
 
     def step(self, share: Share) -> StepResult:
         """Compute every layer together; update the own parts."""
@@ -90,7 +94,16 @@ class TensorParallel(Partitioned):
                 trainer.gradients(share)
             trainer.timer.ready()
             trainer.update()
-        return trainer.measured(share, self.bytes_per_sample * share.samples)
+        result = trainer.measured(share, self.bytes_per_sample * share.samples)
+        if self.guard is not None:
+            result.aside_s = self.guard.tick()
+        return result
+
+    def finish(self) -> None:
+        """Gather the trained model; what all workers hold must still be equal."""
+        if self.guard is not None:
+            self.guard.settle()
+        super().finish()
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; all workers compute every layer together."""
@@ -135,7 +148,7 @@ class TensorParallel(Partitioned):
 
     def close(self) -> None:
         """Give the user's module back as it was."""
-        self.sample = self.waits = None
+        self.sample = self.waits = self.guard = None
         super().close()
 
 

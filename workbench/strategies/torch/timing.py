@@ -45,23 +45,27 @@ class CpuTimer:
     def __init__(self, context: RunContext) -> None:
         self._faults = context.faults
         self._began = self._ready = self._blocked_at = NAN
-        self._exposed = self._injected = 0.0
+        self._exposed = self._injected = self._aside = 0.0
         self._exposed_known = True
 
     def begin(self) -> None:
         """Note that the step has its data."""
         self._began = clock()
         self._ready = NAN
-        self._exposed = self._injected = 0.0
+        self._exposed = self._injected = self._aside = 0.0
 
     def spend(self, phase: str) -> None:
         """Spend the injected delay of a phase."""
         if self._faults.active:
             self._injected += self._faults.spend(phase)
 
-    def watch_backward(self, loss: torch.Tensor) -> None:
-        """Time the backward that `loss` is about to begin, which ends in communication."""
-        loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+    def watch_backward(self, loss: torch.Tensor) -> Any:
+        """Time the backward that `loss` is about to begin, which ends in communication.
+
+        Returns:
+            The hook, to be taken off when backward has ended.
+        """
+        return loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         _engine.queue_callback(self._own_work_done)
@@ -84,6 +88,15 @@ class CpuTimer:
         finally:
             self._exposed += clock() - began
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out a stretch that is neither computation nor communication of the strategy's."""
+        began = clock()
+        try:
+            yield
+        finally:
+            self._aside += clock() - began
+
     def ready(self) -> None:
         """Note that this worker's own part of the step, or of its gradients, is done."""
         self._ready = clock() - self._exposed
@@ -102,10 +115,13 @@ class CpuTimer:
             data_wait_s: Time spent since `begin` in fetching more data.
         """
         value = loss.item()
-        compute_s = clock() - self._began - self._exposed - data_wait_s
+        compute_s = clock() - self._began - self._exposed - self._aside - data_wait_s
         self._faults.compute_s = compute_s - self._injected
         exposed_s = self._exposed if self._exposed_known else NAN
-        return StepResult(samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes)
+        return StepResult(
+            samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes,
+            aside_s=self._aside,
+        )  # fmt: skip
 
 
 class CudaTimer:
@@ -131,9 +147,13 @@ class CudaTimer:
             torch.cuda.synchronize(self._device)
             self._marks.injected_s += self._faults.spend(phase)
 
-    def watch_backward(self, loss: torch.Tensor) -> None:
-        """Time the backward that `loss` is about to begin, which ends in communication."""
-        loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+    def watch_backward(self, loss: torch.Tensor) -> Any:
+        """Time the backward that `loss` is about to begin, which ends in communication.
+
+        Returns:
+            The hook, to be taken off when backward has ended.
+        """
+        return loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         _engine.queue_callback(self._own_work_done)
@@ -155,6 +175,15 @@ class CudaTimer:
             yield
         finally:
             marks.blocked.append((began, _event()))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out a stretch that is neither computation nor communication of the strategy's."""
+        marks, began = self._marks, _event()
+        try:
+            yield
+        finally:
+            marks.aside.append((began, _event()))
 
     def ready(self) -> None:
         """Note that this worker's own part of the step, or of its gradients, is done."""
@@ -188,6 +217,7 @@ class _Marks:
         self.ready: list[Any] = []
         self.reduced: list[Any] = []
         self.blocked: list[tuple[Any, Any]] = []
+        self.aside: list[tuple[Any, Any]] = []
         self.done: tuple[Any, int] | None = None  # own part done, stretches blocked before it
         self.ended: Any = None
         self.loss: Any = None
@@ -256,10 +286,11 @@ class CudaStep:
             ready_s = at(event) - sum(blocked_s[:before])
         # Fetching counts as far as the device had nothing to do meanwhile.
         data_wait_s = min(marks.fetch_s, began_s - start_s) + marks.late_fetch_s
-        compute_s = end_s - began_s - exposed_s - marks.late_fetch_s
+        aside_s = sum(at(b) - at(a) for a, b in marks.aside)
+        compute_s = end_s - began_s - exposed_s - aside_s - marks.late_fetch_s
         self._faults.compute_s = compute_s - marks.injected_s
         return {
-            "start_s": start_s,
+            "start_s": start_s + aside_s,
             "end_s": end_s,
             "ready_s": ready_s,
             "data_wait_s": data_wait_s,

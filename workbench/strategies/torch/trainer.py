@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
 from .parts import copied_state, load_parts
 from .timing import make_timer
+
+if TYPE_CHECKING:
+    from .reduction import Reductions
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -78,14 +81,14 @@ class Trainer:
         *,
         weight: float = 1.0,
         alone: Callable[[], Any] = contextlib.nullcontext,
-        communicates: bool = False,
+        reductions: Reductions | None = None,
     ) -> None:
         """Compute the gradients of a share: forward and backward over its micro-batches.
 
         Args:
             weight: Factor on the share's mean loss in backward.
             alone: Context for all micro-batches but the last: no communication yet.
-            communicates: Whether the last backward ends in communication.
+            reductions: What averages the gradients of the last backward, where that is done.
         """
         self.timer.begin()
         self.optimizer.zero_grad(set_to_none=True)
@@ -99,7 +102,7 @@ class Trainer:
             total = _add(total, loss.detach(), fraction)
         data, fraction = parts[-1]
         loss = self.loss(data)
-        self._backward(loss, weight * fraction, last=True, communicates=communicates)
+        self._backward(loss, weight * fraction, last=True, reductions=reductions)
         self._loss = _add(total, loss.detach(), fraction)
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -142,17 +145,26 @@ class Trainer:
         return self.timer.finish(share.samples, self._loss, sent_bytes)
 
     def _backward(
-        self, loss: torch.Tensor, weight: float, *, last: bool = False, communicates: bool = False
+        self,
+        loss: torch.Tensor,
+        weight: float,
+        *,
+        last: bool = False,
+        reductions: Reductions | None = None,
     ) -> None:
         if weight != 1.0:
             loss = loss * weight
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        if communicates:
+        if reductions is not None:
+            (loss,) = reductions.before_backward([loss])
+        if reductions is not None and reductions.overlapped:
             self.timer.watch_backward(loss)
         elif last:
             self.timer.spend("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+        if reductions is not None:
+            reductions.after_backward(self.timer)
 
     def _precision(self) -> Any:
         if self._dtype is None:

@@ -10,6 +10,7 @@ from ...engine.context import RunContext
 from ...errors import FitError
 from ..base import NAN
 from .averaging import ring_bytes
+from .guard import Guard
 from .loop import OwnLoop
 
 
@@ -28,9 +29,12 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
     if context.strategy is not None or context.weights is not None:
         raise FitError("A training loop of this cell is recorded already.")
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
     several = context.spec.world_size > 1
     inside = _communicates(model)
+    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
+    guard = None
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        guard = _OfDdp(context, model) if several and _is_kept_equal(model) else None
     loop = OwnLoop(
         context,
         model,
@@ -39,6 +43,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         watched=loader,
         sent_bytes=sent_bytes,
         communicates=several and inside,
+        guard=guard,
     )
     if several and not inside:
         # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
@@ -46,6 +51,25 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         why = "the loop communicates outside backward, where wb.watch does not see it"
         context.emit("unmeasured", columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why))
     return loop
+
+
+class _OfDdp(Guard):
+    """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
+
+    def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
+        super().__init__(context, first=2, group=model.process_group)
+        self.add(model)
+        self._ddp = model
+
+    def due(self) -> bool:
+        """Count those backwards alone in which the workers meet, as often as each other."""
+        alone = not self._ddp.require_backward_grad_sync or self._ddp._join_config.enable
+        return not alone and super().due()
+
+
+def _is_kept_equal(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether copies are meant to stay equal; a hook of the user's may mean something else."""
+    return not getattr(model, "_comm_hooks", None)
 
 
 def _communicates(model: torch.nn.Module) -> bool:

@@ -1,0 +1,267 @@
+"""The guard: proof, while a run goes on, that the copies of a model stay equal.
+
+Synchronous strategies rest on one invariant: after every step all replicas hold the same numbers.
+Whatever breaks it (a gradient that nobody averaged, noise from another seed, an update by hand on
+one rank) leaves a loss curve that looks fine and a model that nobody trained. So the workers
+compare:
+
+    worker r:  parameters that are trained -> their bits added up -> digest d_r
+    all:       max(d_r), max(-d_r) in one all-reduce of 80 bytes;  equal <=> max = min
+
+Only where digests differ are the parameters themselves compared, so that the error can name one.
+
+When: at the first steps, then at growing distances, such that comparing takes no more than
+`BUDGET` of the time and `ALLOWANCE_S`. Costs and times travel with the digest, so all workers find
+the same next step. At the end of `wb.fit`, and of an epoch of an own loop, they compare once more.
+
+How equal: to the last bit, where every worker computes the update from the same average on the same
+kind of device with as many threads (all algorithms of `allreduce/` and all compressions hand every
+worker the same bits), and where parameters are copies of one worker's or a server's. Between
+unlike devices or hosts one update may be rounded differently; such differences only add up, since
+all replicas follow the same gradient: `eps (16 + 4 sqrt(steps))` of a parameter's largest number
+allows for that, and is far below one step of training. Under tensor parallelism each worker
+computes the gradient of what is not divided by itself, so rounding may grow: half of the digits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from ...engine.context import RunContext
+from ...engine.links.address import host_token
+from ...errors import FitError
+
+BUDGET = 0.002
+"""Share of the time that comparing may take."""
+ALLOWANCE_S = 0.005
+"""Seconds that it may take besides, so that short runs are compared more than twice."""
+AT_ONCE = 2
+"""Comparisons at the beginning, whatever they cost."""
+FARTHEST = 500
+"""Most steps between two comparisons, where they cost little."""
+CHUNK = 1 << 20
+_MASK = (1 << 62) - 1
+
+Equal = Literal["copies", "updates", "rounding"]
+"""How equal replicas are: copies of one; made by the same update; by the same computation."""
+
+clock = time.perf_counter
+
+
+class Guard:
+    """Compares the replicas of one group of workers.
+
+    Args:
+        equal: How equal they must be.
+        first: The first tick at which something may differ.
+        group: The workers that hold replicas; all by default.
+
+    Attributes:
+        checks: Comparisons so far.
+        cost_s: Seconds they took, the same on all workers: without waiting for who came later.
+    """
+
+    def __init__(
+        self, context: RunContext, equal: Equal = "updates", *, first: int = 1, group: Any = None
+    ) -> None:
+        self._context, self._equal, self._group = context, equal, group
+        self._device = torch.device(context.spec.device)
+        self._wire = self._device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self._workers = dist.get_world_size(group)
+        self._models: list[torch.nn.Module] = []
+        self._ticks, self._next = 0, first
+        self._checked = 0  # tick of the latest comparison
+        self._soonest = first
+        self._began = self._since = clock()
+        self._reduced_s = 0.0  # what the latest all-reduce took here
+        self.cost_s = 0.0  # what comparing has taken so far, the same on all workers
+        self.checks = 0
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Compare this model's parameters too."""
+        self._models.append(model)
+
+    def due(self) -> bool:
+        """Count a tick, which all workers do alike; return whether it is time to compare."""
+        if self._workers == 1:
+            return False
+        self._ticks += 1
+        return self._ticks >= self._next
+
+    def tick(self) -> float:
+        """Count a tick and compare if it is time; return the seconds that took.
+
+        Raises:
+            FitError: The replicas differ; raised on every worker.
+        """
+        began = clock()
+        if self.due():
+            self.check()
+        return clock() - began
+
+    def settle(self, *, last: bool = True) -> None:
+        """Compare at the end of the run, or (not `last`) of an epoch if the budget allows it.
+
+        Raises:
+            FitError: The replicas differ; raised on every worker.
+        """
+        if self._workers > 1 and (self._ticks > self._checked if last else self._epoch_due()):
+            self.check()
+
+    def _epoch_due(self) -> bool:
+        return self._ticks > self._checked and self._ticks >= self._soonest
+
+    def check(self) -> None:
+        """Compare now; on all workers of the group.
+
+        Raises:
+            FitError: The replicas differ; raised on every worker.
+        """
+        began = clock()
+        named = dict(self._parameters())
+        layout = _number([(name, tuple(t.shape), str(t.dtype)) for name, t in named.items()])
+        digest, kind = _digest(named.values()), _number(self._kind())
+        ticks = max(1, self._ticks - self._checked)
+        sent = clock()
+        # Who came last has waited for nobody: the least is what reducing takes.
+        times = sent - began, self._reduced_s, began - self._began, (began - self._since) / ticks
+        numbers = [digest, layout, kind]
+        digest_ns, *others_ns = (round(seconds * 1e9) for seconds in times)
+        own = [*numbers, *(-n for n in numbers), digest_ns, *(-n for n in others_ns)]
+        message = torch.tensor(own, dtype=torch.int64, device=self._wire)
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group)
+        most = message.tolist()
+        self._reduced_s = clock() - sent
+        same, laid_out_alike, alike = (most[i] == -most[i + 3] for i in range(3))
+        if not laid_out_alike:
+            raise FitError(
+                "The workers no longer train the same parameters.",
+                seen=f"{len(named)} parameters with requires_grad on rank "
+                f"{self._context.spec.rank} at step {self._context.step}",
+                allowed="the same ones on every worker",
+                next_step="freeze, unfreeze and add layers at the same step on every rank",
+            )
+        if not same:
+            self._measure(
+                named, exact=self._equal == "copies" or (self._equal != "rounding" and alike)
+            )
+        self.checks += 1
+        self._plan(most[6] * 1e-9, *(-number * 1e-9 for number in most[7:]))
+        self._since = clock()
+
+    def _plan(self, digest_s: float, reduce_s: float, elapsed_s: float, tick_s: float) -> None:
+        """Say when to compare next; what it is given is the same on all workers."""
+        cost_s = digest_s + reduce_s
+        self.cost_s += cost_s
+        owed_s = self.cost_s + cost_s - ALLOWANCE_S - BUDGET * elapsed_s
+        affordable = math.ceil(max(0.0, owed_s) / max(BUDGET * tick_s, 1e-9))
+        self._checked = self._ticks
+        self._soonest = self._ticks + affordable
+        gap = min(max(1, self._ticks - 1), FARTHEST)
+        self._next = self._ticks + (gap if self.checks < AT_ONCE else max(gap, affordable))
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what must be equal: what is trained, and no shards."""
+        for place, model in enumerate(self._models):
+            prefix = f"model {place + 1}: " if len(self._models) > 1 else ""
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
+                    tensor: Any = parameter.detach()
+                    if isinstance(tensor, DTensor):
+                        if any(isinstance(p, Shard) for p in tensor.placements):
+                            continue
+                        tensor = tensor.to_local()
+                    yield prefix + name.removeprefix("module."), tensor
+
+    def _kind(self) -> tuple[Any, ...]:
+        """Return what decides how an update is rounded."""
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        return host_token(), name, torch.get_num_threads(), torch.__version__
+
+    # -- where digests differ ----------------------------------------------------------------------
+
+    def _measure(self, named: dict[str, torch.Tensor], *, exact: bool) -> None:
+        """Compare the parameters themselves; raise where they differ by more than rounding."""
+        worst = 0.0, "", 0.0
+        for name, tensor in named.items():
+            spread, scale = self._spread(tensor)
+            allowed = 0.0 if exact else self._rounding(tensor.dtype) * scale
+            if spread > allowed:
+                excess = math.inf if spread == math.inf else spread / max(scale, 1e-300)
+                worst = max(worst, (excess, name, spread))
+        if worst[1]:
+            raise self._unequal(*worst[1:], named[worst[1]])
+
+    def _rounding(self, dtype: torch.dtype) -> float:
+        eps = torch.finfo(dtype).eps
+        if self._equal == "rounding":
+            return math.sqrt(eps)
+        return eps * (16 + 4 * math.sqrt(self._context.trained))
+
+    def _spread(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Return the largest difference between replicas, and the largest magnitude."""
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        spread = scale = 0.0
+        for part in torch.split(numbers.reshape(-1), CHUNK):
+            values = part.to(self._wire, torch.float64)
+            lost = values.isnan()
+            values = values.masked_fill(lost, 0.0)
+            both = torch.stack([values, -values, lost.double(), -lost.double()])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+            high, low = both[0], -both[1]
+            apart = torch.where(high == low, 0.0, high - low)
+            apart = torch.where(both[2] == -both[3], apart, math.inf)
+            spread = max(spread, float(apart.max()))
+            scale = max(scale, float(torch.maximum(high.abs(), low.abs()).max()))
+        return spread, scale
+
+    def _unequal(self, name: str, spread: float, tensor: torch.Tensor) -> FitError:
+        own = torch.tensor([_digest([tensor])], dtype=torch.int64, device=self._wire)
+        every = [torch.empty_like(own) for _ in range(self._workers)]
+        dist.all_gather(every, own, group=self._group)
+        values = [int(value) for value in every]
+        usual = max(values, key=values.count)
+        members = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        odd = [members[place] for place, value in enumerate(values) if value != usual]
+        amount = f"by up to {spread:.3g}" if spread < math.inf else "in what is no number"
+        who = "rank " if len(odd) == 1 else "ranks "
+        return FitError(
+            "The workers' copies of the model are no longer equal, so together they do not train "
+            "one model.",
+            seen=f"at step {self._context.step}: {name} differs {amount}; "
+            f"{who}{', '.join(map(str, odd))} not as rank {members[values.index(usual)]}",
+            allowed="equal parameters on all workers after each step",
+            next_step="change parameters only by the loss and the optimizer that was handed over, "
+            "the same way on every rank; what is random needs the same seed on all",
+        )
+
+
+def _digest(tensors: Any) -> int:
+    """Return a number that depends on every bit of some tensors."""
+    sums = [_bits(part) for tensor in tensors for part in torch.split(tensor.reshape(-1), CHUNK)]
+    if not sums:
+        return 0
+    every = torch.stack(sums)
+    odd = (
+        torch.arange(1, len(sums) + 1, device=every.device) * 0x9E3779B97F4A7C15 % (1 << 61) * 2 + 1
+    )
+    return int((every * odd).sum()) & _MASK
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _bits(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().view(_WORDS[part.element_size()]).sum(dtype=torch.int64)
+
+
+def _number(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())

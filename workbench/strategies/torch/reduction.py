@@ -1,0 +1,395 @@
+"""Averages the gradients of copies, whatever way the loss came about.
+
+    loss = model(x) | model.training_step(batch) | head(encode(x)) | ...
+    loss.backward() --> gradients --> mean over the workers --> optimizer
+
+What is wrapped is backward, not the model: `model.forward` may never be called, and the user goes
+on holding the plain module. Before each backward DistributedDataParallel is made ready by passing
+the loss through it (the module inside hands it on as it is); its C++ reducer then averages buckets
+while backward runs. All else is averaged right after backward (`flat.py`).
+
+Which parameters are trained may change in mid-loop (unfreezing, freezing): then the wrapper is made
+anew, after the workers have agreed by way of the store that they train the same.
+
+Before an optimizer steps it is made sure that each of its gradients is one that was averaged. What
+came in another way (`torch.autograd.grad`, a backward under `no_sync`) is averaged there, in one
+message that holds all gradients of the models concerned, so that all workers send alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ...engine.context import RunContext
+from ...engine.marks import MESSAGE, waits_in
+from ...errors import FitError
+from .averaging import Averaging, size_bytes
+from .flat import FlatGradients, unused
+from .guard import Guard
+from .replicas import broadcast_model, check_alike
+
+_parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_FORWARD_SYNC: dict[str, Any] = (  # the argument was renamed in PyTorch 2.13
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in _parameters
+    else {"broadcast_buffers": False}
+)
+
+
+class Reductions:
+    """Averages the gradients of all models that a cell trains.
+
+    Args:
+        averaging: How, as was decided for the first model.
+        guard: Compares the models at growing distances.
+
+    Attributes:
+        overlapped: Whether averaging goes on while backward runs.
+    """
+
+    def __init__(self, context: RunContext, averaging: Averaging, guard: Guard) -> None:
+        self._context, self._averaging, self.guard = context, averaging, guard
+        self.overlapped = averaging.overlapped
+        self._each: list[Reduction] = []
+        self._together = True
+        self._alone = False  # whether gradients of a backward wait to be averaged
+        self._strangers: set[torch.Tensor] = set()  # what some optimizer trains and no model has
+        self._others: dict[tuple[int, ...], FlatGradients] = {}
+        self._grown = False  # whether some module has been given something since the last backward
+        self._hooks = [
+            registers(self._note_growth)
+            for registers in (
+                register_module_module_registration_hook,
+                register_module_parameter_registration_hook,
+            )
+        ]
+
+    def _note_growth(self, *unused: Any) -> None:
+        self._grown = True
+
+    def add(self, model: torch.nn.Module) -> Reduction:
+        """Average this model's gradients from now on; all workers begin with rank 0's."""
+        if self._each:  # the first one was compared when the all-reduce was chosen
+            check_alike(model)
+        broadcast_model(model)
+        reduction = Reduction(self._averaging, model)
+        self._each.append(reduction)
+        self.guard.add(model)
+        return reduction
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on this worker alone."""
+        before, self._together = self._together, False
+        try:
+            yield
+        finally:
+            self._together = before
+
+    def before_backward(self, tensors: Sequence[Any]) -> list[Any]:
+        """Make ready for a backward from these tensors; return what to begin it from."""
+        tensors = list(tensors)
+        if not self._together:
+            return tensors
+        if self._grown:
+            self._look_again()
+        for reduction in self._each:
+            tensors = reduction.before_backward(tensors)
+        return tensors
+
+    def _look_again(self) -> None:
+        for reduction in self._each:
+            reduction.look_again()
+        self._grown = False
+
+    def after_backward(self, timer: Any) -> None:
+        """Average what backward has left, unless that is done; then compare if it is time.
+
+        The workers have just met, so that comparing takes nobody's wait for another one.
+
+        Raises:
+            FitError: A parameter took no part in the loss, or the models differ.
+        """
+        self._alone = not self._together
+        if self._alone:
+            for reduction in self._each:
+                reduction.averaged.clear()
+            return
+        if self.overlapped:
+            for reduction in self._each:
+                reduction.after_backward()
+        else:
+            timer.ready()
+            with timer.blocked():
+                for reduction in self._each:
+                    reduction.after_backward()
+        if self.guard.due():
+            with timer.aside():
+                self.guard.check()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, weight: float, timer: Any) -> None:
+        """Average those gradients that an optimizer is about to follow and nobody has averaged.
+
+        Args:
+            weight: This worker's factor, which its loss would have had in a backward.
+        """
+        lacking = [p for group in optimizer.param_groups for p in group["params"]
+                   if p.grad is not None and not self._was_averaged(p)]  # fmt: skip
+        if not lacking:
+            return
+        concerned = self._holders(lacking)
+        if concerned:
+            timer.ready()
+            with timer.blocked():
+                self._average(concerned, 1.0 if self._alone else weight)
+            self._alone = False
+
+    def _was_averaged(self, parameter: torch.Tensor) -> bool:
+        return any(each.averaged.get(parameter) is parameter.grad for each in self._each)
+
+    def _holders(self, parameters: list[Any]) -> list[int]:
+        """Return which models hold some of these parameters; warn of those that none holds."""
+        left = set(parameters) - self._strangers
+        if self._grown:
+            self._look_again()
+        concerned = [place for place, each in enumerate(self._each) if left & each.known]
+        left = left.difference(*(each.known for each in self._each))
+        rank = self._context.spec.rank
+        if left and not self._strangers and rank == 0 and dist.get_world_size() > 1:
+            shapes = ", ".join(str(tuple(p.shape)) for p in parameters if p in left)
+            self._context.emit(
+                "warning",
+                rank=rank,
+                text="An optimizer steps over parameters that no worker averages, so each trains "
+                f"them alone (shapes {shapes[:100]}). Hand their model over as well: "
+                "other, other_optimizer = wb.prepare(other, other_optimizer).",
+            )
+        self._strangers |= left
+        return concerned
+
+    def _average(self, concerned: list[int], weight: float) -> None:
+        parameters = {
+            f"{place}.{name}": p
+            for place in concerned
+            for name, p in self._each[place].parameters.items()
+            if p.requires_grad
+        }
+        key = tuple(id(p) for p in parameters.values())
+        if key not in self._others:
+            self._others.clear()
+            self._others[key] = self._averaging.plain(parameters)
+        if weight != 1.0:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * weight
+        self._others[key].average()
+        for place in concerned:
+            self._each[place].note_averaged()
+
+    def close(self) -> None:
+        """Let go of the models; wrappers must go before the process group."""
+        for hook in self._hooks:
+            hook.remove()
+        for reduction in self._each:
+            reduction.close()
+        self._each.clear()
+        self._others.clear()
+        self._strangers.clear()
+
+
+class Reduction:
+    """Averages the gradients of one model.
+
+    Attributes:
+        parameters: Those of the model, by name.
+        averaged: Of each parameter the gradient that was averaged last.
+        ddp: What does it, where DistributedDataParallel does.
+        rewrapped: Called when that was made anew.
+    """
+
+    def __init__(self, averaging: Averaging, model: torch.nn.Module) -> None:
+        self._averaging, self.model = averaging, model
+        self._overlapped = averaging.overlapped
+        self._find_unused = averaging.find_unused
+        self.ddp: DistributedDataParallel | None = None
+        self._flat: FlatGradients | None = None
+        self.averaged: dict[torch.Tensor, torch.Tensor] = {}
+        self.rewrapped: Any = lambda: None
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._active = False
+        self._changes = 0
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.known: set[torch.Tensor] = set()
+        self.look_again()
+        self._trained = self._flags()
+        self._wrap()
+
+    def look_again(self) -> None:
+        """See which parameters the model has now."""
+        self.parameters = dict(self.model.named_parameters())
+        self._every = list(self.parameters.values())
+        self.known = set(self._every)
+
+    def _flags(self) -> tuple[bool, ...]:
+        return tuple([p.requires_grad for p in self._every])
+
+    def _wrap(self) -> None:
+        wrapped = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        if not wrapped:
+            return
+        self._watched = list(wrapped.values())
+        if not self._overlapped:
+            self._flat = self._averaging.flat(wrapped)
+            return
+        self._bytes = size_bytes(self._watched)
+        if not self._find_unused:
+            self._watched = self._watched[:1]  # the reducer says whether all others came too
+        self.ddp = DistributedDataParallel(
+            _Passing(self.model),
+            bucket_cap_mb=self._averaging.bucket_mb,
+            find_unused_parameters=self._find_unused,
+            **_NO_FORWARD_SYNC,
+            gradient_as_bucket_view=True,
+            init_sync=False,  # all begin with rank 0's, and stay equal
+        )
+
+    def before_backward(self, tensors: list[Any]) -> list[Any]:
+        """Make ready; return what to begin backward from."""
+        flags = self._flags()
+        self._active = any(flags)
+        if not self._active:  # all frozen for the moment: another model's turn
+            return tensors
+        if flags != self._trained:
+            self._change(flags)
+        self._before = [
+            (p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._watched
+        ]
+        if self.ddp is None or not any(_needs_gradient(t) for t in tensors):
+            return tensors
+        passing: Any = self.ddp.module
+        with passing.on(), torch.enable_grad():
+            out = self.ddp(*tensors)
+        return list(out)
+
+    def after_backward(self) -> None:
+        """Note what was averaged, or average it.
+
+        Raises:
+            FitError: A parameter took no part in the loss.
+        """
+        if not self._active:
+            return
+        reached = any(
+            p.grad is not g or (g is not None and g._version != version)
+            for p, g, version in self._before
+        )
+        self._before = []
+        if self.ddp is not None:
+            self._check_complete()
+            if not reached:
+                return
+            self._averaging.reduced_by_ddp(self._bytes)
+        elif reached or self._find_unused:  # another worker may have been reached
+            assert self._flat is not None
+            self._flat.average()
+        else:
+            return
+        self.note_averaged()
+
+    def note_averaged(self) -> None:
+        """Remember which gradients are averages."""
+        self.averaged = {p: p.grad for p in self._every if p.grad is not None}
+
+    def _check_complete(self) -> None:
+        """Raise FitError where the reducer still waits for some parameter's gradient."""
+        assert self.ddp is not None
+        try:
+            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
+            raise unused(named[0] if named else "one that an earlier backward reached") from error
+
+    def _change(self, flags: tuple[bool, ...]) -> None:
+        """Go on with other parameters than so far; raises where the workers differ in them."""
+        self._agree(flags)
+        self._trained = flags
+        self._unwrap()
+        self._averaging.forget()
+        self._wrap()
+        self.rewrapped()
+
+    @waits_in(MESSAGE)
+    def _agree(self, flags: tuple[bool, ...]) -> None:
+        """Meet at the store: a collective might meet another one of those who saw no change."""
+        if dist.get_world_size() == 1:
+            return
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        what = f"trained/{zlib.crc32(repr(list(self.parameters)).encode())}"
+        self._changes += 1
+        keys = [f"{what}/{self._changes}/{r}" for r in range(dist.get_world_size())]
+        store.set(keys[rank], repr(flags))
+        store.wait(keys)
+        every = [store.get(key) for key in keys]
+        if self._changes > 1:  # everybody has read it
+            store.delete_key(f"{what}/{self._changes - 1}/{rank}")
+        if len(set(every)) > 1:
+            now = [n for n, (a, b) in zip(self.parameters, zip(flags, self._trained, strict=False),
+                                          strict=False) if a != b]  # fmt: skip
+            raise FitError(
+                "The workers no longer train the same parameters.",
+                seen=f"on rank {rank} changed: {', '.join(now[:3])}",
+                allowed="the same requires_grad on every worker",
+                next_step="freeze and unfreeze at the same step on every rank",
+            )
+
+    def _unwrap(self) -> None:
+        if self.ddp is not None:
+            # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
+            self.ddp.__dict__.clear()
+        self.ddp = self._flat = None
+        self.averaged.clear()
+        self._before = []
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._unwrap()
+        self.rewrapped = lambda: None
+        self.parameters, self._every, self.known = {}, [], set()
+
+
+class _Passing(torch.nn.Module):
+    """The model as DistributedDataParallel sees it; to make that ready, the loss goes past it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._passes = False
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Hand on what comes, as it is."""
+        self._passes = True
+        try:
+            yield
+        finally:
+            self._passes = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Go through the model, or past it."""
+        return args if self._passes else self.module(*args, **kwargs)
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
