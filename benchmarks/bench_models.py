@@ -51,14 +51,26 @@ def train(name: str, steps: int) -> None:
     )  # fmt: skip
 
 
-def options_of(entry: catalog.Strategy) -> dict[str, Any]:
+def columns() -> list[str]:
+    """Return the strategies; one that can be synchronous as well has a column for each way."""
+    return [
+        label
+        for entry in catalog.strategies("torch")
+        for label in (
+            entry.name, *([f"{entry.name}:{entry.sync_option}"] if entry.sync_option else [])
+        )
+    ]  # fmt: skip
+
+
+def options_of(entry: catalog.Strategy, column: str) -> dict[str, Any]:
     """Return the options of a case: those under which the strategy is exact, if there are any."""
-    return dict(entry.exact_with or ())
+    _, _, option = column.partition(":")
+    return {**dict(entry.exact_with or ()), **({option: True} if option else {})}
 
 
-def differs(entry: catalog.Strategy, name: str) -> str:
+def differs(entry: catalog.Strategy, options: dict[str, Any], name: str) -> str:
     """Return why a case need not equal one device; empty where it must."""
-    if not entry.is_sync(options_of(entry)):
+    if not entry.is_sync(options):
         return "asynchronous"
     if entry.exact_with is None:
         return "replicas drift apart by design"
@@ -81,15 +93,16 @@ def loss_of(reports: list[Report]) -> float:
     return float(np.ravel(metrics.derive(joined(reports)).loss)[-1])
 
 
-def run_case(workers: Workers, name: str, strategy: str, steps: int = STEPS) -> dict[str, Any]:
+def run_case(workers: Workers, name: str, column: str, steps: int = STEPS) -> dict[str, Any]:
     """Train a model under a strategy; return the row of the table."""
-    entry = catalog.lookup(strategy)
-    count = min(4 if strategy == "hybrid" else 2, entry.max_workers or 4)
+    entry = catalog.lookup(column.partition(":")[0])
+    options = options_of(entry, column)
+    count = min(4 if entry.name == "hybrid" else 2, entry.max_workers or 4)
     began = time.perf_counter()
-    reports = workers.run(strategy, train, name, steps, workers=count, options=options_of(entry))
+    reports = workers.run(entry.name, train, name, steps, workers=count, options=options)
     row: dict[str, Any] = {
-        "model": name, "strategy": strategy, "workers": count,
-        "may_differ": differs(entry, name), "seconds": time.perf_counter() - began,
+        "model": name, "strategy": column, "workers": count,
+        "may_differ": differs(entry, options, name), "seconds": time.perf_counter() - began,
     }  # fmt: skip
     errors = [report.error for report in reports if report.error]
     if errors:
@@ -101,7 +114,7 @@ def run_case(workers: Workers, name: str, strategy: str, steps: int = STEPS) -> 
     missing = sorted(truth.weights.keys() - mine.keys())
     off = max(float(abs(mine[key] - value).max()) for key, value in truth.weights.items()
               if key in mine)  # fmt: skip
-    off_loss = abs(loss_of(reports) - loss_of([truth])) if entry.is_sync(options_of(entry)) else 0
+    off_loss = abs(loss_of(reports) - loss_of([truth])) if entry.is_sync(options) else 0
     outcome = "trained"
     if missing or (not row["may_differ"] and max(off, off_loss) > TOLERANCE):
         outcome = "differs"
@@ -130,7 +143,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--strategies", default=",".join(catalog.names("torch")))
+    parser.add_argument("--strategies", default=",".join(columns()))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--to", default="models.json", help="where the rows are written")
     given = parser.parse_args()

@@ -18,9 +18,8 @@ add up before the one optimizer step, each weighted by its samples, so the resul
 device. BatchNorm is the exception: it normalises over a microbatch. A parameter that two stages
 share (an embedding tied to the output layer) is held by both; they add up its gradients first.
 
-With `loss=` the last stage's worker computes the loss. With `step_fn` the loss is a part of the
-last stage, and the targets travel with the activations (`split/trace.py`); microbatches are then
-equally large.
+The last stage's worker computes the loss from the output (`split/program.py`). Where the model
+computes it itself, the targets travel with the activations, and microbatches are equally large.
 
 Where the model is a function that returns one, no worker ever holds the whole (`split/build.py`).
 Where to cut is decided from measured times (`split/balance.py`), or by the user.
@@ -40,7 +39,6 @@ from numpy.typing import NDArray
 
 from ... import pipelines
 from ...engine.torch_batches import batch_length, map_batch
-from ...engine.torch_batches import tensors_of as batch_tensors
 from ...errors import FitError, PlanError
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .memory import held_bytes
@@ -48,10 +46,10 @@ from .split import checkpoint
 from .split.build import fill, let_go, move, tensors_of
 from .split.cut import Cut, cut
 from .split.layers import batchnorm_warning
-from .split.pipeline import Pipeline, adopt_share, check_samples, share_names, uneven
+from .split.pipeline import Pipeline, adopt_share, share_names, uneven
+from .split.program import program_of
 from .split.stage import autocast
 from .split.timeline import Timeline
-from .split.trace import Program
 from .split.update import SharedGradients, norm_over_stages, own_optimizer, scale
 from .trainer import build_scheduler, to_numpy
 
@@ -83,10 +81,8 @@ class ModelSplit(Strategy):
         self.device = torch.device(self.context.spec.device)
         self.schedule = self.options["schedule"]
         self.per_worker = pipelines.stages_per_worker(self.options)
-        self.microbatches = self._microbatches()
+        self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
         self.around = autocast(job.precision, self.device)
-        if self.rank == 0 and self.microbatches > 1:
-            self._warn_of_batchnorm()
         if self._sample is not None:
             self._lay_out(self._sample)
             self._sample = None
@@ -100,17 +96,13 @@ class ModelSplit(Strategy):
         """Return the most samples of a batch that go through one pipeline."""
         return math.ceil(self.job.batch_size / self.pipelines)
 
-    def _microbatches(self) -> int:
-        """Return how many microbatches a share is cut into.
+    def _equal_microbatches(self) -> int:
+        """Return into how many equal microbatches a share is cut.
 
         Raises:
-            FitError: The loss is computed in a step function, and they would not be equally large.
+            FitError: It does not divide.
         """
-        job, share = self.job, self._share_size()
-        usual = pipelines.microbatches(self.options, self.workers, share)
-        if job.step_fn is None:
-            return usual
-        least = 1
+        job, usual, least = self.job, self.microbatches, 1
         for count in range(usual, 0, -1) if self.options["microbatches"] is None else [usual]:
             try:
                 pipelines.microbatches({**self.options, "microbatches": count}, self.workers)
@@ -146,8 +138,14 @@ class ModelSplit(Strategy):
         """Cut the model, keep the own stages and let go of the rest. Collective."""
         job, model = self.job, self.job.model
         stages = self.workers * self.per_worker
+        program = program_of(job, self._microbatch_of(batch))
+        if program.scored:
+            self.microbatches = self._equal_microbatches()
+            program = program_of(job, self._microbatch_of(batch))
+        if self.rank == 0 and self.microbatches > 1:
+            self._warn_of_batchnorm()
         decided = cut(
-            model, self._program(batch), stages=stages, workers=self.workers, rank=self.rank,
+            model, program, stages=stages, workers=self.workers, rank=self.rank,
             device=self.device, split_at=self.options["split_at"] or "",
             around=self.around,
         )  # fmt: skip
@@ -160,7 +158,7 @@ class ModelSplit(Strategy):
         clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
         self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
         self.pipeline = Pipeline(
-            decided, job, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
+            decided, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
             group=self.group,
         )  # fmt: skip
@@ -200,28 +198,18 @@ class ModelSplit(Strategy):
                 next_step="use more workers, or give it fewer layers with -o split_at=...",
             )
 
-    def _program(self, batch: Any) -> Program:
-        """Return what the stages compute, with a microbatch made of the samples at hand."""
+    def _microbatch_of(self, batch: Any) -> Any:
+        """Return a microbatch made of the samples at hand."""
         size = math.ceil(self._share_size() / self.microbatches)
+        samples = batch_length(batch)
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
-            many = math.ceil(size / len(tensor))
+            if not tensor.dim() or len(tensor) != samples:
+                return tensor
+            many = math.ceil(size / samples)
             return tensor.repeat(many, *[1] * (tensor.dim() - 1))[:size].contiguous()
 
-        step_fn = self.job.step_fn
-        data = batch if step_fn is not None else batch[0]
-        given = list(batch_tensors(data))
-        if not given:
-            raise FitError(
-                "The input of a pipeline must be tensors, to be cut into microbatches.",
-                seen=type(data).__name__,
-                next_step="let the data set give tensors, or use another strategy",
-            )
-        check_samples(given, batch_length(data))
-        data = map_batch(fill, data)
-        if step_fn is not None:
-            return Program(step_fn, data, scored=True)
-        return Program(lambda model, x: model(x), data)
+        return map_batch(fill, batch)
 
     def _update(self) -> None:
         if self.job.clip_norm is not None:
@@ -259,7 +247,7 @@ class ModelSplit(Strategy):
         """Return loss and metrics; the last stage scores, and tells the others."""
         if self.pipeline is None:
             raise FitError("The model is not laid out yet.", next_step="train at least one step")
-        pipeline, job = self._pipeline, self.job
+        pipeline, job, program = self._pipeline, self.job, self._pipeline.program
         names = ["loss", *job.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         for module in pipeline.evaluating.values():
@@ -270,10 +258,10 @@ class ModelSplit(Strategy):
                 if output is None:
                     continue
                 scores = [output]
-                if job.step_fn is None:
-                    target = map_batch(lambda t: t.to(self.device), share.data[1])
+                if program.loss is not None:
+                    target = map_batch(lambda t: t.to(self.device), program.target(share.data))
                     with self.around():
-                        scores = [f(output, target) for f in (job.loss, *job.metrics.values())]
+                        scores = [f(output, target) for f in (program.loss, *job.metrics.values())]
                 values = torch.tensor([float(score) for score in scores], dtype=torch.float64)
                 sums[:-1] += values * share.samples
                 sums[-1] += share.samples

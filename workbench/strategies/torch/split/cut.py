@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,8 @@ from ....errors import FitError
 from .balance import balance, stage_times
 from .layers import Layer, chain_of, check_enough, given_bounds, shared
 from .measure import Cost, Form, measure
-from .trace import Output, Program, traced_layers
+from .program import Output, Program
+from .trace import traced_layers
 
 PROBE_BYTES = 1 << 20
 clock = time.perf_counter
@@ -33,7 +34,7 @@ class Cut:
         cut_s: Seconds to move what crosses a cut behind layer i, and its gradient.
         inputs: Forms of what the first stage is given of a microbatch.
         outputs: What the last stage's tensors are in the model's output: training, evaluation.
-        scored: Whether the last stage gives the loss itself.
+        program: What the stages compute together.
         shared: Parameters that several stages hold, by name, and which stages.
     """
 
@@ -42,9 +43,9 @@ class Cut:
     costs: list[Cost]
     cut_s: list[float]
     inputs: tuple[Form, ...]
-    outputs: tuple[Output, Output] = (Output(), Output())
-    scored: bool = False
-    shared: dict[str, list[int]] = field(default_factory=dict)
+    outputs: tuple[Output, Output]
+    program: Program
+    shared: dict[str, list[int]]
 
     @property
     def samples(self) -> int:
@@ -121,7 +122,7 @@ def cut(
     traced = layers is None
     if layers is None:
         listed = [name for name, _ in model.named_children()] if isinstance(model, Stages) else []
-        layers, *outputs = traced_layers(
+        layers, outputs = traced_layers(
             model, program, device, stages, only=bool(listed),
             asked=listed or [name.strip() for name in split_at.split(",") if name.strip()],
         )  # fmt: skip
@@ -150,7 +151,7 @@ def cut(
     return Cut(
         layers, bounds, costs, cut_s,
         tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors),
-        (outputs[0], outputs[1]), program.scored, shared(model, layers, bounds),
+        outputs, program, shared(model, layers, bounds),
     )  # fmt: skip
 
 

@@ -16,9 +16,7 @@ import torch.distributed as dist
 
 from ....engine.order import share_bounds
 from ....engine.torch_batches import map_batch, slice_batch
-from ....engine.torch_batches import tensors_of as batch_tensors
 from ....errors import FitError
-from ...base import Job
 from .build import let_go, place, tensors_of
 from .cut import Cut
 from .layers import tensor_names
@@ -41,7 +39,6 @@ class Pipeline:
     def __init__(
         self,
         cut: Cut,
-        job: Job,
         timeline: Timeline,
         *,
         schedule: str,
@@ -53,7 +50,7 @@ class Pipeline:
         group: Any = None,
     ) -> None:
         self.group = group
-        self.cut, self.job, self.timeline = cut, job, timeline
+        self.cut, self.program, self.timeline = cut, cut.program, timeline
         self.microbatches, self.size = microbatches, cut.samples
         self.workers, self.device, self._around = workers, device, around
         self.indices = list(range(rank, cut.stages, workers))
@@ -79,13 +76,13 @@ class Pipeline:
         self._samples = samples
         losses: list[torch.Tensor] = []
         inputs: tuple[torch.Tensor, ...] = ()
-        given = self._given(batch, samples)
-        if self.cut.scored and samples != self.microbatches * self.size:
+        given = self.program.given(batch, max(samples, 1))  # a share without samples holds one
+        if self.program.scored and samples != self.microbatches * self.size:
             raise uneven(samples, self.microbatches * self.size)
         if 0 in self.indices:
             inputs = tuple(self._dealt(x, samples).to(self.device) for x in given)
-        if self.holds_last and not self.cut.scored:
-            self._target = map_batch(lambda t: t.to(self.device), batch[1])
+        if self.holds_last:
+            self._target = map_batch(lambda t: t.to(self.device), self.program.target(batch))
         for module in self.modules.values():
             module.train()
         self.timeline.begin()
@@ -119,16 +116,10 @@ class Pipeline:
             rows += [*range(start, stop), *filling]
         return x.index_select(0, torch.tensor(rows, device=x.device))
 
-    def _given(self, batch: Any, samples: int) -> list[torch.Tensor]:
-        """Return the tensors that the first stage takes of a batch."""
-        given = list(batch_tensors(batch if self.cut.scored else batch[0]))
-        check_samples(given, max(samples, 1))  # a share without samples holds one
-        return given
-
     def _weighted_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         self.timeline.work("forward", None)
         start, stop = self._bounds(int(number))
-        if self.cut.scored:
+        if self.program.loss is None:
             loss: torch.Tensor = output * ((stop - start) / self._samples)
         elif start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
             parts = output if isinstance(output, tuple) else (output,)
@@ -137,7 +128,7 @@ class Pipeline:
             kept = self.cut.outputs[0].restore(slice_batch(output, 0, stop - start, self.size))
             target = slice_batch(self._target, start, stop, self._samples)
             with self._around():
-                loss = self.job.loss(kept, target) * ((stop - start) / self._samples)
+                loss = self.program.loss(kept, target) * ((stop - start) / self._samples)
         self.timeline.rest()
         return loss
 
@@ -146,8 +137,8 @@ class Pipeline:
 
         Each worker sends as soon as it is done, so microbatches follow each other here too.
         """
-        given = self._given(batch, samples)
-        if self.cut.scored and samples % self.size:
+        given = self.program.given(batch, max(samples, 1))
+        if self.program.scored and samples % self.size:
             raise uneven(samples, self.size)
         outputs = []
         for start in range(0, samples, self.size):
@@ -168,7 +159,7 @@ class Pipeline:
                     self._send(values, (index + 1) % self.workers)
         if not outputs:
             return None
-        if self.cut.scored:  # microbatches are equally large
+        if self.program.scored:  # microbatches are equally large
             return torch.stack(outputs).mean()
         whole: Any
         if isinstance(outputs[0], tuple):
@@ -199,27 +190,14 @@ class Pipeline:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def check_samples(given: list[torch.Tensor], samples: int) -> None:
-    """Raise FitError unless all tensors can be cut into microbatches."""
-    for tensor in given:
-        if not tensor.dim() or len(tensor) != samples:
-            raise FitError(
-                "Each tensor that the model is given must have one row per sample, to be cut into "
-                "microbatches.",
-                seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
-                next_step="keep what belongs to the whole batch in the model, as a buffer",
-            )
-
-
 def uneven(samples: int, whole: int) -> FitError:
     """Return what to raise where a loss within the model would count repeated samples."""
     return FitError(
-        "A step_fn computes the loss of whole microbatches, and this batch does not divide into "
-        "them.",
+        "Where the model computes the loss itself, a batch must divide into equal microbatches.",
         seen=f"{samples} samples",
         allowed=f"a multiple of {whole}",
-        next_step="leave the rest out (a DataLoader with drop_last=True), or use loss=, which "
-        "takes batches of any size",
+        next_step="leave the rest out (a DataLoader with drop_last=True), or let the model return "
+        "its output and use loss=, which takes batches of any size",
     )
 
 

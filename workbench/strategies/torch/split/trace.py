@@ -7,8 +7,7 @@ to its neighbours only:
     x -> [conv1, relu] -> a -> [conv2] -> (a, b) -> [add, fc] -> y
 
 What is the same for every batch (positions, masks) is computed anew in each piece that needs it:
-nothing of it is sent. Where a step function computes the loss, it is traced with the model in it:
-the targets are values like others, and the last piece ends in the loss.
+nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import logging
 import traceback
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -31,47 +30,12 @@ from ....engine.torch_batches import map_batch, tensors_of
 from ....errors import FitError
 from .calls import calls_of, chosen
 from .layers import Layer, tensor_names, with_aliases
+from .program import Output, Program
 
 PREFIX = "model."
 """What names begin with in the trace: the model is a child of what is traced."""
 
 Node = torch.fx.Node
-
-
-@dataclass(frozen=True)
-class Program:
-    """What the stages compute together.
-
-    Attributes:
-        call: `call(model, data)`: the model's output, or the loss where that is computed within.
-        data: A microbatch of what it is called with; its structure stays, its tensors change.
-        scored: Whether the result is the loss.
-    """
-
-    call: Callable[[torch.nn.Module, Any], Any]
-    data: Any
-    scored: bool = False
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the first stage is given."""
-        return tuple(tensors_of(self.data))
-
-
-@dataclass(frozen=True)
-class Output:
-    """The form of a model's output: its tensors leave the last stage, the rest is as it was."""
-
-    form: Any = None
-    places: tuple[int, ...] = (0,)
-
-    def restore(self, value: Any) -> Any:
-        """Return the output as the model gives it, from what the last stage returned."""
-        if self.form is None:
-            return value
-        parts = value if isinstance(value, tuple) else (value,)
-        left = iter(self.places)
-        return map_batch(lambda _: parts[next(left)], self.form)
 
 
 class Piece(torch.nn.Module):
@@ -110,7 +74,7 @@ def traced_layers(
     *,
     asked: Sequence[str] = (),
     only: bool = False,
-) -> tuple[list[Layer], Output, Output]:
+) -> tuple[list[Layer], tuple[Output, Output]]:
     """Return the pieces of a program, and the form of its output in training and in evaluation.
 
     Tracing fixes what dropout and BatchNorm do, so the program is traced once per mode.
@@ -137,7 +101,7 @@ def traced_layers(
         Layer(name, first, second, tuple(own))
         for name, first, second, own in zip(names or ["model"], *pieces, held, strict=True)
     ]
-    return layers, training.output, evaluating.output
+    return layers, (training.output, evaluating.output)
 
 
 @dataclass(frozen=True)
@@ -326,8 +290,8 @@ def _retarget(node: Node, traced: torch.device, device: torch.device) -> None:
         same = isinstance(value, torch.device) and value.type == traced.type
         return device if same else value
 
-    node.args = map_aggregate(node.args, other)  # type: ignore[assignment]
-    node.kwargs = map_aggregate(node.kwargs, other)  # type: ignore[assignment]
+    node.args = map_aggregate(node.args, other)
+    node.kwargs = map_aggregate(node.kwargs, other)
 
 
 def _fixed(trace: _Trace) -> set[Node]:
