@@ -96,7 +96,7 @@ ENGINES = [
     ),
     Mistake(
         "A chain of layers that is given a dictionary",
-        fit("model_split", data="[({'a': x[i]}, y[i]) for i in range(40)]"),
+        fit("model_split", data="[({'a': torch.ones(4)}, 0) for _ in range(64)]"),
         ("one tensor", "'dict'"),
     ),
     Mistake(

@@ -243,7 +243,7 @@ def fails(kind):
     try:
         fit(
             model, data, optimizer=lambda p: torch.optim.SGD(p, 0.1),
-            batch_size=10 if kind != "uneven" else 9, steps=2, **objective, **extra,
+            batch_size=10 if kind != "uneven" else 7, steps=2, **objective, **extra,
         )  # fmt: skip
     except WorkbenchError as error:
         return str(error)

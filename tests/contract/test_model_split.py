@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "few layers": ({}, ("fewer layers", "1 layers for 2 stages")),
     "list": ({}, ("as many stages", "-n 3")),
     "odd input": ({}, ("one tensor", "dict")),
-    "uneven": ({}, ("computes the loss itself", "9 samples", "drop_last=True")),
+    "uneven": ({}, ("computes the loss itself", "7 samples", "drop_last=True")),
     "fp16": ({}, ("fp16", "bf16")),
     "accumulate": ({}, ("does not support accumulate",)),
     "too few": ({"microbatches": 1}, ("at least one microbatch per worker", "gpipe")),
