@@ -164,6 +164,7 @@ def _called_once(
         and makes the loss of an output with one row per sample.
     """
     device = next(model.parameters()).device
+    own = list(tensors_of(batch))
     batch = map_batch(lambda t: t.to(device), batch)
     watched, was_training = _Watched(model), model.training
     try:
@@ -182,5 +183,7 @@ def _called_once(
     rows = all(tensor.dim() and len(tensor) == samples for tensor in output)
     if not given or not output or not rows or any(id(tensor) not in known for tensor in given):
         return None
-    args, keywords = map_batch(lambda t: t.to("cpu") if not t.is_meta else t, watched.calls[0])
-    return (tuple(args), dict(keywords)), [known[id(tensor)] for tensor in given]
+    places = [known[id(tensor)] for tensor in given]
+    left = iter(places)
+    args, keywords = map_batch(lambda _: own[next(left)], watched.calls[0])
+    return (args, keywords), places
