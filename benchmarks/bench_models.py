@@ -124,7 +124,7 @@ def run_case(workers: Workers, name: str, column: str, steps: int = STEPS) -> di
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the matrix: the largest difference of a weight, or what became of the case."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-    lines = ["".join(f"{text[:15]:>16}" for text in ("", *strategies))]
+    lines = ["".join(f"{text.replace('parameter_', '')[:15]:>16}" for text in ("", *strategies))]
     for name in dict.fromkeys(row["model"] for row in rows):
         found = {row["strategy"]: row for row in rows if row["model"] == name}
         cells = [
