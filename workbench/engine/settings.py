@@ -173,8 +173,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
         raise FitError(
             f"Strategy {entry.name} does not support {', '.join(missing)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
-            next_step=("use loss=" if missing == ["step_fn"] else "leave it out")
-            + ", or choose another strategy: wb.strategies()",
+            next_step="leave it out, or choose another strategy: wb.strategies()",
         )
 
 
