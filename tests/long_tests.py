@@ -69,6 +69,26 @@ RULES: list[Rule] = [
         ("test_the_bubble_is_near_the_schedules_ideal[*", ["test_the_bubble_is_near*[1f1b-8]"]),
     ),
     *_rules(
+        "contract/test_models.py",
+        (
+            "test_a_model_trains_as_on_one_device[*",
+            [
+                "test_a_model*[nanogpt-model_split]",
+                "test_a_model*[vit-model_split]",
+                "test_a_model*[lstm-hybrid]",
+                "test_a_model*[encoder-sharded]",
+                "test_a_model*[resnet_groupnorm-mirrored]",
+            ],
+        ),
+    ),
+    *_rules(
+        "contract/test_models_hf.py",
+        (
+            "test_a_model_trains_as_on_one_device[*",
+            ["test_a_model*[hf_gpt2-model_split]", "test_a_model*[hf_bert-model_split]"],
+        ),
+    ),
+    *_rules(
         "contract/test_averaging.py",
         (
             "test_a_compiled_model_is_averaged",

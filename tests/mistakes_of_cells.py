@@ -95,13 +95,9 @@ ENGINES = [
         fit("model_split"),
     ),
     Mistake(
-        "Weights shared over a cut",
-        fit(
-            "model_split",
-            before="a, b = nn.Linear(4, 4), nn.Linear(4, 4); b.weight = a.weight\n"
-            "model = nn.Sequential(a, nn.Tanh(), b)",
-        ),
-        ("0.weight in stage 0",),
+        "A chain of layers that is given a dictionary",
+        fit("model_split", data="[({'a': torch.ones(4)}, 0) for _ in range(64)]"),
+        ("one tensor", "'dict'"),
     ),
     Mistake(
         "More servers than tensors",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 pytest.register_assert_rewrite("worker_reports")  # it checks: what it saw is told
 
 from needs import need  # noqa: E402

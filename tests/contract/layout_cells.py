@@ -149,6 +149,52 @@ def drifting(steps=24, lr=0.05, classes=4, apart=False):
     return given
 
 
+def parametrized():
+    """Train layers whose weights are computed from other parameters, beside a plain one."""
+    import torch
+    from torch import nn
+    from torch.nn.utils import parametrizations
+
+    from workbench.engine.fit import fit
+
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(),
+        parametrizations.orthogonal(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 2),
+    ).double()  # fmt: skip
+    x, y = torch.randn(24, 6, dtype=torch.float64), torch.randn(24, 2, dtype=torch.float64)
+    fit(
+        model, (x, y), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        batch_size=12, steps=6,
+    )  # fmt: skip
+
+
+def warned():
+    """Train a module; return the warnings that it would show."""
+    import warnings
+
+    import torch
+    from torch import nn
+
+    from workbench.engine.fit import fit
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, inputs):
+            return torch.tanh(self.second(torch.tanh(self.first(inputs))))
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(
+            Two(), (torch.randn(24, 4), torch.randn(24, 1)), loss=nn.MSELoss(),
+            optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=12, steps=2,
+        )  # fmt: skip
+    return [str(warning.message) for warning in seen]
+
+
 def refused(kind):
     """Call wb.fit with something that the strategy cannot train; return the whole error."""
     import torch
@@ -170,6 +216,17 @@ def refused(kind):
     if kind == "no layer":
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(4))
         y = torch.randn(24, 4)
+    if kind == "complex":
+
+        class Turned(torch.nn.Linear):
+            def __init__(self):
+                super().__init__(4, 1)
+                self.angle = torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+            def forward(self, inputs):
+                return (super().forward(inputs) * self.angle).real
+
+        model = Turned()
     if kind == "different":
         model = torch.nn.Linear(4, 1 + context.spec.rank)
     try:

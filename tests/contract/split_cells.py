@@ -44,12 +44,37 @@ def deep(form="sequential", adamw=False, batch=24, steps=20, extra=None, fault=N
             nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(32, 3),
         ).double()  # fmt: skip
 
+    class Swapped(nn.Module):
+        """Hands on values that do not lie in memory in their order."""
+
+        def forward(self, inputs):
+            return inputs.transpose(1, 2)
+
+    def in_place():
+        wide = [nn.Linear(16, 16), nn.ReLU(inplace=True)]
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), *wide, nn.Linear(16, 3))
+
+    def transposed():
+        return nn.Sequential(
+            nn.Linear(8, 16), nn.Unflatten(1, (2, 8)), Swapped(), nn.Linear(2, 2), Swapped(),
+            nn.Flatten(), nn.Linear(16, 3),
+        )  # fmt: skip
+
+    def tied():
+        first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+        second.weight = first.weight
+        return nn.Sequential(nn.Linear(8, 16), first, nn.Tanh(), second, nn.Linear(16, 3))
+
     torch.manual_seed(3)
     x, y = torch.randn(101, 8, dtype=torch.float64), torch.randint(0, 3, (101,))
-    make = {"convolutional": convolutional, "residual": lambda: Residual().double()}.get(
-        form, sequential
-    )
-    model = make() if form != "function" else make
+    make = {
+        "convolutional": convolutional, "residual": lambda: Residual().double(),
+        "in place": lambda: in_place().double(), "transposed": lambda: transposed().double(),
+        "tied": lambda: tied().double(),
+    }.get(form, sequential)  # fmt: skip
+    if form == "tied function":
+        make = lambda: tied().double()  # noqa: E731
+    model = make() if "function" not in form else make
     if form == "list":
         model = [model[:2], *model[2:]]
         model = [nn.Sequential(*model[:2]), nn.Sequential(*model[2:])]
@@ -193,12 +218,8 @@ def fails(kind):
         def forward(self, inputs):
             return inputs.view(-1, 2)
 
-    tied = nn.Linear(4, 4)
-    second = nn.Linear(4, 4)
-    second.weight = tied.weight
     x, y = torch.randn(20, 4), torch.randn(20, 1)
     model = {
-        "tied": lambda: nn.Sequential(tied, nn.Tanh(), second, nn.Linear(4, 1)),
         "branching": Branching,
         "view": lambda: nn.Sequential(nn.Linear(4, 4), View(), nn.Linear(2, 1)),
         "shapes": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 1)),
@@ -207,17 +228,55 @@ def fails(kind):
         "odd input": lambda: nn.Sequential(nn.Linear(4, 1), nn.Tanh()),
     }.get(kind, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))()
     extra = {"fp16": {"precision": "fp16"}, "accumulate": {"accumulate": 2}}.get(kind, {})
+    objective = {"loss": nn.MSELoss()}
+    if kind == "uneven":  # the loss is made by a method, so it is a part of the last stage
+
+        class Scores(nn.Sequential):
+            def score(self, batch):
+                return ((self(batch[0]) - batch[1]) ** 2).mean()
+
+        model = Scores(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        objective = {"step_fn": lambda m, batch: m.score(batch)}
     data = (x, y)
     if kind == "odd input":
         data = [({"a": x[i]}, y[i]) for i in range(20)]
     try:
         fit(
-            model, data, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
-            batch_size=10, steps=2, **extra,
+            model, data, optimizer=lambda p: torch.optim.SGD(p, 0.1),
+            batch_size=10 if kind != "uneven" else 7, steps=2, **objective, **extra,
         )  # fmt: skip
     except WorkbenchError as error:
         return str(error)
     return "no error"
+
+
+def methods(samples=24):
+    """Train with a step function that uses the model's methods, and with one that draws noise."""
+    import torch
+    from torch import nn
+
+    from workbench.engine.fit import fit
+
+    class Autoencoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+            self.decoder = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 6))
+
+        def encode(self, x):
+            return self.encoder(x)
+
+        def training_step(self, batch):
+            return ((self.decoder(self.encode(batch["x"])) - batch["x"]) ** 2).mean()
+
+    torch.manual_seed(3)
+    x = torch.randn(samples, 6, dtype=torch.float64)
+    model = Autoencoder().double()
+    return fit(
+        model, [{"x": row} for row in x], step_fn=lambda m, batch: m.training_step(batch),
+        optimizer=lambda p: torch.optim.AdamW(p, 0.01), batch_size=12, steps=6, clip_norm=0.5,
+        eval_data=[{"x": row} for row in x[:12]],
+    ).evals  # fmt: skip
 
 
 def batchnorm():

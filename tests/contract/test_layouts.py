@@ -110,8 +110,20 @@ def test_bytes_of_collectives_are_counted(workers: Workers) -> None:
     assert joined(reports)["sent_bytes"] == pytest.approx(np.full((5, 2), 20 * 3 * 8))
 
 
+@pytest.mark.parametrize("name", ["sharded", "model_split"])
+def test_a_run_shows_no_warning_of_pytorchs(workers: Workers, name: str) -> None:
+    reports = clean(workers.run(name, layout_cells.warned, workers=2))
+    assert [report.value for report in reports] == [[], []]
+
+
+def test_parametrized_layers_train_beside_divided_ones(workers: Workers) -> None:
+    reports = clean(workers.run("tensor_parallel", layout_cells.parametrized, workers=2))
+    assert_same(reports, workers.truth(layout_cells.parametrized), 1e-10)
+
+
 REFUSED = {
     "attribute": (("sharded", "tensor_parallel"), {}, "Keeps keeps them in its attribute kept"),
+    "complex": (("sharded",), {}, "use torch.view_as_complex in forward"),
     "no layer": (("tensor_parallel",), {}, "No layer of the model can be divided"),
     "different": (("sharded", "local_sgd", "gossip"), {}, "The workers hold different models"),
     "plan": (("tensor_parallel",), {"plan": "7=col"}, "names a layer that the model lacks"),

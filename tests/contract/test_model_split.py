@@ -48,6 +48,46 @@ def test_every_form_of_model_is_cut_and_exact(workers: Workers, form: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("form", "split_at", "schedule"),
+    [
+        ("in place", "1", "1f1b"),  # a stage begins with what changes its input
+        ("in place", "3", "zero_bubble"),
+        ("transposed", "3", "gpipe"),
+        ("transposed", "5", "zero_bubble"),
+    ],
+)
+def test_layers_in_place_and_values_out_of_order_may_stand_at_a_cut(
+    workers: Workers, form: str, split_at: str, schedule: str
+) -> None:
+    reports = split(workers, 2, {"split_at": split_at, "schedule": schedule}, form=form)
+    assert_same(reports, workers.truth(cells.deep, form=form), 1e-10)
+
+
+@pytest.mark.parametrize("form", ["tied", "tied function"])
+def test_a_parameter_that_two_stages_share_makes_the_same_step_in_both(
+    workers: Workers, form: str
+) -> None:
+    keywords = {"form": form, "adamw": True, "extra": {"clip_norm": 0.05}}
+    reports = split(workers, 2, {"split_at": "3"}, **keywords)
+    truth = workers.truth(cells.deep, **keywords)
+    for report in reports:
+        assert {"1.weight", "3.weight"} <= report.weights.keys()
+        for name, value in report.weights.items():
+            assert abs(value - truth.weights[name]).max() <= 1e-10, name
+    first, second = (report.weights["1.weight"] for report in reports)
+    assert np.array_equal(first, second)
+    assert {*reports[0].weights, *reports[1].weights} == truth.weights.keys()
+
+
+@pytest.mark.parametrize("name", ["model_split", "hybrid"])
+def test_a_model_that_computes_its_own_loss_trains(workers: Workers, name: str) -> None:
+    reports = clean(workers.run(name, cells.methods, workers=2))
+    truth = workers.truth(cells.methods)
+    assert_same(reports, truth, 1e-10)
+    assert reports[0].value[0] == pytest.approx(truth.value[0], abs=1e-10)
+
+
+@pytest.mark.parametrize(
     ("options", "keywords"),
     [
         ({"microbatches": 5}, {}),
@@ -166,7 +206,6 @@ def test_a_model_larger_than_a_workers_memory_trains() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "tied": ({}, ("share a parameter", "0.weight in stage 0, 2.weight in stage 1")),
     "branching": (
         {},
         ("could not be traced", "in forward, line", "data-dependent", "wb.fit([first, second]"),
@@ -176,6 +215,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "few layers": ({}, ("fewer layers", "1 layers for 2 stages")),
     "list": ({}, ("as many stages", "-n 3")),
     "odd input": ({}, ("one tensor", "dict")),
+    "uneven": ({}, ("computes the loss itself", "7 samples", "drop_last=True")),
     "fp16": ({}, ("fp16", "bf16")),
     "accumulate": ({}, ("does not support accumulate",)),
     "too few": ({"microbatches": 1}, ("at least one microbatch per worker", "gpipe")),

@@ -63,6 +63,14 @@ def test_narrow_tied_and_attention_layers() -> None:
     assert find_plan(model, 2)[1] == {"2": "split_row", "3": "gathered"}
 
 
+def test_a_weight_that_is_computed_from_others_is_left_whole() -> None:
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(),
+        nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8),
+    )  # fmt: skip
+    assert find_plan(model, 2) == ({"4": "gathered"}, {"4": "gathered"})
+
+
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(FitError, match="No layer") as caught:
         find_plan(nn.Sequential(nn.Conv2d(1, 4, 3)), 2)

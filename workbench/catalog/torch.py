@@ -201,7 +201,7 @@ TORCH: tuple[Strategy, ...] = (
         takes_turns=True,
         rules="workbench.pipelines:check",
         ways=("fit",),
-        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile"},
+        supports=FIT_FEATURES - {"accumulate", "compile"},
         options=_PIPELINE_OPTIONS,
     ),
     Strategy(
@@ -220,7 +220,7 @@ TORCH: tuple[Strategy, ...] = (
         takes_turns=True,
         rules="workbench.pipelines:check",
         ways=("fit",),
-        supports=FIT_FEATURES - {"step_fn", "accumulate", "compile", "sparse_gradients"},
+        supports=FIT_FEATURES - {"accumulate", "compile", "sparse_gradients"},
         options=(
             Option(
                 "stages", "int", None, minimum=1, maximum=4096, optional=True,

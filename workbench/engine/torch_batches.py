@@ -38,21 +38,25 @@ def tensors_of(data: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(value)
 
 
-def map_batch(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and mappings."""
+def map_batch(
+    function: Callable[[torch.Tensor], Any],
+    data: Any,
+    other: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Apply `function` to every tensor of nested tuples, lists, mappings; `other` to the rest."""
     if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, Mapping):
-        mapped = {key: map_batch(function, value) for key, value in data.items()}
+        mapped = {key: map_batch(function, value, other) for key, value in data.items()}
         try:
             return type(data)(mapped)  # type: ignore[call-arg]
         except TypeError:
             return mapped
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_batch(function, value) for value in data))
+        return type(data)(*(map_batch(function, value, other) for value in data))
     if isinstance(data, (tuple, list)):
-        return type(data)(map_batch(function, value) for value in data)
-    return data
+        return type(data)(map_batch(function, value, other) for value in data)
+    return other(data)
 
 
 def slice_batch(data: Any, start: int, stop: int, total: int) -> Any:

@@ -213,6 +213,8 @@ class SummedGradients:
             for parameter in parameters:
                 part = flat[place : place + parameter.numel()]
                 place += parameter.numel()
+                if parameter.grad is None:  # no part of the loss, in any pipeline
+                    continue
                 parameter.grad = part.view_as(parameter).to(parameter.device, copy=True)
         clocks = tail.double().view(-1, 2).sum(dim=1)
         return float(clocks.max())

@@ -15,7 +15,11 @@ stages (p - 1) / (m + p - 1) of the time, less with interleaved or zero-bubble s
 
 All workers are given the same batch: the first needs x, the last y. Gradients of the microbatches
 add up before the one optimizer step, each weighted by its samples, so the result is that of one
-device. BatchNorm is the exception: it normalises over a microbatch.
+device. BatchNorm is the exception: it normalises over a microbatch. A parameter that two stages
+share (an embedding tied to the output layer) is held by both; they add up its gradients first.
+
+The last stage's worker computes the loss from the output (`split/program.py`). Where the model
+computes it itself, the targets travel with the activations, and microbatches are equally large.
 
 Where the model is a function that returns one, no worker ever holds the whole (`split/build.py`).
 Where to cut is decided from measured times (`split/balance.py`), or by the user.
@@ -34,18 +38,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ... import pipelines
-from ...engine.torch_batches import map_batch
-from ...errors import FitError
+from ...engine.torch_batches import batch_length, map_batch
+from ...errors import FitError, PlanError
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .memory import held_bytes
 from .split import checkpoint
-from .split.build import fill, let_go, move
+from .split.build import fill, let_go, move, tensors_of
 from .split.cut import Cut, cut
 from .split.layers import batchnorm_warning
-from .split.pipeline import Pipeline, adopt_share, share_names
+from .split.pipeline import Pipeline, adopt_share, share_names, uneven
+from .split.program import program_of
 from .split.stage import autocast
 from .split.timeline import Timeline
-from .split.update import norm_over_stages, own_optimizer, scale
+from .split.update import SharedGradients, norm_over_stages, own_optimizer, scale
 from .trainer import build_scheduler, to_numpy
 
 clock = time.perf_counter
@@ -60,11 +65,13 @@ class ModelSplit(Strategy):
     scheduler: Any = None
     gathers = True
     _sample: Any = None
+    _left_over = 0
     _held: list[str] | None = None
 
     def deal(self, source: Any) -> Any:
         """Keep one sample: the model is measured with a microbatch of it."""
         self._sample = source.peek()
+        self._left_over = (source.samples or 0) % source.batch_size
         return source
 
     def prepare(self, job: Job) -> None:
@@ -76,8 +83,6 @@ class ModelSplit(Strategy):
         self.per_worker = pipelines.stages_per_worker(self.options)
         self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
         self.around = autocast(job.precision, self.device)
-        if self.rank == 0 and self.microbatches > 1:
-            self._warn_of_batchnorm()
         if self._sample is not None:
             self._lay_out(self._sample)
             self._sample = None
@@ -91,6 +96,25 @@ class ModelSplit(Strategy):
         """Return the most samples of a batch that go through one pipeline."""
         return math.ceil(self.job.batch_size / self.pipelines)
 
+    def _equal_microbatches(self) -> int:
+        """Return into how many equal microbatches a share is cut.
+
+        Raises:
+            FitError: It does not divide.
+        """
+        job, usual, least = self.job, self.microbatches, 1
+        for count in range(usual, 0, -1) if self.options["microbatches"] is None else [usual]:
+            try:
+                pipelines.microbatches({**self.options, "microbatches": count}, self.workers)
+            except PlanError:
+                break
+            least = count
+            if job.batch_size % (count * self.pipelines) == 0:
+                if self._left_over and job.total_steps >= job.steps_per_epoch:
+                    raise uneven(self._left_over, job.batch_size)
+                return count
+        raise uneven(job.batch_size, least * self.pipelines)
+
     def gradients_done(self, share: Share) -> None:
         """Do what comes before the update; one pipeline has its gradients together."""
 
@@ -102,9 +126,11 @@ class ModelSplit(Strategy):
         pipeline = self._pipeline
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
-        x, y = share.data
-        loss = pipeline.train(x, y, share.samples)
+        loss = pipeline.train(share.data, share.samples)
         self.gradients_done(share)
+        came_s = clock()
+        self.shared.add_up()
+        self.timeline.blocked(came_s)
         self._update()
         return self._measured(share, began, loss)
 
@@ -112,9 +138,15 @@ class ModelSplit(Strategy):
         """Cut the model, keep the own stages and let go of the rest. Collective."""
         job, model = self.job, self.job.model
         stages = self.workers * self.per_worker
+        program = program_of(job, self._microbatch_of(batch))
+        if program.scored:
+            self.microbatches = self._equal_microbatches()
+            program = program_of(job, self._microbatch_of(batch))
+        if self.rank == 0 and self.microbatches > 1:
+            self._warn_of_batchnorm()
         decided = cut(
-            model, self._microbatch_of(batch), stages=stages, workers=self.workers,
-            rank=self.rank, device=self.device, split_at=self.options["split_at"] or "",
+            model, program, stages=stages, workers=self.workers, rank=self.rank,
+            device=self.device, split_at=self.options["split_at"] or "",
             around=self.around,
         )  # fmt: skip
         failed: Exception | None = None
@@ -126,11 +158,15 @@ class ModelSplit(Strategy):
         clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
         self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
         self.pipeline = Pipeline(
-            decided, job, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
+            decided, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
             group=self.group,
         )  # fmt: skip
         self._own = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        holders = {n: [stage % self.workers for stage in at] for n, at in decided.shared.items()}
+        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        known = tensors_of(model, holders)
+        self.shared = SharedGradients(holders, known, self.place, wire, self.group)
         self.optimizer = own_optimizer(job.optimizer, self._own, model)
         if self.optimizer is not None:
             self.scheduler = build_scheduler(job.scheduler, self.optimizer)
@@ -162,28 +198,27 @@ class ModelSplit(Strategy):
                 next_step="use more workers, or give it fewer layers with -o split_at=...",
             )
 
-    def _microbatch_of(self, batch: Any) -> torch.Tensor:
-        """Return a microbatch made of the samples at hand.
-
-        Raises:
-            FitError: The model's input is no tensor.
-        """
-        x = batch[0]
-        if not isinstance(x, torch.Tensor):
-            raise FitError(
-                "The input of a pipeline must be one tensor, to be cut into microbatches.",
-                seen=type(x).__name__,
-                next_step="let the data set give (x, y) with x a tensor, or use another strategy",
-            )
+    def _microbatch_of(self, batch: Any) -> Any:
+        """Return a microbatch made of the samples at hand."""
         size = math.ceil(self._share_size() / self.microbatches)
-        return x.repeat(math.ceil(size / len(x)), *[1] * (x.dim() - 1))[:size].contiguous()
+        samples = batch_length(batch)
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or len(tensor) != samples:
+                return tensor
+            many = math.ceil(size / samples)
+            return tensor.repeat(many, *[1] * (tensor.dim() - 1))[:size].contiguous()
+
+        return map_batch(fill, batch)
 
     def _update(self) -> None:
         if self.job.clip_norm is not None:
             wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
             grads = [p.grad for p in self._own if p.grad is not None]
+            other = self.shared.counted_elsewhere
+            counted = [p.grad for p in self._own if p.grad is not None and id(p) not in other]
             came_s = clock()
-            norm, last_s = norm_over_stages(grads, came_s, self.workers, wire, self.group)
+            norm, last_s = norm_over_stages(counted, came_s, self.workers, wire, self.group)
             self.timeline.met(came_s, last_s)
             scale(grads, norm, self.job.clip_norm)
         if self.optimizer is not None:
@@ -204,7 +239,7 @@ class ModelSplit(Strategy):
             compute_s,
             exposed_s=spent.blocked_s,
             wait_s=spent.idle_s,
-            sent_bytes=float(self._pipeline.sent_bytes()),
+            sent_bytes=float(self._pipeline.sent_bytes() + self.shared.sent_bytes),
             bubble_s=spent.blocked_s,
         )
 
@@ -212,20 +247,21 @@ class ModelSplit(Strategy):
         """Return loss and metrics; the last stage scores, and tells the others."""
         if self.pipeline is None:
             raise FitError("The model is not laid out yet.", next_step="train at least one step")
-        pipeline, job = self._pipeline, self.job
+        pipeline, job, program = self._pipeline, self.job, self._pipeline.program
         names = ["loss", *job.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
         for module in pipeline.evaluating.values():
             module.train(False)
         with torch.no_grad():
             for share in shares:
-                x, y = share.data
-                output = pipeline.forward(x, share.samples)
+                output = pipeline.forward(share.data, share.samples)
                 if output is None:
                     continue
-                target = map_batch(lambda t: t.to(self.device), y)
-                with self.around():
-                    scores = [f(output, target) for f in (job.loss, *job.metrics.values())]
+                scores = [output]
+                if program.loss is not None:
+                    target = map_batch(lambda t: t.to(self.device), program.target(share.data))
+                    with self.around():
+                        scores = [f(output, target) for f in (program.loss, *job.metrics.values())]
                 values = torch.tensor([float(score) for score in scores], dtype=torch.float64)
                 sums[:-1] += values * share.samples
                 sums[-1] += share.samples
@@ -266,6 +302,7 @@ class ModelSplit(Strategy):
     def close(self) -> None:
         """Drop the stages; the user's model keeps this worker's share."""
         self.pipeline = self.optimizer = self.scheduler = None
+        self.shared = SharedGradients({}, {}, 0, torch.device("cpu"), None)
         gc.collect()
 
     def _warn_of_batchnorm(self) -> None:
@@ -288,7 +325,7 @@ class ModelSplit(Strategy):
         self.context.emit(
             "split", rank=0, stages=decided.table(self.workers), pipelines=self.pipelines,
             schedule=self.schedule, microbatches=self.microbatches,
-            microbatch_samples=decided.input.shape[0], ideal_bubble=ideal,
+            microbatch_samples=decided.samples, ideal_bubble=ideal,
         )  # fmt: skip
 
     @property

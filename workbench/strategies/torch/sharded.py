@@ -45,6 +45,10 @@ from .trainer import Trainer
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 
+# Newer versions of PyTorch warn of the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Sharded(Partitioned):
     """Data parallelism with sharded parameters, gradients and optimizer state."""
@@ -65,11 +69,13 @@ class Sharded(Partitioned):
             self.context.emit("unmeasured", columns=self.traffic.unmeasured)
 
     def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
+        found = units(model, self.options["unit_mb"] * 1e6)
+        check_types(model, found)
         begin_equal(model, self.device)
         self.mesh = mesh = make_mesh(self.device, (self.world_size,), ("shard",))
 
         def shard(model: torch.nn.Module) -> None:
-            for unit in units(model, self.options["unit_mb"] * 1e6):
+            for unit in found:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=self.options["reshard"])
             fully_shard(model, mesh=mesh)
 
@@ -158,6 +164,28 @@ def units(model: torch.nn.Module, least_bytes: float) -> list[torch.nn.Module]:
     return list(dict.fromkeys(reversed(found)))
 
 
+def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
+    """Raise FitError when parameters that are gathered together are of different types.
+
+    Args:
+        found: The parts that are gathered on their own, inner ones first.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for unit in (*found, model):
+        own = {p: names.pop(p) for p in unit.parameters() if p in names and p.requires_grad}
+        kinds = {str(p.dtype).removeprefix("torch."): name for p, name in own.items()}
+        if len(kinds) > 1:
+            raise FitError(
+                "Parameters that are gathered together must be of one type.",
+                seen=", ".join(f"{kind} ({name})" for kind, name in kinds.items()),
+                allowed="one type in each unit that is gathered",
+                next_step="keep a complex parameter as real numbers and use torch.view_as_complex "
+                "in forward"
+                if any("complex" in kind for kind in kinds)
+                else "give all parameters one type (model.float()), or use mirrored",
+            )
+
+
 class Traffic:
     """Counts the bytes of FSDP's collectives and times how long this worker stood in them.
 
@@ -215,7 +243,7 @@ class _AllGather(_Collective):
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> None:
         with self._traffic.count(output_tensor, group):
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            _all_gather(output_tensor, input_tensor, group=group)
 
 
 class _ReduceScatter(_Collective):
@@ -223,4 +251,4 @@ class _ReduceScatter(_Collective):
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> None:
         with self._traffic.count(input_tensor, group):
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)

@@ -144,7 +144,10 @@ def _style(style: str, module: nn.Module) -> ParallelStyle:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that can be divided; a weight that two modules share is left whole."""
+    """Yield the layers that can be divided.
+
+    Left whole are a weight that two modules share, and one that is computed from other parameters.
+    """
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -161,6 +164,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
             continue
+        if (
+            not set(module._parameters) <= {"weight", "bias"}
+            or module._parameters.get("weight") is None
+        ):
+            continue  # its weight is computed from others (weight_norm, orthogonal)
         if all(holders[id(p)] == 1 for p in module.parameters(recurse=False)):
             yield name, module
 

@@ -23,12 +23,18 @@ from ....errors import FitError
 
 
 def let_go(model: torch.nn.Module, keep: Iterable[str]) -> None:
-    """Free every parameter and buffer of `model` but those in `keep`; they stay as forms."""
+    """Free every parameter and buffer of `model` but those in `keep`; they stay as forms.
+
+    What several layers share stays shared.
+    """
     kept = set(keep)
+    freed: dict[int, torch.nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name not in kept and not parameter.is_meta:
-            empty = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            place(model, name, empty)
+            if id(parameter) not in freed:
+                form = parameter.detach().to("meta")
+                freed[id(parameter)] = torch.nn.Parameter(form, parameter.requires_grad)
+            place(model, name, freed[id(parameter)])
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if name not in kept and not buffer.is_meta:
             place(model, name, buffer.to("meta"))

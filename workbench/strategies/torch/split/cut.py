@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ....engine.torch_support import Stages
 from ....errors import FitError
 from .balance import balance, stage_times
-from .layers import Layer, chain_of, check_enough, check_unshared, given_bounds
+from .layers import Layer, chain_of, check_enough, given_bounds, shared
 from .measure import Cost, Form, measure
+from .program import Output, Program
 from .trace import traced_layers
 
 PROBE_BYTES = 1 << 20
@@ -31,14 +32,25 @@ class Cut:
         bounds: First layer of each stage, then the number of layers: (stages + 1,).
         costs: What each layer was measured to cost for one microbatch.
         cut_s: Seconds to move what crosses a cut behind layer i, and its gradient.
-        input: Form of a microbatch.
+        inputs: Forms of what the first stage is given of a microbatch.
+        outputs: What the last stage's tensors are in the model's output: training, evaluation.
+        program: What the stages compute together.
+        shared: Parameters that several stages hold, by name, and which stages.
     """
 
     layers: list[Layer]
     bounds: list[int]
     costs: list[Cost]
     cut_s: list[float]
-    input: Form
+    inputs: tuple[Form, ...]
+    outputs: tuple[Output, Output]
+    program: Program
+    shared: dict[str, list[int]]
+
+    @property
+    def samples(self) -> int:
+        """How many samples a microbatch has."""
+        return self.inputs[0].shape[0]
 
     @property
     def stages(self) -> int:
@@ -50,10 +62,15 @@ class Cut:
         return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
 
     def forms(self, stage: int) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
-        """Return the forms of what a stage is given, and of what it hands on."""
+        """Return the forms of what a stage is given, and of what it hands on, in training."""
         first, end = self.bounds[stage], self.bounds[stage + 1]
-        given = self.costs[first - 1].outputs if first else (self.input,)
+        given = self.costs[first - 1].outputs if first else self.inputs
         return given, self.costs[end - 1].outputs
+
+    def evaluated(self, stage: int) -> tuple[Form, ...]:
+        """Return the forms of what a stage is given in evaluation."""
+        first = self.bounds[stage]
+        return self.costs[first - 1].evaluated if first else self.inputs
 
     def table(self, workers: int) -> list[dict[str, Any]]:
         """Return one row per stage: worker, layers, parameters, seconds, bytes handed on."""
@@ -80,7 +97,7 @@ class Cut:
 
 def cut(
     model: torch.nn.Module,
-    x: torch.Tensor,
+    program: Program,
     *,
     stages: int,
     workers: int,
@@ -94,17 +111,29 @@ def cut(
     Rank 0 measures; all decide from the same figures. Collective.
 
     Args:
-        x: A microbatch, on the CPU.
+        program: What the stages compute, with a microbatch on the CPU.
         split_at: Layers that begin a stage; empty: decide from the measured times.
 
     Raises:
         FitError: On every rank alike: the model cannot be cut.
     """
-    layers = chain_of(model)
+    layers = None if program.scored else chain_of(model)
+    outputs = Output(), Output()
+    traced = layers is None
     if layers is None:
-        held = next(model.parameters()).device
-        layers = traced_layers(model, x.to(held))
-    check_enough(layers, stages, workers)
+        listed = [name for name, _ in model.named_children()] if isinstance(model, Stages) else []
+        layers, outputs = traced_layers(
+            model, program, device, stages, only=bool(listed),
+            asked=listed or [name.strip() for name in split_at.split(",") if name.strip()],
+        )  # fmt: skip
+    elif not isinstance(program.data, torch.Tensor):
+        raise FitError(
+            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
+            seen=type(program.data).__name__,
+            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
+            "module's own forward",
+        )
+    check_enough(layers, stages, workers, traced=traced)
     bounds = given_bounds(layers, split_at, stages) if split_at else None
     if bounds is None and isinstance(model, Stages):
         if len(layers) != stages:
@@ -115,22 +144,25 @@ def cut(
                 next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
             )
         bounds = list(range(stages + 1))
-    costs = _agreed_costs(layers, x, rank, device, around)
+    costs = _agreed_costs(layers, program, rank, device, around)
     cut_s = _crossing(costs, workers, rank)
     if bounds is None:
         bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
-    check_unshared(model, layers, bounds)
-    return Cut(layers, bounds, costs, cut_s, Form(tuple(x.shape), x.dtype))
+    return Cut(
+        layers, bounds, costs, cut_s,
+        tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors),
+        outputs, program, shared(model, layers, bounds),
+    )  # fmt: skip
 
 
 def _agreed_costs(
-    layers: list[Layer], x: torch.Tensor, rank: int, device: torch.device, around: Any
+    layers: list[Layer], program: Program, rank: int, device: torch.device, around: Any
 ) -> list[Cost]:
     """Return what rank 0 measured; an error there is raised on all ranks."""
     answer: list[Any] = [None]
     if rank == 0:
         try:
-            answer = [measure(layers, x, device, around)]
+            answer = [measure(layers, program.tensors, device, around, scored=program.scored)]
         except FitError as error:
             answer = [str(error)]
     dist.broadcast_object_list(answer, 0)

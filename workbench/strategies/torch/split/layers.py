@@ -4,13 +4,13 @@ Three forms are understood, and all end as the same chain:
 
 - `nn.Sequential`: its children, nested ones taken apart;
 - a list of stages (`wb.fit([first, second], ...)`): its items, cut where the user cut;
-- any other module that `torch.export` can trace: pieces that begin where a child is called
+- any other module that `torch.export` can trace: pieces that begin where modules are called
   (`trace.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -41,10 +41,10 @@ def chain_of(model: torch.nn.Module) -> list[Layer] | None:
     """Return the layers of a Sequential or of a list of stages; None for any other module."""
     if isinstance(model, Stages):
         return [_layer(model, name) for name, _ in model.named_children()]
-    return [_layer(model, name) for name in _flat(model)] if _is_chain(model) else None
+    return [_layer(model, name) for name in _flat(model)] if is_chain(model) else None
 
 
-def _is_chain(module: torch.nn.Module) -> bool:
+def is_chain(module: torch.nn.Module) -> bool:
     # A subclass with a forward of its own, or hooks on the whole, is more than its children.
     plain = type(module).forward is torch.nn.Sequential.forward
     return plain and not module._forward_hooks and not module._forward_pre_hooks
@@ -52,7 +52,7 @@ def _is_chain(module: torch.nn.Module) -> bool:
 
 def _flat(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
-        if _is_chain(child) and len(list(child.children())):
+        if is_chain(child) and len(list(child.children())):
             yield from _flat(child, f"{prefix}{name}.")
         else:
             yield prefix + name
@@ -60,8 +60,8 @@ def _flat(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:
 
 def _layer(model: torch.nn.Module, name: str) -> Layer:
     module = model.get_submodule(name)
-    names = tuple(f"{name}.{inner}" for inner in tensor_names(module))
-    return Layer(name, module, module, names)
+    names = with_aliases(model, (f"{name}.{inner}" for inner in tensor_names(module)))
+    return Layer(name, module, module, tuple(names))
 
 
 def tensor_names(module: torch.nn.Module) -> list[str]:
@@ -70,7 +70,9 @@ def tensor_names(module: torch.nn.Module) -> list[str]:
     return parameters + [name for name, _ in module.named_buffers(remove_duplicate=False)]
 
 
-def check_enough(layers: Sequence[Layer], stages: int, workers: int) -> None:
+def check_enough(
+    layers: Sequence[Layer], stages: int, workers: int, *, traced: bool = False
+) -> None:
     """Raise FitError when there are more stages than layers."""
     if len(layers) < stages:
         per_worker = stages // workers
@@ -85,7 +87,13 @@ def check_enough(layers: Sequence[Layer], stages: int, workers: int) -> None:
             seen=f"{len(layers)} layers for {stages} stages"
             + (f" ({per_worker} per worker)" if per_worker > 1 else ""),
             allowed=f"at most {len(layers)} stages",
-            next_step=f"use {fewer}, or give the model more layers",
+            next_step=f"use {fewer}, or "
+            + (
+                "let forward call more modules: it is cut where a module is called that is called "
+                "once"
+                if traced
+                else "give the model more layers"
+            ),
         )
 
 
@@ -132,22 +140,31 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
     return bounds
 
 
-def check_unshared(model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequence[int]) -> None:
-    """Raise FitError when two stages would hold the same parameter: they would grow apart."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    owner: dict[int, tuple[int, str]] = {}
+def with_aliases(model: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of parameters and buffers, and all other names of the same tensors."""
+    alike: dict[int, list[str]] = {}
+    known: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in known.items():
+        alike.setdefault(id(tensor), []).append(name)
+    found = (other for name in names if name in known for other in alike[id(known[name])])
+    return list(dict.fromkeys(found))
+
+
+def shared(
+    model: torch.nn.Module, layers: Sequence[Layer], bounds: Sequence[int]
+) -> dict[str, list[int]]:
+    """Return the parameters that several stages hold, by their first name, and which stages."""
+    first_names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    learnt = dict(model.named_parameters(remove_duplicate=False))
+    holders: dict[str, list[int]] = {}
     for stage, (first, end) in enumerate(pairwise(bounds)):
-        for name in (name for layer in layers[first:end] for name in layer.names):
-            if name not in parameters:
-                continue
-            holder, known = owner.setdefault(id(parameters[name]), (stage, name))
-            if holder != stage:
-                raise FitError(
-                    "Two stages share a parameter, but each stage has its own worker.",
-                    seen=f"{known} in stage {holder}, {name} in stage {stage}",
-                    next_step="put both layers into one stage with -o split_at=..., or untie them: "
-                    "give each layer its own parameter",
-                )
+        names = {name for layer in layers[first:end] for name in layer.names}
+        for name in {first_names[id(learnt[n])] for n in names if n in learnt}:
+            holders.setdefault(name, []).append(stage)
+    order = {name: place for place, name in enumerate(first_names.values())}
+    several = [name for name, stages in holders.items() if len(stages) > 1]
+    return {name: holders[name] for name in sorted(several, key=order.__getitem__)}
 
 
 def batchnorm_warning(

@@ -105,6 +105,9 @@ class Mail:
     def send(self, way: Way, chunk: int, ops: Ops) -> Ops:
         """See to it that a message leaves; return what is left for the schedule to do."""
         self.sent_bytes += sum(op.tensor.nbytes for op in ops)
+        ops = [
+            op if op.tensor.is_contiguous() else _moved(op, op.tensor.contiguous()) for op in ops
+        ]
         if self._through_host:
             ops = [_moved(op, op.tensor.cpu()) for op in ops]
         if ops and self._timeline.stamped:

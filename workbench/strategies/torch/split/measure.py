@@ -41,12 +41,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer was seen to cost for one microbatch."""
+    """What one layer was seen to cost for one microbatch.
+
+    Attributes:
+        outputs: What it hands on in training.
+        evaluated: The same in evaluation.
+    """
 
     forward_s: float
     backward_s: float
     parameters: int
     outputs: tuple[Form, ...]
+    evaluated: tuple[Form, ...]
 
 
 def form_of(value: Any, layer: str) -> Form:
@@ -65,43 +71,72 @@ def form_of(value: Any, layer: str) -> Form:
 
 
 def measure(
-    layers: Sequence[Layer], x: torch.Tensor, device: torch.device, around: Any
+    layers: Sequence[Layer],
+    inputs: tuple[torch.Tensor, ...],
+    device: torch.device,
+    around: Any,
+    *,
+    scored: bool = False,
 ) -> list[Cost]:
-    """Return the cost of each layer for microbatch `x`; no random state or weight is changed.
+    """Return the cost of each layer for a microbatch; no random state or weight is changed.
 
     Args:
         around: Context of the forward pass (autocast).
+        scored: Whether the last layer gives the loss.
 
     Raises:
         FitError: A layer cannot be computed; names it and what it was given.
     """
-    costs = []
+    costs: list[Cost] = []
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        values: tuple[torch.Tensor, ...] = (x.to(device),)
+        trained = evaluated = tuple(value.to(device) for value in inputs)
         for layer in layers:
             module = _working_copy(layer.training, device)
-            values, forward_s, backward_s = _time(layer.name, module, values, around)
+            trained, forward_s, backward_s = _time(layer.name, module, trained, around)
             parameters = sum(p.numel() for p in module.parameters())
-            forms = tuple(form_of(value, layer.name) for value in values)
-            _check_samples(layer.name, forms, len(x))
-            costs.append(Cost(forward_s, backward_s, parameters, forms))
+            forms = given = tuple(form_of(value, layer.name) for value in trained)
             del module
+            if layer.evaluating is not layer.training:
+                evaluated = _evaluate(_working_copy(layer.evaluating, device), evaluated, around)
+                given = tuple(form_of(value, layer.name) for value in evaluated)
+            costs.append(Cost(forward_s, backward_s, parameters, forms, given))
+    if not scored:
+        _check_samples(layers, costs, len(inputs[0]))
     return costs
 
 
-def _check_samples(layer: str, forms: Sequence[Form], samples: int) -> None:
-    """Raise FitError when a layer's output no longer has one row per sample."""
-    for form in forms:
-        if form.shape and form.shape[0] != samples:
-            rows = form.shape[0]
-            raise FitError(
-                "A layer changes the number of samples, so outputs and targets would not match.",
-                seen=f"Layer {layer}: {samples} samples became {rows} rows of "
-                f"{tuple(form.shape[1:])}",
-                next_step="a view(-1, n) folds values into the batch where n is not what one "
-                "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
-            )
+def _evaluate(
+    module: torch.nn.Module, values: tuple[torch.Tensor, ...], around: Any
+) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad(), around():
+        result = module(*values)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int) -> None:
+    """Raise FitError when the output no longer has one row per sample; name the first such layer.
+
+    Layers between may lay values out as they like.
+    """
+
+    def folded(forms: tuple[Form, ...]) -> bool:
+        return bool(forms[0].shape) and forms[0].shape[0] != samples
+
+    if not folded(costs[-1].outputs):
+        return
+    layer, form = next(
+        (layer.name, cost.outputs[0])
+        for layer, cost in zip(layers, costs, strict=True)
+        if folded(cost.outputs)
+    )
+    raise FitError(
+        "A layer changes the number of samples, so outputs and targets would not match.",
+        seen=f"Layer {layer}: {samples} samples became {form.shape[0]} rows of "
+        f"{tuple(form.shape[1:])}",
+        next_step="a view(-1, n) folds values into the batch where n is not what one "
+        "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+    )
 
 
 def _working_copy(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
@@ -126,7 +161,8 @@ def _time(
     seconds: list[tuple[float, float]] = []
     outputs: tuple[torch.Tensor, ...] = ()
     for _ in range(REPEATS):
-        given = tuple(v.detach().requires_grad_(v.is_floating_point()) for v in values)
+        # No leaves of the graph: a layer may change in place what it is given.
+        given = tuple(v.detach().requires_grad_(v.is_floating_point()).clone() for v in values)
         began = _now(given[0].device)
         try:
             with around():

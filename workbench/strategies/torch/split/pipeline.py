@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ....engine.order import share_bounds
 from ....engine.torch_batches import map_batch, slice_batch
-from ...base import Job
-from .build import place, tensors_of
+from ....errors import FitError
+from .build import let_go, place, tensors_of
 from .cut import Cut
 from .layers import tensor_names
 from .measure import Form
@@ -39,7 +39,6 @@ class Pipeline:
     def __init__(
         self,
         cut: Cut,
-        job: Job,
         timeline: Timeline,
         *,
         schedule: str,
@@ -51,8 +50,8 @@ class Pipeline:
         group: Any = None,
     ) -> None:
         self.group = group
-        self.cut, self.job, self.timeline = cut, job, timeline
-        self.microbatches, self.size = microbatches, cut.input.shape[0]
+        self.cut, self.program, self.timeline = cut, cut.program, timeline
+        self.microbatches, self.size = microbatches, cut.samples
         self.workers, self.device, self._around = workers, device, around
         self.indices = list(range(rank, cut.stages, workers))
         self.holds_last = cut.stages - 1 in self.indices
@@ -69,17 +68,21 @@ class Pipeline:
 
     def _module(self, index: int, *, training: bool) -> Stage:
         layers = [layer.training if training else layer.evaluating for layer in self.cut.of(index)]
-        return Stage(layers, self._around, last=index == self.cut.stages - 1)
+        last = index == self.cut.stages - 1
+        return Stage(layers, self._around, first=index == 0, last=last)
 
-    def train(self, x: torch.Tensor, target: Any, samples: int) -> torch.Tensor | None:
+    def train(self, batch: Any, samples: int) -> torch.Tensor | None:
         """Compute the gradients of a batch; return its mean loss where the last stage is."""
         self._samples = samples
         losses: list[torch.Tensor] = []
         inputs: tuple[torch.Tensor, ...] = ()
+        given = self.program.given(batch, max(samples, 1))  # a share without samples holds one
+        if self.program.scored and samples != self.microbatches * self.size:
+            raise uneven(samples, self.microbatches * self.size)
         if 0 in self.indices:
-            inputs = (self._dealt(x, samples).to(self.device),)
+            inputs = tuple(self._dealt(x, samples).to(self.device) for x in given)
         if self.holds_last:
-            self._target = map_batch(lambda t: t.to(self.device), target)
+            self._target = map_batch(lambda t: t.to(self.device), self.program.target(batch))
         for module in self.modules.values():
             module.train()
         self.timeline.begin()
@@ -116,22 +119,27 @@ class Pipeline:
     def _weighted_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         self.timeline.work("forward", None)
         start, stop = self._bounds(int(number))
-        if start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
+        if self.program.loss is None:
+            loss: torch.Tensor = output * ((stop - start) / self._samples)
+        elif start == stop:  # nothing but filling: no loss, yet the stages expect a gradient
             parts = output if isinstance(output, tuple) else (output,)
             loss = torch.stack([(part * 0.0).sum() for part in parts]).sum()
         else:
-            kept = slice_batch(output, 0, stop - start, self.size)
+            kept = self.cut.outputs[0].restore(slice_batch(output, 0, stop - start, self.size))
             target = slice_batch(self._target, start, stop, self._samples)
             with self._around():
-                loss = self.job.loss(kept, target) * ((stop - start) / self._samples)
+                loss = self.program.loss(kept, target) * ((stop - start) / self._samples)
         self.timeline.rest()
         return loss
 
-    def forward(self, x: torch.Tensor, samples: int) -> Any:
-        """Return the model's output for a batch where the last stage is, else None.
+    def forward(self, batch: Any, samples: int) -> Any:
+        """Return the model's output (or the loss) for a batch where the last stage is, else None.
 
         Each worker sends as soon as it is done, so microbatches follow each other here too.
         """
+        given = self.program.given(batch, max(samples, 1))
+        if self.program.scored and samples % self.size:
+            raise uneven(samples, self.size)
         outputs = []
         for start in range(0, samples, self.size):
             stop = min(start + self.size, samples)
@@ -139,9 +147,10 @@ class Pipeline:
             values: Any = None
             for index, module in self.evaluating.items():
                 if index == 0:
-                    values = (x.index_select(0, rows.to(x.device)).to(self.device),)
+                    chosen = (x.index_select(0, rows.to(x.device)) for x in given)
+                    values = tuple(x.to(self.device) for x in chosen)
                 elif self.workers > 1:
-                    values = self._receive(self.cut.forms(index)[0], (index - 1) % self.workers)
+                    values = self._receive(self.cut.evaluated(index), (index - 1) % self.workers)
                 result = module(*values)
                 values = result if isinstance(result, tuple) else (result,)
                 if index == self.cut.stages - 1:
@@ -150,9 +159,14 @@ class Pipeline:
                     self._send(values, (index + 1) % self.workers)
         if not outputs:
             return None
+        if self.program.scored:  # microbatches are equally large
+            return torch.stack(outputs).mean()
+        whole: Any
         if isinstance(outputs[0], tuple):
-            return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
-        return torch.cat(outputs)
+            whole = tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        else:
+            whole = torch.cat(outputs)
+        return self.cut.outputs[1].restore(whole)
 
     def _send(self, values: tuple[torch.Tensor, ...], rank: int) -> None:
         for value in values:
@@ -176,6 +190,17 @@ class Pipeline:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+def uneven(samples: int, whole: int) -> FitError:
+    """Return what to raise where a loss within the model would count repeated samples."""
+    return FitError(
+        "Where the model computes the loss itself, a batch must divide into equal microbatches.",
+        seen=f"{samples} samples",
+        allowed=f"a multiple of {whole}",
+        next_step="leave the rest out (a DataLoader with drop_last=True), or let the model return "
+        "its output and use loss=, which takes batches of any size",
+    )
+
+
 def share_names(cut: Cut, rank: int, workers: int) -> list[str]:
     """Return the full names of all parameters and buffers of a worker's stages."""
     return [
@@ -187,10 +212,14 @@ def share_names(cut: Cut, rank: int, workers: int) -> list[str]:
 
 
 def adopt_share(model: torch.nn.Module, cut: Cut, rank: int, workers: int) -> None:
-    """Let traced pieces compute with the model's own parameters and buffers."""
-    for stage in range(rank, cut.stages, workers):
+    """Let traced pieces compute with the model's own parameters and buffers; free the others'."""
+    for stage in range(cut.stages):
         for piece in (p for layer in cut.of(stage) for p in (layer.training, layer.evaluating)):
-            if isinstance(piece, Piece):
-                known = tensor_names(piece.body)
-                for name, tensor in tensors_of(model, known).items():
-                    place(piece.body, name, tensor)
+            if not isinstance(piece, Piece):
+                continue
+            if stage % workers != rank:
+                let_go(piece.body, ())
+                continue
+            known = tensor_names(piece.body)
+            for name, tensor in tensors_of(model, known).items():
+                place(piece.body, name, tensor)

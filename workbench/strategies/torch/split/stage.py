@@ -26,16 +26,22 @@ class Stage(torch.nn.Module):
     Args:
         layers: Each takes the values of the one before.
         around: Context of the forward pass (autocast).
+        first: Whether the model's input enters here.
         last: Whether the model's output leaves here.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Module], around: Any, *, last: bool) -> None:
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], around: Any, *, first: bool, last: bool
+    ) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(layers)
-        self._around, self._last = around, last
+        self._around, self._first, self._last = around, first, last
 
     def forward(self, *values: Any) -> Any:
         """Run the layers on one microbatch."""
+        if not self._first and torch.is_grad_enabled():
+            # What has come is a leaf of the graph, which no layer could change in place.
+            values = tuple(value.clone() for value in values)
         with self._around():
             for layer in self.layers:
                 result = layer(*values)
@@ -43,6 +49,7 @@ class Stage(torch.nn.Module):
         if not self._last and torch.is_grad_enabled():
             # The next stage sends a gradient for every floating value, also where nothing before
             # it learns (a stage of Flatten alone).
+            values = tuple(value.contiguous() for value in values)  # as they are sent
             for value in values:
                 if value.is_floating_point() and not value.requires_grad:
                     value.requires_grad_()

@@ -93,6 +93,10 @@ class Timeline:
         """The schedule is done; what followed the last work was sending."""
         self.spent.blocked_s += clock() - self._last
 
+    def blocked(self, came_s: float) -> None:
+        """Since `came_s` this worker has exchanged messages with others."""
+        self.spent.blocked_s += clock() - came_s
+
     def met(self, came_s: float, last_s: float) -> None:
         """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
         self.spent.blocked_s += clock() - came_s

@@ -1,9 +1,13 @@
-"""Any module as a chain of pieces, by `torch.export` and `torch.distributed.pipelining`.
+"""Any module as a chain of pieces, by `torch.export`.
 
-The trace is cut wherever a child of the model is called. Values that skip pieces (a residual
-connection) are handed from piece to piece, so that each piece talks to its neighbours only:
+The trace is one list of operations; it is cut where calls of modules begin (`calls.py`). Values
+that skip pieces (a residual connection) are handed from piece to piece, so that each piece talks
+to its neighbours only:
 
     x -> [conv1, relu] -> a -> [conv2] -> (a, b) -> [add, fc] -> y
+
+What is the same for every batch (positions, masks) is computed anew in each piece that needs it:
+nothing of it is sent.
 """
 
 from __future__ import annotations
@@ -13,107 +17,119 @@ import copy
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.fx.node import map_aggregate
 
+from ....engine.torch_batches import map_batch, tensors_of
 from ....errors import FitError
-from .layers import Layer, tensor_names
+from .calls import calls_of, chosen
+from .layers import Layer, tensor_names, with_aliases
+from .program import Output, Program
+
+PREFIX = "model."
+"""What names begin with in the trace: the model is a child of what is traced."""
+
+Node = torch.fx.Node
 
 
 class Piece(torch.nn.Module):
-    """A traced piece as a link: takes all values that are still needed, hands on those that are.
+    """A traced piece as a link: takes all values that are still needed, hands on those that are."""
 
-    Args:
-        body: The traced computation.
-        alive: Names of the values it is given.
-        takes: Names of the body's arguments.
-        gives: Names of the body's results, with their index; None where it has one.
-        passes: Names of the values handed on.
-    """
-
-    def __init__(
-        self,
-        body: torch.nn.Module,
-        alive: list[str],
-        takes: list[str],
-        gives: list[tuple[str, int | None]],
-        passes: list[str],
-    ) -> None:
+    def __init__(self, body: torch.fx.GraphModule) -> None:
         super().__init__()
         self.body: torch.nn.Module = body
-        self.alive, self.takes, self.gives, self.passes = alive, takes, gives, passes
 
     def forward(self, *values: Any) -> Any:
         """Run the piece."""
-        known = dict(zip(self.alive, values, strict=True))
-        result = self.body(*(known[name] for name in self.takes))
-        for name, index in self.gives:
-            known[name] = result if index is None else result[index]
-        handed = tuple(known[name] for name in self.passes)
+        handed = self.body(*values)
         return handed if len(handed) > 1 else handed[0]
 
 
-def traced_layers(model: torch.nn.Module, x: torch.Tensor) -> list[Layer]:
-    """Return the pieces of a model, in training and in evaluation mode.
+class _Whole(torch.nn.Module):
+    """A program as a module of tensors."""
 
-    Tracing fixes what dropout and BatchNorm do, so the model is traced once per mode.
+    def __init__(self, model: torch.nn.Module, program: Program, outputs: list[Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._program, self._outputs = program, outputs
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left = iter(tensors)
+        output = self._program.call(self.model, map_batch(lambda _: next(left), self._program.data))
+        self._outputs[:] = [output]
+        return tuple(tensors_of(output))
+
+
+def traced_layers(
+    model: torch.nn.Module,
+    program: Program,
+    device: torch.device,
+    stages: int,
+    *,
+    asked: Sequence[str] = (),
+    only: bool = False,
+) -> tuple[list[Layer], tuple[Output, Output]]:
+    """Return the pieces of a program, and the form of its output in training and in evaluation.
+
+    Tracing fixes what dropout and BatchNorm do, so the program is traced once per mode.
 
     Args:
-        x: A microbatch, on the model's device.
+        device: Where the pieces will run; the model may lie elsewhere, or have no memory.
+        stages: How many stages the pieces are wanted for.
+        asked: Names of calls to cut at, whatever else is chosen.
+        only: Whether to cut at these alone.
 
     Raises:
-        FitError: The model cannot be traced.
+        FitError: The program cannot be traced.
     """
     was_training = model.training
     try:
-        names = _called(model, x)
-        pieces = []
-        for mode in (True, False):
-            model.train(mode)
-            pieces.append(_pieces(model, x, names))
+        training, evaluating = (_trace(model.train(mode), program) for mode in (True, False))
     finally:
         model.train(was_training)
-    return [
-        Layer(name, training, evaluating, tuple(tensor_names(training.body)))
-        for name, training, evaluating in zip(names, *pieces, strict=True)
+    names = list(asked) if only else chosen(model, training.calls, stages, asked)
+    names = _in_both(names, training, evaluating)
+    pieces = [_pieces(model, trace, names, device) for trace in (training, evaluating)]
+    held = _held(model, *pieces)
+    layers = [
+        Layer(name, first, second, tuple(own))
+        for name, first, second, own in zip(names or ["model"], *pieces, held, strict=True)
     ]
+    return layers, (training.output, evaluating.output)
 
 
-def _candidates(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, child in model.named_children():
-        if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList)):
-            yield from _candidates(child, f"{prefix}{name}.")
-        else:
-            yield prefix + name, child
+@dataclass(frozen=True)
+class _Trace:
+    """A traced program.
+
+    Attributes:
+        nodes: Its computation, in order.
+        results: What it gives.
+    """
+
+    module: torch.fx.GraphModule
+    device: torch.device
+    nodes: list[Node]
+    calls: dict[str, Any]
+    results: list[Node]
+    output: Output
 
 
-def _called(model: torch.nn.Module, x: torch.Tensor) -> list[str]:
-    """Return the names of the children that the model calls exactly once, in that order."""
-    calls: list[str] = []
-    hooks = [
-        child.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-        for name, child in _candidates(model)
-    ]
-    was_training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()(x)
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    return [name for name in calls if calls.count(name) == 1]
-
-
-def _pieces(model: torch.nn.Module, x: torch.Tensor, names: list[str]) -> list[Piece]:
-    spec = dict.fromkeys(names[1:], SplitPoint.BEGINNING)
+def _trace(model: torch.nn.Module, program: Program) -> _Trace:
+    held = next(model.parameters()).device
+    outputs: list[Any] = []
+    whole = _Whole(model, program, outputs)
     try:
         with _quiet():
-            traced = pipeline(_twin(model), (x,), split_spec=spec)
+            tensors = tuple(tensor.to(held) for tensor in program.tensors)
+            exported = torch.export.export(whole, tensors, strict=False)
+            module = exported.module()
     except Exception as error:
         raise FitError(
             "The model could not be traced, so it cannot be cut by itself.",
@@ -122,13 +138,217 @@ def _pieces(model: torch.nn.Module, x: torch.Tensor, names: list[str]) -> list[P
             "on values",
             next_step="give the stages yourself: wb.fit([first, second], ...), each a module",
         ) from error
-    return _links(traced.split_gm)
+    nodes = [node for node in module.graph.nodes if _computes(node)]
+    results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
+    if not results or not all(isinstance(result, Node) for result in results):
+        raise FitError(
+            "The last stage must end in a tensor that the model has computed.",
+            seen=type(outputs[0]).__name__ if outputs else "nothing",
+            next_step="let the model return a tensor, or tensors in a tuple or dictionary",
+        )
+    distinct = list(dict.fromkeys(results))
+    plain = (int, float, str, bool, type(None))
+    form = map_batch(
+        lambda _: torch.empty(0), outputs[0], lambda v: v if isinstance(v, plain) else None
+    )
+    return _Trace(
+        module, held, nodes, calls_of([_stack(node) for node in nodes]), distinct,
+        Output(form, tuple(distinct.index(result) for result in results)),
+    )  # fmt: skip
 
 
-def _twin(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of the modules with the same tensors: marking split points rewrites modules."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+def _computes(node: Node) -> bool:
+    """Return whether a node is part of the computation; checks of what was traced are not."""
+    if node.op == "call_module":  # guards on the inputs
+        return False
+    return node.op == "call_function" and "_assert_tensor_metadata" not in str(node.target)
+
+
+def _stack(node: Node) -> list[str]:
+    """Return the modules in which a node was computed, outermost first."""
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return [path.removeprefix(PREFIX) for path in paths if path.startswith(PREFIX)]
+
+
+def _in_both(names: Sequence[str], training: _Trace, evaluating: _Trace) -> list[str]:
+    """Return the calls that both traces have, in the same order."""
+    kept: list[str] = []
+    last = -1
+    for name in names:
+        call = evaluating.calls.get(name)
+        if call is not None and name in training.calls and call.first > last:
+            kept.append(name)
+            last = call.first
+    return kept
+
+
+def _pieces(
+    model: torch.nn.Module, trace: _Trace, names: list[str], device: torch.device
+) -> list[Piece]:
+    starts = [trace.calls[name].first for name in names]
+    place: dict[Node, int] = {}
+    for index, node in enumerate(trace.nodes):
+        place[node] = max(bisect_right(starts, index) - 1, 0)
+        if node.target is getitem:  # parts of a list of tensors are made where it is
+            place[node] = place.get(node.args[0], place[node])  # type: ignore[arg-type]
+    fixed = _fixed(trace)
+    given = [node for node in trace.module.graph.nodes if node.op == "placeholder"]
+    moving = [node for node in trace.nodes if node not in fixed]
+    last = max(len(names), 1) - 1
+    # The last piece that needs a value.
+    needed = {
+        value: max((place.get(user, -1) for user in value.users), default=-1)
+        for value in (*given, *moving)
+    }
+    copier = _Copier(model, trace, device)
+    pieces, alive = [], given
+    for at in range(last + 1):
+        own = [node for node in moving if place[node] == at]
+        ends = [v for v in (*alive, *own) if needed[v] > at or v in trace.results]
+        ends = ends if at < last else trace.results
+        pieces.append(Piece(copier.body(alive, own, ends)))
+        alive = ends
+    return pieces
+
+
+class _Copier:
+    """Makes modules of parts of a trace."""
+
+    def __init__(self, model: torch.nn.Module, trace: _Trace, device: torch.device) -> None:
+        self._trace, self._device = trace, device
+        self._known: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._known |= dict(model.named_buffers(remove_duplicate=False))
+
+    def body(
+        self, alive: Sequence[Node], own: Sequence[Node], ends: Sequence[Node]
+    ) -> torch.fx.GraphModule:
+        """Return the nodes `own`, and what is fixed of what they need, as a module."""
+        graph = torch.fx.Graph()
+        made: dict[Node, Node] = {value: graph.placeholder(value.name) for value in alive}
+        held: dict[str, Any] = {}
+
+        def get(node: Node) -> Node:
+            if node not in made:
+                if node.op == "get_attr":
+                    name = str(node.target).removeprefix(PREFIX)
+                    held[name] = self._held(str(node.target))
+                    made[node] = graph.get_attr(name)
+                else:
+                    put(node)
+            return made[node]
+
+        def put(node: Node) -> None:
+            made[node] = copied = graph.node_copy(node, get)
+            _retarget(copied, self._trace.device, self._device)
+
+        for node in own:
+            put(node)
+        graph.output(tuple(get(end) for end in ends))
+        graph.eliminate_dead_code()
+        return torch.fx.GraphModule(held, graph)
+
+    def _held(self, target: str) -> Any:
+        """Return a parameter, buffer, constant or inner graph of the trace.
+
+        Raises:
+            FitError: A constant was made where the model has no memory.
+        """
+        name = target.removeprefix(PREFIX)
+        if name in self._known:
+            return self._known[name]
+        value = _attribute(self._trace.module, target)
+        if isinstance(value, torch.fx.GraphModule):
+            inner = copy.deepcopy(value)
+            for node in list(inner.graph.nodes):
+                if node.op == "call_function" and not _computes(node):
+                    inner.graph.erase_node(node)
+                else:
+                    _retarget(node, self._trace.device, self._device)
+            inner.recompile()
+            return inner
+        if not value.is_meta:
+            return value.to(self._device)
+        if value.numel():
+            raise FitError(
+                "The model makes a constant on the device of its weights, which has no memory yet.",
+                seen=name,
+                next_step="pass the model itself instead of a function, or register it as a buffer",
+            )
+        return torch.empty_like(value, device=self._device)
+
+
+def _attribute(module: Any, target: str) -> Any:
+    for part in target.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def _retarget(node: Node, traced: torch.device, device: torch.device) -> None:
+    """Let a node that names the device of the trace name the one it will run on."""
+
+    def other(value: Any) -> Any:
+        same = isinstance(value, torch.device) and value.type == traced.type
+        return device if same else value
+
+    node.args = map_aggregate(node.args, other)
+    node.kwargs = map_aggregate(node.kwargs, other)
+
+
+def _fixed(trace: _Trace) -> set[Node]:
+    """Return the nodes that give the same for every batch and every step."""
+    learnt = {name for name, _ in trace.module.named_parameters(remove_duplicate=False)}
+    fixed: set[Node] = set()
+    for node in trace.nodes:
+        sources = [value for value in node.all_input_nodes if value.op != "get_attr"]
+        held = [value for value in node.all_input_nodes if value.op == "get_attr"]
+        if all(value in fixed for value in sources) and _pure(node) and all(
+            str(value.target) not in learnt and _pure_inside(trace, value) for value in held
+        ):  # fmt: skip
+            fixed.add(node)
+    changed = [value for node in trace.nodes if _changes(node) for value in node.all_input_nodes]
+    while changed:  # what is changed in place, and what it may be a view of
+        node = changed.pop()
+        if node in fixed:
+            fixed.discard(node)
+            changed += node.all_input_nodes
+    for node in trace.nodes:  # what was computed from it
+        if any(value.op != "get_attr" and value not in fixed for value in node.all_input_nodes):
+            fixed.discard(node)
+    return fixed
+
+
+def _pure(node: Node) -> bool:
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not random and not _changes(node)
+
+
+def _pure_inside(trace: _Trace, held: Node) -> bool:
+    value = _attribute(trace.module, str(held.target))
+    inner = isinstance(value, torch.fx.GraphModule)
+    return not inner or all(_pure(n) for n in value.graph.nodes if n.op == "call_function")
+
+
+def _changes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _held(
+    model: torch.nn.Module, training: Sequence[Piece], evaluating: Sequence[Piece]
+) -> list[list[str]]:
+    """Return the names of parameters and buffers by piece; each belongs to at least one."""
+    order = list(dict.fromkeys(tensor_names(model)))
+    own = [
+        set(with_aliases(model, [*tensor_names(first.body), *tensor_names(second.body)]))
+        for first, second in zip(training, evaluating, strict=True)
+    ]
+    at = 0
+    for name in order:
+        holders = [place for place, names in enumerate(own) if name in names]
+        if not holders:  # not used in the forward pass: it stays with what stands before it
+            own[at].update(with_aliases(model, [name]))
+        at = holders[0] if holders else at
+    return [[name for name in order if name in names] for names in own]
 
 
 @contextlib.contextmanager
@@ -137,30 +357,13 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("torch")
     level = logger.level
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        for kind in (FutureWarning, DeprecationWarning, UserWarning):
+            warnings.simplefilter("ignore", kind)
         logger.setLevel(logging.CRITICAL)
         try:
             yield
         finally:
             logger.setLevel(level)
-
-
-def _compiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a traced module as Python code, with all within it.
-
-    Exported modules interpret their graph anew each time, which is slow, and the interpreter's
-    progress bar leaves a thread behind.
-    """
-    for name, child in list(module.named_children()):
-        setattr(module, name, _compiled(child))
-    graph = getattr(module, "graph", None)
-    if isinstance(graph, torch.fx.Graph) and not isinstance(module, torch.fx.GraphModule):
-        compiled = torch.fx.GraphModule(module, graph)
-        for name, child in module.named_children():  # others may call what its graph does not
-            if name not in compiled._modules:
-                compiled.add_module(name, child)
-        return compiled
-    return module
 
 
 def _first_line(error: BaseException) -> str:
@@ -175,34 +378,8 @@ def _place(error: BaseException, model: torch.nn.Module) -> str:
     cause: BaseException | None = error
     while cause is not None:
         for frame in reversed(traceback.extract_tb(cause.__traceback__)):
-            if frame.name == "forward" and "/torch/" not in frame.filename.replace("\\", "/"):
+            own = "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__
+            if frame.name == "forward" and own:
                 return f", in forward, line {frame.lineno}: {frame.line or type(model).__name__}"
         cause = cause.__cause__ or cause.__context__
     return f", in {type(model).__name__}"
-
-
-def _links(split: torch.fx.GraphModule) -> list[Piece]:
-    """Return the pieces of a split graph as links of a chain."""
-    nodes = list(split.graph.nodes)
-    calls = [node for node in nodes if node.op == "call_module"]
-    # What each piece gives: itself, or the parts of it that are picked out.
-    gives: dict[str, list[tuple[str, int | None]]] = {call.name: [] for call in calls}
-    for node in nodes:
-        if node.op == "call_function" and node.target is getitem:
-            gives[node.args[0].name].append((node.name, node.args[1]))
-    for call in calls:
-        gives[call.name] = gives[call.name] or [(call.name, None)]
-    output = next(node for node in nodes if node.op == "output")
-    wanted = [node.name for node in output.all_input_nodes]
-    takes = [[node.name for node in call.args] for call in calls]
-    alive = [node.name for node in nodes if node.op == "placeholder"]
-    pieces = []
-    for at, call in enumerate(calls):
-        known = [*alive, *(name for name, _ in gives[call.name])]
-        later = {name for names in takes[at + 1 :] for name in names} | set(wanted)
-        last = at == len(calls) - 1
-        passes = wanted if last else [name for name in known if name in later]
-        body = _compiled(split.get_submodule(call.target))
-        pieces.append(Piece(body, alive, takes[at], gives[call.name], passes))
-        alive = passes
-    return pieces

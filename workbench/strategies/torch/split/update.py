@@ -4,12 +4,18 @@ Each worker's optimizer knows the parameters of its own stages. What needs all o
 that clipping compares, is added up over the stages:
 
     norm = sqrt(sum over stages of the squares of their gradients)
+
+A parameter that several stages use (an embedding tied to the output layer) is held by each of them.
+Before the update their gradients are added up, so that all make the same step:
+
+    first holder  g_0 --------- (+) -- g --> update        g = g_0 + g_1
+    other holder  g_1 --> sends     receives g --> update
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +38,61 @@ def own_optimizer(
             group["params"] = [p for p in group["params"] if id(p) in kept]
         return given
     return build_optimizer(lambda p: given(list(own)), model) if own else None
+
+
+class SharedGradients:
+    """Adds up the gradients of parameters that several workers of a pipeline hold.
+
+    Args:
+        holders: Names of the parameters, and the places of those that hold them.
+        held: This worker's own, by name.
+        place: This worker's place in the group.
+
+    Attributes:
+        counted_elsewhere: Own parameters whose gradient another worker counts.
+        sent_bytes: What a call sends.
+    """
+
+    def __init__(
+        self,
+        holders: Mapping[str, Sequence[int]],
+        held: Mapping[str, torch.Tensor],
+        place: int,
+        wire: torch.device,
+        group: Any,
+    ) -> None:
+        self._place, self._wire, self._group = place, wire, group
+        self._shared = [
+            (held[name], sorted(set(places)))
+            for name, places in holders.items()
+            if len(set(places)) > 1 and place in places and held[name].requires_grad
+        ]
+        self.counted_elsewhere = {id(p) for p, places in self._shared if places[0] != place}
+        self.sent_bytes = sum(
+            p.nbytes * (len(places) - 1 if places[0] == place else 1) for p, places in self._shared
+        )
+
+    def add_up(self) -> None:
+        """Give all holders the same sum. Collective among them."""
+        for parameter, (first, *others) in self._shared:
+            own = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            own = own.detach().to_dense() if own.is_sparse else own.detach()
+            own = own.to(self._wire).contiguous()
+            if self._place == first:
+                for other in others:
+                    theirs = torch.empty_like(own)
+                    dist.recv(theirs, self._rank(other), group=self._group)
+                    own = own + theirs
+                for other in others:
+                    dist.send(own, self._rank(other), group=self._group)
+            else:
+                dist.send(own, self._rank(first), group=self._group)
+                own = torch.empty_like(own)
+                dist.recv(own, self._rank(first), group=self._group)
+            parameter.grad = own.to(parameter.device)
+
+    def _rank(self, place: int) -> int:
+        return place if self._group is None else dist.get_global_rank(self._group, place)
 
 
 def norm_over_stages(
