@@ -126,7 +126,7 @@ def _footprint() -> dict[str, Any]:
         "threads": {thread.name for thread in threading.enumerate()},
         "sockets": _sockets(),
         "environ": dict(os.environ),
-        "backward": torch.autograd.backward,
+        "backward": (torch.Tensor.backward, torch.autograd.backward),
         "scale": torch.amp.GradScaler.scale,
     }
 
