@@ -79,7 +79,8 @@ def fill(
     np.random.set_state(state[1])
     names = _names(shadow, order.seen)
     kept = set(keep)
-    with _Registrations(lambda i: _fate(names, i, kept, unit_of)) as building, _DrawnAnyway():
+    drawn = _DrawnAnyway()  # type: ignore[no-untyped-call]
+    with _Registrations(lambda i: _fate(names, i, kept, unit_of)) as building, drawn:
         built = make()
     final = tensors_of(built, kept)
     if len(building.seen) != len(names) or final.keys() != kept:
@@ -110,7 +111,7 @@ def _fate(
     return (None, True) if name is None else (unit_of.get(name), name in kept)
 
 
-class _DrawnAnyway(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DrawnAnyway(TorchDispatchMode):
     """Draws the random numbers of tensors that were let go, so that all others get their own.
 
     A model that is initialised when all of it is built (`self.apply(init)`) fills freed tensors
