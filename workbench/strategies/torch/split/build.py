@@ -111,7 +111,7 @@ def _fate(
     return (None, True) if name is None else (unit_of.get(name), name in kept)
 
 
-class _DrawnAnyway(TorchDispatchMode):
+class _DrawnAnyway(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws the random numbers of tensors that were let go, so that all others get their own.
 
     A model that is initialised when all of it is built (`self.apply(init)`) fills freed tensors
