@@ -60,10 +60,18 @@ def deep(form="sequential", adamw=False, batch=24, steps=20, extra=None, fault=N
             nn.Flatten(), nn.Linear(16, 3),
         )  # fmt: skip
 
+    class Initialised(nn.Sequential):
+        """Draws its weights anew when all of it is built."""
+
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            for parameter in self.parameters():
+                nn.init.normal_(parameter, std=0.3)
+
     def tied():
         first, second = nn.Linear(16, 16), nn.Linear(16, 16)
         second.weight = first.weight
-        return nn.Sequential(nn.Linear(8, 16), first, nn.Tanh(), second, nn.Linear(16, 3))
+        return Initialised(nn.Linear(8, 16), first, nn.Tanh(), second, nn.Linear(16, 3))
 
     torch.manual_seed(3)
     x, y = torch.randn(101, 8, dtype=torch.float64), torch.randint(0, 3, (101,))

@@ -167,6 +167,7 @@ class ModelSplit(Strategy):
         wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
         known = tensors_of(model, holders)
         self.shared = SharedGradients(holders, known, self.place, wire, self.group)
+        self.shared.begin_equal()
         self.optimizer = own_optimizer(job.optimizer, self._own, model)
         if self.optimizer is not None:
             self.scheduler = build_scheduler(job.scheduler, self.optimizer)

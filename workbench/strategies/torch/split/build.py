@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....errors import FitError
 
@@ -78,7 +79,8 @@ def fill(
     np.random.set_state(state[1])
     names = _names(shadow, order.seen)
     kept = set(keep)
-    with _Registrations(lambda i: _fate(names, i, kept, unit_of)) as building:
+    drawn = _DrawnAnyway()  # type: ignore[no-untyped-call]
+    with _Registrations(lambda i: _fate(names, i, kept, unit_of)) as building, drawn:
         built = make()
     final = tensors_of(built, kept)
     if len(building.seen) != len(names) or final.keys() != kept:
@@ -107,6 +109,28 @@ def _fate(
     """Return the layer of the tensor registered as number `index`, and whether it is kept."""
     name = names[index] if index < len(names) else None
     return (None, True) if name is None else (unit_of.get(name), name in kept)
+
+
+class _DrawnAnyway(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the random numbers of tensors that were let go, so that all others get their own.
+
+    A model that is initialised when all of it is built (`self.apply(init)`) fills freed tensors
+    too; without memory they would take no numbers.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found = [value for value in args if isinstance(value, torch.Tensor)]
+            if any(value.is_meta for value in found):
+                func(*(_with_memory(value) for value in args), **kwargs)
+        return func(*args, **kwargs)
+
+
+def _with_memory(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return torch.zeros_like(value, device="cpu")
+    return value
 
 
 class _Registrations:

@@ -72,6 +72,17 @@ class SharedGradients:
             p.nbytes * (len(places) - 1 if places[0] == place else 1) for p, places in self._shared
         )
 
+    def begin_equal(self) -> None:
+        """Give all holders the first one's values. Collective among them."""
+        for parameter, (first, *others) in self._shared:
+            value = parameter.detach().to(self._wire).contiguous()
+            if self._place == first:
+                for other in others:
+                    dist.send(value, self._rank(other), group=self._group)
+            else:
+                dist.recv(value, self._rank(first), group=self._group)
+                parameter.data.copy_(value)
+
     def add_up(self) -> None:
         """Give all holders the same sum. Collective among them."""
         for parameter, (first, *others) in self._shared:
