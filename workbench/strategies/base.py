@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..errors import FitError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -204,8 +206,6 @@ class Strategy(ABC):
         Raises:
             FitError: This strategy takes one pair.
         """
-        from ..errors import FitError
-
         raise FitError(
             f"Strategy {self.context.spec.strategy} trains one model and optimizer in a cell.",
             seen="wb.prepare, called again",
