@@ -39,7 +39,9 @@ def trained(kind, own_loop=True, epochs=2, clipped=True):
             return self.head(torch.tanh(self.mean(hidden) + self.deviation(hidden)))
 
         def training_step(self, batch):
-            return functional.cross_entropy(self(batch[0]), batch[1])
+            hidden = self.encode(batch[0])  # never by way of forward
+            hidden = torch.tanh(self.mean(hidden) + self.deviation(hidden))
+            return functional.cross_entropy(self.head(hidden), batch[1])
 
         def elbo(self, x):
             hidden = self.encode(x)
