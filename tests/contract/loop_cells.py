@@ -217,7 +217,7 @@ def led_astray(own_loop, at=2, by="a bit", steps=24):
 
 
 def diverging(kind, own_loop, at=1, steps=12):
-    """Rank 1 changes its copy alone, or takes no step of the optimizer."""
+    """Rank 1 changes its copy alone, in the loop or after it, or takes no step of the optimizer."""
     import torch
 
     from workbench.engine.fit import fit
@@ -248,8 +248,10 @@ def diverging(kind, own_loop, at=1, steps=12):
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             if kind != "steps" or rank == 0:
                 optimizer.step()
-            if kind != "steps":
+            if kind == "bit":
                 disturb(4 * epoch + number)
+    if kind == "after":
+        disturb(at)
 
 
 def watched(kind, steps=12):

@@ -145,6 +145,20 @@ def test_a_rank_that_goes_its_own_way_is_caught(workers: Workers, kind: str) -> 
         assert ["no longer equal" in str(report.error) for report in reports] == [True, True]
 
 
+def test_copies_are_described_at_the_end_of_a_loop(workers: Workers) -> None:
+    cases = (
+        ("central_storage", "none", True),
+        ("mirrored", "none", True),
+        ("mirrored", "after", False),
+    )
+    for strategy, kind, alike in cases:
+        reports = clean(workers.run(strategy, loop_cells.diverging, kind, True, workers=2))
+        first, second = (report.copy for report in reports)
+        assert (first["rank"], second["rank"]) == (0, 1)
+        assert first["like"] == second["like"]
+        assert (first["digest"] == second["digest"]) == alike
+
+
 def test_a_loops_own_ddp_is_compared_too(workers: Workers) -> None:
     clean(workers.run("mirrored", loop_cells.watched, "right", workers=2))
     reports = workers.run("mirrored", loop_cells.watched, "passed by", workers=2)

@@ -25,6 +25,7 @@ class Report:
     train_s: float = 0.0
     eval_s: float = 0.0
     trained: int = 0
+    copy: dict[str, int] = field(default_factory=dict)  # as it was at the end of the cell
     strategy: str = ""
 
     def emitted(self, name: str) -> list[dict[str, Any]]:

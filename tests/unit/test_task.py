@@ -239,6 +239,16 @@ def test_ignored_overrides_are_an_error_unless_somebody_read_them(tmp_path):
     assert outcome_error(run, {0: OK, 1: {**OK, "options_read": True}}) is None
 
 
+def test_a_rank_that_ended_with_another_model_is_named():
+    def ended(digest: int, rank: int, like: int = 0) -> dict:
+        return {"copies": {"digest": digest, "rank": rank, "like": like}}
+
+    assert outcome_notes({0: ended(5, 0), 1: ended(5, 1)}) == []
+    assert outcome_notes({0: ended(5, 0), 1: ended(6, 1, like=1)}) == []  # rounded otherwise
+    (note,) = outcome_notes({4: ended(5, 0), 5: ended(7, 1), 6: ended(5, 2)})
+    assert "copies of the model differ at the end of the cell (rank 1)" in note
+
+
 def test_reassigned_names_are_told_once():
     assert outcome_notes({0: OK, 1: OK}) == []
     (note,) = outcome_notes({0: {"reassigned": ["rank"]}, 1: {"reassigned": ["rank", "device"]}})

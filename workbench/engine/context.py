@@ -36,6 +36,8 @@ class RunContext:
         taken_over: What took an own loop over (`wb.prepare`, `wb.watch`); empty: nothing did.
         backwards, updates: Backward passes of such a loop; steps of any optimizer in the cell.
         kept: What `wb.prepare(keep=)` named.
+        copies: Describes this worker's copy of the model at the end of an own loop, where all
+            workers' copies are to be equal then (`strategies.torch.guard`).
         strategy: The live strategy object, set by `wb.fit` and `wb.prepare`, closed by the runtime.
         step: The step under way, for `wb.log`.
         options_read: Whether the line's overrides were honoured: by `wb.fit`, or by a cell that
@@ -63,6 +65,7 @@ class RunContext:
     step: int = 0
     strategy: Any = None
     kept: tuple[Any, ...] = ()
+    copies: Callable[[], dict[str, int]] | None = None
     closers: list[Callable[[], None]] = field(default_factory=list)
     weights: Callable[[], dict[str, Any]] | None = None
     started_s: float = 0.0

@@ -189,6 +189,8 @@ def _cell_ended(
         outcome["kept_step"] = kept.keep(run.checkpoints)
     if run.checkpoints is not None:
         run.checkpoints.conclude(failed=run.failed)
+    if run.copies is not None and not run.failed:
+        outcome["copies"] = run.copies()
 
 
 def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
@@ -254,7 +256,7 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
             close()
     finally:
         run.strategy = None
-        run.weights = None
+        run.weights = run.copies = None
         run.closers.clear()
         run_context.set_current(None)
         engine.link.detach()

@@ -46,8 +46,8 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.watched")
     initialise(context, model)
-    watched = module.watch(context, model, optimizer, loader)
     context.taken_over = "wb.watch"
+    watched = module.watch(context, model, optimizer, loader)
     context.closers.append(watched.close)
     context.weights = watched.weights
     size = settings.data_module(framework).global_batch(loader, context.spec.world_size)

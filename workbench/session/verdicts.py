@@ -104,6 +104,26 @@ def _no_step(loops: list[Mapping[str, Any]]) -> RunError:
 
 def outcome_notes(outcomes: Outcomes) -> list[str]:
     """What the user should know although nothing failed."""
+    return [*_unlike_copies(outcomes), *_reassigned(outcomes)]
+
+
+def _unlike_copies(outcomes: Outcomes) -> list[str]:
+    """Say which ranks ended an own loop with another model than the others."""
+    ends = [o["copies"] for o in outcomes.values() if o.get("copies")]
+    digests = [end["digest"] for end in ends]
+    if len(set(digests)) < 2 or len({end["like"] for end in ends}) > 1:
+        return []
+    usual = max(digests, key=digests.count)
+    odd = sorted(end["rank"] for end in ends if end["digest"] != usual)
+    who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+    return [
+        f"The copies of the model differ at the end of the cell ({who}): something changed them on "
+        "some ranks alone. Rank 0's is the one that is kept. Do on every rank what changes the "
+        "model, also loading its best weights, or leave it to rank 0 after the run."
+    ]
+
+
+def _reassigned(outcomes: Outcomes) -> list[str]:
     names = sorted({name for o in outcomes.values() for name in o.get("reassigned", ())})
     if not names:
         return []

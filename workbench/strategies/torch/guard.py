@@ -13,6 +13,8 @@ Only where digests differ are the parameters themselves compared, so that the er
 When: at the first steps, then at growing distances, such that comparing takes no more than
 `BUDGET` of the time and `ALLOWANCE_S`. Costs and times travel with the digest, so all workers find
 the same next step. At the end of `wb.fit`, and of an epoch of an own loop, they compare once more.
+At the end of an own loop's cell no message is sent, for a rank may have left its loop early: each
+worker hands its digest to the kernel, which says where they differ.
 
 How equal: to the last bit, where every worker computes the update from the same average on the same
 kind of device with as many threads (all algorithms of `allreduce/` and all compressions hand every
@@ -62,6 +64,7 @@ class Guard:
     Args:
         equal: How equal they must be.
         first: The first tick at which something may differ.
+        at_end: Whether the replicas of an own loop must be equal when its cell ends, too.
         group: The workers that hold replicas; all by default.
 
     Attributes:
@@ -70,7 +73,13 @@ class Guard:
     """
 
     def __init__(
-        self, context: RunContext, equal: Equal = "updates", *, first: int = 1, group: Any = None
+        self,
+        context: RunContext,
+        equal: Equal = "updates",
+        *,
+        first: int = 1,
+        group: Any = None,
+        at_end: bool = False,
     ) -> None:
         self._context, self._equal, self._group = context, equal, group
         self._device = torch.device(context.spec.device)
@@ -84,6 +93,17 @@ class Guard:
         self._reduced_s = 0.0  # what the latest all-reduce took here
         self.cost_s = 0.0  # what comparing has taken so far, the same on all workers
         self.checks = 0
+        if at_end and context.taken_over and self._workers > 1:
+            context.copies = self.copy
+
+    def copy(self) -> dict[str, int]:
+        """Return this worker's `rank`, the `digest` of its replica, and what it is rounded `like`.
+
+        Digests can be compared where `like` is the same.
+        """
+        like = 0 if self._equal == "copies" else _number(self._kind())
+        digest = _digest(tensor for _, tensor in self._parameters())
+        return {"rank": self._context.spec.kept_as, "digest": digest, "like": like}
 
     def add(self, model: torch.nn.Module) -> None:
         """Compare this model's parameters too."""

@@ -77,7 +77,8 @@ class Mirrored(Strategy):
         if self.averaging is None or self.reductions is None:
             self.averaging = Averaging(self.context, model)
             # Nothing can differ before the second backward.
-            self.reductions = Reductions(self.context, self.averaging, Guard(self.context, first=2))
+            guard = Guard(self.context, first=2, at_end=True)
+            self.reductions = Reductions(self.context, self.averaging, guard)
         self._tell_of_batchnorm(model)
         return self.reductions.add(model)
 

@@ -141,7 +141,7 @@ class Served(Strategy):
         assert model is not None
         broadcast_buffers(model)
         if self.context.sync:
-            self.guard = Guard(self.context, "copies")
+            self.guard = Guard(self.context, "copies", at_end=True)
             self.guard.add(model)
         self._note_simulation()
         self.remote = Remote(

@@ -57,7 +57,7 @@ class _OfDdp(Guard):
     """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
 
     def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
-        super().__init__(context, first=2, group=model.process_group)
+        super().__init__(context, first=2, group=model.process_group, at_end=True)
         self.add(model)
         self._ddp = model
 
