@@ -39,11 +39,11 @@ def test_the_straggler_is_the_present_one() -> None:
     assert history.snapshot().slow_rank == 1
 
 
-def test_shares_add_up_and_efficiency_is_the_share_of_compute() -> None:
+def test_shares_add_up_and_so_does_computes_own() -> None:
     shot = make_history(make_rows(50, 2)).snapshot()
     for worker in shot.workers:
         assert sum(worker.share) == pytest.approx(1)
-    assert shot.efficiency == pytest.approx(10 / 16, rel=1e-4)
+    assert shot.compute_share == pytest.approx(10 / 16, rel=1e-4)
     assert shot.unmeasured == ()
 
 

@@ -140,7 +140,7 @@ class Snapshot:
         state: One of `lifecycle.State`.
         step, total_steps: Steps complete on every rank; total is None while unknown.
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
-        efficiency: Share of the workers' time spent in compute, 0..1.
+        compute_share: Share of the workers' time spent in compute, 0..1.
         slow_rank: The worker that the others wait for, None when nobody stands out.
         slow_ms: Median wait it causes, milliseconds.
         dropped: Records lost on the way.
@@ -169,7 +169,7 @@ class Snapshot:
     samples: int
     samples_per_s: float
     loss: float
-    efficiency: float
+    compute_share: float
     slow_rank: int | None
     slow_ms: float
     dropped: int

@@ -73,7 +73,7 @@ def take(of: Sources, label: Label) -> Snapshot:
         samples=totals.samples,
         samples_per_s=totals.samples_per_s if over else of.recent.samples_per_s(),
         loss=of.last_loss,
-        efficiency=efficiency(totals),
+        compute_share=compute_share(totals),
         slow_rank=slow_rank,
         slow_ms=slow_s * 1e3,
         dropped=label.dropped,
@@ -117,7 +117,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     )
 
 
-def efficiency(totals: Totals) -> float:
+def compute_share(totals: Totals) -> float:
     """Return the share of the workers' step time spent in compute, 0..1; NaN before any step."""
     whole = float(totals.step_s.sum())
     return float(totals.parts_s[:, _COMPUTE].sum()) / whole if whole > 0 else float("nan")

@@ -29,8 +29,8 @@ _MOST_WORKERS = 64
 def pack(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON-ready data; what was not measured is null.
 
-    The keys: `verdict`, `outlook`, `notes`, `baseline` (an index into `rows`), `has_one_device`,
-    `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`, `spread` (name ->
+    The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
+    `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`, `spread` (name ->
     the values by seed), `memory_bytes` (by worker), `staleness` (counts of pushes by staleness in
     updates), `breaks_even` (see `payoff.Payoff`); `curves`: `run`, `row` (index), and arrays
     `step`, `t_s`, `samples`, `loss`, and where a point stands for several steps `low` and `high`.
@@ -44,6 +44,7 @@ def pack(comparison: Comparison) -> dict[str, Any]:
         "verdict": comparison.verdict,
         "outlook": comparison.outlook,
         "notes": list(comparison.notes),
+        "rates": comparison.rates,
         "baseline": names.index(comparison.baseline),
         "has_one_device": comparison.has_one_device,
         "metrics": list(comparison.metrics),
