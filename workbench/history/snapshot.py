@@ -58,7 +58,8 @@ class Worker:
         potential_per_s: Its samples over the time it was not waiting.
         share: Fractions of its time in each of `metrics.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
-        bubble: Share of its time in which it had nothing to do, 0..1; NaN outside pipelines.
+        bubble: Share of its work and bubble in which it had nothing to do, 0..1, waits for data
+            left out; NaN outside pipelines.
         memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
     """
 

@@ -98,7 +98,9 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     """Return one row per worker, over the whole run (the median wait: over the latest steps)."""
     totals = of.totals
     wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
-    bubble = totals.bubble_s / np.where(totals.step_s > 0, totals.step_s, np.nan)
+    # Waiting for data is neither: the schedule's ideal knows of work and bubble alone.
+    piped_s = totals.parts_s[:, _COMPUTE] + totals.bubble_s
+    bubble = totals.bubble_s / np.where(piped_s > 0, piped_s, np.nan)
     return tuple(
         Worker(
             rank=rank,
