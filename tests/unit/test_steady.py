@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_the_first_step_does_not_turn_a_comparison_round() -> None:
     assert two.all_per_s > one.all_per_s  # with all steps it is upside down
     assert two.relative == pytest.approx(0.57, abs=0.05)
     assert two.relative_low < two.relative < two.relative_high < 1
-    assert compared.verdict.startswith("one_device is 1.7x faster than mirrored")
+    assert re.match(r"one_device is 1\.[78]x faster than mirrored", compared.verdict)
     assert one.warm_up >= 1
     assert one.step_s == pytest.approx(0.00055, rel=0.1)
     assert "one_device 1" in compared.rates

@@ -144,6 +144,7 @@ class Snapshot:
         compute_share: Share of the workers' time spent in compute, 0..1.
         slow_rank: The worker that the others wait for, None when nobody stands out.
         slow_ms: Median wait it causes, milliseconds.
+        slow_steps: In how many of the latest steps; of a run that is over, in all of them.
         dropped: Records lost on the way.
         plot_cpu: Share of one core that drawing takes in the kernel.
         blame_s: (ranks, ranks) seconds that row waited for column.
@@ -178,6 +179,7 @@ class Snapshot:
     throughput_curve: Curve
     timeline: Timeline
     blame_s: Floats
+    slow_steps: int = 0
     plot_cpu: float = float("nan")
     extra: dict[str, Curve] = field(default_factory=dict)
     logged: dict[str, Curve] = field(default_factory=dict)

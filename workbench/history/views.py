@@ -46,11 +46,16 @@ class Sources:
     last_loss: float
 
 
-def take(of: Sources, label: Label) -> Snapshot:
-    """Return a run at this moment; arrays are copies."""
+def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None = None) -> Snapshot:
+    """Return a run at this moment; arrays are copies.
+
+    Args:
+        whole: Who held the others up in the run as a whole (as `Recent.straggler`), where that is
+            what the snapshot tells: of a run that is over.
+    """
     totals, started = of.totals, of.story.started
     over = label.state in OVER
-    slow_rank, slow_s = of.recent.straggler()
+    slow_rank, slow_s, slow_steps = of.recent.straggler() if whole is None else whole
     origin = float(of.origin_s.min()) if len(of.origin_s) else 0.0
     # A pipeline's bubble has a picture of its own, and what a worker holds a column.
     shown = {"memory_bytes"} | ({"bubble_s"} if of.story.split is not None else set())
@@ -76,6 +81,7 @@ def take(of: Sources, label: Label) -> Snapshot:
         compute_share=compute_share(totals),
         slow_rank=slow_rank,
         slow_ms=slow_s * 1e3,
+        slow_steps=slow_steps,
         dropped=label.dropped,
         loss_curve=of.curves["loss"].curve(origin),
         throughput_curve=of.curves["samples_per_s"].curve(origin),

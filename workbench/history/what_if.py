@@ -89,7 +89,7 @@ def what_if(
     """Return the run as it would have been had one worker been as fast as the others' median.
 
     Args:
-        without: Its rank; by default whom the others waited for longest.
+        without: Its rank; by default who holds the others up (`Blame.worst`).
         first, last: Steps to recompute, both included; all that are stored by default.
 
     Raises:
@@ -174,7 +174,7 @@ def _rank(history: RunHistory, without: int | None) -> int:
         worst = blame(history).worst
         if worst is None:
             raise PlanError(
-                "Nobody waited for anybody, so there is no straggler to leave out.",
+                "No worker stands out as slow, so there is no straggler to leave out.",
                 next_step=f"name a worker: without=0 to {ranks - 1}",
             )
         return worst

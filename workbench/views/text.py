@@ -46,7 +46,14 @@ def slow(snapshot: Snapshot) -> str:
         return ""
     wait = milliseconds(snapshot.slow_ms)
     others = "the other" if len(snapshot.workers) == 2 else "the others"
-    return f"rank {snapshot.slow_rank} makes {others} wait {wait} a step"
+    return f"rank {snapshot.slow_rank} makes {others} wait {wait} a step{_window(snapshot)}"
+
+
+def _window(snapshot: Snapshot) -> str:
+    """Return which steps were looked at for who is slow."""
+    if not snapshot.slow_steps:
+        return ""
+    return " (all steps)" if snapshot.state in OVER else f" (latest {snapshot.slow_steps} steps)"
 
 
 def dropped(snapshot: Snapshot) -> str:

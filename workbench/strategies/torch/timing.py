@@ -105,7 +105,10 @@ class CpuTimer:
         compute_s = clock() - self._began - self._exposed - data_wait_s
         self._faults.compute_s = compute_s - self._injected
         exposed_s = self._exposed if self._exposed_known else NAN
-        return StepResult(samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes)
+        return StepResult(
+            samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes,
+            has_loss=samples > 0,
+        )  # fmt: skip
 
 
 class CudaTimer:
@@ -175,7 +178,10 @@ class CudaTimer:
         marks.exposed_known = self._exposed_known
         step = CudaStep(marks, self._last, self._faults)
         self._last = step
-        return StepResult(samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step)
+        return StepResult(
+            samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step,
+            has_loss=samples > 0,
+        )  # fmt: skip
 
 
 class _Marks:
