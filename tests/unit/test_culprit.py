@@ -79,7 +79,7 @@ def test_without_a_fault_hardly_anybody_is_accused(name: str, steps: int) -> Non
 def test_while_a_run_goes_on_hardly_anybody_is_accused(name: str) -> None:
     """The headline looks at the latest steps, again and again."""
     columns, steps = derive(recorded()[name]), len(recorded()[name])
-    for width in (4, 9, 10, 20, 60):
+    for width in (3, 4, 9, 10, 20, 30, 60):
         named = [
             culprit_of(columns.blamed_rank[at], columns.blamed_s[at], columns.step_s[at])
             for at in (slice(first, first + width) for first in range(20, steps - width))
@@ -95,7 +95,7 @@ def test_ten_milliseconds_are_put_down_to_the_right_worker(name: str, steps: int
     assert sum(one == 1 for one in named) >= 0.95 * TRIES
 
 
-@pytest.mark.parametrize("kind", ["each step", "0 to 20 ms", "a third of the steps"])
+@pytest.mark.parametrize("kind", ["each step", "0 to 20 ms", "half of the steps"])
 @pytest.mark.parametrize("name", ["linear-3", "mlp-2", "wide-2", "convolution-3"])
 def test_delays_of_other_kinds_are_found_too(name: str, kind: str) -> None:
     rng = np.random.default_rng(3)
@@ -104,7 +104,7 @@ def test_delays_of_other_kinds_are_found_too(name: str, kind: str) -> None:
         delay_s = {
             "each step": np.full(len(rows), 0.010),
             "0 to 20 ms": 0.020 * rng.random(len(rows)),
-            "a third of the steps": 0.030 * (rng.random(len(rows)) < 1 / 3),
+            "half of the steps": 0.020 * (rng.random(len(rows)) < 0.5),
         }[kind]
         columns = derive(late(rows, rank, delay_s))
         named = [drawn(columns, 60, rng) for _ in range(200)]

@@ -14,18 +14,6 @@ def looked(*losses: list[float]) -> LossWatch:
     return watch
 
 
-@pytest.mark.parametrize(
-    ("losses", "step"),
-    [
-        ([[1.0, 2.0], [3.0]], None),
-        ([[1.0, np.nan, 2.0]], 1),
-        ([[1.0], [np.nan]], 1),
-        ([[1.0, 2.0], [np.inf, np.nan]], 2),
-        ([[np.inf]], 0),
-        ([[np.nan, np.nan], [np.nan]], None),
-        ([[np.nan, 1.0], [2.0, np.nan]], 3),
-    ],
-)
 def test_a_loss_that_was_seen_and_never_was_a_number_is_named_as_such():
     nan = np.full(3, np.nan)
     watch = LossWatch()
@@ -38,6 +26,18 @@ def test_a_loss_that_was_seen_and_never_was_a_number_is_named_as_such():
     assert "data" in watch.note
 
 
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([[1.0, 2.0], [3.0]], None),
+        ([[1.0, np.nan, 2.0]], 1),
+        ([[1.0], [np.nan]], 1),
+        ([[1.0, 2.0], [np.inf, np.nan]], 2),
+        ([[np.inf]], 0),
+        ([[np.nan, np.nan], [np.nan]], None),
+        ([[np.nan, 1.0], [2.0, np.nan]], 3),
+    ],
+)
 def test_the_first_step_without_a_number_is_named(losses, step):
     watch = looked(*losses)
     assert watch.step == step

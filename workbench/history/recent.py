@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS
-from .culprit import BLOCKS, LEAST_STEPS, culprit_of
+from .culprit import FEW, LEAST_STEPS, culprit_of
 from .snapshot import Timeline
 from .totals import Blame
 
@@ -100,15 +100,15 @@ class Recent:
         """Return the worker that the others wait for now, for how long, and in how many steps.
 
         Looked at are the steps of the latest `WINDOW_S`, at most `TIMELINE_STEPS`: who has just
-        become slow is not outvoted by all the fast steps before. Of steps so long that hardly one
-        fits in, the latest ones are looked at.
+        become slow is not outvoted by all the fast steps before. Where they are too few to name
+        anybody, the latest `FEW` are.
 
         Returns:
             Its rank (None: nobody stands out), the median wait it causes in seconds, and how many
             steps were looked at.
         """
         some = self._within(WINDOW_S)
-        for steps in (some,) if some >= BLOCKS else (some, BLOCKS):
+        for steps in (some,) if some >= FEW else (some, FEW):
             rows = self._latest(steps)
             blamed, blamed_s = rows(self._blamed), rows(self._blamed_s)
             rank = culprit_of(blamed, blamed_s, np.nansum(rows(self._parts_s), axis=2))
