@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
+from workbench.views import stages
 from workbench.views.svg import run_svg
 from workbench.views.theme import PHASE_COLORS
 

@@ -104,9 +104,10 @@ class Recorder:
         if deferred is not None:
             self._deferred[head] = deferred
         named = self._rank if rank is None else rank + self._shift
+        flags = self._flags | (FLAG_LOSS_SEEN if has_loss else 0)
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, named, self._flags | (FLAG_LOSS_SEEN if has_loss else 0), samples, start_s, end_s, ready_s,
+            self._run, step, named, flags, samples, start_s, end_s, ready_s,
             data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
             waited_for,
         )  # fmt: skip

@@ -81,7 +81,7 @@ def speedup(c: Check) -> None:
         c.need(
             (truth > 1) is wins,
             f"These runs say that two workers are {truth:.2f} times as fast as one with the "
-            f"{which} model; the lesson is the opposite, so something else kept this computer busy.",
+            f"{which} model. It is the other way round on a computer that nothing else keeps busy.",
             "run the cells of section 3 again, then this one",
         )
         name = f"speedup_{which}"
