@@ -16,6 +16,7 @@ numbers are such that on recorded runs without a fault at most one in a hundred 
 step is.
 
 Of fewer than `BLOCKS` steps every single one must have cost the others 10 ms and half of the step.
+Where workers meet in some steps only (`local_sgd`), those are what is counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-BLOCKS, FEW = 10, 30
+BLOCKS, FEW = 10, 60
 LEAST_STEPS = 3
 """Of fewer steps nobody is named."""
 
@@ -49,26 +50,28 @@ def culprit_of(
         step_s: (steps, ranks) length of the steps; NaN where a worker has none.
     """
     steps, ranks = blamed.shape
-    if ranks < 2 or steps < LEAST_STEPS:
-        return None
     at = (blamed >= 0) & np.isfinite(waited_s)
-    if not at.any():
+    if ranks < 2 or at.any(axis=1).sum() < LEAST_STEPS:
         return None
     caused_s = np.zeros((steps, ranks))
     np.add.at(caused_s, (np.nonzero(at)[0], blamed[at]), waited_s[at])
     caused_s /= ranks - 1
     known = np.isfinite(step_s)
     length_s = np.where(known, step_s, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-    begins = np.linspace(0, steps, min(BLOCKS, steps), endpoint=False).astype(int)
+    # Stretches of equally many steps in which somebody waited: some workers meet now and then only.
+    meetings = np.flatnonzero(at.any(axis=1))
+    count = len(meetings)
+    blocks = min(BLOCKS, count)
+    begins = np.array([0, *(meetings[i * count // blocks - 1] + 1 for i in range(1, blocks))])
     sizes = np.diff([*begins, steps])
     blocks_s = np.add.reduceat(caused_s, begins) / sizes[:, None]
     whole_s = np.add.reduceat(length_s, begins) / sizes
     rank = int(np.median(blocks_s, axis=0).argmax())
     lead_s = blocks_s[:, rank] - np.delete(blocks_s, rank, axis=1).max(axis=1)
-    if steps < BLOCKS:
+    if count < BLOCKS:
         enough = lead_s > np.maximum(SHORT_S, SHORT_SHARE * whole_s)
         return rank if enough.all() else None
-    least_s, share = (FEW_S, FEW_SHARE) if steps < FEW else (SURE_S, SURE_SHARE)
+    least_s, share = (FEW_S, FEW_SHARE) if count < FEW else (SURE_S, SURE_SHARE)
     if np.median(lead_s) <= max(least_s, share * float(np.median(whole_s))):
         return None
     waits_s = blocks_s.sum(axis=1)

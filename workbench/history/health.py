@@ -47,7 +47,7 @@ class LossWatch:
         if bad.any():
             at = int(np.argmax(bad))
             self.step = int(steps[at])
-            self._never = self._at_first and at == 0
+            self._never = self._at_first and at == 0 and bool(np.isnan(loss[0]))
         self._was_finite |= bool(finite.any())
         self._at_first = False
 

@@ -41,10 +41,13 @@ class TeachingPart(Part):
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
         """Who waited for whom: while the run goes on in the steps that its headline speaks of."""
-        run = self._run()
-        shot = run.snapshot()
-        first = None if run.is_over else max(shot.step - shot.slow_steps, 0)
-        return _drawn(lambda: run.blame(first))
+
+        def of_headline() -> Any:
+            run = self._run()
+            shot = run.snapshot()
+            return run.blame(None if run.is_over else max(shot.step - shot.slow_steps, 0))
+
+        return _drawn(of_headline)
 
     @action(slow=True)
     def what_if(self, without: int | None = None) -> dict[str, Any]:
