@@ -248,7 +248,7 @@ def _lanes(
 def _blocks(values: Floats, size: int) -> Floats:
     """Return the sum of the block that begins at each value; the last ones go on at the first."""
     sums = np.concatenate([[0.0], np.concatenate([values, values[: size - 1]]).cumsum()])
-    return sums[size:] - sums[:-size]
+    return np.asarray(sums[size:] - sums[:-size])
 
 
 def _binned(values: Floats, size: int) -> Floats:

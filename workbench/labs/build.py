@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
-import itertools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -113,9 +112,9 @@ def _with_lessons(
     from nbformat import v4
 
     found = []
-    for cell, conditions in itertools.zip_longest(cells, lessons, fillvalue=()):
+    for place, cell in enumerate(cells):
         found.append(cell)
-        for condition in conditions:
+        for condition in lessons[place] if place < len(lessons) else ():
             code = (
                 f"if not ({condition}):\n"
                 f"    raise RuntimeError({_NOT_SHOWN + condition!r} + {_values(condition)})"
