@@ -162,7 +162,8 @@ def test_a_delay_that_begins_in_mid_run_is_named_within_three_seconds() -> None:
 
 def test_the_headline_the_bars_and_the_matrix_name_the_same_worker_and_the_same_steps() -> None:
     rows = np.concatenate([
-        make_rows(200, 2, slow_rank=0, slow_s=0.0002), make_rows(60, 2, first=200, slow_rank=1, slow_s=0.05),
+        make_rows(200, 2, slow_rank=0, slow_s=0.0002),
+        make_rows(60, 2, first=200, slow_rank=1, slow_s=0.05),
     ])  # fmt: skip
     history = make_history(rows)
     shot = history.snapshot(state="running")
@@ -172,7 +173,8 @@ def test_the_headline_the_bars_and_the_matrix_name_the_same_worker_and_the_same_
     over = history.snapshot(state="finished")  # of the whole run, most of which nobody was slow
     assert (over.slow_rank, blame(history).worst) == (None, None)
     late_half = np.concatenate([
-        make_rows(20, 2, slow_rank=0, slow_s=0.0002), make_rows(180, 2, first=20, slow_rank=1, slow_s=0.05),
+        make_rows(20, 2, slow_rank=0, slow_s=0.0002),
+        make_rows(180, 2, first=20, slow_rank=1, slow_s=0.05),
     ])  # fmt: skip
     over = make_history(late_half).snapshot(state="finished")
     assert over.slow_rank == blame(make_history(late_half)).worst == 1
