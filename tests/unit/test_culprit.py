@@ -152,7 +152,7 @@ def test_a_delay_that_begins_in_mid_run_is_named_within_three_seconds() -> None:
     began = now
     while recent.straggler()[0] is None:
         take(make_rows(1, 2, slow_rank=1, slow_s=0.5, **fast))
-        assert now - began < 2.6  # what comes on top: 0.1 s to the kernel, 0.2 s to the screen
+        assert now - began < 2.1  # what comes on top: 0.1 s to the kernel, 0.2 s to the screen
     rank, caused_s, steps = recent.straggler()
     assert (rank, caused_s) == (1, pytest.approx(0.5, rel=1e-3))
     assert steps < 10
@@ -167,11 +167,11 @@ def test_the_headline_the_bars_and_the_matrix_name_the_same_worker_and_the_same_
     ])  # fmt: skip
     history = make_history(rows)
     shot = history.snapshot(state="running")
-    assert (shot.slow_rank, shot.slow_steps) == (1, 31)  # those of two seconds
+    assert (shot.slow_rank, shot.slow_steps) == (1, 23)  # those of 1.5 s
     assert blame(history, shot.step - shot.slow_steps).worst == 1
-    assert text.slow(shot) == "rank 1 makes the other wait 50 ms a step (latest 31 steps)"
-    over = history.snapshot(state="finished")  # of the whole run, most of which nobody was slow
-    assert (over.slow_rank, blame(history).worst) == (None, None)
+    assert text.slow(shot) == "rank 1 makes the other wait 50 ms a step (latest 23 steps)"
+    over = history.snapshot(state="finished")  # slow for a part of the run: named for it
+    assert (over.slow_rank, blame(history).worst) == (1, 1)
     late_half = np.concatenate([
         make_rows(20, 2, slow_rank=0, slow_s=0.0002),
         make_rows(180, 2, first=20, slow_rank=1, slow_s=0.05),

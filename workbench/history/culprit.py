@@ -15,6 +15,9 @@ numbers are such that on recorded runs without a fault at most one in a hundred 
 (`tests/unit/test_culprit.py`): what a processor is taken away for is milliseconds, whatever the
 step is.
 
+A worker that was slow for a part of the run is looked at in that part: where one has caused four
+fifths of all waits, the steps that hold the middle four fifths of what it caused are judged alone.
+
 Of fewer than `BLOCKS` steps every single one must have cost the others 10 ms and half of the step.
 Where workers meet in some steps only (`local_sgd`), those are what is counted.
 """
@@ -51,19 +54,43 @@ def culprit_of(
     """
     steps, ranks = blamed.shape
     at = (blamed >= 0) & np.isfinite(waited_s)
-    if ranks < 2 or at.any(axis=1).sum() < LEAST_STEPS:
+    if ranks < 2 or not at.any():
         return None
     caused_s = np.zeros((steps, ranks))
     np.add.at(caused_s, (np.nonzero(at)[0], blamed[at]), waited_s[at])
     caused_s /= ranks - 1
+    if (caused_s > 0).any(axis=1).sum() < LEAST_STEPS:
+        return None
     known = np.isfinite(step_s)
     length_s = np.where(known, step_s, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+    rank = _named(caused_s, length_s)
+    if rank is not None:
+        return rank
+    total_s = caused_s.sum(axis=0)
+    rank = int(total_s.argmax())
+    if total_s[rank] < OF_WAITS * total_s.sum():
+        return None
+    reached = caused_s[:, rank].cumsum() / total_s[rank]
+    edge = (1 - OF_WAITS) / 2
+    part = slice(int(np.searchsorted(reached, edge)), int(np.searchsorted(reached, 1 - edge)) + 1)
+    if (caused_s[part].sum(axis=1) > 0).sum() < BLOCKS:
+        return None
+    return rank if _named(caused_s[part], length_s[part]) == rank else None
+
+
+def _named(caused_s: Floats, length_s: Floats) -> int | None:
+    """Return who is named in steps of such lengths.
+
+    Args:
+        caused_s: (steps, ranks) how long the others waited for each worker, on the mean.
+        length_s: (steps,) how long the steps were.
+    """
     # Stretches of equally many steps in which somebody waited: some workers meet now and then only.
-    meetings = np.flatnonzero(at.any(axis=1))
+    meetings = np.flatnonzero(caused_s.any(axis=1))
     count = len(meetings)
     blocks = min(BLOCKS, count)
     begins = np.array([0, *(meetings[i * count // blocks - 1] + 1 for i in range(1, blocks))])
-    sizes = np.diff([*begins, steps])
+    sizes = np.diff([*begins, len(caused_s)])
     blocks_s = np.add.reduceat(caused_s, begins) / sizes[:, None]
     whole_s = np.add.reduceat(length_s, begins) / sizes
     rank = int(np.median(blocks_s, axis=0).argmax())

@@ -16,6 +16,9 @@ Floats = NDArray[np.float64]
 KEPT_STEPS = 128
 TIMELINE_STEPS = 60
 WINDOW_S = 2.0
+SLOW_WINDOW_S = 1.5
+"""Of the steps that are looked at for who is slow: three steps of half a second fit in."""
+
 _TICKS = 4096
 _FEW = 16
 _WAIT = PARTS.index("sync_wait_s")
@@ -99,15 +102,15 @@ class Recent:
     def straggler(self) -> tuple[int | None, float, int]:
         """Return the worker that the others wait for now, for how long, and in how many steps.
 
-        Looked at are the steps of the latest `WINDOW_S`, at most `TIMELINE_STEPS`: who has just
-        become slow is not outvoted by all the fast steps before. Where they are too few to name
-        anybody, the latest `FEW` are.
+        Looked at are the steps of the latest `SLOW_WINDOW_S`, at most `TIMELINE_STEPS`: a worker
+        that has just become slow is not outvoted by all the fast steps before. Where they are too
+        few to name anybody, the latest `FEW` are.
 
         Returns:
             Its rank (None: nobody stands out), the median wait it causes in seconds, and how many
             steps were looked at.
         """
-        some = self._within(WINDOW_S)
+        some = self._within(SLOW_WINDOW_S)
         for steps in (some,) if some >= FEW else (some, FEW):
             rows = self._latest(steps)
             blamed, blamed_s = rows(self._blamed), rows(self._blamed_s)
