@@ -125,8 +125,10 @@ def _with_lessons(
 
 def _values(condition: str) -> str:
     """Return an expression that says what the names in a condition stand for."""
-    names = {n.id: None for n in ast.walk(ast.parse(condition)) if isinstance(n, ast.Name)}
-    said = ", ".join(f"{name}={{{name}!r:.60}}" for name in names if not hasattr(builtins, name))
+    found = [node for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)]
+    own = {node.id for node in found if isinstance(node.ctx, ast.Store)}  # of a comprehension
+    names = {node.id: None for node in found if node.id not in own}
+    said = ", ".join(f"{name}={{{name}!r:.200}}" for name in names if not hasattr(builtins, name))
     return f"f' ({said})'" if said else "''"
 
 

@@ -44,9 +44,7 @@ class BlameMatrix(Picture, Blame):
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
             return "Waits were not measured." if unknown else "Nobody waited for anybody."
         if self.worst is None:
-            return (
-                "Nobody stands out: such waits come by chance, now for this worker, now for that."
-            )
+            return "Nobody stands out: such waits come by chance."
         caused = np.nansum(self.total_s[:, self.worst])
         return f"The others waited {duration(float(caused))} in all for worker {self.worst}."
 
