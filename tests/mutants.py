@@ -304,8 +304,8 @@ MUTANTS = (
         "speed-up-inverted",
         "The speed-up is the throughput of one device over that of the run.",
         "history/rows.py",
-        "relative = rate.mean / base_rate if",
-        "relative = base_rate / rate.mean if",
+        "Spread(rate.mean / base.mean,",
+        "Spread(base.mean / rate.mean,",
         ("unit/test_comparison.py",),
     ),
     Mutant(

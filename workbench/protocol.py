@@ -48,6 +48,10 @@ loss) need the rows of all ranks and are computed in the kernel by `metrics.deri
 FLAG_SKEWED_CLOCK = 1
 """`start_s`/`ready_s` come from another host: waits use the min rule over `exposed_s`."""
 
+FLAG_LOSS_SEEN = 2
+"""`local_loss` is what the model gave: where it is NaN, the loss is no number. Without it NaN may
+only say that nobody saw the loss."""
+
 UpKind = Literal[
     "hello",  # engine, pid, host, device, python: the engine is attached
     "records",  # payload: RECORD rows; dropped: rows lost so far; more: user-logged columns

@@ -136,7 +136,7 @@ def test_a_pipelines_stages_are_sent_once_and_its_bubbles_as_they_change():
     frame, _ = make_frame(story[3], story[2], 1, 0)
     assert "split" not in frame["head"]
     browser = play(story)
-    assert browser.head["bubbles"][1] == ["22 %", "−5 %"]
+    assert browser.head["bubbles"][1] == ["22 %", "±0 %"]
     assert len(browser.head["split"]["rows"]) == 4
     assert browser.tables["workers"][:, 9] == pytest.approx([w.bubble for w in story[-1].workers])
     assert play([fake_snapshot(4)]).head["split"] is None

@@ -14,6 +14,18 @@ def looked(*losses: list[float]) -> LossWatch:
     return watch
 
 
+def test_a_loss_that_was_seen_and_never_was_a_number_is_named_as_such():
+    nan = np.full(3, np.nan)
+    watch = LossWatch()
+    watch.look(np.arange(3), nan, np.zeros(3, bool))
+    assert watch.step is None  # nobody saw it: not measured
+    watch = LossWatch()
+    watch.look(np.arange(3), nan, np.ones(3, bool))
+    assert watch.step == 0
+    assert "no number from the first step on" in watch.note
+    assert "data" in watch.note
+
+
 @pytest.mark.parametrize(
     ("losses", "step"),
     [

@@ -39,11 +39,11 @@ def test_the_straggler_is_the_present_one() -> None:
     assert history.snapshot().slow_rank == 1
 
 
-def test_shares_add_up_and_efficiency_is_the_share_of_compute() -> None:
+def test_shares_add_up_and_so_does_computes_own() -> None:
     shot = make_history(make_rows(50, 2)).snapshot()
     for worker in shot.workers:
         assert sum(worker.share) == pytest.approx(1)
-    assert shot.efficiency == pytest.approx(10 / 16, rel=1e-4)
+    assert shot.compute_share == pytest.approx(10 / 16, rel=1e-4)
     assert shot.unmeasured == ()
 
 
@@ -187,17 +187,27 @@ def test_a_pipelines_bubbles_are_shares_of_each_workers_time_and_its_stages_are_
     rows = make_rows(50, 4, compute_s=0.010)
     rows["end_s"] = rows["start_s"] + 0.1
     rows["bubble_s"] = rows["exposed_s"] = rows["wait_s"] = [0.030, 0.080, 0.080, 0.080]
+    rows["compute_s"] = [0.050, 0.010, 0.010, 0.010]
     history = make_history(rows)
     assert history.snapshot().split is None
     history.event("split", split_event(2))
     shot = history.snapshot()
-    assert [w.bubble for w in shot.workers] == pytest.approx([0.3, 0.8, 0.8, 0.8], rel=1e-5)
+    assert [w.bubble for w in shot.workers] == pytest.approx([3 / 8, 8 / 9, 8 / 9, 8 / 9], rel=1e-5)
     assert shot.split is not None
     assert [stage.ranks for stage in shot.split.stages] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert shot.split.stages[1].parameters == 20
     assert shot.slow_rank == 0
     assert shot.slow_ms == pytest.approx(50, rel=1e-3)  # the excess, not the whole bubble
     assert shot.blame_s[2, 0] == pytest.approx(50 * 0.050, rel=1e-3)
+
+
+def test_a_wait_for_data_is_no_part_of_the_bubble_and_none_of_the_work() -> None:
+    """Two stages in turn: half of what is no wait for data is idle, however long that wait is."""
+    for data_s in (0.0, 0.070):
+        rows = make_rows(50, 2, compute_s=0.010, data_s=data_s)
+        rows["bubble_s"] = rows["exposed_s"] = rows["wait_s"] = 0.010
+        rows["end_s"] = rows["start_s"] + data_s + 0.020
+        assert [w.bubble for w in make_history(rows).snapshot().workers] == pytest.approx([0.5] * 2)
 
 
 def test_elsewhere_a_worker_has_no_bubble() -> None:

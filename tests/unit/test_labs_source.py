@@ -109,7 +109,7 @@ def test_students_get_the_empty_cell_and_instructors_the_solution(path):
 def test_a_step_that_gives_an_answer_away_has_no_output_for_students(path, tmp_path, monkeypatch):
     path.write_text(LAB.replace("```python\nstep = 1", "```python unseen\nstep = 1"))
 
-    def execute(made, folder):
+    def execute(made, folder, lessons=()):
         for cell in made.cells:
             if cell.cell_type == "code":
                 cell.outputs = [v4.new_output("display_data", {"text/plain": cell.source})]
@@ -160,3 +160,46 @@ def test_a_lab_that_hangs_or_ends_the_kernel_is_said(cell, tmp_path, monkeypatch
     book = v4.new_notebook(cells=[v4.new_code_cell(cell)])
     with pytest.raises(WorkbenchError, match="A cell of the lab failed"):
         build.execute(book, tmp_path)
+
+
+TAUGHT = """# Lab 4: made up
+
+```python
+speedup = 1.2
+```
+
+```python lesson
+speedup > 0
+all(one < 1 for one in [speedup])
+```
+
+The end.
+"""
+
+
+def test_a_lesson_stands_in_no_notebook_and_keeps_all_cells_where_they_were(path):
+    path.write_text(TAUGHT)
+    lab = source.read(path)
+    assert [piece.kind for piece in lab.pieces] == ["step", "text"] or len(lab.pieces) == 3
+    (step,) = [piece for piece in lab.pieces if piece.kind == "step"]
+    assert step.lessons == ["speedup > 0", "all(one < 1 for one in [speedup])"]
+    for version in ("student", "solved"):
+        assert "one < 1" not in "".join(c.source for c in build.notebook(lab, version).cells)
+
+
+def test_a_lesson_without_a_cell_is_refused(path):
+    path.write_text("```python lesson\nTrue\n```\n")
+    with pytest.raises(PlanError, match="before the first cell"):
+        source.read(path)
+
+
+def test_a_run_that_does_not_show_the_lesson_stores_nothing(path, tmp_path):
+    path.write_text(TAUGHT)
+    with pytest.raises(WorkbenchError, match="does not show what the lab says") as caught:
+        build.build(path, tmp_path / "to", tmp_path / "solved", run=True)
+    assert "all(one < 1 for one in [speedup]) (speedup=1.2)" in str(caught.value)
+    assert "again" in str(caught.value)
+    assert not (tmp_path / "to").exists()
+    path.write_text(TAUGHT.replace("1.2", "0.57"))
+    student, _ = build.build(path, tmp_path / "to", tmp_path / "solved", run=True)
+    assert len(nbformat.read(student, as_version=4).cells) == 3

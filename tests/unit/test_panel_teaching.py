@@ -37,8 +37,11 @@ class Made:
             raise RunError("There is no such step.", seen=step, allowed="0 to 9")
         return Picture(f"step {9 if step is None else step}")
 
-    def blame(self):
-        return Picture("blame")
+    def snapshot(self):
+        return SimpleNamespace(step=10, slow_steps=4)
+
+    def blame(self, first=None):
+        return Picture(f"blame from {first}")
 
     def what_if(self, rank=None):
         return Picture(f"without {rank}")
@@ -70,7 +73,9 @@ def test_pictures_are_drawn_of_the_latest_step_or_the_one_asked_for(panel):
     assert ask(panel, "step")["text"] == "step 9"
     found = ask(panel, "step", step=4)
     assert found == {"diagram": {"phases": []}, "svg": "<svg>step 4</svg>", "text": "step 4"}
-    assert ask(panel, "blame")["svg"] == "<svg>blame</svg>"
+    assert ask(panel, "blame")["svg"] == "<svg>blame from 6</svg>"  # as its headline
+    panel.run.is_over = True
+    assert ask(panel, "blame")["svg"] == "<svg>blame from None</svg>"
     assert ask(panel, "what_if", without=1)["text"] == "without 1"
 
 

@@ -163,8 +163,8 @@ def test_the_first_plan_to_pay_is_named() -> None:
 
 
 def test_few_steps_are_no_typical_step() -> None:
-    assert steady_of(make_history(make_rows(LEAST_STEPS, 2))) is None
-    assert steady_of(make_history(make_rows(LEAST_STEPS + 1, 2))) is not None
+    assert steady_of(make_history(make_rows(LEAST_STEPS - 1, 2))) is None
+    assert steady_of(make_history(make_rows(LEAST_STEPS, 2))) is not None
     assert steady_of(make_history(make_rows(0, 2))) is None
 
 

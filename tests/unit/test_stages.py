@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
+from fake_run import fake_pipeline
+
 from workbench.history.snapshot import Split
 from workbench.views import stages
 
@@ -16,3 +22,18 @@ def test_a_split_without_measured_times_is_shown_without_them() -> None:
     assert stages.caption(split) == "2 stages · naive · 1 microbatch · ideal bubble 50 %"
     assert "nan" not in "".join([*stages.lines(split), *stages.sentences(split)]).lower()
     assert stages.sentences(split)[1] == "Stage 1 on worker 1: dense, 10 parameters."
+
+
+@pytest.mark.parametrize(
+    ("bubble", "words"),
+    [(0.11, ("11 %", "±0 %")), (0.25, ("25 %", "±0 %")), (0.41, ("41 %", "+16 %"))],
+)
+def test_nobody_is_shown_to_be_better_than_the_ideal(bubble: float, words: tuple[str, str]) -> None:
+    """A worker with more to do than the others has a smaller bubble: that is no gain of its own."""
+    shot = fake_pipeline(4)
+    assert shot.split is not None
+    split = replace(shot.split, ideal_bubble=0.25)
+    found = stages.bubble(replace(shot.workers[0], bubble=bubble), split)
+    assert found.words == words
+    assert found.excess >= 0
+    assert math.isclose(found.ideal + found.excess, bubble)

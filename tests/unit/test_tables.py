@@ -190,7 +190,7 @@ def test_what_workers_and_servers_hold_is_shown() -> None:
 def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
     rows = make_rows(5, 2)
     rows["end_s"] = rows["start_s"] + 0.1
-    rows["bubble_s"] = [0.030, 0.015]
+    rows["bubble_s"], rows["compute_s"] = [0.030, 0.015], [0.070, 0.085]
     history = make_history(rows)
     stage = {"layers": "0 to 3", "parameters": 1056, "microbatch_s": 0.0015, "handed_bytes": 2048}
     history.event("split", {
@@ -199,7 +199,7 @@ def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
     })  # fmt: skip
     table = summary_table(summarise(history, {}))
     at = [column.title for column in table.columns].index("bubble")
-    assert [row[at : at + 2] for row in table.rows] == [["30 %", "+10 %"], ["15 %", "−5 %"]]
+    assert [row[at : at + 2] for row in table.rows] == [["30 %", "+10 %"], ["15 %", "±0 %"]]
     assert table.notes[-1] == (
         "Stage 1 on worker 1: layers 0 to 3, 1,056 parameters, 1.5 ms a microbatch, "
         "hands on 2.0 KiB."

@@ -53,7 +53,7 @@ def test_a_run_without_steps_shows_unknown_not_zero():
     report = text.report(empty_snapshot())
     assert "loss –" in report
     assert "throughput – samples/s" in report
-    assert "efficiency 0" not in report
+    assert "compute share 0" not in report
 
 
 def test_an_unknown_strategy_has_no_term_and_still_a_title():
@@ -106,7 +106,7 @@ def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
     heads = next(line for line in lines if line.startswith("worker "))
     assert heads.endswith("bubble  beyond ideal")
     of = {line.split(" · ")[0]: line.split("  ") for line in lines if line.startswith("rank ")}
-    assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "−5 %", "+14 %"]
+    assert [of[f"rank {rank}"][-1].strip() for rank in range(3)] == ["+14 %", "±0 %", "+14 %"]
     at = lines.index("3 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 20 %")
     assert lines[at + 1].split() == [
         "stage", "worker", "layers", "parameters", "per", "microbatch", "hands", "on",

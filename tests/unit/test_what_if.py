@@ -66,8 +66,7 @@ def test_workers_who_meet_now_and_then_save_at_the_meeting() -> None:
     ends = 100.0 + np.cumsum(length, axis=0)
     rows["start_s"], rows["end_s"] = ends - length, ends
     rows["waited_for"][meeting, 0] = 1
-    found = what_if(make_history(rows))
-    assert found.without == 1
+    found = what_if(make_history(rows), 1)
     assert found.step_s.sum() == pytest.approx(16 * 0.024, rel=1e-3)
     assert found.without_s.sum() == pytest.approx(16 * 0.014, rel=1e-3)
     assert found.ghost.parts_s[:, :, 2] == pytest.approx(np.zeros((8, 2)), abs=1e-6)
@@ -96,7 +95,7 @@ def test_a_worker_on_its_own_is_given_the_others_rate() -> None:
 
 def test_what_cannot_be_answered_is_said() -> None:
     history = make_history(make_rows(10, 2))
-    with pytest.raises(PlanError, match="Nobody waited"):
+    with pytest.raises(PlanError, match="No worker stands out"):
         what_if(history)
     with pytest.raises(PlanError, match="no such worker"):
         what_if(history, 2)

@@ -15,7 +15,7 @@ import mmap
 import struct
 from typing import Protocol
 
-from ..protocol import RECORD
+from ..protocol import FLAG_LOSS_SEEN, RECORD
 
 _ROW = struct.Struct("<IIHHIdddffffddffq")
 if _ROW.size != RECORD.itemsize:
@@ -85,12 +85,14 @@ class Recorder:
         staleness: float = NAN,
         bubble_s: float = NAN,
         waited_for: int = -1,
+        has_loss: bool = False,
         deferred: Deferred | None = None,
         rank: int | None = None,
     ) -> None:
         """Write one row; never waits.
 
         Args:
+            has_loss: Whether the model gave a loss, be it no number.
             rank: Whose row it is, where this engine holds several replicas.
         """
         head = self._head
@@ -102,9 +104,10 @@ class Recorder:
         if deferred is not None:
             self._deferred[head] = deferred
         named = self._rank if rank is None else rank + self._shift
+        flags = self._flags | (FLAG_LOSS_SEEN if has_loss else 0)
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, named, self._flags, samples, start_s, end_s, ready_s,
+            self._run, step, named, flags, samples, start_s, end_s, ready_s,
             data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
             waited_for,
         )  # fmt: skip

@@ -161,7 +161,7 @@ class Training:
                 compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
                 exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
                 staleness=one.staleness, bubble_s=one.bubble_s, waited_for=one.waited_for,
-                deferred=one.deferred, rank=rank,
+                has_loss=one.has_loss, deferred=one.deferred, rank=rank,
             )  # fmt: skip
 
     def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:

@@ -9,14 +9,17 @@ Sense of Performance in Data Analytics Frameworks, NSDI 2015.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import PlanError
 from ..metrics import PARTS
-from .store import RunHistory
+from .culprit import culprit_of
+
+if TYPE_CHECKING:
+    from .store import RunHistory
 
 Floats = NDArray[np.float64]
 _WAIT = PARTS.index("sync_wait_s")
@@ -31,6 +34,8 @@ class Blame:
             waits were not measured, and the diagonal is 0: nobody waits for itself.
         steps: (ranks,) steps counted of each worker.
         first, last: The steps that were asked for; None: from the first, to the last.
+        worst: The worker that holds the others up in these steps again and again; None where nobody
+            stands out from chance (`culprit`).
         stride: Every how many-th step was stored and counted; 1 for all.
     """
 
@@ -39,6 +44,7 @@ class Blame:
     first: int | None = None
     last: int | None = None
     stride: int = 1
+    worst: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -52,8 +58,8 @@ class Blame:
         return np.asarray(self.total_s / counted[:, None])
 
     @property
-    def worst(self) -> int | None:
-        """The worker that all others together waited longest for; None where nobody waited."""
+    def most(self) -> int | None:
+        """The worker that all others together waited longest for, be it by chance."""
         caused = np.nansum(self.total_s, axis=0)
         return int(caused.argmax()) if caused.max(initial=0.0) > 0 else None
 
@@ -82,7 +88,8 @@ def blame(history: RunHistory, first: int | None = None, last: int | None = None
     if first is None and last is None:
         totals = history.totals
         known = (totals.measured[:, _WAIT] > 0) | np.isfinite(totals.bubble_s)
-        return Blame(_masked(totals.blame_s, known), totals.rows.copy())
+        worst = Waits.of(history).culprit(n)
+        return Blame(_masked(totals.blame_s, known), totals.rows.copy(), worst=worst)
     if first is not None and last is not None and last < first:
         raise PlanError(
             "The last step is before the first.", seen=f"first={first}, last={last}",
@@ -90,14 +97,14 @@ def blame(history: RunHistory, first: int | None = None, last: int | None = None
         )  # fmt: skip
     rows = Waits.of(history)
     low = rows.step >= (first if first is not None else 0)
-    picked = low & (rows.step <= (last if last is not None else np.inf))
-    rank, blamed, waited = rows.rank[picked], rows.blamed[picked], rows.waited_s[picked]
+    rows = rows.only(low & (rows.step <= (last if last is not None else np.inf)))
+    rank, blamed, waited = rows.rank, rows.blamed, rows.waited_s
     total = np.zeros((n, n))
     at = (blamed >= 0) & np.isfinite(waited)
     np.add.at(total, (rank[at], blamed[at]), waited[at])
-    known = np.bincount(rank[rows.known[picked]], minlength=n) > 0
+    known = np.bincount(rank[rows.known], minlength=n) > 0
     steps = np.bincount(rank, minlength=n).astype(np.int64)
-    return Blame(_masked(total, known), steps, first, last, history.stride)
+    return Blame(_masked(total, known), steps, first, last, history.stride, rows.culprit(n))
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Waits:
     Attributes:
         waited_s: Seconds for which `blamed` is to blame.
         known: Whether it was measured whether the worker waited.
+        step_s: Length of the worker's step.
     """
 
     step: NDArray[np.int64]
@@ -114,6 +122,7 @@ class Waits:
     blamed: NDArray[np.int64]
     waited_s: Floats
     known: NDArray[np.bool_]
+    step_s: Floats
 
     @staticmethod
     def of(history: RunHistory) -> Waits:
@@ -125,7 +134,20 @@ class Waits:
             busy = step_s - bubble
             theirs = _of_blamed(step, rank, blamed, busy)
             wait = np.where(piped, np.minimum(theirs - busy, bubble), wait)
-        return Waits(step, rank, blamed, wait, np.isfinite(wait) | piped)
+        return Waits(step, rank, blamed, wait, np.isfinite(wait) | piped, step_s)
+
+    def only(self, picked: NDArray[np.bool_]) -> Waits:
+        """Return some of the rows."""
+        return Waits(*(values[picked] for values in vars(self).values()))
+
+    def culprit(self, ranks: int) -> int | None:
+        """Return who holds the others up again and again; None where nobody stands out."""
+        numbers, index = np.unique(self.step, return_inverse=True)
+        shape = (len(numbers), ranks)
+        blamed, waited, lasted = np.full(shape, -1), np.full(shape, np.nan), np.full(shape, np.nan)
+        blamed[index, self.rank] = self.blamed
+        waited[index, self.rank], lasted[index, self.rank] = self.waited_s, self.step_s
+        return culprit_of(blamed, waited, lasted)
 
 
 def _of_blamed(

@@ -1,6 +1,7 @@
 """Several runs of one recipe side by side: what was gained, what it cost, is it a fair test.
 
-Speed-up is throughput over that of `one_device` (Amdahl, 1967); efficiency is speed-up per worker.
+Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
+`one_device` (Amdahl, 1967); efficiency is speed-up per worker.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Comparison:
         has_one_device: Whether that row is a one-device run, so that speed-ups exist.
         notes: What makes the comparison unfair or incomplete; empty for a fair one.
         verdict: One sentence from the measurements.
+        rates: Which steps rates and shares are of.
         outlook: When distributing begins to pay; empty where the runs do not say.
         metrics: Names of the metrics that any run evaluated.
     """
@@ -53,6 +55,7 @@ class Comparison:
     verdict: str = ""
     metrics: tuple[str, ...] = field(default=())
     outlook: str = ""
+    rates: str = ""
 
     def to_wire(self) -> dict[str, Any]:
         """Return everything a browser needs as plain JSON; see `wire.pack`."""
@@ -70,8 +73,9 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     groups = _by_plan(runs)
     base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
     index = 0 if base is None else base
-    rate = Spread.of([run.samples_per_s for run in groups[index]]).mean
-    rows = _told_apart([row_of(group, rate, has_one_device=base is not None) for group in groups])
+    rows = _told_apart(
+        [row_of(group, groups[index], has_one_device=base is not None) for group in groups]
+    )
     notes = fairness.notes(groups)
     if base is None and len(rows) > 1:
         notes = (
@@ -95,6 +99,19 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         verdict=verdict_of(rows, index),
         metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
         outlook="" if base is None else _outlook(rows, base),
+        rates=_rates(rows),
+    )
+
+
+def _rates(rows: Sequence[ComparisonRow]) -> str:
+    """Return which steps the rates are of."""
+    if not any(row.samples_per_s.count for row in rows):
+        return ""
+    cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
+    out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (none was seen)"
+    return (
+        f'Rates and shares are those after warm-up{out}; "all steps" is samples per second with '
+        "every step."
     )
 
 

@@ -61,6 +61,7 @@ class Intake:
         self._live: Reducer | None = self._fresh()
         self._rests_in = Path()
         self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
+        self._slow: tuple[int, tuple[int | None, float, int]] | None = None  # as of so many rows
         self._counted = 0  # rows of earlier steps are left out: they are there already
 
     def append(self, rows: Rows) -> None:

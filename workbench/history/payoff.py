@@ -91,7 +91,7 @@ def payoff_of(one: ComparisonRow, plan: ComparisonRow) -> Payoff | None:
     if factor < NEAR or factor * a.samples < plan.workers:
         return None
     if abs(factor - 1) <= _EQUAL or (factor < 1) is not (_rate(plan) > _rate(one)):
-        return None  # equal, or the first steps turn it round: neither is worth a sentence
+        return None  # equal, or not borne out by the rates: neither is worth a sentence
     return Payoff(
         "begins" if factor > 1 else "pays", factor, factor * a.work_s + a.fixed_s,
         factor * a.samples, a.work_s, b.work_s,

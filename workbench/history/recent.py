@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics import PARTS, REAL_WAIT_S, REAL_WAIT_SHARE
+from ..metrics import PARTS
+from .culprit import FEW, LEAST_STEPS, culprit_of
 from .snapshot import Timeline
 from .totals import Blame
 
@@ -15,6 +16,9 @@ Floats = NDArray[np.float64]
 KEPT_STEPS = 128
 TIMELINE_STEPS = 60
 WINDOW_S = 2.0
+SLOW_WINDOW_S = 1.5
+"""Of the steps that are looked at for who is slow: three steps of half a second fit in."""
+
 _TICKS = 4096
 _FEW = 16
 _WAIT = PARTS.index("sync_wait_s")
@@ -95,26 +99,34 @@ class Recent:
         waits = self._latest(KEPT_STEPS)(self._parts_s)[:, :, _WAIT]
         return np.array([_median(waits[:, rank]) for rank in range(waits.shape[1])])
 
-    def straggler(self) -> tuple[int | None, float]:
-        """Return the worker that the others wait for, and the median wait it causes, seconds.
+    def straggler(self) -> tuple[int | None, float, int]:
+        """Return the worker that the others wait for now, for how long, and in how many steps.
 
-        It must be blamed in most of the latest steps with a wait, and cause a median wait of more
-        than 1 ms and 5 % of the step; None and 0 otherwise.
+        Looked at are the steps of the latest `SLOW_WINDOW_S`, at most `TIMELINE_STEPS`: a worker
+        that has just become slow is not outvoted by all the fast steps before. Where they are too
+        few to name anybody, the latest `FEW` are.
+
+        Returns:
+            Its rank (None: nobody stands out), the median wait it causes in seconds, and how many
+            steps were looked at.
         """
-        rows = self._latest(TIMELINE_STEPS)
-        blamed, parts_s = rows(self._blamed), rows(self._parts_s)
-        waited = blamed >= 0
-        if not waited.any():
-            return None, 0.0
-        votes = np.bincount(blamed.max(axis=1)[waited.any(axis=1)])
-        rank = int(votes.argmax())
-        if votes[rank] * 2 <= votes.sum():
-            return None, 0.0
-        caused = float(np.median(rows(self._blamed_s)[blamed == rank]))
-        step_s = float(np.median(np.nansum(parts_s, axis=2)))
-        if caused <= max(REAL_WAIT_S, REAL_WAIT_SHARE * step_s):
-            return None, 0.0
-        return rank, caused
+        some = self._within(SLOW_WINDOW_S)
+        for steps in (some,) if some >= FEW else (some, FEW):
+            rows = self._latest(steps)
+            blamed, blamed_s = rows(self._blamed), rows(self._blamed_s)
+            rank = culprit_of(blamed, blamed_s, np.nansum(rows(self._parts_s), axis=2))
+            if rank is not None:
+                return rank, float(np.median(blamed_s[blamed == rank])), len(blamed)
+        return None, 0.0, len(blamed)
+
+    def _within(self, seconds: float) -> int:
+        """Return how many of the latest steps began within so many seconds, 3 to 60."""
+        start_s = self._latest(TIMELINE_STEPS)(self._start_s)
+        if not len(start_s):
+            return LEAST_STEPS
+        # Each rank's own clock: hosts may differ.
+        inside = start_s > np.nanmax(start_s, axis=0, initial=-np.inf) - seconds
+        return max(int(inside.sum(axis=0).max(initial=0)), LEAST_STEPS)
 
     def _latest(self, steps: int) -> _Window:
         """Return a reader of the latest rows: arrays (KEPT_STEPS, ranks, ...) in time order."""

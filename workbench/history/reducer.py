@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS, Derived, derive
-from ..protocol import FLAG_SKEWED_CLOCK
+from ..protocol import FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK
 from .envelope import Envelope
 from .health import LossWatch
 from .joiner import Joiner
@@ -134,7 +134,8 @@ class Reducer:
         spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
         self.curves["samples_per_s"].add(step, first, samples / spent, spent)
         self.curves["loss"].add(step, first, columns.loss)
-        self.health.look(step, columns.loss)
+        seen = (rows["flags"] & FLAG_LOSS_SEEN) > 0
+        self.health.look(step, columns.loss, np.asarray(seen.any(axis=1)))
         if int(step[-1]) >= self.last[0]:
             self.last = (int(step[-1]), float(columns.loss[-1]))
         self._store(flat, parts_s.reshape(-1, len(PARTS)), blame.rank.reshape(-1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,12 +28,15 @@ class Spread:
     Attributes:
         count: How many seeds were measured.
         values: What was measured for each.
+        low, high: Ends of the interval that holds the mean with 95 %; NaN where not known.
     """
 
     mean: float
     std: float = _NAN
     count: int = 1
     values: tuple[float, ...] = ()
+    low: float = _NAN
+    high: float = _NAN
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
@@ -44,6 +47,23 @@ class Spread:
         std = float(known.std(ddof=1)) if len(known) > 1 else _NAN
         return Spread(float(known.mean()), std, len(known), tuple(known.tolist()))
 
+    @staticmethod
+    def of_rates(runs: Sequence[RunSummary]) -> Spread:
+        """Summarise the rates of one plan: the interval is that of the steps, or of the seeds.
+
+        Of both the wider one is taken. Seeds count twice the standard error of their mean.
+        """
+        spread = Spread.of([run.samples_per_s for run in runs])
+        known = [run for run in runs if np.isfinite(run.samples_per_s)]
+        below = [run.samples_per_s - run.low_per_s for run in known]
+        above = [run.high_per_s - run.samples_per_s for run in known]
+        if not known or not np.isfinite([*below, *above]).all():
+            return spread
+        count = len(known)
+        between = 2 * spread.std / count**0.5 if count > 1 else 0.0
+        down, up = (max(float(np.linalg.norm(e)) / count, between) for e in (below, above))
+        return replace(spread, low=max(spread.mean - down, 0.0), high=spread.mean + up)
+
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -52,8 +72,12 @@ class ComparisonRow:
     Attributes:
         names: Names of the runs in this row.
         states: How each of them ended: finished, stopped, failed.
+        samples_per_s: Throughput after warm-up, with its interval.
+        all_per_s: Throughput over all steps, the first ones included.
+        warm_up: Steps left out at the beginning, of the seed in which they were most.
         speedup: Throughput over `one_device`'s; None where the comparison has no such run.
         relative: Throughput over the baseline's, whichever it is.
+        relative_low, relative_high: The least and the greatest that both intervals allow.
         efficiency: `speedup / workers`; None with `speedup`.
         parts_s: (5,) mean seconds per step in each of `metrics.PARTS`; 0 where not measured.
         share: (5,) fractions of step time in each of `metrics.PARTS`; 0 where not measured.
@@ -99,6 +123,10 @@ class ComparisonRow:
     shares_batch: bool = True
     faults: tuple[str, ...] = ()
     recipe: str = ""
+    all_per_s: float = _NAN
+    warm_up: int = 0
+    relative_low: float = _NAN
+    relative_high: float = _NAN
 
     @property
     def on_cpu(self) -> bool:
@@ -114,15 +142,17 @@ class ComparisonRow:
         return ", ".join(f"{self.states.count(kind)} {kind}" for kind in kinds)
 
 
-def row_of(group: Sequence[RunSummary], base_rate: float, *, has_one_device: bool) -> ComparisonRow:
+def row_of(
+    group: Sequence[RunSummary], base: Sequence[RunSummary], *, has_one_device: bool
+) -> ComparisonRow:
     """Return the row of the runs of one plan.
 
     Args:
-        base_rate: The baseline's samples per second.
+        base: The runs of the baseline.
         has_one_device: Whether the baseline is a one-device run.
     """
-    first, rate = group[0], Spread.of([run.samples_per_s for run in group])
-    relative = rate.mean / base_rate if base_rate > 0 else _NAN
+    first, rate, other = group[0], Spread.of_rates(group), Spread.of_rates(base)
+    relative = Spread(1.0) if group is base and rate.mean > 0 else _over(rate, other)
     names = dict.fromkeys(name for run in group for name in metrics_of(run))
     return ComparisonRow(
         name=_common_name(group),
@@ -132,9 +162,11 @@ def row_of(group: Sequence[RunSummary], base_rate: float, *, has_one_device: boo
         workers=first.workers,
         steps=max(run.steps for run in group),
         samples_per_s=rate,
-        relative=relative,
-        speedup=relative if has_one_device else None,
-        efficiency=relative / first.workers if has_one_device else None,
+        relative=relative.mean,
+        relative_low=relative.low,
+        relative_high=relative.high,
+        speedup=relative.mean if has_one_device else None,
+        efficiency=relative.mean / first.workers if has_one_device else None,
         step_s=mean(run.step_s for run in group),
         parts_s=_means([run.parts_s for run in group]),
         share=_means([run.share for run in group]),
@@ -157,7 +189,18 @@ def row_of(group: Sequence[RunSummary], base_rate: float, *, has_one_device: boo
         shares_batch=first.shares_batch and not np.isfinite(first.bubble),
         faults=first.faults,
         recipe=first.recipe,
+        all_per_s=mean(run.all_per_s for run in group),
+        warm_up=max(run.warm_up for run in group),
     )
+
+
+def _over(rate: Spread, base: Spread) -> Spread:
+    """Return a ratio of rates, from the least to the greatest that both intervals allow."""
+    if not base.mean > 0:
+        return Spread(_NAN, count=0)
+    low = rate.low / base.high if base.high > 0 else _NAN
+    high = rate.high / base.low if base.low > 0 else _NAN
+    return Spread(rate.mean / base.mean, low=low, high=high)
 
 
 def metrics_of(run: RunSummary) -> dict[str, float]:

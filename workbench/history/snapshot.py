@@ -58,7 +58,8 @@ class Worker:
         potential_per_s: Its samples over the time it was not waiting.
         share: Fractions of its time in each of `metrics.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
-        bubble: Share of its time in which it had nothing to do, 0..1; NaN outside pipelines.
+        bubble: Share of its work and bubble in which it had nothing to do, 0..1, waits for data
+            left out; NaN outside pipelines.
         memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
     """
 
@@ -140,9 +141,10 @@ class Snapshot:
         state: One of `lifecycle.State`.
         step, total_steps: Steps complete on every rank; total is None while unknown.
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
-        efficiency: Share of the workers' time spent in compute, 0..1.
+        compute_share: Share of the workers' time spent in compute, 0..1.
         slow_rank: The worker that the others wait for, None when nobody stands out.
         slow_ms: Median wait it causes, milliseconds.
+        slow_steps: In how many of the latest steps; of a run that is over, in all of them.
         dropped: Records lost on the way.
         plot_cpu: Share of one core that drawing takes in the kernel.
         blame_s: (ranks, ranks) seconds that row waited for column.
@@ -169,7 +171,7 @@ class Snapshot:
     samples: int
     samples_per_s: float
     loss: float
-    efficiency: float
+    compute_share: float
     slow_rank: int | None
     slow_ms: float
     dropped: int
@@ -177,6 +179,7 @@ class Snapshot:
     throughput_curve: Curve
     timeline: Timeline
     blame_s: Floats
+    slow_steps: int = 0
     plot_cpu: float = float("nan")
     extra: dict[str, Curve] = field(default_factory=dict)
     logged: dict[str, Curve] = field(default_factory=dict)

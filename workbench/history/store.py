@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..lifecycle import OVER
 from . import columns, views
+from .blame import Waits
 from .intake import Intake
 from .reducer import Rows
 from .snapshot import Snapshot
@@ -174,7 +176,19 @@ class RunHistory(Intake, Mapping[str, NDArray[Any]]):
         with self._lock:
             self._fold()
             label = views.Label(name, strategy, framework, state, dropped, plot_cpu)
-            return views.take(self._parts(), label)
+            whole = self._straggler() if state in OVER else None
+            return views.take(self._parts(), label, whole)
+
+    def _straggler(self) -> tuple[int | None, float, int]:
+        """Return who held the others up in the run as a whole, as `Blame.worst` has it."""
+        rows = len(self._table)
+        if self._slow is None or self._slow[0] != rows:
+            waits = Waits.of(self)
+            rank = waits.culprit(len(self.engines))
+            caused = waits.waited_s[waits.blamed == rank] if rank is not None else np.zeros(1)
+            steps = len(np.unique(waits.step))
+            self._slow = rows, (rank, float(np.nanmedian(caused)), steps)
+        return self._slow[1]
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.columns)

@@ -13,11 +13,13 @@ from ..metrics import PARTS
 from ..protocol import Topic
 from .snapshot import Split, Worker
 from .staleness import Staleness
-from .steady import Steady, steady_of
+from .steady import Rate, Steady, rate_of, steady_of
 from .store import RunHistory
-from .totals import Totals
 
 Floats = NDArray[np.float64]
+_NAN = float("nan")
+_COMPUTE = PARTS.index("compute_s")
+_NO_RATE = Rate(_NAN, _NAN, _NAN, 0, 0, _NAN, (_NAN,) * len(PARTS))
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,13 @@ class RunSummary:
     Attributes:
         state: `finished`, `stopped` or `failed`.
         recipe: Digest of the recipe; runs of one recipe can be compared.
-        parts_s: (5,) mean seconds per step of a worker in each of `metrics.PARTS`.
-        share: (5,) fractions of the workers' step time, which add up to 1.
+        samples_per_s: Of all workers, over the steps after warm-up (`steady`).
+        low_per_s, high_per_s: Ends of its 95 % interval; NaN with too few steps for one.
+        warm_up: Steps left out at the beginning.
+        all_per_s: Samples per second over all steps, the first ones included.
+        step_s: Mean seconds of a worker's step after warm-up.
+        parts_s: (5,) seconds of it in each of `metrics.PARTS`.
+        share: (5,) fractions of it, which add up to 1.
         unmeasured: Names of the parts that were not measured; they count 0 above.
         final_loss: Global loss of the last complete step.
         evals: Metrics of the last evaluation.
@@ -57,7 +64,7 @@ class RunSummary:
         workers_table: One row per worker, over the whole run.
         split: How a pipeline's model was cut; None elsewhere.
         servers: Per server the bytes it holds: parameters, optimizer, gradients.
-        bubble: Share of the workers' time in which a pipeline left them idle; NaN elsewhere.
+        bubble: Share of that step in which a pipeline left them idle; NaN elsewhere.
         staleness: Of the pushes of asynchronous workers; None where there are none.
         steady: The typical step after warm-up; None where the run was too short for one.
         threads: CPU threads of a worker; None where not known.
@@ -78,10 +85,14 @@ class RunSummary:
     step_s: float
     parts_s: tuple[float, ...]
     share: tuple[float, ...]
-    efficiency: float
+    compute_share: float
     final_loss: float
     sent_bytes: float
     curve: LossCurve
+    low_per_s: float = float("nan")
+    high_per_s: float = float("nan")
+    warm_up: int = 0
+    all_per_s: float = float("nan")
     batch_size: int | None = None
     seed: int | None = None
     total_steps: int | None = None
@@ -131,9 +142,8 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
     """
     snapshot = history.snapshot(state=str(meta.get("state", "finished")))
     totals, started = history.totals, history.story.started
-    rows = int(totals.rows.sum()) or float("nan")  # without a row there is no mean, not one of 0
-    parts = totals.parts_s.sum(axis=0)
-    whole = float(parts.sum())
+    rate = rate_of(history) or _NO_RATE
+    parts, whole = rate.parts_s, sum(rate.parts_s)
     waits_s = median_wait_s(history)
     sent = totals.sent_bytes[np.isfinite(totals.sent_bytes)]
     batch_size = meta.get("batch_size") or started.get("batch_size")
@@ -147,15 +157,19 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         recipe=str(meta.get("recipe", "")),
         steps=totals.steps,
         samples=totals.samples,
-        samples_per_s=totals.samples_per_s,
+        samples_per_s=rate.mean,
         wall_s=totals.wall_s if totals.rows.any() else float("nan"),
-        step_s=float(totals.step_s.sum()) / rows,
-        parts_s=tuple(float(part) / rows for part in parts),
-        share=tuple(float(part) / whole if whole > 0 else float("nan") for part in parts),
-        efficiency=snapshot.efficiency,
+        step_s=rate.step_s,
+        parts_s=parts,
+        share=tuple(part / whole if whole > 0 else float("nan") for part in parts),
+        compute_share=parts[_COMPUTE] / whole if whole > 0 else float("nan"),
         final_loss=snapshot.loss,
         sent_bytes=float(sent.sum()) if len(sent) else float("nan"),
         curve=_loss_curve(history),
+        low_per_s=rate.low,
+        high_per_s=rate.high,
+        warm_up=rate.warm_up,
+        all_per_s=totals.samples_per_s,
         batch_size=int(batch_size) if batch_size else None,
         seed=meta.get("seed"),
         total_steps=snapshot.total_steps,
@@ -173,7 +187,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         split=snapshot.split,
         servers=tuple(dict(held) for _, held in sorted(history.story.servers.items())),
         stride=history.stride,
-        bubble=_bubble(totals),
+        bubble=rate.bubble,
         staleness=Staleness.of(history["staleness"]),
         steady=steady_of(history),
         threads=int(started["threads"]) if started.get("threads") else None,
@@ -206,12 +220,6 @@ def _loss_curve(history: RunHistory) -> LossCurve:
         curve.low,
         curve.high,
     )
-
-
-def _bubble(totals: Totals) -> float:
-    seen = np.isfinite(totals.bubble_s)
-    whole = float(totals.step_s[seen].sum())
-    return float(totals.bubble_s[seen].sum()) / whole if whole > 0 else float("nan")
 
 
 def _with_wait(worker: Worker, wait_s: float) -> Worker:

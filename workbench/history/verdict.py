@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .rows import ComparisonRow, Spread
 
 EQUAL = 1.05
-"""Throughputs within this ratio are called equal."""
+"""Throughputs that are known to lie within this ratio are called equal."""
 
 LEAST_STEPS = 5
 """Of shorter runs the first step, which costs more, is too much to judge by."""
@@ -42,12 +42,19 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
         other = max((row for row in rated if row is not fastest),
                     key=lambda row: row.samples_per_s.mean)  # fmt: skip
     ratio = fastest.samples_per_s.mean / other.samples_per_s.mean
-    if ratio < EQUAL:
+    fast, slow = fastest.samples_per_s, other.samples_per_s
+    if _within(fast, slow):
         return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
-    if not _told_apart(fastest.samples_per_s, other.samples_per_s):
+    if not told_apart(fast, slow):
         return (
-            f"{fastest.name} and {other.name} cannot be told apart here: throughput differs more "
-            "between seeds than between them. Train longer, or with more seeds."
+            f"No difference can be told between {fastest.name} and {other.name}: "
+            f"{_interval(fast)} samples/s, and {_interval(slow)}. "
+            "Train longer, or with more seeds."
+        )
+    if ratio < EQUAL:
+        return (
+            f"{fastest.name} is faster than {other.name} here, but by less than 5 %: "
+            f"{_interval(fast)} samples/s, and {_interval(slow)}."
         )
     head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} here: "
     if fastest.workers > other.workers:
@@ -55,13 +62,28 @@ def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
     return head + _cost(other)
 
 
-def _told_apart(fast: Spread, slow: Spread) -> bool:
-    """Whether two means differ by more than twice the standard error of their difference.
+def told_apart(fast: Spread, slow: Spread) -> bool:
+    """Whether the intervals of two rates do not overlap; one that is not known overlaps all."""
+    return fast.low > slow.high
 
-    Runs under a single seed have no spread to judge by and are taken at their word.
-    """
-    errors = [s.std**2 / s.count for s in (fast, slow) if s.count > 1]
-    return not errors or fast.mean - slow.mean > 2 * math.sqrt(sum(errors))
+
+def _within(fast: Spread, slow: Spread) -> bool:
+    """Whether both rates lie within `EQUAL`, wherever in their intervals they are."""
+    return max(fast.high, slow.high) < EQUAL * min(fast.low, slow.low)
+
+
+def _interval(rate: Spread) -> str:
+    if not (math.isfinite(rate.low) and math.isfinite(rate.high)):
+        return f"{_short(rate.mean)} (in too few steps for an interval)"
+    return f"{_short(rate.low)} to {_short(rate.high)}"
+
+
+def _short(rate: float) -> str:
+    """Return a rate in three digits, as tables have it: `1.28k`."""
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= scale * 0.9995:
+            return f"{rate / scale:#.3g}".rstrip(".") + suffix
+    return f"{rate:.3g}"
 
 
 def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:

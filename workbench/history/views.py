@@ -46,11 +46,16 @@ class Sources:
     last_loss: float
 
 
-def take(of: Sources, label: Label) -> Snapshot:
-    """Return a run at this moment; arrays are copies."""
+def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None = None) -> Snapshot:
+    """Return a run at this moment; arrays are copies.
+
+    Args:
+        whole: Who held the others up in the run as a whole (as `Recent.straggler`), where that is
+            what the snapshot tells: of a run that is over.
+    """
     totals, started = of.totals, of.story.started
     over = label.state in OVER
-    slow_rank, slow_s = of.recent.straggler()
+    slow_rank, slow_s, slow_steps = of.recent.straggler() if whole is None else whole
     origin = float(of.origin_s.min()) if len(of.origin_s) else 0.0
     # A pipeline's bubble has a picture of its own, and what a worker holds a column.
     shown = {"memory_bytes"} | ({"bubble_s"} if of.story.split is not None else set())
@@ -73,9 +78,10 @@ def take(of: Sources, label: Label) -> Snapshot:
         samples=totals.samples,
         samples_per_s=totals.samples_per_s if over else of.recent.samples_per_s(),
         loss=of.last_loss,
-        efficiency=efficiency(totals),
+        compute_share=compute_share(totals),
         slow_rank=slow_rank,
         slow_ms=slow_s * 1e3,
+        slow_steps=slow_steps,
         dropped=label.dropped,
         loss_curve=of.curves["loss"].curve(origin),
         throughput_curve=of.curves["samples_per_s"].curve(origin),
@@ -98,7 +104,9 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     """Return one row per worker, over the whole run (the median wait: over the latest steps)."""
     totals = of.totals
     wait_s, share, train_s = of.recent.median_wait_s(), totals.share, totals.train_s
-    bubble = totals.bubble_s / np.where(totals.step_s > 0, totals.step_s, np.nan)
+    # Waiting for data is neither: the schedule's ideal knows of work and bubble alone.
+    piped_s = totals.parts_s[:, _COMPUTE] + totals.bubble_s
+    bubble = totals.bubble_s / np.where(piped_s > 0, piped_s, np.nan)
     return tuple(
         Worker(
             rank=rank,
@@ -117,7 +125,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
     )
 
 
-def efficiency(totals: Totals) -> float:
+def compute_share(totals: Totals) -> float:
     """Return the share of the workers' step time spent in compute, 0..1; NaN before any step."""
     whole = float(totals.step_s.sum())
     return float(totals.parts_s[:, _COMPUTE].sum()) / whole if whole > 0 else float("nan")

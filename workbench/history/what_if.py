@@ -89,14 +89,14 @@ def what_if(
     """Return the run as it would have been had one worker been as fast as the others' median.
 
     Args:
-        without: Its rank; by default whom the others waited for longest.
+        without: Its rank; by default who holds the others up (`Blame.worst`).
         first, last: Steps to recompute, both included; all that are stored by default.
 
     Raises:
         PlanError: There is no such worker, or nobody else to compare it with.
         RunError: No step is complete, or waits were not measured.
     """
-    k = _rank(history, without)
+    k = _rank(history, without, first, last)
     table = Table.of(history, first, last)
     if not history.joined:
         return _alone(history, table, k)
@@ -163,7 +163,7 @@ class Table:
         return Table(*(values[picked] for values in vars(self).values()))
 
 
-def _rank(history: RunHistory, without: int | None) -> int:
+def _rank(history: RunHistory, without: int | None, first: int | None, last: int | None) -> int:
     ranks = len(history.engines)
     if ranks < 2:
         raise PlanError(
@@ -171,10 +171,10 @@ def _rank(history: RunHistory, without: int | None) -> int:
             allowed="runs of 2 or more workers",
         )  # fmt: skip
     if without is None:
-        worst = blame(history).worst
+        worst = blame(history, first, last).worst
         if worst is None:
             raise PlanError(
-                "Nobody waited for anybody, so there is no straggler to leave out.",
+                "No worker stands out as slow, so there is no straggler to leave out.",
                 next_step=f"name a worker: without=0 to {ranks - 1}",
             )
         return worst

@@ -29,12 +29,12 @@ _MOST_WORKERS = 64
 def pack(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON-ready data; what was not measured is null.
 
-    The keys: `verdict`, `outlook`, `notes`, `baseline` (an index into `rows`), `has_one_device`,
-    `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`, `spread` (name ->
-    the values by seed), `memory_bytes` (by worker), `staleness` (counts of pushes by staleness in
-    updates), `breaks_even` (see `payoff.Payoff`); `curves`: `run`, `row` (index), and arrays
-    `step`, `t_s`, `samples`, `loss`, and where a point stands for several steps `low` and `high`.
-    One set of points serves all three axes: they grow together.
+    The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
+    `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`,
+    `spread` (name -> the values by seed), `memory_bytes` (by worker), `staleness` (counts of
+    pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`); `curves`: `run`, `row`
+    (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point stands for several steps
+    `low` and `high`. One set of points serves all three axes: they grow together.
     """
     curves = comparison.curves
     points = min(MOST_POINTS, max(ALL_POINTS // max(len(curves), 1), _LEAST_POINTS))
@@ -44,6 +44,7 @@ def pack(comparison: Comparison) -> dict[str, Any]:
         "verdict": comparison.verdict,
         "outlook": comparison.outlook,
         "notes": list(comparison.notes),
+        "rates": comparison.rates,
         "baseline": names.index(comparison.baseline),
         "has_one_device": comparison.has_one_device,
         "metrics": list(comparison.metrics),

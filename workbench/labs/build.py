@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import copy
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 Version = Literal["student", "solved"]
 
 CELL_TIMEOUT_S = 300
+_NOT_SHOWN = "lesson not shown: "
 _METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"name": "python", "pygments_lexer": "ipython3"},
@@ -54,12 +58,15 @@ def _cell(piece: Piece, version: Version) -> NotebookNode:
     return code
 
 
-def execute(made: NotebookNode, folder: Path) -> None:
+def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] = ()) -> None:
     """Run a notebook in a kernel of its own; its outputs are those of this run.
 
+    Args:
+        lessons: By cell what must be true once it has run.
+
     Raises:
-        WorkbenchError: A cell failed, took too long or ended the kernel, or a check found
-            something wrong.
+        WorkbenchError: A cell failed, took too long or ended the kernel, a check found something
+            wrong, or the run does not show a lesson.
     """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
@@ -72,18 +79,57 @@ def execute(made: NotebookNode, folder: Path) -> None:
         record_timing=False,
         store_widget_state=False,
     )
-    metadata = copy.deepcopy(made.metadata)
+    metadata, cells = copy.deepcopy(made.metadata), list(made.cells)
+    made.cells = _with_lessons(cells, lessons)
     try:
         client.execute(env={**os.environ, "WORKBENCH_HOME": str(folder / "home")})
     except (CellControlSignal, DeadKernelError) as error:
+        said = str(getattr(error, "evalue", ""))
+        if said.startswith(_NOT_SHOWN):
+            raise WorkbenchError(
+                "The run does not show what the lab says, so its outputs are not stored.",
+                seen=said.removeprefix(_NOT_SHOWN),
+                next_step="run it again while nothing else runs; if it stays so, the lab is wrong",
+            ) from None
         raise WorkbenchError(f"A cell of the lab failed: {error}") from None
     finally:
         made.metadata = metadata  # without the versions of the kernel that ran it
+        made.cells = cells
     for cell in made.cells:
         if "check" in cell.metadata.get("tags", []) and not _passed(cell):
             raise WorkbenchError(
                 "A check does not pass on the solution.", seen=_plain(cell) or cell.source
             )
+
+
+def _with_lessons(
+    cells: Sequence[NotebookNode], lessons: Sequence[Sequence[str]]
+) -> list[NotebookNode]:
+    """Return the cells with one more behind each that has a lesson: it fails where that is not so.
+
+    The values of the names in a condition are told with it.
+    """
+    from nbformat import v4
+
+    found = []
+    for place, cell in enumerate(cells):
+        found.append(cell)
+        for condition in lessons[place] if place < len(lessons) else ():
+            code = (
+                f"if not ({condition}):\n"
+                f"    raise RuntimeError({_NOT_SHOWN + condition!r} + {_values(condition)})"
+            )
+            found.append(v4.new_code_cell(code))  # type: ignore[no-untyped-call,unused-ignore]
+    return found
+
+
+def _values(condition: str) -> str:
+    """Return an expression that says what the names in a condition stand for."""
+    found = [node for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)]
+    own = {node.id for node in found if isinstance(node.ctx, ast.Store)}  # of a comprehension
+    names = {node.id: None for node in found if node.id not in own}
+    said = ", ".join(f"{name}={{{name}!r:.200}}" for name in names if not hasattr(builtins, name))
+    return f"f' ({said})'" if said else "''"
 
 
 def _plain(cell: NotebookNode) -> str:
@@ -113,7 +159,7 @@ def build(source: Path, to: Path, solved_to: Path, *, run: bool) -> list[Path]:
     )  # fmt: skip
     if run:
         with tempfile.TemporaryDirectory() as folder:
-            execute(solved, Path(folder))
+            execute(solved, Path(folder), [piece.lessons for piece in lab.pieces])
         _take_outputs(student, solved)
     else:
         _keep_outputs(student, for_students, "step")

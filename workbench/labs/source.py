@@ -9,6 +9,8 @@ Prose is Markdown. A fenced block of `python` is a cell. What follows the word s
     ```python right 3.2          another answer that the check must pass; none is needed
     ```python wrong 3.2          a mistake that the check must find; at least two
     ```python check 3.2          the cell with `labs.check("3.2")`; its body may be empty
+    ```python lesson             a condition a line: what the cells above must have shown; it stands
+                                 in no notebook, and outputs that do not show it are not stored
 
 Solution, wrong answers and check follow their exercise, in this order.
 """
@@ -42,6 +44,7 @@ class Piece:
         solution: What stands in an exercise's place when it is solved.
         right: Other answers that its check must pass.
         wrong: Mistakes that its check must find.
+        lessons: What must be true once it has run: conditions in its own names.
     """
 
     kind: Kind
@@ -51,6 +54,7 @@ class Piece:
     solution: str = ""
     right: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    lessons: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,26 @@ def read(path: Path) -> Lab:
     named = _NAME.fullmatch(path.name)
     if named is None or not path.is_file():
         raise PlanError("There is no such lab.", seen=str(path), allowed="a file lab_N.md")
-    lab = Lab(int(named[1]), list(_pieces(path.read_text(encoding="utf-8"))))
+    lab = Lab(int(named[1]), _pieces(path.read_text(encoding="utf-8")))
     _verify(lab, path)
     return lab
 
 
-def _pieces(text: str) -> Iterator[Piece]:
+def _pieces(text: str) -> list[Piece]:
+    found: list[Piece] = []
+    for piece in _in_order(text):
+        if not isinstance(piece, Piece):
+            cells = [one for one in found if one.kind != "text"]
+            if not cells:
+                raise PlanError("A lesson stands before the first cell of its lab.", seen=piece[0])
+            cells[-1].lessons += piece
+        else:
+            found.append(piece)
+    return found
+
+
+def _in_order(text: str) -> Iterator[Piece | list[str]]:
+    """Give the cells, and the conditions of each lesson as a list."""
     open_: dict[str, Piece] = {}
     at = 0
     for block in _BLOCK.finditer(text):
@@ -91,6 +109,8 @@ def _pieces(text: str) -> Iterator[Piece]:
         kind, number = words if len(words) == 2 else (" ".join(words), "")
         if not words:
             yield Piece("step", source)
+        elif words == ["lesson"]:
+            yield [line for line in map(str.strip, source.splitlines()) if line]
         elif words == ["unseen"]:
             yield Piece("step", source, unseen=True)
         elif kind == "exercise" and number:
@@ -108,8 +128,8 @@ def _pieces(text: str) -> Iterator[Piece]:
             raise PlanError(
                 "A block of a lab is not understood.",
                 seen=f"```python{block[1]}",
-                allowed="unseen, exercise, solution, right, wrong or check, and the exercise's "
-                "number; an exercise stands before what belongs to it",
+                allowed="unseen or lesson; exercise, solution, right, wrong or check, and the "
+                "exercise's number; an exercise stands before what belongs to it",
             )
     if prose := text[at:].strip():
         yield Piece("text", prose)

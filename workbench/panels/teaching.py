@@ -40,8 +40,14 @@ class TeachingPart(Part):
 
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
-        """Who waited for whom."""
-        return _drawn(lambda: self._run().blame())
+        """Who waited for whom: while the run goes on in the steps that its headline speaks of."""
+
+        def of_headline() -> Any:
+            run = self._run()
+            shot = run.snapshot()
+            return run.blame(None if run.is_over else max(shot.step - shot.slow_steps, 0))
+
+        return _drawn(of_headline)
 
     @action(slow=True)
     def what_if(self, without: int | None = None) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def _ending(run: Results) -> Ending:
     figures = {
         "loss": snapshot.loss,
         "samples_per_s": totals.samples_per_s,
-        "efficiency": snapshot.efficiency,
+        "compute_share": snapshot.compute_share,
         "wall_s": totals.wall_s,
         "steps": float(totals.steps),
         "samples": float(totals.samples),

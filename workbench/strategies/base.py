@@ -81,6 +81,7 @@ class StepResult:
 
     Attributes:
         loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
+        has_loss: Whether it is what the model gave; then NaN means that it is no number.
         deferred: Completes the record later, off the training thread (CUDA events, losses that
             live on the device).
         replicas: One result per replica where this engine holds several; `samples` and `loss` are
@@ -106,6 +107,7 @@ class StepResult:
     replicas: tuple[StepResult, ...] = ()
     set_up_s: float = 0.0
     aside_s: float = 0.0
+    has_loss: bool = False
 
 
 class Strategy(ABC):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import math
 
+import numpy as np
+
 from ..history.blame import Blame
 from .picture import Canvas, Picture, say
 from .table import Column, Table
@@ -37,12 +39,14 @@ class BlameMatrix(Picture, Blame):
 
     def sentence(self) -> str:
         """Return who is to blame, in one sentence."""
-        worst = self.worst
-        if worst is None:
+        most = self.most
+        if most is None:
             unknown = any(math.isnan(v) for v in self.total_s.ravel())
             return "Waits were not measured." if unknown else "Nobody waited for anybody."
-        caused = sum(v for v in self.total_s[:, worst] if not math.isnan(v))
-        return f"The others waited {duration(float(caused))} in all for worker {worst}."
+        if self.worst is None:
+            return "Nobody stands out: such waits come by chance."
+        caused = np.nansum(self.total_s[:, self.worst])
+        return f"The others waited {duration(float(caused))} in all for worker {self.worst}."
 
     def notes(self) -> list[str]:
         """Return which steps were counted."""

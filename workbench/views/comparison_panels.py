@@ -41,17 +41,28 @@ SHARE_STYLES = {
 """Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
 
 _LABELLED_IN, _WIDE_IN = 0.4, 3.2
+_APART = 0.05
+"""How far the rate of all steps is from that after warm-up before it is drawn."""
 _MOST_BINS = 33
 _LEAST_SPAN = 0.02
 """Of final losses that are nearly equal, relative: ticks have four digits."""
 
 
 def throughput(axes: Axes, comparison: Comparison) -> None:
-    """Draw samples per second, with the spread over seeds."""
+    """Draw samples per second with their 95 % interval; a ring is what all steps give."""
     frame(axes, "Samples per second")
     rates = [row.samples_per_s for row in comparison.rows]
-    words = [_pm(rate, number) for rate in rates]
-    _bars(axes, comparison, [rate.mean for rate in rates], words, [rate.std for rate in rates])
+    words = [number(rate.mean) if rate.count else "not measured" for rate in rates]
+    ends = [(rate.low, rate.high) for rate in rates]
+    _bars(axes, comparison, [rate.mean for rate in rates], words, ends)
+    apart = [
+        (row.all_per_s, at) for at, row in enumerate(comparison.rows)
+        if abs(row.all_per_s - row.samples_per_s.mean) > _APART * row.samples_per_s.mean
+    ]  # fmt: skip
+    if apart:
+        axes.plot(*zip(*apart, strict=True), "o", ms=5, color=PAPER["light"], mec=INK["light"],
+                  mew=1.1, zorder=6)  # fmt: skip
+        axes.set_xlabel("ring: with the first steps", fontsize=TICK_PT, color=MUTED["light"])
     axes.xaxis.set_major_formatter(tick)
 
 
@@ -59,7 +70,8 @@ def relative(axes: Axes, comparison: Comparison) -> None:
     """Draw throughput over the baseline's; the dashed line is the baseline."""
     frame(axes, "Speed-up" if comparison.has_one_device else "Relative speed")
     values = [row.relative for row in comparison.rows]
-    _bars(axes, comparison, values, [times(value) for value in values])
+    ends = [(row.relative_low, row.relative_high) for row in comparison.rows]
+    _bars(axes, comparison, values, [times(value) for value in values], ends)
     axes.axvline(1, color=INK["light"], lw=1, ls=(0, (3, 2)), zorder=2)
     if not comparison.has_one_device:
         name = clipped(comparison.baseline, TICK_PT, panel_in(axes) - 0.3)
@@ -203,28 +215,30 @@ def _bars(
     comparison: Comparison,
     values: Sequence[float],
     words: Sequence[str],
-    spread: Sequence[float] = (),
+    ends: Sequence[tuple[float, float]] = (),
     *,
     least: float = 0.0,
 ) -> None:
     """Draw a bar per row with its words at its end, and leave the room that they take.
 
     Args:
+        ends: The least and the greatest value that each may have; NaN where not known.
         least: What the axis reaches at least.
     """
     row_axis(axes, comparison)
     known = np.nan_to_num(np.array(values, float))
-    errors = np.nan_to_num(np.array(spread or [0.0] * len(known), float))
-    ends = known + errors
+    spans = np.array(ends or [(np.nan, np.nan)] * len(known), float).T
+    low, high = np.where(np.isfinite(spans), spans, known)
     axes.barh(
         np.arange(len(known)), known, height=BAR, zorder=3,
         color=[color_of(comparison, at) for at in range(len(known))],
     )  # fmt: skip
-    if errors.any():
-        has = np.flatnonzero(errors)
-        axes.errorbar(known[has], has, xerr=errors[has], fmt="none", ecolor=INK["light"], lw=1.2,
+    has = np.flatnonzero(high > low)
+    if len(has):
+        errors = np.maximum([known[has] - low[has], high[has] - known[has]], 0.0)
+        axes.errorbar(known[has], has, xerr=errors, fmt="none", ecolor=INK["light"], lw=1.2,
                       capsize=3, zorder=5)  # fmt: skip
-    tracks = np.maximum(ends, [least if math.isfinite(value) else 0.0 for value in values])
+    tracks = np.maximum(high, [least if math.isfinite(value) else 0.0 for value in values])
     top = _top(tracks, words, panel_in(axes))
     axes.set_xlim(0, top)
     for at, (end, text) in enumerate(zip(tracks, words, strict=True)):

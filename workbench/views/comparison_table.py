@@ -62,9 +62,16 @@ def notes(comparison: Comparison) -> list[str]:
     if any(row.payoff is not None and row.payoff.kind != "undivided" for row in comparison.rows):
         found += [ASSUMED] if comparison.outlook else []
     found += comparison.notes
+    found.append(comparison.rates)
     if any(row.samples_per_s.count > 1 for row in comparison.rows):
         found.append("± is the standard deviation over seeds.")
-    return found
+    return [note for note in found if note]
+
+
+def between(rate: Spread) -> str:
+    """Return a rate's interval in words: `1.2k to 1.4k`."""
+    known = math.isfinite(rate.low) and math.isfinite(rate.high)
+    return f"{number(rate.low)} to {number(rate.high)}" if known else UNKNOWN
 
 
 def loss(value: float | None) -> str:
@@ -88,7 +95,9 @@ def _columns(comparison: Comparison) -> list[_Shown]:
         _Shown("state", lambda row: row.state or UNKNOWN, ("state",), "left"),
         _Shown("workers", lambda row: str(row.workers), ("workers",)),
         _Shown("steps", lambda row: str(row.steps), ("steps",)),
-        _Shown("samples/s", lambda row: _spread(row.samples_per_s, number), ("samples_per_s",)),
+        _Shown("samples/s", lambda row: number(row.samples_per_s.mean), ("samples_per_s",)),
+        _Shown("95 % interval", lambda row: between(row.samples_per_s), ("samples_per_s_low",)),
+        _Shown("all steps", lambda row: number(row.all_per_s), ("all_samples_per_s",)),
         _Shown(relative_title(comparison), lambda row: times(row.relative), ("relative",)),
         _Shown("efficiency", lambda row: _percent(row.efficiency), ("efficiency",)),
         _Shown("step", lambda row: milliseconds(row.step_s * 1e3), ("step_s",)),

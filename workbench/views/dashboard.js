@@ -749,7 +749,7 @@ class View {
     this.split = split;
     const { phases, hatched, busy } = this.ink, wait = phases[hatched];
     setText(this.bubbles.title, split.title);
-    setText(this.bubbles.value, "share of each worker's time");
+    setText(this.bubbles.value, "");
     this.bubbleLegend.replaceChildren(...split.names.map((name, i) => key(name, i < 2 ? wait : phases[busy], i === 0)));
     const cells = (row, kind, parent) => row.forEach((text, i) => {
       make(kind, split.numeric[i] ? "wb-number" : "", parent, text);

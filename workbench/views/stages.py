@@ -13,26 +13,24 @@ NUMERIC = frozenset({"parameters", "per microbatch", "hands on"})
 """Columns of `rows` that stand right."""
 
 MOST_ROWS = 12
-TITLE = "Pipeline bubble"
+TITLE = "Pipeline bubble, of a step without its wait for data"
 NAMES = ("schedule's ideal", "excess", "at work")
 """What the parts of a worker's bar are called: ideal bubble, excess, the rest."""
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """One worker's bubble as shares of its time, 0..1.
+    """One worker's bubble as shares of its pipeline's time, 0..1: its work and its bubble.
 
     Attributes:
-        ideal: The part that the schedule has with equal stages, at most `whole`.
+        ideal: The part that the schedule has with equal stages, at most `whole`: who has more to
+            do than the others has less, and they stand idle for it.
         excess: What comes on top.
-        beyond: `whole` less the schedule's share: negative where this worker has more to do than
-            the others, who then stand idle for it.
     """
 
     whole: float
     ideal: float
     excess: float
-    beyond: float
 
     @property
     def known(self) -> bool:
@@ -44,16 +42,14 @@ class Bubble:
         """How large it is, and how much of it is beyond the schedule's share."""
         if not self.known:
             return UNKNOWN, UNKNOWN
-        points = round(self.beyond * 100)
-        sign = "+" if points > 0 else "−" if points < 0 else "±"
-        return percent(self.whole), f"{sign}{abs(points)} %"
+        points = round(self.excess * 100)
+        return percent(self.whole), f"{'+' if points else '±'}{points} %"
 
 
 def bubble(worker: Worker, split: Split) -> Bubble:
     """Return a worker's bubble, set against its schedule."""
     ideal = min(worker.bubble, split.ideal_bubble)
-    beyond = worker.bubble - split.ideal_bubble
-    return Bubble(worker.bubble, ideal, max(beyond, 0.0), beyond)
+    return Bubble(worker.bubble, ideal, max(worker.bubble - split.ideal_bubble, 0.0))
 
 
 def caption(split: Split) -> str:

@@ -153,9 +153,10 @@ def _figures(run: RunSummary) -> list[str]:
     # Workers that take steps as they come may take more than their part: "27 of 20" helps nobody.
     of = f" of {run.total_steps}" if run.total_steps and run.steps < run.total_steps else ""
     lines = [
-        f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}: "
-        f"{number(run.samples_per_s)} samples/s; a step takes {milliseconds(run.step_s * 1e3)}, "
-        f"{percent(run.efficiency)} of it compute.",
+        f"{run.steps}{of} steps, {number(run.samples)} samples in {duration(run.wall_s)}.",
+        f"{_warmed(run)} {number(run.samples_per_s)} samples/s{_believed(run)}; a step takes "
+        f"{milliseconds(run.step_s * 1e3)}, {percent(run.compute_share)} of it compute.",
+        f"Over all steps, as in the table: {number(run.all_per_s)} samples/s.",
         f"Final loss {loss(run.final_loss)}" + _evals(run) + _sent(run) + ".",
     ]
     if run.batch_size:
@@ -169,6 +170,20 @@ def _figures(run: RunSummary) -> list[str]:
         names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
         lines.append(f"Not measured: {names}.")
     return [*lines, *run.notes]
+
+
+def _warmed(run: RunSummary) -> str:
+    """Return which steps a run's rate is of."""
+    if not run.warm_up:
+        return "After warm-up (none was seen):"
+    return f"After warm-up ({_count(run.warm_up, 'step')}):"
+
+
+def _believed(run: RunSummary) -> str:
+    """Return the interval of a run's rate, where there is one."""
+    if not math.isfinite(run.low_per_s):
+        return ""
+    return f" (95 % interval {number(run.low_per_s)} to {number(run.high_per_s)})"
 
 
 def _sent(run: RunSummary) -> str:

@@ -10,6 +10,7 @@ from typing import TextIO
 from .. import catalog
 from ..errors import PlanError
 from ..history.snapshot import Snapshot, Worker
+from ..lifecycle import OVER
 from ..metrics import PARTS
 from . import stages
 from .theme import PHASE_NAMES
@@ -45,7 +46,14 @@ def slow(snapshot: Snapshot) -> str:
         return ""
     wait = milliseconds(snapshot.slow_ms)
     others = "the other" if len(snapshot.workers) == 2 else "the others"
-    return f"rank {snapshot.slow_rank} makes {others} wait {wait} a step"
+    return f"rank {snapshot.slow_rank} makes {others} wait {wait} a step{_window(snapshot)}"
+
+
+def _window(snapshot: Snapshot) -> str:
+    """Return which steps were looked at for who is slow."""
+    if not snapshot.slow_steps:
+        return ""
+    return " (all steps)" if snapshot.state in OVER else f" (latest {snapshot.slow_steps} steps)"
 
 
 def dropped(snapshot: Snapshot) -> str:
@@ -71,10 +79,13 @@ def latest_eval(snapshot: Snapshot) -> dict[str, str]:
 
 def figures(snapshot: Snapshot) -> dict[str, str]:
     """Return the headline figures by label, in the order in which they are shown."""
+    over = snapshot.state in OVER  # then it counts the first steps too, a comparison does not
     found = {
-        "throughput": f"{number(snapshot.samples_per_s)} samples/s",
+        "throughput, all steps" if over else "throughput": (
+            f"{number(snapshot.samples_per_s)} samples/s"
+        ),
         "loss": number(snapshot.loss),
-        "efficiency": percent(snapshot.efficiency),
+        "compute share": percent(snapshot.compute_share),
         "elapsed": duration(snapshot.elapsed_s),
     }
     return found | {f"eval {name}": value for name, value in latest_eval(snapshot).items()}
@@ -134,7 +145,7 @@ def progress_line(snapshot: Snapshot) -> str:
         head, clock = f"{snapshot.step} steps", duration(snapshot.elapsed_s)
     fields = [
         clock, f"{number(rate)} steps/s", f"loss {number(snapshot.loss)}",
-        f"{number(snapshot.samples_per_s)} samples/s", f"efficiency {percent(snapshot.efficiency)}",
+        f"{number(snapshot.samples_per_s)} samples/s", f"compute {percent(snapshot.compute_share)}",
     ]  # fmt: skip
     fields += [line for line in (slow(snapshot), dropped(snapshot), snapshot.banner) if line]
     return f"{snapshot.name} ({snapshot.strategy}): {head} [{', '.join(fields)}] {snapshot.state}"

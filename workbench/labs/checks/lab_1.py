@@ -75,9 +75,15 @@ def mean(c: Check) -> None:
 @exercise("1.4", "The speed-up as measured")
 def speedup(c: Check) -> None:
     """Throughput of two workers over that of one, from the runs."""
-    for which in ("small", "big"):
+    for which, wins in (("small", False), ("big", True)):
         alone, together = (c.run(f"{which}-{how}").summarise() for how in ("alone", "together"))
         truth = together.samples_per_s / alone.samples_per_s
+        c.need(
+            (truth > 1) is wins,
+            f"These runs say that two workers are {truth:.2f} times as fast as one with the "
+            f"{which} model. It is the other way round on a computer that nothing else keeps busy.",
+            "run the cells of section 3 again, then this one",
+        )
         name = f"speedup_{which}"
         found = c.number_of(name)
         c.expect(

@@ -32,7 +32,7 @@ from ...history.feed import Scalar
 from . import About, Ending, try_folder
 
 _STATUS = {"finished": api_pb2.STATUS_SUCCESS, "failed": api_pb2.STATUS_FAILURE}
-_FIGURES = ("loss", "samples_per_s", "efficiency", "wall_s")
+_FIGURES = ("loss", "samples_per_s", "compute_share", "wall_s")
 _RGBA = 4
 
 

@@ -213,7 +213,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         if "loss" in logs and samples:
             self._mean = (count + samples, float(logs["loss"]) * (count + samples))
             loss = (self._mean[1] - total) / samples
-        return self._steps.unmarked(samples, loss)
+        return self._steps.unmarked(samples, loss, has_loss="loss" in logs and samples > 0)
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the epoch, and its validation where there was one."""

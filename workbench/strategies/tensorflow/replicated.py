@@ -168,7 +168,9 @@ class Replicated(Strategy):
         measured = measured or [StepResult(0, NAN, NAN)] * len(samples)
         return tuple(
             # Handing the batch over is part of what the step computes.
-            replace(one, samples=count, loss=loss, compute_s=spent_s - one.exposed_s)
+            replace(
+                one, samples=count, loss=loss, compute_s=spent_s - one.exposed_s, has_loss=count > 0
+            )
             for one, count, loss in zip(measured, samples, losses, strict=True)
         )
 

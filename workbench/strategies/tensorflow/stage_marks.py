@@ -4,7 +4,7 @@
     stage 1   | bubble  | forward, then backward | bubble . | update |
 
 A stage's busy time is the union of its stretches (`stages.py`), and of the optimizer's, which
-updates all stages at once; all the rest of the step is its bubble.
+updates all stages at once; all the rest of the step since its batch was there is its bubble.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Steps:
             )
             self.context.emit("note", rank=0, text=text)
 
-    def unmarked(self, samples: int, loss: float) -> Measured:
+    def unmarked(self, samples: int, loss: float, *, has_loss: bool = False) -> Measured:
         """Return a step of which nothing is known but its samples and loss, shared evenly."""
         held = self.context.spec.held
         parts = len(held) if self.context.entry.data_parallel else 1
@@ -142,7 +142,7 @@ class Steps:
             self.start_s,
             clock(),
             (NAN,) * len(held),
-            tuple(StepResult(share, loss, NAN) for share in shares),
+            tuple(StepResult(share, loss, NAN, has_loss=has_loss) for share in shares),
         )
 
     def _record(self, step: Measured, busy_s: float) -> None:
@@ -155,7 +155,7 @@ class Steps:
                 data_wait_s=data_wait_s - busy_s,
                 compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
                 exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
-                staleness=one.staleness, bubble_s=one.bubble_s, rank=rank,
+                staleness=one.staleness, bubble_s=one.bubble_s, has_loss=one.has_loss, rank=rank,
             )  # fmt: skip
         samples = [one.samples for one in step.results]
         self.batch = (sum if self.context.entry.data_parallel else max)(samples) or None

@@ -242,6 +242,7 @@ class ModelSplit(Strategy):
             wait_s=spent.idle_s,
             sent_bytes=float(self._pipeline.sent_bytes() + self.shared.sent_bytes),
             bubble_s=spent.blocked_s,
+            has_loss=loss is not None,
         )
 
     def evaluate(self, shares: Any) -> dict[str, float]:

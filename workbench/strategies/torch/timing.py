@@ -121,6 +121,7 @@ class CpuTimer:
         return StepResult(
             samples, value, compute_s, self._ready, exposed_s, sent_bytes=sent_bytes,
             aside_s=self._aside,
+            has_loss=samples > 0,
         )  # fmt: skip
 
 
@@ -204,7 +205,10 @@ class CudaTimer:
         marks.exposed_known = self._exposed_known
         step = CudaStep(marks, self._last, self._faults)
         self._last = step
-        return StepResult(samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step)
+        return StepResult(
+            samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step,
+            has_loss=samples > 0,
+        )  # fmt: skip
 
 
 class _Marks:

@@ -4,6 +4,7 @@ SECTIONS.push((() => {
   const AXES = [["t_s", "time", "s"], ["samples", "samples", "samples"], ["step", "steps", "step"]];
   const EXPORTS = [["csv", "CSV"], ["md", "Markdown"], ["html", "HTML"], ["json", "JSON"], ["png", "PNG"], ["svg", "SVG"]];
   const PARTS = ["data_wait", "compute", "sync_wait", "bubble", "transfer", "other"];
+  const RATES = { samples_per_s: "samples_per_s", speedup: "relative" };
   const HEIGHT = 250, EDGE = { left: 52, right: 12, top: 10, bottom: 30 };
 
   const percent = (x) => (x == null ? "–" : `${(x * 100).toFixed(x < 0.0995 ? 1 : 0)} %`);
@@ -13,8 +14,9 @@ SECTIONS.push((() => {
 
   /** One group of bars: caption, a bar per row with its value in words, spread over seeds. */
   const BARS = [
-    ["samples_per_s", "Throughput", "samples/s; more is better", rate],
-    ["speedup", "Speed-up", "throughput over one device", times],
+    ["samples_per_s", "Throughput", "samples/s after warm-up; more is better", rate],
+    ["all_samples_per_s", "Throughput, all steps", "samples/s with the first steps", rate],
+    ["speedup", "Speed-up", "throughput over one device, after warm-up", times],
     ["efficiency", "Efficiency", "speed-up per worker", percent],
     ["step_s", "Time of a step", "less is better", kit.seconds],
     ["sent_bytes_per_step", "Sent per step", "by all workers", kit.bytes],
@@ -23,7 +25,7 @@ SECTIONS.push((() => {
   ];
   const COLUMNS = [
     ["run", "run", String], ["strategy", "strategy", String], ["workers", "workers", plain], ["steps", "steps", plain],
-    ["samples_per_s", "samples/s", plain], ["speedup", "speed-up", times], ["efficiency", "efficiency", percent],
+    ["samples_per_s", "samples/s", plain], ["all_samples_per_s", "all steps", plain], ["speedup", "speed-up", times], ["efficiency", "efficiency", percent],
     ["step_s", "step", kit.seconds], ["compute_share", "compute", percent], ["data_wait_share", "data wait", percent],
     ["sync_wait_share", "sync wait", percent], ["transfer_share", "transfer", percent], ["bubble_share", "bubble", percent],
     ["staleness_mean", "staleness", plain], ["sent_bytes_per_step", "sent/step", kit.bytes],
@@ -76,10 +78,10 @@ SECTIONS.push((() => {
     if (!rows.some((r) => r[field] != null)) return null;
     const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help)));
     rows.forEach((row, i) => {
-      const { mean, std, high } = spreadOf(row, field), bar = kit.h("div", { class: "wbp-bar" });
+      const { mean, std, low, high } = spreadOf(row, field), bar = kit.h("div", { class: "wbp-bar" });
       if (mean != null && most > 0) {
         bar.append(kit.h("i", { style: `width:${(100 * mean) / most}%;background:${color(app, i)}` }));
-        if (std) bar.append(kit.h("u", { style: `left:${(100 * Math.max(0, mean - std)) / most}%;width:${(100 * (high - Math.max(0, mean - std))) / most}%` }));
+        if (high > low) bar.append(kit.h("u", { style: `left:${(100 * low) / most}%;width:${(100 * (high - low)) / most}%` }));
       }
       const value = words(mean) + (std ? ` ± ${words(std)}` : "");
       figure.append(kit.h("div", { class: "wbp-barrow", role: "img", "aria-label": `${row.run}: ${value}` }, kit.h("span", { title: row.run }, row.run), bar, kit.h("b", {}, value)));
@@ -88,8 +90,10 @@ SECTIONS.push((() => {
   }
 
   function spreadOf(row, field) {
-    const mean = row[field] ?? null, std = row[`${field}_std`] ?? null;
-    return { mean, std, high: mean == null ? null : mean + (std ?? 0) };
+    // Rates have a 95 % interval, other figures their standard deviation over seeds.
+    const known = RATES[field], mean = row[field] ?? null, std = known ? null : row[`${field}_std`] ?? null;
+    if (mean == null) return { mean, std, low: null, high: null };
+    return { mean, std, low: Math.max(0, known ? row[`${known}_low`] ?? mean : mean - (std ?? 0)), high: known ? row[`${known}_high`] ?? mean : mean + (std ?? 0) };
   }
 
   /** Where a step's time goes: stacked shares, waits hatched. */
@@ -204,7 +208,7 @@ SECTIONS.push((() => {
       const metrics = compared.metrics.map((m) => [`eval_${m}`, m, "last evaluation; mean and spread over seeds", plain]);
       grid.replaceChildren(...[shares(app, compared), ...[...BARS, ...metrics].map((b) => bars(app, compared, b)), staleness(app, compared)].filter(Boolean));
       drawTable();
-      notes.replaceChildren(...compared.notes.map((n) => kit.h("li", {}, n)));
+      notes.replaceChildren(...[...compared.notes, compared.rates].filter(Boolean).map((n) => kit.h("li", {}, n)));
     }
 
     return {
