@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import psutil
 
 from .. import scratch
-from . import attention, breakpoints, diary, frameworks, postmortem, tracebacks
+from . import attention, breakpoints, diary, frameworks, postmortem, progress_bars, tracebacks
 from .flood import held_back
 from .home import Home, KeptHome, LastHome
 from .interrupt import InterruptWatch, leave_signals_to_us
@@ -130,9 +130,22 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     attention.install(info["engine"], lambda said: link.say("debugger", said))
     breakpoints.install()
     tracebacks.install(IPythonShell().shell)
+    progress_bars.install()
+    _behave_as_a_notebooks(IPythonShell().shell)
     leave_signals_to_us(IPythonShell().shell.kernel)
     vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
     return answer
+
+
+def _behave_as_a_notebooks(shell: Any) -> None:
+    """Have what would need a terminal, or end the engine, do what it can in a notebook's cell."""
+    page = importlib.import_module("IPython.core.page")
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), priority=0)
+    shell.ask_exit = _end_cell  # what `exit` and `quit` call
+
+
+def _end_cell() -> None:
+    raise SystemExit
 
 
 def _home(info: Mapping[str, Any]) -> Home | None:

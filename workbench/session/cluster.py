@@ -37,6 +37,7 @@ from .run import Run
 from .task import Task
 from .turns import begins
 from .upkeep import Upkeep
+from .verdicts import short_handed
 from .vitals import Vitals
 
 
@@ -250,8 +251,9 @@ class Cluster(Upkeep):
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
-        if leases.warning:
-            run.note(leases.warning)
+        for text in (leases.warning, short_handed(pool.dead_workers, len(pool.worker_ids))):
+            if text:
+                run.note(text)
         self.hearing.add(run)
         disk.write_meta(run.folder, run.meta())
         run.resume_from = resume_from
@@ -316,6 +318,8 @@ class Cluster(Upkeep):
         over = partial(self._cell_over, framework=framework)
         with deferred():
             self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
+        if text := short_handed(pool.dead_workers, len(pool.worker_ids)):
+            task.board.message(targets[0], "stream", {"name": "stderr", "text": f"{text}\n"})
         hangs.watch(task, self._engines.router.questions.ask)
         return task
 

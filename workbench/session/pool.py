@@ -56,6 +56,11 @@ class Pool:
         """Ids of the living engines that run cells; the others were started as servers."""
         return [engine for engine in self.ids if engine not in self._servers]
 
+    @property
+    def dead_workers(self) -> list[int]:
+        """Ids of the engines that ran cells and are dead."""
+        return [e.id for e in self.all if e.state == "dead" and e.id not in self._servers]
+
     def lease(self, workers: int) -> device_pool.Leases:
         """Return which device each of so many workers gets; the same answer every time.
 
@@ -82,9 +87,9 @@ class Pool:
         Raises:
             ClusterError: All engines are dead.
         """
-        check_size("The number of workers", count)
         if not self.ids and any(engine.state == "dead" for engine in self.all):
             raise ClusterError("All engines are dead.", next_step="%cluster restart")
+        check_size("The number of workers", count)
         missing = count - len(self.worker_ids)
         if missing > 0:
             self.add(missing, framework)

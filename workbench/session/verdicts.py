@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RunError
+from ..errors import FitError, RunError
 
 if TYPE_CHECKING:
     from .run import Run
@@ -49,6 +49,44 @@ def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
             next_step="use one of them, or leave the flag away",
         )
     return None
+
+
+def is_refusal(error: RunError) -> bool:
+    """Whether a strategy refused what it was to train, before anything was trained."""
+    outcome = getattr(error, "outcome", None) or {}
+    return bool(outcome.get("ename") == FitError.__name__)
+
+
+def refusals(runs: Sequence[Run]) -> RunError | None:
+    """The error that a row of runs ends in where some of them were refused."""
+    refused = [run for run in runs if run.error is not None]
+    if not refused:
+        return None
+    names = list(dict.fromkeys(run.plan.strategy for run in refused))
+    return RunError(
+        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
+        seen=", ".join(names),
+        next_step="the first lines of their own errors say why; leave "
+        f"{'it' if len(names) == 1 else 'them'} out, or change the cell",
+    )
+
+
+def short_handed(dead: Sequence[int], living: int) -> str:
+    """What to say before a cell or run of a cluster that has lost workers; empty: it has not.
+
+    Args:
+        dead: Ids of the dead engines among the workers.
+        living: How many workers are left.
+    """
+    if not dead:
+        return ""
+    ids = ", ".join(map(str, dead))
+    one = len(dead) == 1
+    return (
+        f"note: engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
+        f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
+        f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
+    )
 
 
 def outcome_notes(outcomes: Outcomes) -> list[str]:
