@@ -151,7 +151,7 @@ class WorkbenchMagics(Magics):
                 runs = session.train(asked, recipe, number=number, autoreload=autoreload)
                 self.shell.user_ns["_run"] = runs[-1]
                 self._conclude(asked, [run for run in runs if run.error is None])
-                if (refused := refusals(runs)) is not None:
+                if not asked.background and (refused := refusals(runs)) is not None:
                     raise refused
             else:
                 session.run_cell(asked, recipe, number=number, autoreload=autoreload)

@@ -40,7 +40,7 @@ class Parcel:
         frames: How many of the message's frames are its own.
         kind: Its class.
         remade: Whether that class was defined again since the value was made.
-        holds_state: Whether it has a `state_dict`.
+        parts: How its content can be had apart: `x.state_dict()`, `vars(x)`; empty where it cannot.
         fault: Why it could not be packed; empty where it was.
     """
 
@@ -48,7 +48,7 @@ class Parcel:
     frames: int
     kind: str
     remade: bool
-    holds_state: bool
+    parts: str
     fault: str = ""
 
 
@@ -84,8 +84,10 @@ def enter_for_values(name: str, args: tuple[Any, ...]) -> list[Any]:
             fault = f"{type(error).__name__}: {error}"
         cls = type(value)
         now = getattr(sys.modules.get(cls.__module__), cls.__qualname__, cls)
-        held = callable(getattr(value, "state_dict", None))
-        parcels.append(Parcel(key, len(packed), cls.__qualname__, now is not cls, held, fault))
+        parts = f"vars({key})" if hasattr(value, "__dict__") else ""
+        if callable(getattr(value, "state_dict", None)):
+            parts = f"{key}.state_dict()"
+        parcels.append(Parcel(key, len(packed), cls.__qualname__, now is not cls, parts, fault))
         frames += packed
     if len(frames) > MAX_FRAMES:
         frames = [bytes(frame) for frame in frames]

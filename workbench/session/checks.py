@@ -47,9 +47,9 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
     parcel = unread.parcel
-    parts = f"pull its parts: values = vars({name}) in a cell of the engines, then %pull values"
-    if parcel.holds_state:
-        parts = f"state = {name}.state_dict() in a cell of the engines, then %pull state"
+    parts = "pull what it holds, as numbers, arrays and lists"
+    if parcel.parts:
+        parts = f"pull what it holds: parts = {parcel.parts} on the engines, then %pull parts"
     if unread.lacks and unread.module == "__main__":
         return {
             "seen": f"the notebook has no {unread.lacks}",

@@ -319,7 +319,7 @@ class Cluster(Upkeep):
         with deferred():
             self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
         if text := short_handed(pool.dead_workers, len(pool.worker_ids)):
-            task.board.message(targets[0], "stream", {"name": "stderr", "text": f"{text}\n"})
+            task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
         hangs.watch(task, self._engines.router.questions.ask)
         return task
 

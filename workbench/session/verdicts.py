@@ -62,13 +62,17 @@ def refusals(runs: Sequence[Run]) -> RunError | None:
     refused = [run for run in runs if run.error is not None]
     if not refused:
         return None
-    names = list(dict.fromkeys(run.plan.strategy for run in refused))
+    reasons = {run.plan.strategy: _reason(run.error) for run in refused}
     return RunError(
         f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
-        seen=", ".join(names),
-        next_step="the first lines of their own errors say why; leave "
-        f"{'it' if len(names) == 1 else 'them'} out, or change the cell",
+        seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        next_step=f"leave {'it' if len(reasons) == 1 else 'them'} out, or change the cell",
     )
+
+
+def _reason(error: RunError | None) -> str:
+    outcome = getattr(error, "outcome", None) or {}
+    return str(outcome.get("evalue", "")).partition("\n")[0]
 
 
 def short_handed(dead: Sequence[int], living: int) -> str:
@@ -83,7 +87,7 @@ def short_handed(dead: Sequence[int], living: int) -> str:
     ids = ", ".join(map(str, dead))
     one = len(dead) == 1
     return (
-        f"note: engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
+        f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
         f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
         f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
     )
