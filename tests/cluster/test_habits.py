@@ -124,6 +124,17 @@ def test_bars_of_tqdm_are_text_and_end_full(book: Notebook, module: str) -> None
     assert "steps: 100%" in cell.text
 
 
+def test_live_displays_of_rich_end_as_they_end(book: Notebook) -> None:
+    pytest.importorskip("rich")
+    cell = book.ok(
+        "%%distributed\nfrom rich.progress import track\n"
+        "for i in track(range(20), 'steps', update_period=0.01): pass\nprint('after')"
+    )
+    assert cell.text.count("100%") == 2
+    assert cell.text.count("steps") == 2
+    assert cell.text.count("after") == 2
+
+
 def test_warnings_and_groups_of_errors_name_the_cell(book: Notebook) -> None:
     cell = book.ok("%%distributed\nimport warnings\nwarnings.warn('careful')")
     number = book.shell.execution_count

@@ -261,7 +261,7 @@ def let_cells_join(spec: RunSpec) -> None:
     global _cell
     same = _cell is not None and _cell.spec.prefix == spec.prefix
     _cell = _Cell(spec, made=_cell.made if same and _cell is not None else 0)
-    rooms: tuple[Any, Any] = dist, dist.distributed_c10d  # type: ignore[attr-defined]
+    rooms: tuple[Any, Any] = dist, dist.distributed_c10d
     for room in rooms:
         room.init_process_group, room.destroy_process_group = init, leave
 
@@ -299,7 +299,7 @@ def init(*args: Any, **keywords: Any) -> None:
 @functools.wraps(_torch_destroy)
 def leave(group: Any = None) -> None:
     """Stand for `torch.distributed.destroy_process_group`: a living wrapper would hang in it."""
-    whole = group is None or group is dist.GroupMember.WORLD  # type: ignore[attr-defined]
+    whole = group is None or group is dist.GroupMember.WORLD
     if whole and dist.is_initialized() and _cell is not None and _cell.pid == os.getpid():
         _retire_wrappers()
     _torch_destroy(group)
@@ -335,7 +335,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
     """
     if backend is None:
         return True
-    c10d: Any = dist.distributed_c10d  # type: ignore[attr-defined]
+    c10d: Any = dist.distributed_c10d
     kind = torch.device(spec.device).type
     wanted = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
     mine = wanted.get(kind)
