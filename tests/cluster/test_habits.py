@@ -130,9 +130,10 @@ def test_live_displays_of_rich_end_as_they_end(book: Notebook) -> None:
         "%%distributed\nfrom rich.progress import track\n"
         "for i in track(range(20), 'steps', update_period=0.01): pass\nprint('after')"
     )
-    assert cell.text.count("100%") == 2
-    assert cell.text.count("steps") == 2
-    assert cell.text.count("after") == 2
+    assert "100%" in cell.text
+    assert "after" in cell.text
+    assert cell.text.count("steps") <= 2  # one for each rank: it is replaced, not repeated
+    assert "<text/html>" not in cell.text
 
 
 def test_warnings_and_groups_of_errors_name_the_cell(book: Notebook) -> None:

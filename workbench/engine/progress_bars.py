@@ -122,6 +122,8 @@ def _one_display_in_rich(module: Any) -> None:
         end(live)
 
     def display(segments: Any, text: str) -> None:
+        if not any(part.text for part in segments if not part.control):
+            return  # only where the cursor is, which is nowhere
         if _Place.active is None:
             plain(segments, text)
         else:

@@ -88,6 +88,7 @@ class Cluster(Upkeep):
         self._queue = Queue(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
         pool.lease(count)
+        pool.most_workers = count
         framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
@@ -251,7 +252,7 @@ class Cluster(Upkeep):
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
-        for text in (leases.warning, short_handed(pool.dead_workers, len(pool.worker_ids))):
+        for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
             if text:
                 run.note(text)
         self.hearing.add(run)
@@ -318,7 +319,8 @@ class Cluster(Upkeep):
         over = partial(self._cell_over, framework=framework)
         with deferred():
             self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
-        if text := short_handed(pool.dead_workers, len(pool.worker_ids)):
+        text = short_handed(pool.lost_workers, len(pool.worker_ids))
+        if text and workers is None:
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
         hangs.watch(task, self._engines.router.questions.ask)
         return task

@@ -53,7 +53,7 @@ class SharedLoader(DataLoader[Any]):
             raise TypeError("the stream behind this loader has no length")
         return self._source.steps_per_epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         loop, spec = self._loop, self._loop.context.spec
         epoch, self._epoch, self._served = self._epoch, self._epoch + 1, 0
         first = self._passed_over(epoch)
@@ -116,7 +116,7 @@ def _with_set_epoch(sampler: Any, tell: Any) -> Any:
 
     with contextlib.suppress(TypeError, AttributeError):  # slots, or no class that can be extended
         made = subclass(type(sampler), set_epoch=set_epoch)
-        twin = object.__new__(made)
+        twin: Any = object.__new__(made)
         twin.__dict__ = sampler.__dict__
         return twin
     return sampler
