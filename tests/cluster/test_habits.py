@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from needs import need
-from notebook_shell import Notebook
+from notebook_shell import Notebook, soon
 from torchrun_scripts import GPT, MULTIGPU
 
 from workbench.session.state import session
@@ -134,6 +134,19 @@ def test_live_displays_of_rich_end_as_they_end(book: Notebook) -> None:
     assert "after" in cell.text
     assert cell.text.count("steps") <= 2  # one for each rank: it is replaced, not repeated
     assert "<text/html>" not in cell.text
+
+
+def test_what_a_thread_prints_after_its_cell_comes_in(book: Notebook, tmp_path: Path) -> None:
+    book.ok(
+        "%%distributed\nimport os, threading, time\n"
+        f"def late():\n    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "    print('late', rank)\n"
+        "threading.Thread(target=late).start()\nprint('early')"
+    )
+    board = session.cluster._busy.board
+    assert board.text() == "[ranks 0-1] early"
+    (tmp_path / "go").touch()
+    assert soon(lambda: "[rank 0] late 0" in board.text() and "[rank 1] late 1" in board.text())
 
 
 def test_warnings_and_groups_of_errors_name_the_cell(book: Notebook) -> None:

@@ -189,6 +189,29 @@ class Call:
             self.finish(self._reply)
 
 
+_LATEST = "_workbench_latest"  # of a client: message of each engine's latest call with outputs
+
+
+def _go_on_hearing(client: Any, engine: int, future: Any) -> None:
+    """Have outputs of an engine's latest call come in also after its end, from threads it began.
+
+    ipyparallel forgets a call with its reply, callbacks and all.
+    """
+    futures, loop = getattr(client, "_futures", None), getattr(client, "_io_loop", None)
+    if futures is None or loop is None:  # they are its own; without them late output is lost
+        return
+    latest: dict[int, str] = vars(client).setdefault(_LATEST, {})
+
+    def again() -> None:
+        if earlier := latest.get(engine):
+            futures.pop(earlier, None)
+            client.metadata.pop(earlier, None)
+        latest[engine] = future.msg_id
+        futures[future.msg_id] = future
+
+    loop.add_callback(again)  # after ipyparallel's own clean-up, which is under way on this thread
+
+
 def submit(
     client: Client,
     socket: Any,
@@ -218,11 +241,16 @@ def submit(
         elif kind in OUTPUTS and on_output is not None:
             on_output(engine, kind, message["content"])
 
+    def settled(future: Any) -> None:
+        call._part_done()
+        if on_output is not None:
+            _go_on_hearing(client, engine, future)
+
     def hook(future: Any) -> None:
         # Before the request is sent, so that no output can come too early to be heard.
         future.iopub_callbacks.append(on_iopub)
         future.add_done_callback(lambda f: call._part_done(f.result(), is_reply=True))
-        future.output.add_done_callback(lambda f: call._part_done())
+        future.output.add_done_callback(lambda f: settled(future))
 
     client.send_apply_request(
         socket,

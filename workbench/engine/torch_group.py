@@ -81,6 +81,7 @@ def ensure_group(spec: RunSpec) -> None:
         _make_group(spec, spec.prefix, spec.backend)
 
 
+@waits_in(GROUP)
 def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
     global _store_port
     stores: Any = dist  # the stores are there, but not declared as exported
