@@ -189,6 +189,8 @@ class Call:
             self.finish(self._reply)
 
 
+CLEANED_S = 0.02
+"""By then ipyparallel has forgotten a call that has ended."""
 _LATEST = "_workbench_latest"  # of a client: message of each engine's latest call with outputs
 
 
@@ -198,8 +200,8 @@ def _go_on_hearing(client: Any, engine: int, future: Any) -> None:
     ipyparallel forgets a call with its reply, callbacks and all.
     """
     futures, loop = getattr(client, "_futures", None), getattr(client, "_io_loop", None)
-    if futures is None or loop is None:  # they are its own; without them late output is lost
-        return
+    if futures is None or loop is None or not future.done():
+        return  # the two are ipyparallel's own: without them late output is lost
     latest: dict[int, str] = vars(client).setdefault(_LATEST, {})
 
     def again() -> None:
@@ -209,7 +211,8 @@ def _go_on_hearing(client: Any, engine: int, future: Any) -> None:
         latest[engine] = future.msg_id
         futures[future.msg_id] = future
 
-    loop.add_callback(again)  # after ipyparallel's own clean-up, which is under way on this thread
+    with suppress(RuntimeError):  # the client was closed
+        loop.add_callback(loop.call_later, CLEANED_S, again)
 
 
 def submit(
@@ -241,16 +244,13 @@ def submit(
         elif kind in OUTPUTS and on_output is not None:
             on_output(engine, kind, message["content"])
 
-    def settled(future: Any) -> None:
-        call._part_done()
-        if on_output is not None:
-            _go_on_hearing(client, engine, future)
-
     def hook(future: Any) -> None:
         # Before the request is sent, so that no output can come too early to be heard.
         future.iopub_callbacks.append(on_iopub)
         future.add_done_callback(lambda f: call._part_done(f.result(), is_reply=True))
-        future.output.add_done_callback(lambda f: settled(future))
+        future.output.add_done_callback(lambda f: call._part_done())
+        if on_output is not None:
+            call.when_done(lambda _: _go_on_hearing(client, engine, future))
 
     client.send_apply_request(
         socket,
