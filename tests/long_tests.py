@@ -382,6 +382,13 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "cluster/test_habits.py",
+        (
+            "test_a_script_for_torchrun_trains_as_under_torchrun[*",
+            ["test_a_script_for_torchrun_runs_as_it_is[*"],
+        ),
+    ),
+    *_rules(
         "cluster/test_fail_fast.py",
         ("test_a_call_that_never_returns*", ["test_one_raises_while_the_others_wait*"]),
     ),

@@ -66,8 +66,8 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Stop what the extension started."""
-    importlib.import_module("workbench.session.state").session.stop()
+    """Stop what the extension started, unless the cell loads it again (`%reload_ext`)."""
+    importlib.import_module("workbench.magics").unregister(shell)
 
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from .session.prompt import say as write
 from .session.recipes import recipes
 from .session.state import Session, session
 from .session.values import pull_values, push_values
+from .session.verdicts import refusals
 from .views.blocks import ProgressLine, show
 from .words import parse_ranks, strip_comment
 
@@ -149,7 +150,9 @@ class WorkbenchMagics(Magics):
             if asked.strategies:
                 runs = session.train(asked, recipe, number=number, autoreload=autoreload)
                 self.shell.user_ns["_run"] = runs[-1]
-                self._conclude(asked, runs)
+                self._conclude(asked, [run for run in runs if run.error is None])
+                if not asked.background and (refused := refusals(runs)) is not None:
+                    raise refused
             else:
                 session.run_cell(asked, recipe, number=number, autoreload=autoreload)
         except RunError as error:
@@ -236,3 +239,14 @@ def register(shell: Any) -> None:
     for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
         shell.set_hook("complete_command", _complete, str_key=command)
     session.prewarm()
+
+
+def unregister(shell: Any) -> None:
+    """Stop the cluster when the cell is over, unless the extension is loaded again by then."""
+
+    def cell_over(*_: object) -> None:
+        shell.events.unregister("post_run_cell", cell_over)
+        if "workbench" not in shell.extension_manager.loaded:
+            session.stop()
+
+    shell.events.register("post_run_cell", cell_over)

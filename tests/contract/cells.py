@@ -161,6 +161,34 @@ def watched_loop(steps=30):
     return [type(loader).__name__, all(len(name) > 6 for name in model.state_dict())]
 
 
+def watched_adapter():
+    """A loader whose class says it is another one, as accelerate's do."""
+    import torch
+
+    from workbench.engine.watch import watch
+
+    class Adapter(torch.utils.data.DataLoader):
+        @property
+        def __class__(self):
+            return torch.utils.data.DataLoader
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield [part * 2 for part in batch]
+
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = Adapter(torch.utils.data.TensorDataset(torch.ones(40, 8)), batch_size=10)
+    watch(model, optimizer, loader)
+    seen = set()
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+        seen.update(inputs.flatten().tolist())
+    return type(loader).__name__, seen
+
+
 def averaged_by_hand(steps=10):
     """A loop that averages its gradients with collectives of its own, under wb.watch."""
     import torch

@@ -231,3 +231,34 @@ def fails(kind):
     except FitError as error:
         return str(error).splitlines()[0]
     return "no error"
+
+
+def lazy(own_loop=False, broken=False):
+    """A model whose layers learn their shapes from the data."""
+    import torch
+
+    from workbench.engine.fit import fit
+    from workbench.engine.prepare import prepare
+
+    global keep
+    x, y = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 3, (64,))
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.LazyLinear(16), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.LazyLinear(3)
+    ).double()  # fmt: skip
+    keep = {"model": model}
+    if broken:
+        model.forward = lambda x, mask: None
+    loss = torch.nn.CrossEntropyLoss()
+    data = torch.utils.data.TensorDataset(x, y)
+    if not own_loop:
+        fit(model, data, loss=loss, optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=64)
+        return [list(p.shape) for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(data, batch_size=64)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+    return [list(p.shape) for p in model.parameters()]

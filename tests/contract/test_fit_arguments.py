@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fit_cells
+import model_cells
 import numpy as np
 import pytest
-from worker_reports import Report, failures
+from worker_reports import Report, assert_same, clean, failures
 from workers import Workers
 
 pytestmark = pytest.mark.torch
@@ -48,3 +49,17 @@ def test_callbacks_hear_steps_epochs_and_the_end(workers: Workers) -> None:
         assert heard[-1] == ("end", None)
         assert [one["step"] for one in found["evals"]][:2] == [2, 5]
         assert all(0 <= one["right"] <= 1 for one in found["evals"])
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_lazy_layers_get_their_shapes_from_the_data(workers: Workers, own_loop: bool) -> None:
+    reports = clean(workers.run("mirrored", model_cells.lazy, own_loop, workers=2))
+    assert reports[0].value == [[16, 8], [16], [3, 16], [3]]
+    assert_same(reports, workers.truth(model_cells.lazy), 1e-10)
+
+
+def test_lazy_layers_that_the_data_does_not_fit_are_named(workers: Workers) -> None:
+    reports = workers.run("mirrored", model_cells.lazy, False, True, workers=2)
+    for report in reports:
+        assert report.error.startswith("FitError: The model has lazy layers")
+        assert "call it once before: model(x[:1])" in report.error

@@ -197,6 +197,13 @@ def test_unused_parameters_train_with_the_option(workers: Workers) -> None:
     assert_same(reports, truth, 1e-10)
 
 
+def test_a_loader_that_hides_its_class_is_watched(workers: Workers) -> None:
+    (report,) = clean(workers.run("one_device", cells.watched_adapter))
+    assert report.value == ("Adapter", {2.0})
+    assert report.trained == 4
+    assert not np.isnan(report.rows["data_wait_s"]).any()
+
+
 def test_a_loop_with_its_own_ddp_is_recorded_as_it_is(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", cells.watched_loop, workers=2))
     rows = joined(reports)

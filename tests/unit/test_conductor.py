@@ -119,3 +119,31 @@ def test_what_is_added_while_a_cell_trains_runs_after_it_in_the_background() -> 
     assert [run.name for run in cluster.started] == ["a", "b", "later"]
     assert threads["b"] is threading.current_thread()
     assert threads["later"] is not threading.current_thread()
+
+
+def refuse(*names: str) -> Callable[[Any], None]:
+    def end(run: Any) -> None:
+        if run.name in names:
+            run.end("failed", RunError(f"{run.name} refuses"))
+        else:
+            finish(run)
+
+    return end
+
+
+def test_what_may_pass_does_not_end_the_rest() -> None:
+    cluster = Cluster(refuse("a"))
+    queue = queue_on(cluster)
+    runs = queue.train(plans_of("abc"), conduct_on(cluster), lambda error: "refuses" in str(error))
+    assert [run.name for run in runs] == ["a", "b", "c"]
+    assert states(queue.items) == {"a": "failed", "b": "finished", "c": "finished"}
+    assert str(runs[0].error) == "a refuses"
+
+
+def test_where_all_fail_the_first_error_is_raised() -> None:
+    cluster = Cluster(refuse("a", "b"))
+    queue = queue_on(cluster)
+    with pytest.raises(RunError, match="a refuses"):
+        queue.train(plans_of("ab"), conduct_on(cluster), lambda error: True)
+    assert states(queue.items) == {"a": "failed", "b": "failed"}
+    assert not queue.busy

@@ -2,7 +2,11 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+import workbench
 from workbench.cookbook import Recipe
 from workbench.session import state
 from workbench.session.state import Session
@@ -50,3 +54,22 @@ def test_a_session_that_is_reset_forgets_its_cells_and_keeps_its_cluster():
     assert session.recipe is None
     assert session.recipes == {}
     assert session.cluster is cluster
+
+
+@pytest.mark.parametrize(("again", "stops"), [(False, 1), (True, 0)])
+def test_an_extension_that_is_loaded_again_in_its_cell_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, again: bool, stops: int
+) -> None:
+    from IPython.core.events import EventManager, available_events
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(state.Session, "stop", lambda self: stopped.append(True))
+    shell: Any = SimpleNamespace(extension_manager=SimpleNamespace(loaded=set()))
+    shell.events = EventManager(shell, available_events)
+    workbench.unload_ipython_extension(shell)
+    if again:
+        shell.extension_manager.loaded.add("workbench")
+    assert stopped == []
+    for _ in range(2):  # cells later on do not stop it again
+        shell.events.trigger("post_run_cell", None)
+    assert len(stopped) == stops

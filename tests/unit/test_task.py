@@ -1,5 +1,7 @@
 """A cell on several engines, with engines that are made up."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from workbench.cluster.calls import Call
@@ -8,7 +10,7 @@ from workbench.members import Member
 from workbench.session.run import Run
 from workbench.session.show import tell
 from workbench.session.task import Task
-from workbench.session.verdicts import outcome_error, outcome_notes
+from workbench.session.verdicts import outcome_error, outcome_notes, refusals, short_handed
 
 PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2996"
 
@@ -253,3 +255,25 @@ def test_reassigned_names_are_told_once():
     assert outcome_notes({0: OK, 1: OK}) == []
     (note,) = outcome_notes({0: {"reassigned": ["rank"]}, 1: {"reassigned": ["rank", "device"]}})
     assert "device, rank" in note
+
+
+def test_lost_workers_are_told_until_they_are_back():
+    assert short_handed([], 2) == ""
+    assert short_handed([1], 1) == (
+        "Engine 1 is dead, so there is 1 of 2 workers; %cluster restart 1 brings it back."
+    )
+    assert short_handed([0, 3], 2) == (
+        "Engines 0, 3 are dead, so there are 2 of 4 workers; %cluster restart 0 3 brings them back."
+    )
+
+
+def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
+    def ran(strategy, error=None):
+        return SimpleNamespace(plan=SimpleNamespace(strategy=strategy), error=error)
+
+    refused = RunError("Ranks 0-1 failed")
+    refused.outcome = {"ename": "FitError", "evalue": "It does not support step_fn.\n  next: ..."}
+    assert refusals([ran("mirrored"), ran("sharded")]) is None
+    error = refusals([ran("model_split", refused), ran("mirrored")])
+    assert error.what.startswith("1 of 2 runs were refused")
+    assert error.seen == "model_split: It does not support step_fn."

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import io
+import pickle
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ipyparallel import Client
-from ipyparallel.serialize import PrePickled, serialize_object
+from ipyparallel.serialize import PrePickled, deserialize_object, serialize_object
 
 TELEMETRY = "workbench_telemetry"
 OUTPUTS = frozenset(
@@ -24,6 +28,112 @@ def enter(name: str, args: tuple[Any, ...]) -> Any:
 
 
 _ENTER = PrePickled(enter)
+MAX_FRAMES = 60
+"""So many parts of a list ipyparallel sends each by itself; of a longer one it makes one part."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One value of an engine, as it travels.
+
+    Attributes:
+        frames: How many of the message's frames are its own.
+        kind: Its class.
+        remade: Whether that class was defined again since the value was made.
+        parts: How its content can be had apart: `x.state_dict()`, `vars(x)`; empty where it cannot.
+        fault: Why it could not be packed; empty where it was.
+    """
+
+    name: str
+    frames: int
+    kind: str
+    remade: bool
+    parts: str
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that stays where it is, since it cannot be read here.
+
+    Attributes:
+        parcel: What is known of it.
+        module, lacks: Name that this process does not have; empty where it is something else.
+        fault: What packing or reading it ended in.
+    """
+
+    parcel: Parcel
+    module: str = ""
+    lacks: str = ""
+    fault: str = ""
+
+
+def enter_for_values(name: str, args: tuple[Any, ...]) -> list[Any]:
+    """Call `module:function`, which returns values by name; pack each of them by itself.
+
+    Reading the user's own objects may fail, which must not take the reply along.
+    """
+    parcels: list[Parcel] = []
+    frames: list[Any] = []
+    for key, value in enter(name, args).items():
+        packed: list[Any] = []
+        fault = ""
+        try:
+            packed = serialize_object(value)
+        except Exception as error:  # what __getstate__ raises is up to the value
+            fault = f"{type(error).__name__}: {error}"
+        cls = type(value)
+        now = getattr(sys.modules.get(cls.__module__), cls.__qualname__, cls)
+        parts = f"vars({key})" if hasattr(value, "__dict__") else ""
+        if callable(getattr(value, "state_dict", None)):
+            parts = f"{key}.state_dict()"
+        parcels.append(Parcel(key, len(packed), cls.__qualname__, now is not cls, parts, fault))
+        frames += packed
+    if len(frames) > MAX_FRAMES:
+        frames = [bytes(frame) for frame in frames]
+    return [parcels, *frames]
+
+
+def read_values(reply: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of a reply of `enter_for_values` by name; `Unread` for some."""
+    parcels, frames = reply[0], list(reply[1:])
+    found: dict[str, Any] = {}
+    for parcel in parcels:
+        own, frames = frames[: parcel.frames], frames[parcel.frames :]
+        if parcel.fault:
+            found[parcel.name] = Unread(parcel, fault=parcel.fault)
+            continue
+        try:
+            found[parcel.name] = deserialize_object(own)[0]
+        except Exception as error:
+            module, lacks = _lacking(own[0])
+            fault = f"{type(error).__name__}: {error}"
+            found[parcel.name] = Unread(parcel, module, lacks, fault)
+    return found
+
+
+class _Finder(pickle.Unpickler):
+    """Takes note of the first name that is not to be found here."""
+
+    lacks = ("", "")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the name stands for."""
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            self.lacks = (module, name)
+            raise
+
+
+def _lacking(packed: Any) -> tuple[str, str]:
+    finder = _Finder(io.BytesIO(packed))
+    with suppress(Exception):
+        finder.load()
+    return finder.lacks
+
+
+_ENTER_FOR_VALUES = PrePickled(enter_for_values)
 
 
 def travels(value: Any) -> bool:
@@ -79,6 +189,32 @@ class Call:
             self.finish(self._reply)
 
 
+CLEANED_S = 0.02
+"""By then ipyparallel has forgotten a call that has ended."""
+_LATEST = "_workbench_latest"  # of a client: message of each engine's latest call with outputs
+
+
+def _go_on_hearing(client: Any, engine: int, future: Any) -> None:
+    """Have outputs of an engine's latest call come in also after its end, from threads it began.
+
+    ipyparallel forgets a call with its reply, callbacks and all.
+    """
+    futures, loop = getattr(client, "_futures", None), getattr(client, "_io_loop", None)
+    if futures is None or loop is None or not future.done():
+        return  # the two are ipyparallel's own: without them late output is lost
+    latest: dict[int, str] = vars(client).setdefault(_LATEST, {})
+
+    def again() -> None:
+        if earlier := latest.get(engine):
+            futures.pop(earlier, None)
+            client.metadata.pop(earlier, None)
+        latest[engine] = future.msg_id
+        futures[future.msg_id] = future
+
+    with suppress(RuntimeError):  # the client was closed
+        loop.add_callback(loop.call_later, CLEANED_S, again)
+
+
 def submit(
     client: Client,
     socket: Any,
@@ -88,6 +224,8 @@ def submit(
     args: tuple[Any, ...],
     on_output: Callable[[int, str, Mapping[str, Any]], None] | None = None,
     on_frames: Callable[[list[bytes]], None] | None = None,
+    *,
+    for_values: bool = False,
 ) -> Call:
     """Send a call to one engine and return at once.
 
@@ -95,6 +233,7 @@ def submit(
         on_output: `on_output(engine, message_type, content)` for each output, in order, on the
             client's thread.
         on_frames: Telemetry frames that came over ipyparallel.
+        for_values: Whether it returns the user's values, by name: they are for `read_values`.
     """
     call = Call(engine)
 
@@ -110,8 +249,14 @@ def submit(
         future.iopub_callbacks.append(on_iopub)
         future.add_done_callback(lambda f: call._part_done(f.result(), is_reply=True))
         future.output.add_done_callback(lambda f: call._part_done())
+        if on_output is not None:
+            call.when_done(lambda _: _go_on_hearing(client, engine, future))
 
     client.send_apply_request(
-        socket, _ENTER, args=(name, args), ident=uuid.encode(), message_future_hook=hook
+        socket,
+        _ENTER_FOR_VALUES if for_values else _ENTER,
+        args=(name, args),
+        ident=uuid.encode(),
+        message_future_hook=hook,
     )
     return call

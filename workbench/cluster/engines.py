@@ -31,6 +31,7 @@ __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
 log = logging.getLogger("workbench.cluster")
 START_TIMEOUT_S = 120.0
+FETCH_TIMEOUT_S = 60.0
 
 
 class Engines(Handover):
@@ -168,6 +169,8 @@ class Engines(Handover):
         name: str,
         args: tuple[Any, ...],
         on_output: Callable[[int, str, Mapping[str, Any]], None] | None = None,
+        *,
+        for_values: bool = False,
     ) -> Call:
         """Call `module:function` in one engine; returns at once."""
         info = self.engines.get(engine)
@@ -182,7 +185,7 @@ class Engines(Handover):
             )
         call = calls.submit(
             self._ground.client, self._ground.socket, info.uuid, engine, name, args,
-            on_output, self.router.feed,
+            on_output, self.router.feed, for_values=for_values,
         )  # fmt: skip
         info.state = "busy"
         self._calls.add(call)
@@ -207,6 +210,18 @@ class Engines(Handover):
         """
         pending = [self.submit(i, name, args(i) if callable(args) else args) for i in ids]
         return gather(pending, name, timeout_s)
+
+    def fetch(self, ids: Iterable[int], name: str, args: tuple[Any, ...]) -> dict[int, Any]:
+        """Call a function that returns the user's values by name; those are returned by engine.
+
+        A value that cannot be read here is an `Unread`.
+
+        Raises:
+            ClusterError: As `call`.
+        """
+        pending = [self.submit(i, name, args, for_values=True) for i in ids]
+        replies = gather(pending, name, FETCH_TIMEOUT_S)
+        return {engine: calls.read_values(reply) for engine, reply in replies.items()}
 
     def signal(self, engine: int, sig: int) -> None:
         """Send a signal to one engine (by pid; only engines we started)."""

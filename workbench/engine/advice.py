@@ -81,7 +81,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^SystemExit",
-        "end a cell early with raise, or put the rest under if: exit() would end the engine",
+        "end a cell early with raise, or put the rest under if",
     ),
     (
         r"No space left on device|Disk quota exceeded",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
 import platform
 import socket
 import sys
+import warnings
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import psutil
 
 from .. import scratch
-from . import attention, breakpoints, diary, frameworks, postmortem, tracebacks
+from . import attention, breakpoints, diary, frameworks, postmortem, progress_bars, tracebacks
 from .flood import held_back
 from .home import Home, KeptHome, LastHome
 from .interrupt import InterruptWatch, leave_signals_to_us
@@ -130,9 +132,37 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     attention.install(info["engine"], lambda said: link.say("debugger", said))
     breakpoints.install()
     tracebacks.install(IPythonShell().shell)
+    progress_bars.install()
+    _behave_as_a_notebooks(IPythonShell().shell)
     leave_signals_to_us(IPythonShell().shell.kernel)
     vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
     return answer
+
+
+def _behave_as_a_notebooks(shell: Any) -> None:
+    """Have what would need a terminal, or end the engine, do what it can in a notebook's cell."""
+    page = importlib.import_module("IPython.core.page")
+    shell.set_hook("show_in_pager", page.as_hook(page.display_page), priority=0)
+    shell.ask_exit = _leave  # what IPython's own `exit` calls, which a reset brings back
+    for name in ("exit", "quit"):
+        shell.user_ns[name] = shell.user_ns_hidden[name] = _leave
+        shell.builtin_trap.auto_builtins[name] = _leave  # in scripts and modules
+    warnings.filterwarnings("ignore", "To exit: use", module="IPython")
+    # A script that fails must fail its cell, or the other ranks would wait for it.
+    shell.safe_execfile = functools.partial(shell.safe_execfile, raise_exceptions=True)
+
+
+class _Leave:
+    """What `exit` and `quit` are on an engine, which lives on."""
+
+    def __repr__(self) -> str:
+        return "exit() ends the cell on this engine"
+
+    def __call__(self, code: object = None) -> None:
+        raise SystemExit(code)
+
+
+_leave = _Leave()
 
 
 def _home(info: Mapping[str, Any]) -> Home | None:

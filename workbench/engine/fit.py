@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import FitError
@@ -94,7 +95,8 @@ def fit(
     hooks = settings.Callbacks.of(callbacks)
     counts = settings.check_counts(context, batch_size, epochs, steps, seed)
     sources = _sources(context, data, eval_data, counts, shuffle=shuffle, paired=loss is not None)
-    module, build = _model(context, model, optimizer, scheduler)
+    batch = _Sample(sources[0], step_fn)
+    module, build = _model(context, model, optimizer, scheduler, batch)
     steps_per_epoch = sources[0].steps_per_epoch
     total_steps = counts.steps or counts.epochs * steps_per_epoch
     profiles.check(context, total_steps)
@@ -107,8 +109,23 @@ def fit(
     return training.run(counts.epochs if counts.steps is None else None)
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """A batch of one sample, and how the model is called on it."""
+
+    source: Any
+    step_fn: Any
+
+    def make_real(self, support: Any, module: Any) -> Any:
+        """Give layers that wait for their first batch (`LazyLinear`) their shapes."""
+        make = getattr(support, "make_real", None)  # Keras builds its layers by itself
+        if make is not None:
+            make(module, self.source.peek, self.step_fn)
+        return module
+
+
 def _model(
-    context: RunContext, model: Any, optimizer: Any, scheduler: Any
+    context: RunContext, model: Any, optimizer: Any, scheduler: Any, sample: _Sample
 ) -> tuple[Any, Callable[[], Any] | None]:
     """Return the checked model, and what builds it where it has no memory yet."""
     support = settings.support(context.spec.framework)
@@ -116,10 +133,11 @@ def _model(
         module, build = support.build_module(model), None
     else:
         module, build = support.sketch_module(model)
+    sample.make_real(support, module)
     if build is None:
         initialise(context, module)
     else:
-        make, build = build, lambda: _initialised(context, make())
+        make, build = build, lambda: _initialised(context, sample.make_real(support, make()))
     support.check_optimizer(optimizer, module)
     support.check_scheduler(scheduler, optimizer)
     settings.check_closure(context.entry, optimizer)

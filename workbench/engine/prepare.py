@@ -24,6 +24,10 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     A loop over several models (a GAN) hands over each pair by a call of its own, the loader with
     the first one. Gradients of all are averaged; the first pair's optimizer ends the steps.
 
+    The loader that comes back is a DataLoader with the user's `dataset`, `num_workers` and the
+    rest. Its `batch_size` and `len` count global batches, whatever a worker's share; a
+    `DistributedSampler` is not needed, and its `set_epoch` only names the epoch's order.
+
     Args:
         model: A module.
         optimizer: A built optimizer of its parameters.
@@ -43,13 +47,13 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     settings.check_supported(context.entry, "prepare", ())
     if context.strategy is not None:
         return _prepare_another(context, model, optimizer, loader, keep)
-    module = check_pair(context, model, optimizer)
     source = None
     if loader is not None:
         source = settings.data_module(spec.framework).divisible(
             loader, seed=int(spec.overrides.get("seed", 0))
         )
         settings.check_batch(source.batch_size, context)
+    module = check_pair(context, model, optimizer, source)
     strategy = settings.load_strategy(context)
     context.strategy, context.taken_over = strategy, "wb.prepare"
     model, optimizer, shared = strategy.adopt(module, optimizer, source)
@@ -120,7 +124,7 @@ def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(keep)
 
 
-def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:
+def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = None) -> Any:
     """Check a model and its built optimizer; return the model.
 
     Raises:
@@ -134,6 +138,8 @@ def check_pair(context: RunContext, model: Any, optimizer: Any) -> Any:
             seen=type(optimizer).__name__,
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
         )
+    if make_real := getattr(support, "make_real", None):
+        make_real(module, (lambda: None) if source is None else source.peek)
     support.check_optimizer(optimizer, module)
     settings.check_sparse(context.entry, module)
     settings.warn_if_trained(context, module)

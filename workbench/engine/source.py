@@ -23,8 +23,10 @@ class Source(ABC):
         batch_size: Global batch size.
         samples: Samples in one epoch; None where the data does not say.
         steps_per_epoch: Global batches in one epoch; None where the data does not say.
+        given: The loader that the user's own loop had, where there is one.
     """
 
+    given: Any = None
     batch_size: int
     samples: int | None
     steps_per_epoch: int | None

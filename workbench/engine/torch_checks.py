@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import FitError
+from .torch_batches import map_batch
 
 
 def check_closure(optimizer: Any) -> None:
@@ -38,3 +41,58 @@ def sparse_layers(model: torch.nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if getattr(module, "sparse", False) is True
     ]
+
+
+def make_real(
+    model: torch.nn.Module, peek: Callable[[], Any], step_fn: Callable[..., Any] | None = None
+) -> None:
+    """Give lazy layers their shapes, by a batch of one sample; other models stay untouched.
+
+    The weights are drawn here, before the strategy begins, from the seed that all ranks share.
+
+    Args:
+        peek: Returns such a batch; None where the data cannot be read without using it up.
+        step_fn: How the model is called on a batch; without one, on the first of its parts.
+
+    Raises:
+        FitError: The batch does not tell the shapes.
+    """
+    if not _lazy_layers(model):
+        return
+    batch = peek()
+    if batch is not None:
+        here = next(iter([*model.parameters(), *model.buffers()])).device
+        batch = map_batch(lambda t: t.to(here), batch)
+        training = [module for module in model.modules() if module.training]
+        model.eval()  # no dropout, no batch statistics of a single sample
+        try:
+            with torch.no_grad():
+                if step_fn is not None:
+                    step_fn(model, batch)
+                else:
+                    model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        except Exception as error:
+            raise _unreal(model, f"{type(error).__name__}: {error}") from error
+        finally:
+            for module in training:
+                module.training = True
+    if _lazy_layers(model):
+        raise _unreal(model, ", ".join(_lazy_layers(model)))
+
+
+def _lazy_layers(model: torch.nn.Module) -> list[str]:
+    return [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if any(is_lazy(p) for p in module.parameters(recurse=False))
+        or any(is_lazy(b) for b in module.buffers(recurse=False))
+    ]
+
+
+def _unreal(model: torch.nn.Module, seen: str) -> FitError:
+    return FitError(
+        "The model has lazy layers whose shapes could not be found from the data.",
+        seen=seen,
+        allowed="a model that takes the first part of a batch: model(x)",
+        next_step="call it once before: model(x[:1]), then train it",
+    )

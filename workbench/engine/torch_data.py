@@ -21,6 +21,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -161,7 +162,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         FitError: It is none of these, is empty, or has no batch size.
     """
     if isinstance(data, DataLoader):
-        return _from_loader(data, batch_size, seed)
+        return _from_loader(undivided(data), batch_size, seed)
     if batch_size is None:
         raise FitError(
             "How many samples make a step was not said.",
@@ -209,7 +210,11 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
     _not_empty(len(dataset), dataset)
     plain = type(sampler) is SequentialSampler
     usual = type(sampler) is RandomSampler and not sampler.replacement
-    if plain or (usual and sampler.num_samples == len(dataset)):
+    if type(sampler) is DistributedSampler:  # a share of the data: shares are made here
+        order = make_order(
+            len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=loader.drop_last
+        )
+    elif plain or (usual and sampler.num_samples == len(dataset)):
         order = make_order(
             len(dataset), size, seed=seed, shuffle=not plain, drop_last=loader.drop_last
         )
@@ -306,9 +311,17 @@ def divisible(loader: Any, *, seed: int) -> Source:
         raise FitError(
             "The loader is no DataLoader.",
             seen=type(loader).__name__,
-            allowed="a torch.utils.data.DataLoader with a batch_size, not prepared yet",
+            allowed="a torch.utils.data.DataLoader with a batch_size",
         )
-    return make_source(loader, None, seed=seed, shuffle=False)
+    source = make_source(loader, None, seed=seed, shuffle=False)
+    source.given = undivided(loader)
+    return source
+
+
+def undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the user's own loader, also of one that an earlier cell was handed back."""
+    own: DataLoader[Any] = vars(loader).get("undivided", loader)
+    return own
 
 
 def global_batch(loader: Any, workers: int) -> int | None:

@@ -1,18 +1,28 @@
 """A worker's process group: what it finds in the environment, how it joins, how it leaves.
 
 Leaving never hangs: connections are shut where a peer has died in a collective.
+
+Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it is
+there already, so `init_process_group` and `destroy_process_group` are ours on an engine:
+
+    init: the same world   the group that is there is taken; another backend: it is made anew
+          another world    an error that says what to do
+    destroy                wrappers first, as everywhere; the next init meets in keys of its own
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import os
 import socket
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +36,8 @@ from .marks import GROUP, doing, waits_in
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
 
+_torch_init = dist.init_process_group
+_torch_destroy = dist.destroy_process_group
 _kept: set[int] = set()  # inodes of sockets that are not the group's
 _store_port = 0
 
@@ -65,9 +77,13 @@ def ensure_group(spec: RunSpec) -> None:
     Raises:
         ClusterError: The keeper's store is not to be reached.
     """
+    if not dist.is_initialized():
+        _make_group(spec, spec.prefix, spec.backend)
+
+
+@waits_in(GROUP)
+def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
     global _store_port
-    if dist.is_initialized():
-        return
     stores: Any = dist  # the stores are there, but not declared as exported
     store = _connect_store(spec)
     assert spec.store is not None
@@ -77,12 +93,12 @@ def ensure_group(spec: RunSpec) -> None:
     store.set_timeout(GROUP_TIMEOUT)
     hook = sys.excepthook
     try:
-        dist.init_process_group(
-            spec.backend,
-            store=stores.PrefixStore(spec.prefix, store),
+        _torch_init(
+            backend,
+            store=stores.PrefixStore(prefix, store),
             rank=spec.rank,
             world_size=spec.world_size,
-            timeout=GROUP_TIMEOUT,
+            **{"timeout": GROUP_TIMEOUT, **settings},
         )
     except BaseException:
         # torch numbers groups and counts this one. The number is part of the keys under which
@@ -165,7 +181,7 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 def _destroy() -> None:
     # A group whose peer died complains while it is taken down; it is gone all the same.
     with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+        _torch_destroy()
 
 
 def shutdown_group_sockets(*, store: bool = False) -> int:
@@ -223,3 +239,122 @@ def _sockets() -> list[tuple[int, int]]:
             if (status.st_mode & 0o170000) == 0o140000:
                 found.append((int(name), status.st_ino))
     return found
+
+
+# -- groups that a cell makes itself ---------------------------------------------------------------
+
+
+@dataclass
+class _Cell:
+    """The cell that runs, as far as its own groups are concerned."""
+
+    spec: RunSpec
+    pid: int = field(default_factory=os.getpid)
+    made: int = 0  # groups under the spec's prefix, beside the first
+    told: bool = False
+
+
+_cell: _Cell | None = None
+
+
+def let_cells_join(spec: RunSpec) -> None:
+    """Have the cell that begins find its group when it calls `init_process_group`."""
+    global _cell
+    same = _cell is not None and _cell.spec.prefix == spec.prefix
+    _cell = _Cell(spec, made=_cell.made if same and _cell is not None else 0)
+    rooms: tuple[Any, Any] = dist, dist.distributed_c10d
+    for room in rooms:
+        room.init_process_group, room.destroy_process_group = init, leave
+
+
+@functools.wraps(_torch_init)
+def init(*args: Any, **keywords: Any) -> None:
+    """Stand for `torch.distributed.init_process_group`.
+
+    Raises:
+        ClusterError: The group asked for is another one than the cell's ranks can make.
+    """
+    cell = _cell
+    if cell is None or cell.pid != os.getpid():  # a process that the cell started
+        return _torch_init(*args, **keywords)
+    asked = inspect.signature(_torch_init).bind(*args, **keywords).arguments
+    there = dist.is_initialized()
+    own_place = asked.get("store") is not None or asked.get("init_method") not in (None, "env://")
+    size = _number(asked, "world_size")
+    if not there and (own_place or size < cell.spec.world_size):
+        return _torch_init(*args, **keywords)
+    _check_world(cell.spec, size, _number(asked, "rank"))
+    backend = asked.get("backend")
+    name = None if backend is None else str(backend).lower()
+    if there and _serves(cell.spec, name):
+        _tell_once(cell)
+        return None
+    destroy_group()
+    cell.made += 1
+    settings = {k: v for k, v in asked.items() if k in ("timeout", "pg_options", "device_id")}
+    settings = {k: v for k, v in settings.items() if v is not None}
+    prefix = f"{cell.spec.prefix}again-{cell.made}/"
+    return _make_group(cell.spec, prefix, name or cell.spec.backend, **settings)
+
+
+@functools.wraps(_torch_destroy)
+def leave(group: Any = None) -> None:
+    """Stand for `torch.distributed.destroy_process_group`: a living wrapper would hang in it."""
+    whole = group is None or group is dist.GroupMember.WORLD
+    if whole and dist.is_initialized() and _cell is not None and _cell.pid == os.getpid():
+        _retire_wrappers()
+    _torch_destroy(group)
+
+
+def _number(asked: Mapping[str, Any], name: str) -> int:
+    """Return what was asked for, or what the environment says, as torch does."""
+    given = int(asked.get(name, -1))
+    if given >= 0:
+        return given
+    return int(os.environ.get(name.upper(), -1))
+
+
+def _check_world(spec: RunSpec, size: int, rank: int) -> None:
+    if (size, rank) == (spec.world_size, spec.rank):
+        return
+    raise ClusterError(
+        "init_process_group asks for another group than this cell's.",
+        seen=f"world_size={size}, rank={rank}",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither: both are in "
+        "the environment",
+        next_step="leave them out"
+        if size == spec.world_size
+        else f"leave them out, or run the cell on {size} workers: %%distributed -n {size}",
+    )
+
+
+def _serves(spec: RunSpec, backend: str | None) -> bool:
+    """Whether the group that is there has this backend.
+
+    Raises:
+        ClusterError: No group of this cell can have it.
+    """
+    if backend is None:
+        return True
+    c10d: Any = dist.distributed_c10d
+    kind = torch.device(spec.device).type
+    wanted = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
+    mine = wanted.get(kind)
+    if (mine is None and kind == "cpu") or (mine and not dist.is_backend_available(mine)):
+        raise ClusterError(
+            "The backend that init_process_group asks for does not work here.",
+            seen=f"{backend} on {spec.device}",
+            allowed=spec.backend,
+            next_step=f"init_process_group({spec.backend!r}), or leave the backend out",
+        )
+    have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()
+    return bool(mine == have.get(kind))
+
+
+def _tell_once(cell: _Cell) -> None:
+    if cell.spec.rank == 0 and not cell.told:
+        cell.told = True
+        sys.stderr.write(
+            f"note: the process group is there already ({cell.spec.backend}, "
+            f"{cell.spec.world_size} ranks); init_process_group uses it.\n"
+        )

@@ -23,11 +23,13 @@ from ..errors import FitError
 from ..protocol import RunSpec
 from .context import RunContext
 from .torch_checks import check_closure as check_closure
+from .torch_checks import make_real as make_real
 from .torch_checks import sparse_layers as sparse_layers
 from .torch_group import destroy_group as destroy_group
 from .torch_group import ensure_group as ensure_group
 from .torch_group import environ as environ
 from .torch_group import has_group as has_group
+from .torch_group import let_cells_join
 from .torch_group import open_store as open_store
 from .torch_group import shutdown_group_sockets as shutdown_group_sockets
 from .torch_imports import import_for_optimizers
@@ -36,6 +38,7 @@ from .torch_imports import import_for_optimizers
 def setup(spec: RunSpec) -> None:
     """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
     torch.set_num_threads(max(1, spec.threads))
+    let_cells_join(spec)
     if spec.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(spec.device))
     if spec.mode == "run":

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import catalog, limits
 from ..cluster import census, exposure
-from ..cluster.calls import travels
+from ..cluster.calls import Unread, travels
 from ..cluster.processes import installed
 from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError, RunError, unknown
@@ -30,6 +30,49 @@ def check_travels(values: Mapping[str, object]) -> None:
                 allowed="data, arrays, models, functions and classes",
                 next_step="make it there: put the line that makes it under %%distributed",
             )
+
+
+def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise RunError where an engine's value cannot be had in the notebook: which, why, what now.
+
+    Args:
+        found: Values by name, by engine.
+    """
+    for engine, values in found.items():
+        for name, value in values.items():
+            if isinstance(value, Unread):
+                what = f"{name} cannot be brought from engine {engine} to the notebook."
+                raise RunError(what, **_why(value, name))
+
+
+def _why(unread: Unread, name: str) -> dict[str, Any]:
+    parcel = unread.parcel
+    parts = "pull what it holds, as numbers, arrays and lists"
+    if parcel.parts:
+        parts = f"pull what it holds: parts = {parcel.parts} on the engines, then %pull parts"
+    if unread.lacks and unread.module == "__main__":
+        return {
+            "seen": f"the notebook has no {unread.lacks}",
+            "allowed": "objects of classes that the notebook has too",
+            "next_step": f"define {unread.lacks} in the notebook too, or {parts}",
+        }
+    if unread.lacks:
+        return {
+            "seen": f"the notebook has no {unread.module}.{unread.lacks}",
+            "allowed": "objects of modules that the notebook can import too",
+            "next_step": f"make {unread.module} importable in the notebook, or {parts}",
+        }
+    if parcel.remade:
+        return {
+            "seen": f"{parcel.kind} was defined again after {name} was made",
+            "allowed": "objects of the class as it is now",
+            "next_step": f"make {name} again, or {parts}",
+        }
+    return {
+        "seen": unread.fault,
+        "allowed": "data, arrays, models, functions and classes",
+        "next_step": parts,
+    }
 
 
 def check_size(what: str, count: object) -> int:

@@ -37,6 +37,7 @@ from .run import Run
 from .task import Task
 from .turns import begins
 from .upkeep import Upkeep
+from .verdicts import short_handed
 from .vitals import Vitals
 
 
@@ -90,6 +91,7 @@ class Cluster(Upkeep):
         self._queue = Queue(self)
         self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
         pool.lease(count)
+        pool.most_workers = count
         framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
@@ -253,8 +255,9 @@ class Cluster(Upkeep):
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
-        if leases.warning:
-            run.note(leases.warning)
+        for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
+            if text:
+                run.note(text)
         self.hearing.add(run)
         disk.write_meta(run.folder, run.meta())
         run.resume_from = resume_from
@@ -319,6 +322,9 @@ class Cluster(Upkeep):
         over = partial(self._cell_over, framework=framework)
         with deferred():
             self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
+        text = short_handed(pool.lost_workers, len(pool.worker_ids))
+        if text and workers is None:
+            task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
         hangs.watch(task, self._engines.router.questions.ask)
         return task
 

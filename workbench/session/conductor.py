@@ -48,10 +48,19 @@ class Conductor:
         self._ending = False  # the one that is about to begin is to end at once
         self._closed = False
 
-    def train(self, plans: Iterable[Plan], conduct: Conduct) -> list[Run]:
+    def train(
+        self,
+        plans: Iterable[Plan],
+        conduct: Conduct,
+        passes: Callable[[RunError], bool] = lambda error: False,
+    ) -> list[Run]:
         """Run plans here and now, one after the other; return their runs.
 
         A run that is stopped ends the rest. One that fails ends it too, and its error is raised.
+
+        Args:
+            passes: Whether the rest goes on after a run that failed with this error; it stays with
+                the run. Where all fail so, the first error is raised.
 
         Raises:
             RunError: A plan failed, or the queue is at work.
@@ -64,9 +73,15 @@ class Conductor:
                 item = self._next()
                 if item is None:  # they were taken out in this moment
                     break
-                self._run(item, conduct)
+                try:
+                    self._run(item, conduct)
+                except RunError as error:
+                    if item.run is None or not passes(error):
+                        raise
                 if item.state == "stopped":
                     self._give_up(f"{item.name} was stopped", mine)
+            if mine and all(item.state == "failed" for item in mine) and mine[0].error is not None:
+                raise mine[0].error
         except BaseException:
             self._give_up("one before it failed", mine)
             raise

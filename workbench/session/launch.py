@@ -12,6 +12,7 @@ from .. import checkpoints
 from ..cluster.devices import Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from . import hangs
+from .checks import check_arrived
 from .keeping import task_record
 from .pool import Pool
 from .recover import RESCUED, Recoverer
@@ -149,9 +150,12 @@ class Launch:
         run, engines = self.run, self.pool.engines
         try:
             living = [i for i in run.members if i in self.pool.ids]
-            taken = engines.call(living, TAKE, ([RESULT, ARGS],))
-            run.results = [taken.get(i, {}).get(RESULT) for i in run.members]
-        except ClusterError as failure:
-            run.note(f"What the function returned could not be fetched: {failure.what}")
+            taken = engines.fetch(living, TAKE, ([RESULT, ARGS],))
+            returned = {i: values.get(RESULT) for i, values in taken.items()}
+            check_arrived({i: {"the result": value} for i, value in returned.items()})
+            run.results = [returned.get(i) for i in run.members]
+        except (ClusterError, RunError) as failure:
+            why = f"{failure.what} {failure.seen or ''}".strip()
+            run.note(f"What the function returned could not be fetched: {why}")
         finally:
             run.finish(error)

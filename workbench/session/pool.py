@@ -27,6 +27,7 @@ class Pool:
     Attributes:
         engines: The processes behind it.
         replacer: Replaces engines in the background.
+        most_workers: How many living workers there have been.
     """
 
     def __init__(self, devices: str) -> None:
@@ -34,6 +35,7 @@ class Pool:
         self.engines: Engines
         self.replacer = Replacer()
         self._devices = device_pool.parse_devices(devices)
+        self.most_workers = 0
         self._leases: dict[int, device_pool.Leases] = {}
         self._group = NO_GROUP  # prefix; framework, engines
         self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
@@ -55,6 +57,13 @@ class Pool:
     def worker_ids(self) -> list[int]:
         """Ids of the living engines that run cells; the others were started as servers."""
         return [engine for engine in self.ids if engine not in self._servers]
+
+    @property
+    def lost_workers(self) -> list[int]:
+        """Ids of dead engines that ran cells, while there are fewer workers than there were."""
+        if len(self.worker_ids) >= self.most_workers:
+            return []
+        return [e.id for e in self.all if e.state == "dead" and e.id not in self._servers]
 
     def lease(self, workers: int) -> device_pool.Leases:
         """Return which device each of so many workers gets; the same answer every time.
@@ -82,12 +91,13 @@ class Pool:
         Raises:
             ClusterError: All engines are dead.
         """
-        check_size("The number of workers", count)
         if not self.ids and any(engine.state == "dead" for engine in self.all):
             raise ClusterError("All engines are dead.", next_step="%cluster restart")
+        check_size("The number of workers", count)
         missing = count - len(self.worker_ids)
         if missing > 0:
             self.add(missing, framework)
+        self.most_workers = max(self.most_workers, len(self.worker_ids))
         return self.worker_ids[:count]
 
     def servers_for(self, count: int, framework: str) -> list[int]:

@@ -64,6 +64,24 @@ def tell(task: Task | None, error: RunError | None) -> None:
         task.board.say_with_it(str(error))
 
 
+def _draw_late(task: Task, outputs: Blocks) -> None:
+    """Go on showing what comes after the cell's end: a thread of the user's may still print."""
+    waiting = threading.Event()
+
+    def draw() -> None:
+        waiting.clear()
+        outputs.update(task.board, final=True)
+
+    def late() -> None:
+        if not waiting.is_set():
+            waiting.set()
+            timer = threading.Timer(FRAME_S, draw)
+            timer.daemon = True
+            timer.start()
+
+    task.on_late = late
+
+
 class RunView:
     """A run's live dashboard below its cell."""
 
@@ -97,6 +115,7 @@ class RunView:
         self._view.end(self.run.snapshot())
         if self.run.task is not None:
             self._outputs.update(self.run.task.board, final=True)
+            _draw_late(self.run.task, self._outputs)
 
     def wait(self) -> Run:
         """Block until the run is over; an interrupt stops the run and marks the cell as an error.
@@ -182,3 +201,4 @@ class CellView:
             for text in outcome_notes({engine: outcome}):
                 self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{text}\n"})
         self._draw(final=True)
+        _draw_late(self.task, self._outputs)

@@ -21,6 +21,7 @@ from .recipes import recipes
 from .run import Run
 from .show import CellView, RunView, check_view
 from .task import Task
+from .verdicts import is_refusal
 
 
 @dataclass
@@ -235,7 +236,8 @@ class Session:
         """Train a recipe under the line's strategies, one after the other, with a live view each.
 
         Raises:
-            RunError: A rank failed, the run was interrupted, or nothing was trained.
+            RunError: A rank failed, the run was interrupted, or nothing was trained. Where there
+                are several strategies, one that refuses does not end the rest.
         """
         cluster = self.need_cluster()
         plans = self.plans(line, recipe)
@@ -263,7 +265,8 @@ class Session:
 
         if line.background:
             return [conduct(plan, lambda run: None) for plan in plans]
-        return cluster.queue().train(plans, conduct)
+        several = len(line.strategies) > 1
+        return cluster.queue().train(plans, conduct, lambda error: several and is_refusal(error))
 
     def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
         """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.

@@ -58,6 +58,7 @@ class Task:
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.first_failed: int | None = None
         self.over = threading.Event()
+        self.on_late: Callable[[], object] = lambda: None  # told of output after the cell's end
         self.changed = threading.Event()
         self.interrupted = False
         self.began = time.perf_counter()
@@ -91,6 +92,8 @@ class Task:
         self.board.message(engine, kind, content)
         self.changed.set()
         self.moved()
+        if self.over.is_set():
+            self.on_late()
 
     def moved(self) -> None:
         """Take note that something came from an engine: nothing hangs."""

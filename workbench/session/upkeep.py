@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines
-from .checks import check_framework, check_travels
+from .checks import check_arrived, check_framework, check_travels
 from .paused import Paused
 from .postmortem import PostMortem
 from .requests import FREE, PULL, PUSH
@@ -146,7 +146,9 @@ class Upkeep(Turns):
         """Return variables of engines, by engine id.
 
         Raises:
-            RunError: A cell or a run is going on.
+            RunError: A cell or a run is going on, or a value cannot be had here.
         """
         self._claim()
-        return self._engines.call(ids or self.ids, PULL, (list(names),))
+        found = self._engines.fetch(ids or self.ids, PULL, (list(names),))
+        check_arrived(found)
+        return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RunError
+from ..errors import FitError, RunError
 
 if TYPE_CHECKING:
     from .run import Run
@@ -99,6 +99,48 @@ def _no_step(loops: list[Mapping[str, Any]]) -> RunError:
         seen=seen,
         allowed="optimizer.step() after each backward; parameters changed by hand are no step",
         next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
+    )
+
+
+def is_refusal(error: RunError) -> bool:
+    """Whether a strategy refused what it was to train, before anything was trained."""
+    outcome = getattr(error, "outcome", None) or {}
+    return bool(outcome.get("ename") == FitError.__name__)
+
+
+def refusals(runs: Sequence[Run]) -> RunError | None:
+    """The error that a row of runs ends in where some of them were refused."""
+    refused = [run for run in runs if run.error is not None]
+    if not refused:
+        return None
+    reasons = {run.plan.strategy: _reason(run.error) for run in refused}
+    return RunError(
+        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
+        seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        next_step=f"leave {'it' if len(reasons) == 1 else 'them'} out, or change the cell",
+    )
+
+
+def _reason(error: RunError | None) -> str:
+    outcome = getattr(error, "outcome", None) or {}
+    return str(outcome.get("evalue", "")).partition("\n")[0]
+
+
+def short_handed(dead: Sequence[int], living: int) -> str:
+    """What to say before a cell or run of a cluster that has lost workers; empty: it has not.
+
+    Args:
+        dead: Ids of the dead engines among the workers.
+        living: How many workers are left.
+    """
+    if not dead:
+        return ""
+    ids = ", ".join(map(str, dead))
+    one = len(dead) == 1
+    return (
+        f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
+        f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
+        f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
     )
 
 

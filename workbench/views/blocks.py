@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import uuid
 from typing import Any, Protocol
@@ -57,6 +58,11 @@ class ProgressLine:
             show(thing)
 
 
+def _captured() -> bool:
+    """Whether `%%capture` takes what the cell puts out; a kernel's own streams are no files."""
+    return isinstance(sys.stdout, io.StringIO)
+
+
 class Board(Protocol):
     """What is drawn (`views.output.OutputBoard`)."""
 
@@ -74,6 +80,10 @@ class Board(Protocol):
     def empty(self) -> bool:
         """Whether nothing has come yet."""
 
+    @property
+    def only_text(self) -> bool:
+        """Whether plain text says all of it."""
+
 
 class Blocks:
     """One display that is replaced as output comes; plain text in a terminal.
@@ -84,16 +94,20 @@ class Blocks:
 
     def __init__(self, publish: Publish | None = None) -> None:
         self._publish = publish or (notebook_publisher() if in_notebook() else None)
+        self._captured = self._publish is not None and publish is None and _captured()
         self._display_id = f"workbench-cell-{uuid.uuid4().hex}"
         self._shown = False
 
     def update(self, board: Board, *, final: bool) -> None:
         """Show the board as it is now; in a terminal only the final one."""
+        if self._captured and not final and board.only_text:
+            return
         if board.empty and not (self._publish is not None and (board.banner or self._shown)):
             return
-        if self._publish is None:
-            if final:
+        if self._publish is None or (self._captured and board.only_text):
+            if final and not self._shown:
                 sys.stdout.write(board.render(final=True)["text/plain"] + "\n")
+                self._shown = True
             return
         self._publish(board.render(final=final), self._display_id, self._shown)
         self._shown = True

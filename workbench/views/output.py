@@ -75,6 +75,15 @@ class OutputBoard:
         with self._lock:
             return not self._failures and not any(rank.items for rank in self._ranks.values())
 
+    @property
+    def only_text(self) -> bool:
+        """Whether there are but streams and values as text, and no error."""
+        with self._lock:
+            items = [item for rank in self._ranks.values() for item in rank.items]
+            return not self._failures and all(
+                isinstance(item, _Stream) or set(item.bundle) <= {"text/plain"} for item in items
+            )
+
     def message(self, rank: int, msg_type: str, content: Mapping[str, Any]) -> None:
         """Take in one message of Jupyter's protocol; other types than outputs are ignored."""
         with self._lock:

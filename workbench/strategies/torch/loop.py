@@ -34,7 +34,7 @@ from ...engine.source import Source
 from ...engine.torch_batches import batch_length, tensors_of
 from ...errors import RunStopped
 from ..base import NAN, Share, StepResult
-from .inplace import give_no_sync, subclass
+from .inplace import become, give_no_sync, subclass
 from .memory import held_bytes
 from .shared_loader import SharedLoader
 from .timing import make_timer
@@ -410,8 +410,8 @@ class OwnLoop:
                     return
                 yield batch
 
-        loader.__class__ = subclass(cls, __iter__=iterate)
-        self._undo.append(lambda: setattr(loader, "__class__", cls))
+        become(loader, subclass(cls, __iter__=iterate))
+        self._undo.append(lambda: become(loader, cls))
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return the model's parameters and buffers by name."""

@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from ...engine.source import Source
 from ...engine.torch_batches import map_batch
+from .inplace import subclass
 
 if TYPE_CHECKING:
     from .loop import OwnLoop
 
 
-class SharedLoader:
+class SharedLoader(DataLoader[Any]):
     """Takes the place of the user's loader: its batches, divided over the workers.
 
-    `len` is the number of global batches; epochs are counted by themselves, so no `set_epoch`.
+    All but its batches is the user's loader's: `dataset`, `num_workers`, `collate_fn`, what a
+    class of the user's adds. `batch_size` and `len` count global batches. Epochs are counted here,
+    so `sampler.set_epoch` is not needed; where it is called, it names the epoch that comes next.
+
+    Attributes:
+        undivided: The user's loader.
     """
 
+    undivided: DataLoader[Any]
+
     def __init__(self, loop: OwnLoop, source: Source) -> None:
+        # DataLoader's own `__init__` is left out: it would make another sampler and check again.
+        given = source.given
+        vars(self).update({k: v for k, v in vars(given).items() if k != "_iterator"})
+        vars(self)["undivided"] = given
+        vars(self)["sampler"] = _with_set_epoch(given.sampler, self._name_epoch)
         self._loop, self._source = loop, source
-        self._epoch = self._served = 0
+        self._epoch = self._served = self._ahead = 0
         self._resumes_at: tuple[int, int] | None = None
-        self.batch_size = source.batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "undivided" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(vars(self)["undivided"], name)
+
+    def _name_epoch(self, epoch: int) -> None:
+        """Let the next epoch, and those after it, be this one and those after it."""
+        self._ahead = max(0, int(epoch)) - self._epoch
 
     def __len__(self) -> int:
         if self._source.steps_per_epoch is None:
             raise TypeError("the stream behind this loader has no length")
         return self._source.steps_per_epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         loop, spec = self._loop, self._loop.context.spec
         epoch, self._epoch, self._served = self._epoch, self._epoch + 1, 0
         first = self._passed_over(epoch)
         if first is None:
             return
         loop.epoch_begins()
-        shares = self._source.epoch(epoch, spec.rank, spec.world_size, first)
+        named = max(0, epoch + self._ahead)  # a user's own count may begin anywhere
+        shares = self._source.epoch(named, spec.rank, spec.world_size, first)
         for _ in range(first, self._source.steps_per_epoch or 1 << 62):
             try:
                 share = loop.fetch(shares)
@@ -79,8 +104,19 @@ class SharedLoader:
             return data
         return map_batch(lambda t: t.to(device, non_blocking=True), data)
 
-    @property
-    def dataset(self) -> Any:
-        """The data set behind the loader."""
-        source: Any = self._source
-        return source.loader.dataset if hasattr(source, "loader") else source
+
+def _with_set_epoch(sampler: Any, tell: Any) -> Any:
+    """Return the sampler with a `set_epoch` that tells of the epoch; its state is the same."""
+
+    def set_epoch(self: Any, epoch: int) -> None:
+        own = getattr(super(made, self), "set_epoch", None)
+        if own is not None:
+            own(epoch)
+        tell(epoch)
+
+    with contextlib.suppress(TypeError, AttributeError):  # slots, or no class that can be extended
+        made = subclass(type(sampler), set_epoch=set_epoch)
+        twin: Any = object.__new__(made)
+        twin.__dict__ = sampler.__dict__
+        return twin
+    return sampler
