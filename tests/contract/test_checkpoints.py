@@ -114,9 +114,12 @@ def test_another_strategy_goes_on_as_well(workers: Workers, tmp_path: Path, afte
 def test_dropout_draws_the_same_masks_as_if_never_interrupted(
     workers: Workers, tmp_path: Path, name: str
 ) -> None:
-    whole = clean(workers.run(name, cells.trained, 20, 0.5, True, workers=workers_of(name)))
-    interrupted(workers, name, tmp_path, cells.trained, 13, 0.5, True)
-    again = resumed(workers, name, tmp_path, cells.trained, 20, 0.5, True)
+    # Measured times may cut a pipeline elsewhere the next time; each stage draws its own masks.
+    options = {"split_at": "3"} if name == "model_split" else {}
+    count = workers_of(name)
+    whole = clean(workers.run(name, cells.trained, 20, 0.5, True, workers=count, options=options))
+    interrupted(workers, name, tmp_path, cells.trained, 13, 0.5, True, options=options)
+    again = resumed(workers, name, tmp_path, cells.trained, 20, 0.5, True, options=options)
     assert apart(weights(again), weights(whole)) == 0.0
 
 

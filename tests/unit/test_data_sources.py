@@ -104,6 +104,15 @@ def test_a_loaders_batch_collate_and_drop_last_are_taken() -> None:
     assert next(source.epoch(0, 0, 1)).data == [Squares()[i] for i in range(4)]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_tensor_datasets_batch_is_what_its_loader_gives(parts: int) -> None:
+    dataset = TensorDataset(*[torch.arange(6.0)] * parts)
+    loader = DataLoader(dataset, batch_size=4)
+    share, _ = make_source(loader, None, seed=0, shuffle=True).epoch(0, 0, 1)
+    assert type(share.data) is type(next(iter(loader)))
+    assert len(share.data) == parts
+
+
 def test_a_custom_sampler_gives_all_workers_one_order_and_leaves_the_seeds_alone() -> None:
     weights = torch.utils.data.WeightedRandomSampler([1.0] * 10, 12)
     source = make_source(

@@ -43,10 +43,13 @@ class TensorSource(Source):
 
     Args:
         tensors: Each of shape (samples, ...).
+        collated: Whether a batch is a list, also of one tensor, as a DataLoader's is.
     """
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], order: Order) -> None:
-        self.tensors, self.order = tensors, order
+    def __init__(
+        self, tensors: tuple[torch.Tensor, ...], order: Order, *, collated: bool = False
+    ) -> None:
+        self.tensors, self.order, self._collated = tensors, order, collated
         self.samples, self.batch_size = order.samples, order.batch_size
         self.steps_per_epoch = order.steps_per_epoch
         self._device = tensors[0].device
@@ -65,6 +68,8 @@ class TensorSource(Source):
 
     def _take(self, places: torch.Tensor) -> Any:
         taken = tuple(tensor.index_select(0, places) for tensor in self.tensors)
+        if self._collated:
+            return list(taken)
         return taken if len(taken) > 1 else taken[0]
 
     def peek(self) -> Any:
@@ -233,7 +238,7 @@ def _indexed(dataset: Any, order: Order, loader: DataLoader[Any] | None) -> Sour
     if plain and isinstance(dataset, TensorDataset):
         untouched = type(dataset).__getitem__ is TensorDataset.__getitem__
         if untouched and len({t.device for t in dataset.tensors}) == 1:
-            return TensorSource(dataset.tensors, order)
+            return TensorSource(dataset.tensors, order, collated=True)
     return IndexedSource(dataset, order, loader)
 
 
