@@ -16,6 +16,7 @@ from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.tail import Tail
 from workbench.protocol import RECORD
+from workbench.scratch import last_page
 from workbench.session.following import _Outputs
 from workbench.session.keeping import KEPT_IDLE_S, _idle_s, words
 
@@ -40,7 +41,7 @@ def test_outputs_are_read_back_once_and_in_order(folder):
     assert [kind for kind, _ in outputs.fresh()] == ["display_data"]
     assert list(outputs.fresh()) == []
     diary.end({"status": "ok"})
-    page = profile.read_json(folder / "doing" / "engine-3.json")
+    page = last_page(folder / "doing" / "engine-3.jsonl")
     assert (page["busy"], page["call"], page["outcome"]) == (False, "a", {"status": "ok"})
     assert {path.stat().st_mode & 0o777 for path in (folder / "doing").iterdir()} == {0o600}
 

@@ -1,5 +1,7 @@
 """A cell on several engines, with engines that are made up."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from workbench.cluster.calls import Call
@@ -16,6 +18,9 @@ PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
 class FakeEngines:
     def __init__(self, dead=()):
         self.calls, self.outputs, self.interrupted, self.dead = {}, {}, [], dead
+
+    def together(self):
+        return nullcontext()
 
     def submit(self, engine, name, args, on_output):
         if engine in self.dead:

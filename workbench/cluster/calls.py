@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ipyparallel import Client
 from ipyparallel.serialize import PrePickled, serialize_object
 
+log = logging.getLogger("workbench.cluster")
 TELEMETRY = "workbench_telemetry"
+OURS = {"workbench": True}
+"""Metadata of our requests: engines leave out what we do not read (`engine/answers.py`)."""
 OUTPUTS = frozenset(
     {"stream", "display_data", "execute_result", "error", "clear_output", "update_display_data"}
 )
@@ -112,6 +117,52 @@ def submit(
         future.output.add_done_callback(lambda f: call._part_done())
 
     client.send_apply_request(
-        socket, _ENTER, args=(name, args), ident=uuid.encode(), message_future_hook=hook
-    )
+        socket, _ENTER, args=(name, args), ident=uuid.encode(), message_future_hook=hook,
+        metadata=OURS,
+    )  # fmt: skip
     return call
+
+
+class Gathering:
+    """A client's event loop that is woken once for all requests which are sent together.
+
+    Each would wake it by itself, and its thread and the sender's would take turns for the
+    interpreter with every request.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._here = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have the loop's thread call back; after the block where this thread is `together`."""
+        waiting = getattr(self._here, "waiting", None)
+        if waiting is None:
+            self._loop.add_callback(callback, *args, **kwargs)
+        else:
+            waiting.append(lambda: callback(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Send what is asked for in the block, by this thread, when the block is left."""
+        if getattr(self._here, "waiting", None) is not None:
+            yield
+            return
+        self._here.waiting = waiting = []
+        try:
+            yield
+        finally:
+            self._here.waiting = None
+            if waiting:
+                self._loop.add_callback(_call_all, waiting)
+
+
+def _call_all(callbacks: list[Callable[[], Any]]) -> None:
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:  # noqa: PERF203 - one that cannot be sent does not keep the others back
+            log.exception("A request to an engine could not be sent")

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import psutil
 
 from .. import scratch
-from . import attention, breakpoints, diary, frameworks, postmortem, tracebacks
+from . import answers, attention, breakpoints, diary, frameworks, postmortem, tracebacks
 from .flood import held_back
 from .home import Home, KeptHome, LastHome
 from .interrupt import InterruptWatch, leave_signals_to_us
@@ -55,8 +55,7 @@ class IPythonShell:
         with held_back():
             result = shell.run_cell(source, store_history=False)
         self._show_figures()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        answers.hand_over(sys.stdout, sys.stderr)
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         # An error's frames hold the cell's variables; who may keep it is `postmortem`.
         shell.last_execution_result = shell.InteractiveTB.tb = None
@@ -113,6 +112,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
     answer = {**about, "frameworks": frameworks.imported(), "began": began}
+    attached_before = _engine is not None
     if _engine is not None:
         _engine.link.close()
     link = ControlLink(
@@ -131,6 +131,10 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     breakpoints.install()
     tracebacks.install(IPythonShell().shell)
     leave_signals_to_us(IPythonShell().shell.kernel)
+    if not attached_before:
+        answers.shorten(IPythonShell().shell.kernel)
+    answers.brief(sys.stdout)
+    answers.brief(sys.stderr)
     vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
     return answer
 
@@ -148,6 +152,8 @@ def _keep_diary(info: Mapping[str, Any]) -> None:
     if not folder.is_dir():
         return
     session = IPythonShell().shell.kernel.session
+    if _diary is not None:
+        _diary.close()
     if _diary is None and info.get("kept"):
         session.send = diary.tee(session.send, lambda: _diary)
     _diary = diary.Diary(folder, info["engine"], outputs=bool(info.get("kept")))
