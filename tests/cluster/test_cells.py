@@ -64,6 +64,19 @@ def test_errors_and_carriage_returns_of_both_streams_come_through(book):
     assert cell.lines() == ["[ranks 0-1] 20 %", "[ranks 0-1] loud"]
 
 
+def test_what_c_code_and_child_processes_print_last_comes_with_the_cell(book):
+    for number in range(12):
+        cell = book.ok(
+            "%%distributed\nimport os, sys\n"
+            f"_ = os.system('echo child {number}')\nprint('python', flush=True)\n"
+            f"_ = os.write(1, b'out {number}\\n')\n_ = os.write(2, b'err {number}\\n')"
+        )
+        assert sorted(cell.lines()) == sorted(
+            f"[ranks 0-1] {line}"
+            for line in (f"child {number}", "python", f"out {number}", f"err {number}")
+        )
+
+
 def test_figures_and_html_come_through(book):
     task = session.cluster.execute(
         "%matplotlib inline\n"

@@ -1,5 +1,6 @@
 """A cell on several engines, with engines that are made up."""
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError, RunError
 from workbench.members import Member
+from workbench.session import show
 from workbench.session.run import Run
-from workbench.session.show import tell
+from workbench.session.show import CellView, tell
 from workbench.session.task import Task
 from workbench.session.verdicts import outcome_error, outcome_notes
 
@@ -229,3 +231,19 @@ def test_reassigned_names_are_told_once():
     assert outcome_notes({0: OK, 1: OK}) == []
     (note,) = outcome_notes({0: {"reassigned": ["rank"]}, 1: {"reassigned": ["rank", "device"]}})
     assert "device, rank" in note
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_view_says_when_its_cell_lasts_and_a_short_one_begins_no_thread(
+    engines, monkeypatch, lasts
+):
+    monkeypatch.setattr(show, "FIRST_S", 0.02 if lasts else 30.0)
+    task, _ = start(engines, 0)
+    told, threads = threading.Event(), threading.active_count()
+    task.when_long = told.set
+    ends = threading.Timer(0.2, engines.calls[0].finish, ({"status": "ok"},))
+    ends.start()
+    CellView(task).wait()
+    ends.join()
+    assert told.is_set() == lasts
+    assert threading.active_count() == threads

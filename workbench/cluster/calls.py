@@ -151,7 +151,8 @@ class Gathering:
         if getattr(self._here, "waiting", None) is not None:
             yield
             return
-        self._here.waiting = waiting = []
+        waiting: list[Callable[[], Any]] = []
+        self._here.waiting = waiting
         try:
             yield
         finally:

@@ -54,8 +54,11 @@ class IPythonShell:
         shell.history_manager.input_hist_parsed.append(source)
         with held_back():
             result = shell.run_cell(source, store_history=False)
+            sys.stdout.flush()  # what C code printed counts too
+            sys.stderr.flush()
         self._show_figures()
-        answers.hand_over(sys.stdout, sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
         error: BaseException | None = result.error_before_exec or result.error_in_exec
         # An error's frames hold the cell's variables; who may keep it is `postmortem`.
         shell.last_execution_result = shell.InteractiveTB.tb = None
