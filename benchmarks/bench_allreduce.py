@@ -5,6 +5,9 @@ engines; ours is the same loop with one line, `wb.prepare`. They train in turn, 
 the same noise; what counts is the median ratio of the pairs.
 
     python benchmarks/bench_allreduce.py [--pairs 7] [--every] [--models "0.1 MB"] [--json FILE]
+                                         [--steps N]
+
+The last lines are JSON, one for each model and way.
 """
 
 from __future__ import annotations
@@ -64,6 +67,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--every", action="store_true", help="each algorithm, not only auto")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--steps", type=int, help="steps of one turn; each model has its own number"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ways = ["auto", "backend"]
@@ -74,9 +80,10 @@ def main() -> None:
     with wb.Cluster(given.workers, devices="cpu") as cluster:
         for size in given.models:
             widths, steps, goal = MODELS[size]
-            rows = race(cluster, widths, steps, ways, given.pairs)
+            rows = race(cluster, widths, given.steps or steps, ways, given.pairs)
             for way, row in rows.items():
-                row |= {"model": size, "allreduce": way, "workers": given.workers}
+                row |= {"what": f"mirrored -o allreduce={way}, {size}", "workers": given.workers}
+                row |= {"model": size, "allreduce": way}
                 if way == "auto" and given.workers == 4:
                     row |= {"goal": goal, "met": row["ratio"] >= goal}
                 results.append(row)
@@ -88,6 +95,8 @@ def main() -> None:
                 )
     if given.json:
         given.json.write_text(json.dumps(results, indent=1))
+    for result in results:
+        print(json.dumps(result))
 
 
 def wb_choices() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ They run in turn, in the same processes' life, so that they meet the same noise.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -105,6 +106,10 @@ def main() -> None:
     ratio = statistics.median(pairs)
     print(f"ratio, median of pairs {ratio:.2f} ({min(pairs):.2f} to {max(pairs):.2f})")
     print(f"{'reached' if ratio >= 2 else 'MISSED '}  at least 2 x the same by hand")
+    ours_per_s, rival_per_s = (statistics.median(values) for values in rates.values())
+    result = {"what": f"central_storage, {args.workers} workers x {args.mb} MB", "ratio": ratio}
+    result |= {"steps_per_s": ours_per_s, "rival_steps_per_s": rival_per_s, "turns": args.turns}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,16 @@ def main() -> None:
                 print(f"{rate['none']:.1f} steps/s without, {rate['every']:.1f} with")
     stalls = [1e3 * event["stall_s"] for event in events]
     seconds = [event["seconds"] for event in events]
+    result = {
+        "what": f"a checkpoint every {given.every} steps",
+        "ratio": statistics.median(ratios),
+        "ratio_worst": min(ratios),
+        "stall_ms": statistics.median(stalls),
+        "stall_worst_ms": max(stalls),
+        "written_s": statistics.median(seconds),
+        "size_bytes": events[0]["size_bytes"],
+        "checkpoints": len(events),
+    }
     print(
         f"{given.strategy}, {given.workers} workers, every {given.every} of {given.steps} steps: "
         f"ratio of steps/s median {statistics.median(ratios):.3f}, worst {min(ratios):.3f}; "
@@ -73,6 +83,7 @@ def main() -> None:
         f"on the disk after median {statistics.median(seconds):.3f} s, worst {max(seconds):.3f} s; "
         f"{events[0]['size_bytes'] / 1e6:.2f} MB each"
     )
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

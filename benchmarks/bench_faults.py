@@ -44,6 +44,8 @@ def main() -> None:
                 write(Path(given.json), rows)
     finally:
         stage.close()
+    for row in rows:
+        print(json.dumps(row))
     sys.exit(any(row["failed"] for row in rows))
 
 
@@ -67,6 +69,7 @@ def measure(one: Scenario, stage: Stage, repeats: int) -> dict[str, Any]:
             failed.append(f"{type(error).__name__}: {error}")
             stage.close()
     return {
+        "what": "fault",
         "name": one.name,
         "fault": one.fault,
         "command": one.command,

@@ -103,10 +103,11 @@ def main():
         print(f"{way:6s} {one['pss_bytes'] / MB:7.0f} MB in all, {each:5.0f} MB an engine")
     verdict = "met" if ratio <= GOAL else "MISSED"
     print(f"ours/fresh = {ratio:.3f}  (goal {GOAL:.2f}: {verdict})")
-    result = {"engines": options.engines, "ratio": ratio, "goal": GOAL, "runs": found}
+    result = {"what": f"memory of {options.engines} torch engines", "ratio": ratio, "goal": GOAL}
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    print(json.dumps({"ratio": ratio, "goal": GOAL}))
+        options.json.write_text(json.dumps({**result, "runs": found}, indent=1))
+    sizes = {f"{way}_pss_mb": one["pss_bytes"] / MB for way, one in found.items()}
+    print(json.dumps({**result, **sizes}))
 
 
 if __name__ == "__main__":

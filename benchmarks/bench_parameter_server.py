@@ -11,6 +11,7 @@ noise; the table shows medians, and ratios of medians. What arrived last is chec
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import statistics
@@ -252,6 +253,19 @@ def main() -> None:
     }  # fmt: skip
     for goal, reached in goals.items():
         print(f"{'reached' if reached >= 1 else 'MISSED '}  {goal}")
+    shared, tcp = middle["ours, shared memory"], middle["ours, TCP"]
+    result = {
+        "what": f"pull + push of {args.mb} MB, {args.workers} workers",
+        "shared_memory_gb_per_s": shared,
+        "unix_gb_per_s": middle["ours, Unix socket"],
+        "tcp_gb_per_s": tcp,
+        "gloo_gb_per_s": middle["gloo send/recv"],
+        "rpc_gb_per_s": middle["torch RPC"],
+        "ratio_rpc": shared / middle["torch RPC"],
+        "ratio_gloo": shared / middle["gloo send/recv"],
+        "tcp_ratio_gloo": tcp / middle["gloo send/recv"],
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

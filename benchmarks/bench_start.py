@@ -151,10 +151,13 @@ def report(options, runs):
     for way, goal in GOALS.items():
         verdict = "met" if ratios[way] <= goal else "MISSED"
         print(f"{way}/default = {ratios[way]:.3f}  (goal {goal:.2f}: {verdict})")
-    result = {"engines": options.engines, "ratios": ratios, "goals": GOALS, "runs": runs}
+    what = f"{options.engines} torch engines ready"
+    result = {"what": what, "engines": options.engines, "ratios": ratios, "goals": GOALS}
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    print(json.dumps({"ratios": ratios, "goals": GOALS}))
+        options.json.write_text(json.dumps({**result, "runs": runs}, indent=1))
+    flat = {f"{way}_s": seconds for way, seconds in median.items()}
+    flat |= {f"{way}_ratio": ratio for way, ratio in ratios.items()}
+    print(json.dumps({"what": what, **flat, "goals": GOALS}))
 
 
 if __name__ == "__main__":

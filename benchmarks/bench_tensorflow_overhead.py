@@ -11,6 +11,7 @@ which a busy machine disturbs less.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 
 import workbench as wb
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--width", type=int, default=700)
     given = parser.parse_args()
+    results = []
     with wb.Cluster(1, framework="tensorflow") as cluster:
         for way, source in (("model.fit", FIT), ("own loop", LOOP)):
             pairs = []
@@ -89,12 +91,18 @@ def main() -> None:
                         cluster.run(cell, strategy="mirrored", workers=given.replicas).wait()
                     times[plain] = cluster.pull(["step_ms", "cpu_ms"])[0]
                 pairs.append((times[True], times[False]))
+            result: dict[str, object] = {"what": f"TensorFlow, {way}, recorded / plain"}
             print(f"{way}: {statistics.median(a['step_ms'] for a, _ in pairs[1:]):.1f} ms", end="")
             for name, words in (("step_ms", "steps/s"), ("cpu_ms", "steps per CPU second")):
                 ratios = [bare[name] / ours[name] for bare, ours in pairs[1:]]
+                result[f"{name.removesuffix('_ms')}_ratio"] = statistics.median(ratios)
                 shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
                 print(f"; {words} {statistics.median(ratios):.3f}x ({shown})", end="")
             print()
+            result["plain_step_ms"] = statistics.median(a["step_ms"] for a, _ in pairs[1:])
+            results.append({**result, "pairs": given.pairs})
+    for result in results:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ tutorial loop with a new optimizer and `tf.function` each turn.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 
@@ -144,6 +145,10 @@ def main() -> None:
     print(
         f"{'reached' if reached else 'MISSED '}  recorded >= 1 x tutorial, within {noise:.2f} noise"
     )
+    result = {"what": f"closures of TensorFlow's parameter server, {args.workers} workers"}
+    result |= {f"{name}_ratio": ratio for name, ratio in ratios.items()}
+    per_s = args.steps / statistics.median(seconds["tutorial"])
+    print(json.dumps({**result, "wb_fit_anew_ratio": fresh, "tutorial_closures_per_s": per_s}))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,9 @@ def report(options, runs):
     met = verdict(added_mib <= ADDED_GOAL_MIB)
     print(f"each engine adds {added_mib:.0f} MiB  (goal {ADDED_GOAL_MIB}: {met})")
     goals = {"ratio": RATIO_GOAL, "added_mib": ADDED_GOAL_MIB}
-    result = {"engines": options.engines, "ratio": ratio, "added_mib": round(added_mib, 1)}
+    result = {"what": "TensorFlow engines ready, warm / fresh", "engines": options.engines}
+    result |= {"ratio": ratio, "added_mib": round(added_mib, 1)}
+    result |= {f"{way}_s": seconds for way, seconds in ready_s.items()}
     if options.json:
         options.json.write_text(json.dumps({**result, "goals": goals, "runs": runs}, indent=1))
     print(json.dumps({**result, "goals": goals}))

@@ -292,6 +292,8 @@ def main() -> None:
             print(f"{name:20} {fault:12} {row['figures']} {row['says']}", flush=True)
             if given.json:
                 given.json.write_text(json.dumps(rows, indent=1))
+    for row in rows:
+        print(json.dumps(row))
 
 
 def measure(name: str, fault: str, repeats: int, limit_s: float) -> dict[str, object]:
@@ -308,7 +310,8 @@ def measure(name: str, fault: str, repeats: int, limit_s: float) -> dict[str, ob
         says.append(said)
     known = [one for one in figures if one is not None]
     return {
-        "tool": name, "fault": fault, "figures": figures, "limit_s": limit_s,
+        "what": "the same fault in several tools", "tool": name, "fault": fault,
+        "figures": figures, "limit_s": limit_s,
         "median": statistics.median(known) if known else None,
         "worst": max(known, default=None) if len(known) == len(figures) else None,
         "says": sorted(set(says)),

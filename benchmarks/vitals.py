@@ -1,6 +1,6 @@
 """What live figures of many engines cost the notebook's kernel.
 
-    python benchmarks/vitals.py [ENGINES]
+    python benchmarks/vitals.py [--engines 64] [--turns 12]
 
 Starts so many processes that sleep, as large as an engine's beginning, takes samples of them as
 `%cluster`'s table and the panel do, and prints the CPU time of this thread for each.
@@ -8,6 +8,8 @@ Starts so many processes that sleep, as large as an engine's beginning, takes sa
 
 from __future__ import annotations
 
+import argparse
+import json
 import socket
 import statistics
 import subprocess
@@ -26,7 +28,11 @@ SLEEPER = "import numpy, psutil, sys, time; print(1, flush=True); time.sleep(600
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 64
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engines", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=12)
+    given = parser.parse_args()
+    count = given.engines
     folder = Path(tempfile.mkdtemp(prefix="workbench-vitals-"))
     started = [
         subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE)
@@ -49,7 +55,7 @@ def main() -> None:
             _engines=SimpleNamespace(starting=(), log_path=lambda i: folder / f"{i}.log"),
         )  # fmt: skip
         vitals, costs_ms = Vitals(cluster), []
-        for turn in range(12):
+        for turn in range(max(2, given.turns)):
             for i in ids:
                 with (folder / f"{i}.log").open("a") as file:
                     file.write(f"line {turn}\n")
@@ -66,6 +72,10 @@ def main() -> None:
             f"first sample {costs_ms[0]:.1f} ms of CPU, then {statistics.median(costs_ms[1:]):.1f}"
             f" (most {max(costs_ms[1:]):.1f}); PSS of one {statistics.median(full):.2f} ms"
         )
+        result = {"what": "CPU of a sample of all engines in the kernel", "engines": count}
+        result |= {"first_ms": costs_ms[0], "median_ms": statistics.median(costs_ms[1:])}
+        result |= {"most_ms": max(costs_ms[1:]), "pss_ms": statistics.median(full)}
+        print(json.dumps(result))
     finally:
         for process in started:
             process.kill()

@@ -786,6 +786,12 @@ RULES: list[Rule] = [
     ),
     *_rules("binder/test_image.py", ("test_*", ["binder/test_recipe.py::test_*"])),
     *_rules(
+        "benchmarks/test_short.py",
+        ("test_a_benchmark_on_workers_runs[*", ["test_a_cheap_benchmark_runs[*"]),
+        ("test_a_benchmark_on_engines_runs[*", ["test_a_cheap_benchmark_runs[*"]),
+        ("test_a_benchmark_of_tensorflow_runs[*", ["test_a_cheap_benchmark_runs[*"]),
+    ),
+    *_rules(
         "binder/test_drive.py",
         ("test_a_notebook_is_run_through_a_server*", ["test_memory_that_processes_share*"]),
     ),

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-APART = ("labs/test_checks.py", "notebooks/test_quickstart.py", "cluster/test_leftovers.py")
+APART = (
+    "labs/test_checks.py",
+    "notebooks/test_quickstart.py",
+    "cluster/test_leftovers.py",
+    "benchmarks/test_short.py",
+)
 """Files whose tests share nothing."""
 LONGEST = (
     "binder/test_image.py",
@@ -21,6 +26,7 @@ LONGEST = (
     "cluster/test_leftovers.py",
     "notebooks/test_quickstart.py",
     "docs/test_code_blocks.py",
+    "benchmarks/test_short.py",
     "browser/",
     "cluster/test_tensorflow_",
     "cluster/recovery/",

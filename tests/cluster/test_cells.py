@@ -11,6 +11,7 @@ from lending import lent
 from needs import need
 from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
+import workbench as wb
 from workbench.errors import RunError
 from workbench.session.state import session
 
@@ -62,6 +63,24 @@ def test_errors_and_carriage_returns_of_both_streams_come_through(book):
         "%%distributed\nimport sys\nprint('10 %\\r20 %')\nprint('loud', file=sys.stderr)\n"
     )
     assert cell.lines() == ["[ranks 0-1] 20 %", "[ranks 0-1] loud"]
+
+
+def test_what_c_code_and_child_processes_print_last_comes_with_the_cell(monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # ipykernel does not read pipes where it finds this
+    source = "import os\n_ = os.system('echo child')\n"
+    source += "_ = os.write(1, b'out\\n')\n_ = os.write(2, b'err\\n')"
+    with wb.Cluster(2, devices="cpu") as cluster:
+        for _ in range(30):
+            task = cluster.execute(source)
+            assert task.over.wait(WAIT_S)
+            printed = {0: [], 1: []}
+            for line in task.board.text().splitlines():
+                ranks, _, word = line.rpartition("] ")
+                for rank in (0, 1) if ranks == "[ranks 0-1" else (int(ranks[-1]),):
+                    printed[rank].append(word)
+            for words in printed.values():  # in which order both streams come is not said
+                assert sorted(words) == ["child", "err", "out"], task.board.text()
+                assert words.index("child") < words.index("out")
 
 
 def test_figures_and_html_come_through(book):

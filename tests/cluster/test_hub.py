@@ -57,3 +57,12 @@ def test_engines_are_started_under_the_same_ids_again_and_again(cluster):
     for _ in range(5):
         assert sorted(cluster.restart()) == [0, 1]
         assert at_the_hub(cluster._engines._ground.hub) == {"0", "1"}
+
+
+def test_the_hub_keeps_no_record_of_cells(cluster):
+    for _ in range(3):
+        assert cluster.execute("print('x')").over.wait(30)
+    client = cluster._engines._ground.hub.client
+    assert {
+        one["completed"] for one in client.queue_status().values() if isinstance(one, dict)
+    } == {0}

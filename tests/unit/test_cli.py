@@ -233,7 +233,7 @@ def cluster(process, **about):
         },
     )  # fmt: skip
     page = {"busy": True, "since": 1.0, "what": "run base", "pid": process.pid}
-    profile.write_json(folder / kept.DOING / "engine-0.json", page)
+    profile.write_json(folder / kept.DOING / "engine-0.jsonl", page)
     return kept.cluster_id(folder)
 
 

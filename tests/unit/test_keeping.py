@@ -4,20 +4,22 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zmq
 
-from workbench.cluster import door, profile
+from workbench.cluster import door, kept, profile
 from workbench.cluster_line import parse_cluster_line
 from workbench.engine import home
 from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.tail import Tail
 from workbench.protocol import RECORD
+from workbench.scratch import PAGE_BYTES, Page, last_page
 from workbench.session.following import _Outputs
-from workbench.session.keeping import KEPT_IDLE_S, _idle_s, words
+from workbench.session.keeping import KEPT_IDLE_S, Keeping, _idle_s, words
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_outputs_are_read_back_once_and_in_order(folder):
     assert [kind for kind, _ in outputs.fresh()] == ["display_data"]
     assert list(outputs.fresh()) == []
     diary.end({"status": "ok"})
-    page = profile.read_json(folder / "doing" / "engine-3.json")
+    page = last_page(folder / "doing" / "engine-3.jsonl")
     assert (page["busy"], page["call"], page["outcome"]) == (False, "a", {"status": "ok"})
     assert {path.stat().st_mode & 0o777 for path in (folder / "doing").iterdir()} == {0o600}
 
@@ -228,3 +230,67 @@ def test_a_folder_is_abandoned_only_when_it_is_old_and_holds_nothing_else(tmp_pa
     assert profile.sweep() == [old]
     assert other.exists()
     assert fresh.exists()
+
+
+# -- pages -----------------------------------------------------------------------------------------
+
+
+def test_a_page_says_what_was_written_last_and_half_a_line_counts_for_nothing(tmp_path):
+    path = tmp_path / "page.jsonl"
+    assert last_page(path) is None
+    page = Page(path)
+    page.write({"n": 1})
+    page.write({"n": 2})
+    assert last_page(path) == {"n": 2}
+    with path.open("a") as file:
+        file.write('{"n": 3')
+    assert last_page(path) == {"n": 2}
+    page.close()
+
+
+def test_a_page_is_not_replaced_with_each_line_nor_does_it_grow_without_end(tmp_path):
+    path, numbers = tmp_path / "page.jsonl", set()
+    page = Page(path)
+    for number in range(2000):
+        page.write({"n": number, "text": "x" * 100})
+        if number % 100 == 0:
+            assert last_page(path)["n"] == number
+        numbers.add(path.stat().st_ino)
+    assert path.stat().st_size <= PAGE_BYTES
+    assert len(numbers) < 2000 * 130 / PAGE_BYTES + 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    page.write({"n": "long", "text": "x" * 2 * PAGE_BYTES})
+    assert last_page(path)["n"] == "long"
+    page.close()
+    assert [one.name for one in tmp_path.iterdir()] == ["page.jsonl"]
+
+
+def test_a_page_of_a_folder_that_is_gone_fails_nobody(tmp_path):
+    page = Page(tmp_path / "gone" / "page.jsonl")
+    page.write({"n": 1})
+    page.close()
+
+
+def test_a_cell_adds_a_line_and_the_cluster_is_described_anew_where_it_changed(folder):
+    engines = SimpleNamespace(kept=False, folder=lambda: folder, about=lambda: {"engines": {}})
+    pool = SimpleNamespace(_servers=set(), _leases={})
+    cluster = SimpleNamespace(
+        _engines=engines, _pool=pool, framework="torch", devices_asked="cpu",
+        hearing=SimpleNamespace(folders={}),
+    )  # fmt: skip
+    keeping = Keeping(cluster, False, None)
+    keeping.write()
+    described = folder / kept.ABOUT
+    before = described.stat().st_ino, described.stat().st_mtime_ns
+    for call in ("a", "b"):
+        keeping.begun({"calls": {"0": call}, "run": 0})
+        assert last_page(folder / kept.TASK)["calls"] == {"0": call}
+        keeping.begun(None)
+        assert last_page(folder / kept.TASK) is None
+    assert (described.stat().st_ino, described.stat().st_mtime_ns) == before
+    cluster.hearing.folders[1] = folder / "run-1"
+    keeping.begun({"calls": {}, "run": 1})
+    assert profile.read_json(described)["runs"] == [[1, str(folder / "run-1")]]
+    keeping.end()
+    keeping.begun({"calls": {}, "run": 2})
+    assert last_page(folder / kept.TASK)["run"] == 1

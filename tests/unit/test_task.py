@@ -1,5 +1,7 @@
 """A cell on several engines, with engines that are made up."""
 
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +9,9 @@ import pytest
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError, RunError
 from workbench.members import Member
+from workbench.session import show
 from workbench.session.run import Run
-from workbench.session.show import tell
+from workbench.session.show import CellView, tell
 from workbench.session.task import Task
 from workbench.session.verdicts import outcome_error, outcome_notes, refusals, short_handed
 
@@ -18,6 +21,9 @@ PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0
 class FakeEngines:
     def __init__(self, dead=()):
         self.calls, self.outputs, self.interrupted, self.dead = {}, {}, [], dead
+
+    def together(self):
+        return nullcontext()
 
     def submit(self, engine, name, args, on_output):
         if engine in self.dead:
@@ -277,3 +283,19 @@ def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
     error = refusals([ran("model_split", refused), ran("mirrored")])
     assert error.what.startswith("1 of 2 runs were refused")
     assert error.seen == "model_split: It does not support step_fn."
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_view_says_when_its_cell_lasts_and_a_short_one_begins_no_thread(
+    engines, monkeypatch, lasts
+):
+    monkeypatch.setattr(show, "FIRST_S", 0.02 if lasts else 30.0)
+    task, _ = start(engines, 0)
+    told, threads = threading.Event(), threading.active_count()
+    task.when_long = told.set
+    ends = threading.Timer(0.2, engines.calls[0].finish, ({"status": "ok"},))
+    ends.start()
+    CellView(task).wait()
+    ends.join()
+    assert told.is_set() == lasts
+    assert threading.active_count() == threads

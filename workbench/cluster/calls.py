@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ipyparallel import Client
 from ipyparallel.serialize import PrePickled, deserialize_object, serialize_object
 
+log = logging.getLogger("workbench.cluster")
 TELEMETRY = "workbench_telemetry"
+OURS = {"workbench": True}
+"""Metadata of our requests: engines leave out what we do not read (`engine/answers.py`)."""
 OUTPUTS = frozenset(
     {"stream", "display_data", "execute_result", "error", "clear_output", "update_display_data"}
 )
@@ -258,5 +262,52 @@ def submit(
         args=(name, args),
         ident=uuid.encode(),
         message_future_hook=hook,
+        metadata=OURS,
     )
     return call
+
+
+class Gathering:
+    """A client's event loop that is woken once for all requests which are sent together.
+
+    Each would wake it by itself, and its thread and the sender's would take turns for the
+    interpreter with every request.
+    """
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._here = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def add_callback(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have the loop's thread call back; after the block where this thread is `together`."""
+        waiting = getattr(self._here, "waiting", None)
+        if waiting is None:
+            self._loop.add_callback(callback, *args, **kwargs)
+        else:
+            waiting.append(lambda: callback(*args, **kwargs))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Send what is asked for in the block, by this thread, when the block is left."""
+        if getattr(self._here, "waiting", None) is not None:
+            yield
+            return
+        waiting: list[Callable[[], Any]] = []
+        self._here.waiting = waiting
+        try:
+            yield
+        finally:
+            self._here.waiting = None
+            if waiting:
+                self._loop.add_callback(_call_all, waiting)
+
+
+def _call_all(callbacks: list[Callable[[], Any]]) -> None:
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception:  # noqa: PERF203 - one that cannot be sent does not keep the others back
+            log.exception("A request to an engine could not be sent")

@@ -14,12 +14,16 @@ import threading
 import time
 from pathlib import Path
 
+import zmq
 from traitlets.config import Config
 
 from .. import scratch
 from . import profile
 
 LOOK_S = 1.0
+TOPICS = (b"heartmonitor", b"tracktask", b"intask", b"outtask", b"inbcast", b"outbcast")
+"""What the hub is told. Requests to single engines and their outputs are not for it: it would keep
+a record of each that nobody reads, and took longer for them than the engines for an empty cell."""
 PATIENCE = 3
 """Looks in a row that must find the owner dead: its successor may be about to sign."""
 
@@ -60,6 +64,16 @@ def main() -> None:
     folder = os.environ.get(scratch.MARK)
     if folder:
         threading.Thread(target=watch, args=(Path(folder),), daemon=True).start()
-    from ipyparallel.controller.app import main as serve
+    from ipyparallel.controller.app import IPController
 
-    serve()
+    class Controller(IPController):  # type: ignore[misc]
+        """ipyparallel's, whose hub hears of what it must act on and of nothing else."""
+
+        def init_hub(self) -> None:
+            super().init_hub()
+            heard = self.hub.monitor.socket
+            heard.setsockopt(zmq.UNSUBSCRIBE, b"")
+            for topic in TOPICS:
+                heard.setsockopt(zmq.SUBSCRIBE, topic)
+
+    Controller.launch_instance()

@@ -14,6 +14,7 @@ import signal as signals
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,10 @@ class Engines(Handover):
         self._calls.add(call)
         return call
 
+    def together(self) -> AbstractContextManager[None]:
+        """Have the calls that this thread submits in the block go out together, at its end."""
+        return self._ground.together()
+
     def _idle(self, engine: int) -> None:
         info = self.engines.get(engine)
         if info is not None and info.state == "busy":
@@ -208,7 +213,8 @@ class Engines(Handover):
         Raises:
             ClusterError: One of them raised, died or did not answer in time.
         """
-        pending = [self.submit(i, name, args(i) if callable(args) else args) for i in ids]
+        with self.together():
+            pending = [self.submit(i, name, args(i) if callable(args) else args) for i in ids]
         return gather(pending, name, timeout_s)
 
     def fetch(self, ids: Iterable[int], name: str, args: tuple[Any, ...]) -> dict[int, Any]:

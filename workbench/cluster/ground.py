@@ -12,6 +12,7 @@ import os
 import signal as signals
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ class Ground:
     def socket(self) -> Any:
         """The stream that calls are sent on; None until it is connected."""
         return self.hub.socket
+
+    def together(self) -> AbstractContextManager[None]:
+        """Have what this thread asks of engines in the block go out together, at its end."""
+        return self.hub.together()
 
     def can_fork(self, framework: str) -> bool:
         """Whether engines that have this framework can be forked here."""

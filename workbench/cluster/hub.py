@@ -16,6 +16,7 @@ import ipyparallel
 
 from ..errors import ClusterError
 from . import controller, deaths
+from .calls import Gathering
 from .launcher import CLUSTER_SETTINGS
 from .processes import Exit
 
@@ -105,6 +106,7 @@ class Hub:
     def _connect(self) -> None:
         self.client = self.cluster.connect_client_sync()
         self.client._registration_callbacks.append(self._registration)
+        self.client._io_loop = Gathering(self.client._io_loop)
         # The stream that direct views send on; sending on the bare socket below it would eat
         # the wake-up of a reply that arrives meanwhile.
         self.socket = self.client._mux_stream
@@ -160,6 +162,11 @@ class Hub:
                 seen=f"nothing for {ANSWER_S:g} s",
                 next_step="%cluster stop, then start again",
             )
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Send what this thread asks for in the block together, at its end (`calls.Gathering`)."""
+        client = self.client
+        return contextlib.nullcontext() if client is None else client._io_loop.together()
 
     def _strike_off(self, engine: int) -> None:
         # By the stream: sending on the socket below it would eat the wake-up of a reply.

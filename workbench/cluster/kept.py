@@ -1,8 +1,9 @@
 """What a cluster's folder says about it, for `workbench ps` and whoever takes it over.
 
-    cluster.json         who owns it, its engines and other processes, what it was asked to run
+    cluster.json         who owns it, its engines and other processes
+    task.jsonl           what it was asked to run and has not settled: the last line says it
     control.json         where engines reach their owner
-    doing/engine-<i>.json   what engine i does (`engine/diary.py`)
+    doing/engine-<i>.jsonl  what engine i does (`engine/diary.py`)
 
 Everything is read with distrust: a crash may have left half of it, and any number of dead pids.
 """
@@ -21,9 +22,10 @@ from typing import Any
 
 import psutil
 
+from ..scratch import last_page
 from . import profile
 
-ABOUT, CONTROL, DOING = "cluster.json", "control.json", "doing"
+ABOUT, TASK, CONTROL, DOING = "cluster.json", "task.jsonl", "control.json", "doing"
 VERSION = 1
 STOP_S = 5.0
 
@@ -33,7 +35,7 @@ class Found:
     """A cluster of this user on this machine.
 
     Attributes:
-        about: What `cluster.json` says.
+        about: What `cluster.json` says, and `task.jsonl` as `task`.
         doing: What each living engine does.
     """
 
@@ -109,6 +111,7 @@ def look(folder: Path) -> Found | None:
         if about["version"] != VERSION:
             return None
         engines = {int(i): one for i, one in about["engines"].items()}
+        about = {**about, "task": last_page(folder / TASK)}
         found = Found(folder, about, dict(_doings(folder, engines)))
         parents = [*about["parents"].values(), about.get("controller")]
         float(about["since"])
@@ -121,7 +124,7 @@ def _doings(
     folder: Path, engines: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     for engine, about in engines.items():
-        doing = profile.read_json(folder / DOING / f"engine-{engine}.json")
+        doing = last_page(folder / DOING / f"engine-{engine}.jsonl")
         with contextlib.suppress(TypeError, KeyError, ValueError):
             float(doing["since"])
             if doing["pid"] == about["pid"] and alive(about):

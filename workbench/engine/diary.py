@@ -1,6 +1,7 @@
 """What an engine does, written into its cluster's folder as it goes.
 
-    doing/engine-<i>.json       busy or not, since when, with which call, how the last one ended
+    doing/engine-<i>.jsonl      busy or not, since when, with which call, how the last one ended:
+                                the last line says it
     doing/out-<i>-<n>.jsonl     what the call has printed, in segments: the first and the latest
 
 `workbench ps` shows it; and whoever takes a kept cluster over reads here what was printed, and how
@@ -17,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from ..scratch import Page
 
 DOING = "doing"
 SEGMENT_BYTES = 256 << 10
@@ -38,6 +41,8 @@ class Diary:
         self._folder, self._engine, self._outputs = folder / DOING, engine, outputs
         self._call = ""
         self._segment, self._size = 0, 0
+        self._wrote = True  # perhaps another diary did, before this one
+        self._page = Page(self._folder / f"engine-{engine}.jsonl")
         self._lock = threading.Lock()
         self._write({"busy": False})
 
@@ -45,8 +50,10 @@ class Diary:
         """A cell begins; the outputs of the one before are forgotten."""
         with self._lock:
             self._segment, self._size, self._call = 0, 0, call
-            for path in self._folder.glob(f"out-{self._engine}-*.jsonl"):
-                path.unlink(missing_ok=True)
+            if self._wrote:
+                for path in self._folder.glob(f"out-{self._engine}-*.jsonl"):
+                    path.unlink(missing_ok=True)
+            self._wrote = False
         self._write({"busy": True, "call": call, "what": what})
 
     def end(self, outcome: Mapping[str, Any]) -> None:
@@ -64,6 +71,7 @@ class Diary:
             if self._size and self._size + len(line) > SEGMENT_BYTES:
                 self._turn_over()
             path = self._path(self._segment)
+            self._wrote = True
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
                 file.write(line)
             self._size += len(line)
@@ -78,14 +86,11 @@ class Diary:
         return self._folder / f"out-{self._engine}-{segment:06d}.jsonl"
 
     def _write(self, fields: Mapping[str, Any]) -> None:
-        """Replace the page in one go; a full disk must not fail the cell."""
-        path = self._folder / f"engine-{self._engine}.json"
-        fresh = path.with_suffix(".fresh")
-        page = {"pid": os.getpid(), "since": time.time(), "call": "", **fields}
-        with contextlib.suppress(OSError):
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(page, file, default=str)
-            fresh.replace(path)
+        self._page.write({"pid": os.getpid(), "since": time.time(), "call": "", **fields})
+
+    def close(self) -> None:
+        """Let go of the file; another diary follows."""
+        self._page.close()
 
 
 def tee(send: Callable[..., Any], diary: Callable[[], Diary | None]) -> Callable[..., Any]:

@@ -19,7 +19,16 @@ from typing import Any, ClassVar
 import psutil
 
 from .. import scratch
-from . import attention, breakpoints, diary, frameworks, postmortem, progress_bars, tracebacks
+from . import (
+    answers,
+    attention,
+    breakpoints,
+    diary,
+    frameworks,
+    postmortem,
+    progress_bars,
+    tracebacks,
+)
 from .flood import held_back
 from .home import Home, KeptHome, LastHome
 from .interrupt import InterruptWatch, leave_signals_to_us
@@ -56,6 +65,8 @@ class IPythonShell:
         shell.history_manager.input_hist_parsed.append(source)
         with held_back():
             result = shell.run_cell(source, store_history=False)
+            sys.stdout.flush()  # what C code printed counts too
+            sys.stderr.flush()
         self._show_figures()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -115,6 +126,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
     answer = {**about, "frameworks": frameworks.imported(), "began": began}
+    attached_before = _engine is not None
     if _engine is not None:
         _engine.link.close()
     link = ControlLink(
@@ -135,6 +147,10 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     progress_bars.install()
     _behave_as_a_notebooks(IPythonShell().shell)
     leave_signals_to_us(IPythonShell().shell.kernel)
+    if not attached_before:
+        answers.shorten(IPythonShell().shell.kernel)
+    answers.brief(sys.stdout)
+    answers.brief(sys.stderr)
     vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
     return answer
 
@@ -178,6 +194,8 @@ def _keep_diary(info: Mapping[str, Any]) -> None:
     if not folder.is_dir():
         return
     session = IPythonShell().shell.kernel.session
+    if _diary is not None:
+        _diary.close()
     if _diary is None and info.get("kept"):
         session.send = diary.tee(session.send, lambda: _diary)
     _diary = diary.Diary(folder, info["engine"], outputs=bool(info.get("kept")))

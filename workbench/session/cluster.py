@@ -300,6 +300,7 @@ class Cluster(Upkeep):
         number: int = 1,
         first_line: int = 1,
         autoreload: str = "",
+        viewed: bool = False,
     ) -> Task:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
 
@@ -307,10 +308,13 @@ class Cluster(Upkeep):
             framework: What its engines have imported; by default the cluster's.
             ids: Engines that run it; world size and process group stay those of all workers.
             workers: Changes the world size to the first so many engines.
+            viewed: Whether a view waits for the cell, which says when it lasts (`when_long`): a
+                short cell needs no thread that looks for hangs.
         """
         self._claim()
+        if framework is not None:  # the cluster's own was looked for when it was started
+            check_framework(framework)
         framework = framework or self.framework
-        check_framework(framework)
         pool = self._pool
         members = pool.workers_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
@@ -325,7 +329,9 @@ class Cluster(Upkeep):
         text = short_handed(pool.lost_workers, len(pool.worker_ids))
         if text and workers is None:
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
-        hangs.watch(task, self._engines.router.questions.ask)
+        task.when_long = partial(hangs.watch, task, self._engines.router.questions.ask)
+        if not viewed:
+            task.when_long()
         return task
 
     def _cell_over(self, task: Task, framework: str) -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import lifecycle
-from ..cluster import kept, profile
+from ..cluster import kept
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import RunError
 from ..history.tail import Tail
 from ..members import Member
 from ..protocol import Message
+from ..scratch import last_page
 from .run import Run
 from .task import OnLoss, Task
 
@@ -127,7 +128,7 @@ class Follower:
             run.catch_up()
 
     def _page(self, engine: int) -> Mapping[str, Any]:
-        page = profile.read_json(self._folder / kept.DOING / f"engine-{engine}.json")
+        page = last_page(self._folder / kept.DOING / f"engine-{engine}.jsonl")
         return page if isinstance(page, dict) else {}
 
     def _ended(self) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -58,7 +58,7 @@ class _Watch:
 
     def main(self) -> None:
         task, first_s = self._task, self._limit_s / 2
-        pause_s = first_s
+        pause_s = max(0.0, first_s - (time.perf_counter() - task.moved_at))
         while not task.over.wait(pause_s):
             quiet_s = time.perf_counter() - task.moved_at
             if self._held() or quiet_s < first_s:

@@ -1,6 +1,7 @@
 """What a cluster's folder says about it, how long it may do nothing, and whose it is.
 
-`cluster.json` is written anew whenever something in it changes; `cluster/kept.py` reads it.
+`cluster.json` is written anew whenever something in it changes, `task.jsonl` gets a line with every
+cell and run; `cluster/kept.py` reads them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .. import limits
 from ..cluster import kept, profile
 from ..errors import PlanError
 from ..members import Member
+from ..scratch import Page
 from .following import abandon
 from .run import Run
 
@@ -55,6 +57,9 @@ class Keeping:
         self._last_work = time.monotonic()
         self._over = threading.Event()
         self._lock = threading.Lock()
+        self._page: Page | None = None
+        self._noted: dict[str, Any] | None = {}  # what it says; nothing yet
+        self._described: object = None  # what cluster.json says that no engine's change tells
         engines = cluster._engines
         if keep and not engines.kept:
             engines.keep(self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0)
@@ -76,6 +81,9 @@ class Keeping:
     def end(self) -> None:
         """The cluster is stopped, or let go of."""
         self._over.set()
+        with self._lock:
+            if self._page is not None:
+                self._page.close()
 
     def touch(self) -> None:
         """Something is done with the cluster."""
@@ -85,19 +93,41 @@ class Keeping:
         """Note what the engines are about to be asked to run; None: it is settled."""
         self.task = None if task is None else dict(task)
         self.touch()
-        self.write()
+        if self._described == self._changing():
+            self._write(task_alone=True)
+        else:
+            self.write()
 
     def write(self) -> None:
         """Describe the cluster in its folder; trouble with that must not fail a cell."""
+        self._write()
+
+    def _write(self, task_alone: bool = False) -> None:
         with self._lock:
+            if self._over.is_set():
+                return
             try:
-                if not self._over.is_set():
-                    kept.write(self._cluster._engines.folder(), self.about())
+                folder = self._cluster._engines.folder()
+                if self._noted != self.task:
+                    if self._page is None:
+                        self._page = Page(folder / kept.TASK)
+                    self._page.write(self.task)
+                    self._noted = self.task
+                if not task_alone:
+                    described = self._changing()
+                    kept.write(folder, self.about())
+                    self._described = described
             except Exception:
                 log.warning("The cluster could not be described in its folder", exc_info=True)
 
+    def _changing(self) -> object:
+        """Return what may have changed since the last cell, of which nobody is told."""
+        cluster, pool = self._cluster, self._cluster._pool
+        servers, leases = sorted(pool._servers), list(pool._leases)
+        return cluster.framework, os.getcwd(), servers, leases, list(cluster.hearing.folders)
+
     def about(self) -> dict[str, Any]:
-        """Return what the cluster's folder says of it: processes, owner, what it does."""
+        """Return what the cluster's folder says of it: processes, owner, runs."""
         cluster, pool = self._cluster, self._cluster._pool
         return {
             **cluster._engines.about(),
@@ -111,7 +141,6 @@ class Keeping:
             "servers": sorted(pool._servers),
             "leases": {str(n): asdict(leases) for n, leases in pool._leases.items()},
             "runs": [[n, str(folder)] for n, folder in list(cluster.hearing.folders.items())],
-            "task": self.task,
         }
 
     # -- doing nothing -----------------------------------------------------------------------------

@@ -47,7 +47,8 @@ def make_specs(
         one_engine: Whether the first engine holds all replicas.
         helpers: What the engines beyond the workers' are called.
     """
-    threads = device_pool.threads_per_worker(len(hosts))
+    cores = device_pool.cpu_count()
+    threads = device_pool.threads_per_worker(len(hosts), cores)
     each = workers if one_engine else 1  # replicas per engine
     holders = workers // each
     engines = list(hosts)
@@ -65,7 +66,7 @@ def make_specs(
             device=devices[0] if worker else "cpu",
             role="worker" if worker else "server",
             threads=threads,
-            cores=device_pool.cpu_count(),
+            cores=cores,
             framework=framework,
             store=store,
             prefix=prefix,

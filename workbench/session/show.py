@@ -183,6 +183,7 @@ class CellView:
         attend()
         if self.task.over.wait(FIRST_S):
             return
+        self.task.when_long()
         while not self.task.over.wait(FRAME_S):
             self._draw()
             attend(self._draw)

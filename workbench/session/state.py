@@ -175,6 +175,7 @@ class Session:
                 number=number,
                 first_line=recipe.first_line,
                 autoreload=autoreload,
+                viewed=True,
             )
             view = CellView(task)
             if line.background:

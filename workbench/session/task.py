@@ -39,6 +39,9 @@ class Task:
         members: Which part each engine takes.
         on_done: Called once, on a background thread, when every engine is done.
         spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
+
+    Attributes:
+        when_long: To be called by whoever waits for the cell, once it has lasted for a while.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Task:
         self.over = threading.Event()
         self.on_late: Callable[[], object] = lambda: None  # told of output after the cell's end
         self.changed = threading.Event()
+        self.when_long: Callable[[], None] = lambda: None
         self.interrupted = False
         self.began = time.perf_counter()
         self.seconds = 0.0
@@ -72,7 +76,9 @@ class Task:
         self._leaving: set[int] = set()  # failed, and clearing away
         self.moved_at = self.began
         self._timers: list[threading.Timer] = []
-        for call in [self._submit(i, requests[i]) for i in self.ids]:
+        with self.engines.together():
+            calls = [self._submit(i, requests[i]) for i in self.ids]
+        for call in calls:
             call.when_done(self._settled)
 
     def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
