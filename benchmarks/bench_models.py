@@ -159,6 +159,8 @@ def main() -> None:
     finally:
         workers.close()
     print(table(rows))
+    trained = sum(row["outcome"] == "trained" for row in rows)
+    print(json.dumps({"what": "models x strategies", "cases": len(rows), "trained": trained}))
 
 
 if __name__ == "__main__":

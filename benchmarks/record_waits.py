@@ -8,6 +8,7 @@ python benchmarks/record_waits.py [--steps 300] [--to docs/measured/waits.npz]
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def main() -> None:
             step_ms = 1e3 * np.median(rows["end_s"] - rows["start_s"])
             print(f"{name:<26} {len(rows)} steps of {step_ms:.2f} ms")
     np.savez_compressed(given.to, **found)
-    print(f"{given.to}: {given.to.stat().st_size / 1024:.0f} KiB")
+    size_bytes = given.to.stat().st_size
+    print(f"{given.to}: {size_bytes / 1024:.0f} KiB")
+    print(json.dumps({"what": "recorded waits", "runs": len(found), "size_bytes": size_bytes}))
 
 
 if __name__ == "__main__":

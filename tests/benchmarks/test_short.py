@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ from needs import need
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 240.0
-PARTS = {"fault_scenarios.py", "fault_scenarios_cells.py", "fault_scenarios_death.py"}
-"""What bench_faults.py is made of."""
+PARTS = {
+    "fault_scenarios.py", "fault_scenarios_cells.py", "fault_scenarios_death.py", "model_zoo.py",
+}  # fmt: skip
+"""What bench_faults.py and bench_models.py are made of."""
 ELSEWHERE = {"soak.py": "cluster/test_soak.py"}
 """Benchmarks that a test file of their own runs."""
 
@@ -118,6 +121,7 @@ ON_ENGINES = {
         "--engines 2 --cells 3",
         {"ratio": RATIO, "ours_s": SECONDS, "rival_s": SECONDS, "pair_ratio": RATIO},
     ),
+    "record_waits.py": Short("--steps 30 --to waits.npz", {"runs": (14, 14), "size_bytes": SIZE}),
     "bench_checkpoint.py": Short(
         "--hidden 16 --steps 40 --every 20 --rounds 1",
         {
@@ -138,6 +142,10 @@ ON_ENGINES = {
     "bench_overhead.py": Short(
         "--pairs 1 --seconds 0.2",
         {"ratio": RATIO, "torchrun_ratio": RATIO, "off_step_ms": MS, "goal": SHARE},
+    ),
+    "bench_models.py": Short(
+        "--models lstm --strategies mirrored --steps 2 --to models.json",
+        {"cases": (1, 1), "trained": (1, 1)},
     ),
     "bench_parity.py": Short(
         "--workers 2 --steps 8 --strategies mirrored,parameter_server",
@@ -187,15 +195,17 @@ TABLE = {**QUICK, **ON_WORKERS, **ON_ENGINES, **TENSORFLOW}
 
 
 def results(file: str, arguments: str) -> list[dict[str, Any]]:
-    """Run a benchmark; return what its lines of JSON say."""
+    """Run a benchmark, in a folder of its own; return what its lines of JSON say."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / file), *arguments.split()],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=env,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(FOLDER / file), *arguments.split()],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=env,
+            cwd=folder,
+        )
     said = f"{file} {arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.returncode == 0, said
     lines = done.stdout.splitlines()
