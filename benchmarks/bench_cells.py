@@ -24,10 +24,15 @@ def main() -> None:
     import ipyparallel as ipp
     from IPython.core.interactiveshell import InteractiveShell
 
+    from workbench.session.state import session
+
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "workbench")
     with contextlib.redirect_stdout(io.StringIO()):
-        shell.run_line_magic("cluster", f"start {given.engines}")
+        shell.run_line_magic("cluster", f"start {given.engines} --devices cpu")
+    assert session.cluster is not None
+    # What the warm parent imports meanwhile takes a core from both sides.
+    session.cluster._engines._ground.warm.warmed.wait(60)
     rival = ipp.Cluster(n=given.engines, log_level=50)
     client = rival.start_and_connect_sync()
     view = client[:]

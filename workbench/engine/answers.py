@@ -40,10 +40,10 @@ def shorten(kernel: Any) -> None:
             about.pop("started", None)  # the client would parse it as a date
         return about
 
-    def should_handle(stream: Any, message: Any, idents: Any) -> bool:
+    def should_handle(stream: Any, message: Any, idents: Any) -> Any:  # may be awaitable
         if _is_ours(message) and message["header"]["msg_id"] not in kernel.aborted:
             return True  # without a line in the log
-        return bool(handles(stream, message, idents))
+        return handles(stream, message, idents)
 
     kernel._publish_status, kernel.init_metadata = publish_status, init_metadata
     kernel.should_handle = should_handle
@@ -59,7 +59,7 @@ def brief(stream: Any) -> None:
     """Have a stream of ipykernel's hand over what was printed only where something was."""
     if "flush" in vars(stream) or not hasattr(stream, "_flush_pending"):
         return
-    pipe = _Pipe(stream) if stream._should_watch else None
+    pipe = _Pipe(stream) if getattr(stream, "_should_watch", False) else None
     if pipe is not None and not pipe.begin():
         return
     flush = stream.flush

@@ -93,30 +93,26 @@ class Keeping:
         """Note what the engines are about to be asked to run; None: it is settled."""
         self.task = None if task is None else dict(task)
         self.touch()
-        if self._described == self._changing():
-            self._write(task_alone=True)
-        else:
-            self.write()
+        self._write(whole=False)
 
     def write(self) -> None:
         """Describe the cluster in its folder; trouble with that must not fail a cell."""
-        self._write()
+        self._write(whole=True)
 
-    def _write(self, task_alone: bool = False) -> None:
+    def _write(self, *, whole: bool) -> None:
         with self._lock:
             if self._over.is_set():
                 return
             try:
-                folder = self._cluster._engines.folder()
+                folder, changing = self._cluster._engines.folder(), self._changing()
+                if whole or changing != self._described:
+                    kept.write(folder, self.about())
+                    self._described = changing
                 if self._noted != self.task:
                     if self._page is None:
                         self._page = Page(folder / kept.TASK)
                     self._page.write(self.task)
                     self._noted = self.task
-                if not task_alone:
-                    described = self._changing()
-                    kept.write(folder, self.about())
-                    self._described = described
             except Exception:
                 log.warning("The cluster could not be described in its folder", exc_info=True)
 
