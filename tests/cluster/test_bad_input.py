@@ -206,7 +206,6 @@ class Branch(nn.Module):
             h = h * 2
         return self.b(h)
 """
-TIED = "a, b = nn.Linear(4, 4), nn.Linear(4, 4); b.weight = a.weight"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,6 @@ TIED = "a, b = nn.Linear(4, 4), nn.Linear(4, 4); b.weight = a.weight"
         ("model_split -o microbatches=16", "", {}, ["more microbatches than samples", "at most 8"]),
         ("model_split -o split_at=head", "", {}, ["'head'", "0, 1, 2", "leave split_at out"]),
         ("model_split", BRANCH, {"model": "Branch()"}, ["traced", "line 11", "[first, second]"]),
-        ("model_split", TIED, {"model": "nn.Sequential(a, nn.Tanh(), b)"}, ["0.weight in stage 0"]),
         ("tensor_parallel -o plan=head=col", "", {}, ["'head'", "-o plan=auto"]),
     ],
 )  # fmt: skip
