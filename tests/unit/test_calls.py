@@ -17,7 +17,7 @@ class Loop:
 
 def test_a_loop_is_woken_once_for_what_is_sent_together_and_keeps_its_order():
     loop, done = Loop(), []
-    gathering = Gathering(loop)
+    gathering = Gathering(loop, lambda: done.append("flushed"))
     with gathering.together():
         for number in range(3):
             gathering.add_callback(done.append, number)
@@ -30,7 +30,7 @@ def test_a_loop_is_woken_once_for_what_is_sent_together_and_keeps_its_order():
     assert len(loop.asked) == 2
     for callback in loop.asked:
         callback()
-    assert done == ["other", 0, 1, 2, 3]
+    assert done == ["other", 0, 1, 2, 3, "flushed"]
     gathering.add_callback(done.append, 4)
     assert len(loop.asked) == 3
     assert gathering.running

@@ -272,10 +272,13 @@ class Gathering:
 
     Each would wake it by itself, and its thread and the sender's would take turns for the
     interpreter with every request.
+
+    Args:
+        flush: Sends at once what was put into the stream; it would send one in each of its turns.
     """
 
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
+    def __init__(self, loop: Any, flush: Callable[[], object] = lambda: None) -> None:
+        self._loop, self._flush = loop, flush
         self._here = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -302,12 +305,11 @@ class Gathering:
         finally:
             self._here.waiting = None
             if waiting:
-                self._loop.add_callback(_call_all, waiting)
+                self._loop.add_callback(self._call_all, waiting)
 
-
-def _call_all(callbacks: list[Callable[[], Any]]) -> None:
-    for callback in callbacks:
-        try:
-            callback()
-        except Exception:  # noqa: PERF203 - one that cannot be sent does not keep the others back
-            log.exception("A request to an engine could not be sent")
+    def _call_all(self, callbacks: list[Callable[[], Any]]) -> None:
+        for callback in (*callbacks, self._flush):
+            try:
+                callback()
+            except Exception:  # noqa: PERF203 - one that cannot be sent keeps no other back
+                log.exception("A request to an engine could not be sent")

@@ -9,10 +9,12 @@ import signal as signals
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ipyparallel
+import zmq
 
 from ..errors import ClusterError
 from . import controller, deaths
@@ -106,10 +108,11 @@ class Hub:
     def _connect(self) -> None:
         self.client = self.cluster.connect_client_sync()
         self.client._registration_callbacks.append(self._registration)
-        self.client._io_loop = Gathering(self.client._io_loop)
         # The stream that direct views send on; sending on the bare socket below it would eat
         # the wake-up of a reply that arrives meanwhile.
-        self.socket = self.client._mux_stream
+        self.socket = stream = self.client._mux_stream
+        flush = partial(stream.flush, zmq.POLLOUT)
+        self.client._io_loop = Gathering(self.client._io_loop, flush)
 
     # -- who is registered -------------------------------------------------------------------------
 
