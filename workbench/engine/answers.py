@@ -24,9 +24,14 @@ PIPE_BYTES = 1 << 16
 OURS = "workbench"
 """Metadata of the kernel's requests (`cluster/calls.py`); others are answered as ever."""
 
+NEEDED = ("_publish_status", "init_metadata", "should_handle", "get_parent", "aborted")
+"""What is made use of here; some of it is ipykernel's own affair."""
+
 
 def shorten(kernel: Any) -> None:
     """Have an engine's kernel answer our requests briefly."""
+    if not all(hasattr(kernel, name) for name in NEEDED):
+        return  # another ipykernel: it answers as ever
     say, metadata, handles = kernel._publish_status, kernel.init_metadata, kernel.should_handle
 
     def publish_status(status: str, channel: str, parent: Any = None) -> None:
