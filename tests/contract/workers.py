@@ -66,11 +66,16 @@ def _serve(pipe: Any, stacks: str) -> None:
 class Workers:
     """A pool of worker processes and the store in which they meet."""
 
+    _open = 0
+    _environ_before: dict[str, str | None] = {}  # noqa: RUF012 - of the process
+
     def __init__(self, count: int) -> None:
         import torch.distributed as dist
 
-        self._environ_before = {name: os.environ.get(name) for name in ENVIRON}
-        os.environ.update(ENVIRON)
+        if not Workers._open:
+            Workers._environ_before = {name: os.environ.get(name) for name in ENVIRON}
+            os.environ.update(ENVIRON)
+        Workers._open += 1
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
@@ -182,7 +187,10 @@ class Workers:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
-        for name, before in self._environ_before.items():
+        Workers._open -= 1
+        if Workers._open:  # pools end in any order
+            return
+        for name, before in Workers._environ_before.items():
             if before is None:
                 os.environ.pop(name, None)
             else:
