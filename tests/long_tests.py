@@ -317,6 +317,16 @@ RULES: list[Rule] = [
         ),
         ("test_runs_that_end_early_are_completed_too[*", ["test_runs_that_end_early*[failed-*"]),
     ),
+    *_rules(
+        "unit/test_culprit.py",
+        ("test_without_a_fault_hardly_anybody*", ["test_without_a_fault*-300]"]),
+        (
+            "test_while_a_run_goes_on_hardly_anybody*",
+            ["test_while_a_run*[linear-3]", "test_while_a_run*[pipeline-2]"],
+        ),
+        ("test_ten_milliseconds_are_put_down*", ["test_ten_milliseconds*-60]"]),
+        ("test_delays_of_other_kinds*", ["test_delays_of_other_kinds*[linear-3-*"]),
+    ),
     # -- a killed kernel, a cluster that is kept: every way of dying -------------------------------
     *_rules(
         "cluster/test_leftovers.py",
