@@ -33,7 +33,7 @@ class Page:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._file: IO[bytes] | None = None
         self._fresh: Path | None = None  # where the file is until it is whole
         self._size = 0
@@ -53,15 +53,15 @@ class Page:
     def _turn_over(self) -> None:
         """Begin a fresh file; the old one is there until it holds something."""
         self.close()
-        self._fresh = self._path.with_name(
-            f".{self._path.name}.{os.getpid()}.{threading.get_ident()}"
+        self._fresh = self.path.with_name(
+            f".{self.path.name}.{os.getpid()}.{threading.get_ident()}"
         )
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._file = open(os.open(self._fresh, flags, 0o600), "ab", buffering=0)  # noqa: SIM115
 
     def _publish(self) -> None:
         if self._fresh is not None:
-            self._fresh.replace(self._path)
+            self._fresh.replace(self.path)
             self._fresh = None
 
     def close(self) -> None:

@@ -65,7 +65,8 @@ def test_an_engine_without_variables_gives_way_to_a_fork_of_the_other_parent(boo
 
 
 def test_an_engine_with_variables_imports_beside_them_and_says_so_once(book, cluster):
-    before = pids(cluster)  # engine 0 holds the model of the test above
+    book.ok(FIT.format(flags="", epochs=1))
+    before = pids(cluster)  # engine 0 holds the model
     said = book.ok("%%rank 0\nkept = id(model)").stdout
     assert "Engine 0 holds variables" in said
     assert "torch beside" in said

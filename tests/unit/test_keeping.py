@@ -291,6 +291,15 @@ def test_a_cell_adds_a_line_and_the_cluster_is_described_anew_where_it_changed(f
     cluster.hearing.folders[1] = folder / "run-1"
     keeping.begun({"calls": {}, "run": 1})
     assert profile.read_json(described)["runs"] == [[1, str(folder / "run-1")]]
+    other = folder / "other"  # where all of it stands after the controller died
+    other.mkdir()
+    engines.folder = lambda: other
+    page = keeping._page
+    keeping.begun({"calls": {}, "run": 1})
+    assert page._file is None
+    assert last_page(other / kept.TASK)["run"] == 1
+    assert (other / kept.ABOUT).exists()
+    engines.folder, folder = lambda: other, other
     keeping.end()
     keeping.begun({"calls": {}, "run": 2})
     assert last_page(folder / kept.TASK)["run"] == 1

@@ -105,6 +105,10 @@ class Keeping:
                 return
             try:
                 folder, changing = self._cluster._engines.folder(), self._changing()
+                if self._page is not None and self._page.path.parent != folder:
+                    # The controller had died: all of it stands in another folder now.
+                    self._page.close()
+                    self._page, self._noted, whole = None, {}, True
                 if whole or changing != self._described:
                     kept.write(folder, self.about())
                     self._described = changing
