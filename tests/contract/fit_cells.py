@@ -79,3 +79,27 @@ def called_back():
         callbacks=[Listener()],
     )
     return {"heard": heard, "evals": result.evals}
+
+
+def frozen_statistics(evaluate=True):
+    """Train with a BatchNorm that evaluates; return what it holds, and which layers train."""
+    import torch
+
+    from workbench.engine.fit import fit
+
+    torch.manual_seed(3)
+    data = torch.randn(40, 8) + 5.0, torch.randint(0, 3, (40,))
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+    )
+    model[0].eval()
+    fit(
+        model,
+        data,
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.2),
+        batch_size=20,
+        epochs=3,
+        eval_data=data if evaluate else None,
+    )
+    return model[0].running_mean.tolist(), [layer.training for layer in model]

@@ -41,6 +41,16 @@ def test_a_compiled_model_trains_as_the_plain_one(workers: Workers, backend: str
     assert compiled["met"] == []  # the probe never ran as plain Python
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "tensor_parallel"])
+def test_a_layer_that_evaluates_does_so_after_an_evaluation_too(
+    workers: Workers, strategy: str
+) -> None:
+    count = 1 if strategy == "one_device" else 2
+    for found in values(workers.run(strategy, fit_cells.frozen_statistics, workers=count)):
+        assert found[0] == [0.0] * 8
+        assert found[1] == [False, True, True, True]
+
+
 def test_callbacks_hear_steps_epochs_and_the_end(workers: Workers) -> None:
     for found in values(workers.run("mirrored", fit_cells.called_back, workers=2)):
         heard = [tuple(event) for event in found["heard"]]

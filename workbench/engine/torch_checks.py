@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,18 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import FitError
 from .torch_batches import map_batch
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) go on so."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def check_closure(optimizer: Any) -> None:
@@ -63,19 +76,15 @@ def make_real(
     if batch is not None:
         here = next(iter([*model.parameters(), *model.buffers()])).device
         batch = map_batch(lambda t: t.to(here), batch)
-        training = [module for module in model.modules() if module.training]
-        model.eval()  # no dropout, no batch statistics of a single sample
         try:
-            with torch.no_grad():
+            # No dropout, no batch statistics of a single sample.
+            with evaluating(model), torch.no_grad():
                 if step_fn is not None:
                     step_fn(model, batch)
                 else:
                     model(batch[0] if isinstance(batch, (tuple, list)) else batch)
         except Exception as error:
             raise _unreal(model, f"{type(error).__name__}: {error}") from error
-        finally:
-            for module in training:
-                module.training = True
     if _lazy_layers(model):
         raise _unreal(model, ", ".join(_lazy_layers(model)))
 

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.torch_batches import map_batch
+from ...engine.torch_checks import evaluating
 from ..base import NAN, Job, Share, StepResult
 from .guard import Guard
 from .layout import Layout, clip_grad_norm, grad_norm, make_mesh
@@ -132,17 +133,15 @@ class TensorParallel(Partitioned):
     def _trial(self, model: torch.nn.Module, job: Job) -> torch.Tensor:
         """Return loss and gradient norm of one sample, without touching anything."""
         batch = map_batch(lambda t: t.to(self.device), self.sample)
-        was_training = model.training
-        model.eval()
         try:
-            if job.step_fn is not None:
-                loss = job.step_fn(model, batch)
-            else:
-                loss = job.loss(model(batch[0]), batch[1])
-            loss.backward()
+            with evaluating(model):
+                if job.step_fn is not None:
+                    loss = job.step_fn(model, batch)
+                else:
+                    loss = job.loss(model(batch[0]), batch[1])
+                loss.backward()
             return torch.stack([loss.detach().double(), grad_norm(model.parameters())])
         finally:
-            model.train(was_training)
             for parameter in model.parameters():
                 parameter.grad = None
 

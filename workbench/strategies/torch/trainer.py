@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...engine.context import RunContext
 from ...engine.torch_batches import map_batch, slice_batch
-from ...engine.torch_checks import check_closure
+from ...engine.torch_checks import check_closure, evaluating
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
 from .parts import copied_state, load_parts
@@ -200,16 +200,11 @@ class Trainer:
         """
         names = ["loss", *self.job.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for share in shares:
-                    if share.samples or self._even:
-                        sums[:-1] += self._scores(self.to_device(share.data)) * share.samples
-                        sums[-1] += share.samples
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), torch.no_grad():
+            for share in shares:
+                if share.samples or self._even:
+                    sums[:-1] += self._scores(self.to_device(share.data)) * share.samples
+                    sums[-1] += share.samples
         add_up(sums)
         means = (sums[:-1] / sums[-1]).tolist()
         return dict(zip(names, means, strict=True))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ....engine.torch_batches import map_batch, tensors_of
+from ....engine.torch_checks import evaluating
 from ....errors import FitError
 from ...base import Job
 
@@ -166,15 +167,12 @@ def _called_once(
     device = next(model.parameters()).device
     own = list(tensors_of(batch))
     batch = map_batch(lambda t: t.to(device), batch)
-    watched, was_training = _Watched(model), model.training
+    watched = _Watched(model)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model.eval()
+        with torch.random.fork_rng(devices=[]), evaluating(model), torch.no_grad():
             step_fn(watched, batch)
     except Exception:
         return None  # tracing says what is wrong, if anything
-    finally:
-        model.train(was_training)
     if len(watched.calls) != 1:
         return None
     known = {id(tensor): place for place, tensor in enumerate(tensors_of(batch))}

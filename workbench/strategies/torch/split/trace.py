@@ -27,6 +27,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from ....engine.torch_batches import map_batch, tensors_of
+from ....engine.torch_checks import evaluating as evaluates
 from ....errors import FitError
 from .calls import calls_of, chosen
 from .layers import Layer, tensor_names, with_aliases
@@ -88,11 +89,9 @@ def traced_layers(
     Raises:
         FitError: The program cannot be traced.
     """
-    was_training = model.training
-    try:
-        training, evaluating = (_trace(model.train(mode), program) for mode in (True, False))
-    finally:
-        model.train(was_training)
+    training = _trace(model, program)
+    with evaluates(model):
+        evaluating = _trace(model, program)
     names = list(asked) if only else chosen(model, training.calls, stages, asked)
     names = _in_both(names, training, evaluating)
     pieces = [_pieces(model, trace, names, device) for trace in (training, evaluating)]
