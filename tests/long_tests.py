@@ -89,6 +89,17 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "contract/test_models_vision.py",
+        (
+            "test_timms_vision_transformer_trains_as_on_one_device[*",
+            ["test_timms_vision*[model_split]"],
+        ),
+        (
+            "test_torchvisions_models_train_as_on_one_device[*",
+            ["test_torchvisions*[torchvision_resnet18-model_split]"],
+        ),
+    ),
+    *_rules(
         "contract/test_averaging.py",
         (
             "test_a_compiled_model_is_averaged",

@@ -87,6 +87,7 @@ QUICK = {
         },
         needs=(),
     ),
+    "rows.py": Short("--only bench_dashboard.py --to rows.json", {"taken": (1, 1)}, needs=()),
     "vitals.py": Short(
         "--engines 2 --turns 3",
         {"first_ms": MS, "median_ms": MS, "most_ms": MS, "pss_ms": MS},
@@ -144,7 +145,7 @@ ON_ENGINES = {
         {"ratio": RATIO, "torchrun_ratio": RATIO, "off_step_ms": MS, "goal": SHARE},
     ),
     "bench_models.py": Short(
-        "--models lstm --strategies mirrored --steps 2 --to models.json",
+        "--models lstm --strategies mirrored --steps 2",
         {"cases": (1, 1), "trained": (1, 1)},
     ),
     "bench_parity.py": Short(
