@@ -343,8 +343,8 @@ def without_step():
     return [context.taken_over, context.backwards, context.updates, context.trained]
 
 
-def one_freezes():
-    """Ranks that freeze different parameters."""
+def one_freezes(alone=False):
+    """Ranks that freeze different parameters, or rank 0 alone, while the others go on."""
     import torch
 
     from workbench.engine.prepare import prepare
@@ -353,7 +353,7 @@ def one_freezes():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = prepare(model, optimizer)
     for step in range(3):
-        if step == 1:
+        if step == 1 and not (alone and rank):
             model[rank].requires_grad_(False)
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()

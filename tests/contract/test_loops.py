@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import loop_cells
 import numpy as np
@@ -185,7 +186,22 @@ def test_workers_that_freeze_different_layers_are_told(workers: Workers, way: st
     reports = workers.run("mirrored", loop_cells.one_freezes, workers=2, options=OURS[way])
     for place, report in enumerate(reports):
         assert "no longer train the same parameters" in str(report.error)
-        assert f"on rank {place} changed: {place}.weight, {place}.bias" in str(report.error)
+        assert f"rank {place} froze {place}.bias, {place}.weight; rank {1 - place}" in str(
+            report.error
+        )
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_worker_that_alone_freezes_a_layer_is_told_at_once(workers: Workers, way: str) -> None:
+    """The others know of no change, and wait for it in the reduction."""
+    began = time.monotonic()
+    first, other = workers.run(
+        "mirrored", loop_cells.one_freezes, True, workers=2, options=OURS[way]
+    )
+    assert time.monotonic() - began < 20  # with nobody there to interrupt them
+    assert "no longer train the same parameters" in str(first.error)
+    assert "rank 0 froze 0.bias, 0.weight; rank 1 did not do the same" in str(first.error)
+    assert other.error is not None
 
 
 def test_samples_of_sequences_are_counted_along_the_batch(workers: Workers) -> None:

@@ -155,6 +155,8 @@ def _lines(parts: list[str], size_pt: float, weight: str = "normal") -> list[str
         longer = f"{lines[-1]} · {part}" if lines else ""
         if longer and width_in(longer, size_pt, weight) <= most_in:
             lines[-1] = longer
+        elif width_in(part, size_pt, weight) <= most_in:
+            lines.append(part)
         else:
             lines += wrapped(part, size_pt, most_in, weight)
     return lines
