@@ -226,3 +226,31 @@ def test_a_rank_whose_loop_is_shorter_is_not_called_gone(workers: Workers) -> No
     assert second.error is None
     assert "worker 1 takes no further part" in str(first.error)
     assert "its loop was shorter" in str(first.error)
+
+
+@pytest.mark.parametrize("kind", ["backward", "no_sync", "then synced", "autograd.grad"])
+def test_clipping_sees_the_gradients_that_it_sees_under_plain_ddp(
+    workers: Workers, kind: str
+) -> None:
+    found = [report.value for report in clean(workers.run(
+        "mirrored", loop_cells.norms_clipped, kind, workers=2, options=BACKEND
+    ))]  # fmt: skip
+    for plain, ours in found:
+        assert ours == pytest.approx(plain, rel=1e-6)
+    alone = kind in ("no_sync", "autograd.grad")  # a worker's own: the step averages what is left
+    assert (found[0][0] != found[1][0]) == alone
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("mirrored", {}), ("central_storage", {}), ("parameter_server", {"sync": True}),
+        ("sharded", {}), ("local_sgd", {}), ("tensor_parallel", {}), ("model_split", {}),
+    ],
+)  # fmt: skip
+def test_a_step_fn_that_calls_backward_is_refused(
+    workers: Workers, strategy: str, options: dict
+) -> None:
+    for report in workers.run(strategy, loop_cells.own_backward, workers=2, options=options):
+        assert "FitError" in str(report.error)
+        assert "backward" in str(report.error)

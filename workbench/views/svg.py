@@ -85,7 +85,9 @@ def _head(snapshot: Snapshot) -> tuple[list[str], float]:
     slow = text.slow(snapshot)
     for said in (snapshot.banner, slow, text.dropped(snapshot), *snapshot.notes):
         named = bool(slow) and said == slow
-        for line in (line for one in said.splitlines() for line in lines([one], bold=named)):
+        for line in (
+            line for one in said.splitlines() for line in lines([one.strip()], bold=named)
+        ):
             body.append(say(MARGIN, y + 4, line, "w" if named else "m", bold=named))
             y += 18
     return body, y + 14
