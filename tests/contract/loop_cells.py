@@ -431,19 +431,17 @@ def norms_clipped(kind):
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = None
-            loss = model(x).square().mean()
             if kind == "autograd.grad":
+                loss = model(x).square().mean()
                 for parameter, grad in zip(
                     parameters, torch.autograd.grad(loss, parameters), strict=True
                 ):
                     parameter.grad = grad
-            elif kind == "backward":
-                loss.backward()
-            else:
-                with model.no_sync():
-                    loss.backward(retain_graph=True)
-                if kind == "then synced":
-                    loss.backward()
+            if kind in ("no_sync", "then synced"):
+                with model.no_sync():  # DistributedDataParallel wants the forward in it, too
+                    model(x).square().mean().backward()
+            if kind in ("backward", "then synced"):
+                model(x).square().mean().backward()
             seen.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
         return seen
 
