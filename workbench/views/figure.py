@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from ..history.snapshot import Curve, Snapshot
 from ..metrics import PARTS
 from . import text, units
+from .comparison_parts import width_in, wrapped
 from .drawing import own_style
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
@@ -23,8 +25,8 @@ if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the en
     from matplotlib.figure import Figure, SubFigure
 
 _WIDTH_IN, _DPI = 9.0, 110
-_HEAD_IN, _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 0.76, 2.1, 0.27, 0.75, 1.35
-_TITLE_LETTERS = 100  # as many as fit the width
+_CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
+_EDGE_IN = 0.09  # left and right of the headline
 _VISIBLE_STEPS = 12
 
 
@@ -78,13 +80,14 @@ def run_figure(snapshot: Snapshot) -> Figure:
     rows = max(1, len(snapshot.workers)) * _ROW_IN + _PAD_IN
     more = {**snapshot.extra, **snapshot.logged}
     more_rows = -(-len(more) // 3)
-    heights = [_HEAD_IN, _CHART_IN, rows, rows + 0.2]
+    head = _head(snapshot)
+    heights = [head.height_in, _CHART_IN, rows, rows + 0.2]
     if snapshot.split is not None:
         heights += [rows + 0.2, stages_height_in(snapshot.split)]
     heights += [_SMALL_IN] * more_rows
     figure = Figure(figsize=(_WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
     bands: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    _draw_head(bands[0], snapshot)
+    head.draw(bands[0])
     left, right = bands[1].subplots(1, 2)
     _draw_curve(left, snapshot.loss_curve, "Loss", series(0))
     _mark_evals(left, snapshot)
@@ -100,15 +103,63 @@ def run_figure(snapshot: Snapshot) -> Figure:
     return figure
 
 
-def _draw_head(band: SubFigure, snapshot: Snapshot) -> None:
+@dataclass(frozen=True)
+class _Head:
+    """What stands above the curves, in lines that fit the width.
+
+    Attributes:
+        title, facts, blame: Which run, its figures, who is slow.
+    """
+
+    title: list[str]
+    facts: list[str]
+    blame: list[str]
+
+    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # of the title, of other lines, between parts
+
+    @property
+    def height_in(self) -> float:
+        lines = len(self.facts) + max(1, len(self.blame))
+        return len(self.title) * self._TITLE_IN + lines * self._LINE_IN + 3.3 * self._GAP_IN
+
+    def draw(self, band: SubFigure) -> None:
+        at_in, color = self._GAP_IN, INK["light"]
+        for lines, size_pt, weight, line_in in (
+            (self.title, 11, "bold", self._TITLE_IN),
+            (self.facts, 9, "normal", self._LINE_IN),
+            (self.blame, 9, "bold", self._LINE_IN),
+        ):
+            if lines is self.blame:
+                color = phase_colors()[HATCHED]
+            for line in lines:
+                band.text(
+                    _EDGE_IN / _WIDTH_IN, 1 - at_in / self.height_in, line, fontsize=size_pt,
+                    weight=weight, va="top", color=color, parse_math=False,
+                )  # fmt: skip
+                at_in += line_in
+            at_in += self._GAP_IN
+
+
+def _head(snapshot: Snapshot) -> _Head:
     facts = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     blame = [line for line in (text.slow(snapshot), text.dropped(snapshot)) if line]
-    title = f"{text.title(snapshot)} · {snapshot.state}"
-    size = 11 * min(1.0, _TITLE_LETTERS / len(title))
-    band.text(0.01, 0.9, title, fontsize=size, weight="bold", va="top", color=INK["light"])
-    band.text(0.01, 0.55, " · ".join(facts), fontsize=9, va="top", color=INK["light"])
-    color = phase_colors()[HATCHED]
-    band.text(0.01, 0.24, " · ".join(blame), fontsize=9, weight="bold", va="top", color=color)
+    title = f"{text.title(snapshot)} · {snapshot.state}".split(" · ")
+    return _Head(_lines(title, 11, "bold"), _lines(facts, 9), _lines(blame, 9, "bold"))
+
+
+def _lines(parts: list[str], size_pt: float, weight: str = "normal") -> list[str]:
+    """Return parts with dots between them, in lines that fit; they break at a dot if possible."""
+    most_in = _WIDTH_IN - 2 * _EDGE_IN
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]} · {part}" if lines else ""
+        if longer and width_in(longer, size_pt, weight) <= most_in:
+            lines[-1] = longer
+        elif width_in(part, size_pt, weight) <= most_in:
+            lines.append(part)
+        else:
+            lines += wrapped(part, size_pt, most_in, weight)
+    return lines
 
 
 def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:

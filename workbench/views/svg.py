@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..history.snapshot import Curve, Floats, Snapshot
 from ..metrics import PARTS
 from . import text, units
-from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, say, say_percent
+from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, lines, say, say_percent
 from .svg_pipeline import pipeline
 from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, series
 
@@ -73,16 +73,23 @@ def _document(body: list[str], height: float, description: str) -> str:
 
 def _head(snapshot: Snapshot) -> tuple[list[str], float]:
     found = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
-    body = [
-        say(MARGIN, 24, f"{text.title(snapshot)} · {snapshot.state}", bold=True),
-        say(MARGIN, 44, " · ".join(found)),
-    ]
-    y = 60.0
-    lines = [snapshot.banner, text.slow(snapshot), text.dropped(snapshot), *snapshot.notes]
-    for index, line in enumerate(line for line in lines if line):
-        slow = index == 0 and bool(text.slow(snapshot))
-        body.append(say(MARGIN, y + 4, line, "w" if slow else "m", bold=slow))
+    title = f"{text.title(snapshot)} · {snapshot.state}".split(" · ")
+    body, y = [], 24.0
+    for index, line in enumerate(lines(title, bold=True)):
+        body.append(say(MARGIN, y + 18 * index, line, bold=True))
+    y += 18 * len(body) + 2
+    for line in lines(found):
+        body.append(say(MARGIN, y, line))
         y += 18
+    y -= 2
+    slow = text.slow(snapshot)
+    for said in (snapshot.banner, slow, text.dropped(snapshot), *snapshot.notes):
+        named = bool(slow) and said == slow
+        for line in (
+            line for one in said.splitlines() for line in lines([one.strip()], bold=named)
+        ):
+            body.append(say(MARGIN, y + 4, line, "w" if named else "m", bold=named))
+            y += 18
     return body, y + 14
 
 
