@@ -15,6 +15,22 @@ TMP = "tmp"
 PAGE_BYTES = 64 << 10
 
 
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file in one go: readers see the old one or the new one, never half of it.
+
+    Raises:
+        OSError: It could not be written; the old one stands, and nothing else is left.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
 def folder() -> str | None:
     """Return where temporary files of ours go; None (the system's place) outside a cluster.
 

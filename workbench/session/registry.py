@@ -87,19 +87,20 @@ def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequenc
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
-    folders.prune(protect=[run.folder for run in runs.values()])
+    with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
+        folders.prune(protect=[run.folder for run in runs.values()])
+    let_rest(newest=AWAKE - 1)
     folder = folders.new_run_dir(name)
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
     run.init_from = initial
     runs.add(run)
-    let_rest()
     return run
 
 
-def let_rest() -> None:
+def let_rest(newest: int = AWAKE) -> None:
     """Leave on disk what runs hold that are neither new nor a cluster's last one."""
     last = [cluster.busy for cluster in _clusters]
-    for run in list(runs.values())[:-AWAKE]:
+    for run in list(runs.values())[:-newest]:
         if run not in last:
             run.rest()
 

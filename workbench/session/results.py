@@ -174,9 +174,15 @@ class Results(ABC):
         """
         files = sorted(self.folder.glob("weights*.npz"))
         if rank is not None:
-            stem = "weights" if rank == 0 else f"weights-rank{rank}"
-            files = [file for file in files if file.stem == stem]
+            files = [file for file in files if file.stem == disk.weights_stem(rank)]
         if not files:
+            why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+            if why is not None:
+                raise RunError(
+                    f"Run {self.name} has no weights: they could not be written to disk.",
+                    seen=why,
+                    next_step="make room there, and train again",
+                )
             raise RunError(
                 f"Run {self.name} has no weights"
                 + ("" if rank is None else f" of rank {rank}")
