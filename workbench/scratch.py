@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from .errors import RunError
+
 MARK = "WORKBENCH_CLUSTER"
 """Environment variable of every process of a cluster: the cluster's folder."""
 TMP = "tmp"
@@ -29,6 +31,24 @@ def replace(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise
+
+
+def export(path: Path, content: bytes) -> Path:
+    """Write a file that the user asked for, whole or not at all; return its path.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    try:
+        replace(path, content)
+    except OSError as error:
+        raise RunError(
+            f"The file cannot be written: {error.strerror}.",
+            seen=str(path),
+            allowed="a file in a folder that is there, on a disk with room",
+            next_step="make room there, or name another file",
+        ) from error
+    return path
 
 
 def folder() -> str | None:

@@ -175,19 +175,27 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, An
     return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
 
 
-def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+def save(
+    run_dir: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
     """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
 
     A run that is there already is replaced, any other folder is left alone.
+
+    Args:
+        meta: What the copy's `run.json` says; by default what the run's own says.
 
     Returns:
         The target's path.
 
     Raises:
-        RunError: `run_dir` holds no run, or `target` holds something else.
+        RunError: `run_dir` holds no run, `target` holds something else or cannot be written.
     """
     source, goal = Path(run_dir), Path(target).expanduser()
-    read_meta(source)
+    if meta is None:
+        read_meta(source)
     if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
         raise RunError(
             "The target holds something that is not a run; nothing was saved.",
@@ -196,21 +204,33 @@ def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pat
         )
     if goal.exists() and goal.samefile(source):
         return goal
+    try:
+        _copy(source, goal, meta)
+    except OSError as error:
+        raise RunError(
+            f"The run cannot be saved there: {reason_of(error)}.",
+            seen=str(goal),
+            allowed="a folder that this user may write to, on a disk with room",
+            next_step="make room there, or name another folder",
+        ) from error
+    return goal
+
+
+def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
-    fresh.mkdir()
     try:
+        fresh.mkdir()
         for pattern in _SAVED:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
         if (source / PROFILES).is_dir():
             shutil.copytree(source / PROFILES, fresh / PROFILES)
-        if not (fresh / META).exists():
-            write_meta(fresh, {})
+        if meta is not None or not (fresh / META).exists():
+            write_meta(fresh, meta or {})
         _swap(fresh, goal)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return goal
 
 
 def holds(run_dir: str | os.PathLike[str], ranks: int, rows: int) -> bool:

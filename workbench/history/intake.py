@@ -120,9 +120,7 @@ class Intake:
         with self._lock:
             if self._live is None:
                 return True
-            self._fold()
-            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
-            if self._counted or not disk.holds(folder, len(self.engines), rows):
+            if self._counted or not self.on_disk(folder):
                 return False
             try:
                 folders.mark(folder)
@@ -130,6 +128,15 @@ class Intake:
                 return False
             self._live, self._rests_in = None, folder
             return True
+
+    def on_disk(self, folder: Path) -> bool:
+        """Whether all rows that have come are in the run's folder."""
+        with self._lock:
+            if self._live is None:
+                return True
+            self._fold()
+            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
+            return disk.holds(folder, len(self.engines), rows)
 
     def wake(self) -> None:
         """Have the rows in memory again."""
@@ -210,8 +217,7 @@ class Intake:
 
     def _cut(self, folder: Path, step: int) -> bool:
         """Drop rows of `step` and later from the disk; False where not all of them are there."""
-        rows = int(self._reduced.totals.rows.sum()) + self._reduced.invalid_rows
-        if not disk.holds(folder, len(self.engines), rows):
+        if not self.on_disk(folder):
             return False
         writers = {self.engines.index(engine) for engine in self.engines}
         try:
