@@ -161,7 +161,7 @@ class ControlLink:
                 late = time.monotonic() - began > WELCOME_S
                 try:
                     self._turn(socket, heard=socket in ready, late=late)
-                except Exception:  # noqa: PERF203 - what cannot be sent keeps nothing else back
+                except Exception:  # what cannot be sent keeps nothing else back
                     self._stumbled()
         finally:
             socket.close()

@@ -8,8 +8,8 @@
 
 Every file is written by one process only and flushed at each append, so a run whose kernel or
 engines were killed can be read up to the last whole row. Where it cannot be written (a full disk)
-the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it needs
-nothing but NumPy and the protocol.
+the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
+needs nothing but NumPy and the protocol.
 """
 
 from __future__ import annotations

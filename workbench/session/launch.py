@@ -23,7 +23,6 @@ from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
 
-
 log = logging.getLogger("workbench.session")
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import RunError
-from ..views.blocks import Blocks
 from ..views import text
+from ..views.blocks import Blocks
 from ..views.live import NoView, make_view
 from .interrupts import settle
 from .prompt import attend, unattended

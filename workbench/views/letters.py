@@ -1,7 +1,7 @@
-"""Letters that matplotlib's fonts may lack: other fonts of this machine, else words in their place.
+"""Letters that matplotlib's fonts may lack: other fonts of this machine, else words instead.
 
-A run may be called 实验 or 🚀. Fonts with such letters are used where this machine has some; a letter
-that no font has is spelled (`:rocket:`, `ka`, `u5B9E`) instead of drawn as an empty box.
+A run may be called 实验 or 🚀. Fonts with such letters are used where this machine has some; what
+no font has is spelled (`:rocket:`, `ka`, `u5B9E`) instead of drawn as an empty box.
 """
 
 from __future__ import annotations
