@@ -122,7 +122,7 @@ def test_an_engine_that_cannot_open_its_files_trains_without(nowhere):
     told, attached = [], []
     engine = SimpleNamespace(link=SimpleNamespace(attach=lambda *args: attached.append(args)))
     run = SimpleNamespace(
-        spec=RunSpec(mode="run", rank=1, run_dir=str(nowhere)),
+        spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(nowhere)),
         emit=lambda name, **fields: told.append(fields),
     )
     runtime._attach(engine, run)
@@ -139,7 +139,7 @@ def test_weights_that_cannot_be_written_leave_no_half_and_no_failure(tmp_path):
 
     (tmp_path / "weights.npz").touch()  # another rank's
     run = SimpleNamespace(
-        spec=RunSpec(mode="run", rank=1, run_dir=str(tmp_path)),
+        spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(tmp_path)),
         weights=lambda: {"w": np.ones(3)},
         emit=lambda name, **fields: told.append(fields),
     )
