@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import zmq
@@ -216,7 +217,7 @@ class ControlLink:
             self._send(self._sayings.popleft())
         while self._events:
             number, name, fields = self._events.popleft()
-            self._write(lambda writer, n=name, f=fields: writer.append_event(n, f))
+            self._write(partial(_append_event, name=name, fields=fields))
             self._send(Message("event", {"run": number, "name": name, **fields}))
         if wanted:
             self._flush_wanted = False
@@ -321,3 +322,7 @@ class ControlLink:
             run.board.hear(str(body["topic"]), int(body["rank"]), body["value"])
         elif message.kind == "inject":
             run.faults.set(body["faults"])
+
+
+def _append_event(writer: Writer, name: str, fields: Mapping[str, Any]) -> None:
+    writer.append_event(name, fields)

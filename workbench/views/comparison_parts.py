@@ -50,7 +50,7 @@ def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
     path = TextPath(
         (0, 0),
         readable(text).replace("$", "S"),
-        prop=FontProperties(weight=weight, size=size_pt),  # type: ignore[arg-type]
+        prop=FontProperties(weight=weight, size=size_pt),
     )
     return _HINTED * float(path.get_extents().x1) / 72
 

@@ -41,7 +41,7 @@ def _drawn() -> frozenset[int]:
     for weight in ("normal", "bold"):
         known: set[int] = set()
         for family in families():
-            path = findfont(FontProperties(family=[family], weight=weight))  # type: ignore[arg-type]
+            path = findfont(FontProperties(family=[family], weight=weight))
             known |= set(get_font(path).get_charmap())
         found.append(known)
     return frozenset(found[0] & found[1])
