@@ -177,8 +177,9 @@ def test_a_failed_copy_leaves_the_older_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.shutil, "copy2", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunError, match="No space left on device") as told:
         disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
+    assert "make room" in str(told.value)
     assert disk.read_run(target)[1].totals.steps == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "kept"]
 

@@ -7,12 +7,14 @@
       weights.npz, weights.pt  written at the end of the run
 
 Every file is written by one process only and flushed at each append, so a run whose kernel or
-engines were killed can be read up to the last whole row. Engines import this module: it needs
-nothing but NumPy and the protocol.
+engines were killed can be read up to the last whole row. Where it cannot be written (a full disk)
+the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
+needs nothing but NumPy and the protocol.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,8 +27,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import scratch
 from ..errors import RunError
-from ..protocol import RECORD
+from ..protocol import RECORD, Topic
 
 if TYPE_CHECKING:
     from .store import RunHistory
@@ -45,9 +48,13 @@ class RunWriter:
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int) -> None:
         folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._records = _open_whole(records_path(folder, rank), RECORD.itemsize)
-        self._events = _open_whole(events_path(folder, rank), None)
+        try:
+            self._events = _open_whole(events_path(folder, rank), None)
+        except BaseException:
+            self._records.close()
+            raise
 
     def append_records(self, packed: bytes) -> None:
         """Append packed RECORD rows."""
@@ -62,8 +69,29 @@ class RunWriter:
 
     def close(self) -> None:
         """Close both files; may be called twice."""
-        self._records.close()
-        self._events.close()
+        try:
+            self._records.close()
+        finally:
+            self._events.close()
+
+
+def unwritten(run_dir: str | os.PathLike[str], error: BaseException) -> dict[str, Any]:
+    """Return the note of a run that cannot be written: the same one, whoever fails, and of what."""
+    reason = reason_of(error)
+    text = (
+        f"Not all of this run could be written to disk: {reason} ({run_dir}). The run goes on, and "
+        "its history is kept in memory; its final weights may be missing. Make room there, or set "
+        "WORKBENCH_HOME to another folder: the next run is written again."
+    )
+    return {"text": text, "topic": Topic.NOT_ON_DISK.value, "value": reason}
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why something could not be written, in a line: `No space left on device`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
@@ -73,11 +101,9 @@ def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
     in `RunHistory`); the others are handed back as they are.
     """
     folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f".{META}.{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = {**meta, _ROW_BYTES: RECORD.itemsize}
-    fresh.write_text(json.dumps(whole, indent=1, default=_plain))
-    fresh.replace(folder / META)
+    scratch.replace(folder / META, json.dumps(whole, indent=1, default=_plain))
 
 
 def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -149,19 +175,27 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, An
     return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
 
 
-def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+def save(
+    run_dir: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
     """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
 
     A run that is there already is replaced, any other folder is left alone.
+
+    Args:
+        meta: What the copy's `run.json` says; by default what the run's own says.
 
     Returns:
         The target's path.
 
     Raises:
-        RunError: `run_dir` holds no run, or `target` holds something else.
+        RunError: `run_dir` holds no run, `target` holds something else or cannot be written.
     """
     source, goal = Path(run_dir), Path(target).expanduser()
-    read_meta(source)
+    if meta is None:
+        read_meta(source)
     if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
         raise RunError(
             "The target holds something that is not a run; nothing was saved.",
@@ -170,21 +204,33 @@ def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pat
         )
     if goal.exists() and goal.samefile(source):
         return goal
+    try:
+        _copy(source, goal, meta)
+    except OSError as error:
+        raise RunError(
+            f"The run cannot be saved there: {reason_of(error)}.",
+            seen=str(goal),
+            allowed="a folder that this user may write to, on a disk with room",
+            next_step="make room there, or name another folder",
+        ) from error
+    return goal
+
+
+def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
-    fresh.mkdir()
     try:
+        fresh.mkdir()
         for pattern in _SAVED:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
         if (source / PROFILES).is_dir():
             shutil.copytree(source / PROFILES, fresh / PROFILES)
-        if not (fresh / META).exists():
-            write_meta(fresh, {})
+        if meta is not None or not (fresh / META).exists():
+            write_meta(fresh, meta or {})
         _swap(fresh, goal)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return goal
 
 
 def holds(run_dir: str | os.PathLike[str], ranks: int, rows: int) -> bool:
@@ -198,6 +244,18 @@ def profiles(run_dir: Path) -> list[Path]:
     """Return a run's Chrome traces, in the order of their first ranks."""
     traces = (run_dir / PROFILES).glob("rank*.json")
     return sorted(traces, key=lambda path: int("".join(re.findall(r"\d+", path.stem)[:1])))
+
+
+def weights_stem(rank: int) -> str:
+    """Return how the files of a rank's final weights are called, without their suffix."""
+    return "weights" if rank == 0 else f"weights-rank{rank}"
+
+
+def remove_weights(run_dir: Path, rank: int) -> None:
+    """Remove a rank's final weights: half of them is worse than none."""
+    for path in run_dir.glob(f"{weights_stem(rank)}.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def records_path(run_dir: Path, rank: int) -> Path:

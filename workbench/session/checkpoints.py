@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import scratch
 from ..checkpoints import RUN, VERSION, Checkpoint, at, found, latest
 from ..errors import PlanError, RunError
 from ..plan import Plan
@@ -78,11 +79,9 @@ def describe(run: Run) -> None:
         "arguments": len(plan.recipe.args),
         "run": run.folder.name,
     }
-    fresh = folder / f".{RUN}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(about, indent=1))
-        fresh.replace(folder / RUN)
+        scratch.replace(folder / RUN, json.dumps(about, indent=1))
     except OSError as error:
         raise PlanError(
             "Checkpoints cannot be written there.",

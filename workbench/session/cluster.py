@@ -11,7 +11,6 @@ from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
 from ..errors import RunError
 from ..faults import parse_fault
-from ..history import disk
 from ..plan import Plan, make_plan
 from ..protocol import Message
 from ..windows import parse_window
@@ -255,22 +254,25 @@ class Cluster(Upkeep):
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
-        for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
-            if text:
-                run.note(text)
-        self.hearing.add(run)
-        disk.write_meta(run.folder, run.meta())
-        run.resume_from = resume_from
-        run.advance("submit")
         self._busy = run
         try:
+            for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
+                if text:
+                    run.note(text)
+            self.hearing.add(run)
+            run.record()
+            run.resume_from = resume_from
+            run.advance("submit")
             run.begin_logs()
             checkpoints.describe(run)
             launch = Launch(pool, run, servers, leases, number, autoreload, self.hearing.renumber)
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
-            raise  # it is under way, and its engines are told to end by who hears of this
+            # Once it is under way, its engines are told to end by who hears of this.
+            if run.task is None:
+                run.finish(RunError("Interrupted before it began."))
+            raise
         except BaseException as error:
             run.finish(error if isinstance(error, RunError) else RunError(str(error)))
             raise

@@ -13,6 +13,7 @@ code, and not more than `MOST` times in a run.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .launch import Launch
     from .run import Run
 
+log = logging.getLogger("workbench.session")
 MOST = 3
 """Recoveries of one run: what dies again and again dies for a reason."""
 LEND, BORROW = "workbench.engine.loans:lend", "workbench.engine.loans:borrow"
@@ -138,6 +140,12 @@ class Recoverer:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}"))
                     return
                 how = "; ".join(map(self._died_meanwhile, dead))
+            except Exception as error:  # else it would be recovering for ever
+                log.exception("Run %r could not go on", run.name)
+                run.finish(
+                    RunError(f"{how}.\n  It could not go on: {type(error).__name__}: {error}")
+                )
+                return
 
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run

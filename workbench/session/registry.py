@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class Runs(Mapping[str, Run]):
-    """Runs by name, newest last; when a name is used again the older run becomes `name@1`.
+    """Runs by name or place, newest last: `runs["base"]`, `runs[-1]`.
+
+    When a name is used again the older run becomes `name@1`.
 
     Any thread may look while another one adds: who looks goes on in what there was before.
     """
@@ -50,11 +52,18 @@ class Runs(Mapping[str, Run]):
         """The newest run, None when there is none."""
         return next(reversed(self._runs.values()), None)
 
-    def __getitem__(self, name: str) -> Run:
-        try:
-            return self._runs[name]
-        except KeyError:
-            raise MissingRunError(name, list(self._runs)) from None
+    def __getitem__(self, name: str | int) -> Run:
+        found = self._runs
+        if isinstance(name, int):
+            names = list(found)
+            if -len(names) <= name < len(names):
+                return found[names[name]]
+        elif isinstance(name, str) and name in found:
+            return found[name]
+        raise MissingRunError(name, list(found))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._runs
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._runs)
@@ -70,8 +79,25 @@ class Runs(Mapping[str, Run]):
 class MissingRunError(KeyError, PlanError):
     """There is no run of that name."""
 
-    def __init__(self, name: str, names: Sequence[str]) -> None:
-        PlanError.__init__(self, *unknown("run", name, names).args)
+    def __init__(self, name: object, names: Sequence[str]) -> None:
+        if not names:
+            told = PlanError(
+                "There is no run yet.",
+                seen=name,
+                next_step="train one: %%distributed mirrored above a cell",
+            )
+        elif isinstance(name, str):
+            told = unknown("run", name, names)
+        else:
+            told = PlanError(
+                "There is no such run.",
+                seen=name,
+                allowed=f"a name: {', '.join(sorted(names))}; or a place: -{len(names)} to "
+                f"{len(names) - 1}, -1 is the newest",
+                next_step="wb.runs.latest is the newest run",
+            )
+        PlanError.__init__(self, told.what, seen=told.seen, allowed=told.allowed,
+                           next_step=told.next_step)  # fmt: skip
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -87,19 +113,20 @@ def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequenc
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
-    folders.prune(protect=[run.folder for run in runs.values()])
+    with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
+        folders.prune(protect=[run.folder for run in runs.values()])
+    let_rest(newest=AWAKE - 1)
     folder = folders.new_run_dir(name)
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
     run.init_from = initial
     runs.add(run)
-    let_rest()
     return run
 
 
-def let_rest() -> None:
+def let_rest(newest: int = AWAKE) -> None:
     """Leave on disk what runs hold that are neither new nor a cluster's last one."""
     last = [cluster.busy for cluster in _clusters]
-    for run in list(runs.values())[:-AWAKE]:
+    for run in list(runs.values())[:-newest]:
         if run not in last:
             run.rest()
 

@@ -174,9 +174,15 @@ class Results(ABC):
         """
         files = sorted(self.folder.glob("weights*.npz"))
         if rank is not None:
-            stem = "weights" if rank == 0 else f"weights-rank{rank}"
-            files = [file for file in files if file.stem == stem]
+            files = [file for file in files if file.stem == disk.weights_stem(rank)]
         if not files:
+            why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+            if why is not None:
+                raise RunError(
+                    f"Run {self.name} has no weights: they could not be written to disk.",
+                    seen=why,
+                    next_step="make room there, and train again",
+                )
             raise RunError(
                 f"Run {self.name} has no weights"
                 + ("" if rank is None else f" of rank {rank}")
@@ -230,9 +236,22 @@ class Results(ABC):
         return write(self, path)
 
     def save(self, path: str | Path) -> Path:
-        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
-        disk.write_meta(self.folder, self.meta())
-        return disk.save(self.folder, Path(path))
+        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
+
+        Raises:
+            RunError: It cannot be written there, or the run was not all written to disk itself.
+        """
+        why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+        if why is not None and not self.history.on_disk(self.folder):
+            raise RunError(
+                f"Run {self.name} cannot be copied: not all of it could be written to disk.",
+                seen=why,
+                allowed="a run whose rows are all on disk",
+                next_step="run.history.to_pandas() and wb.compare(run) still have its rows",
+            )
+        with contextlib.suppress(OSError):  # the copy says it in any case
+            disk.write_meta(self.folder, self.meta())
+        return disk.save(self.folder, Path(path), self.meta())
 
     def rest(self) -> None:
         """Leave what a run that is over holds on the disk; it is read again when asked for."""

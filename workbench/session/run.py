@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from .task import Task
 
 if TYPE_CHECKING:
     from .recover import Recovery
+
+log = logging.getLogger("workbench.session")
 
 
 class Run(Results):
@@ -147,8 +150,24 @@ class Run(Results):
             self._halting.halt("stop")
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run; called once by the cluster that runs it."""
-        self._halting.close()
+        """Settle the run; whatever fails on the way, it is over then. Only the first call counts.
+
+        Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
+        """
+        if self.is_over:
+            return
+        parts = (self._halting.close, lambda: self._conclude(error), self.history.finish,
+                 self.record)  # fmt: skip
+        try:
+            for part in parts:
+                try:
+                    part()
+                except Exception:  # noqa: PERF203 - one that fails keeps no other back
+                    log.exception("The end of run %r went wrong", self.name)
+        finally:
+            self._over.set()
+
+    def _conclude(self, error: RunError | None) -> None:
         self.error = error
         stopped = self.task is not None and any(
             o["status"] == "stopped" for o in self.task.outcomes.values()
@@ -157,9 +176,13 @@ class Run(Results):
             if error is None and stopped and self._state != "stopping":
                 self.advance("stop")
             self.advance("fail" if error is not None else "finish")
-        self.history.finish()
-        disk.write_meta(self.folder, self.meta())
-        self._over.set()
+
+    def record(self) -> None:
+        """Write `run.json`; where that cannot be done a note says so, and the run goes on."""
+        try:
+            disk.write_meta(self.folder, self.meta())
+        except Exception as error:  # a full disk, most likely; never worth the run
+            self.history.event("note", disk.unwritten(self.folder, error))
 
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
         """Become the run that a folder holds; it is over."""

@@ -35,7 +35,7 @@ from .comparison_parts import (
     width_in,
 )
 from .comparison_table import comparison_table
-from .drawing import own_style
+from .drawing import own_style, spell
 from .theme import MUTED, PAPER
 
 if TYPE_CHECKING:
@@ -243,5 +243,8 @@ def _written(comparison: Comparison, form: str) -> bytes:
     buffer = io.BytesIO()
     with own_style(_STYLE):
         metadata = {"Date": None} if form == "svg" else None
-        draw(comparison).savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+        figure = draw(comparison)
+        if form != "svg":  # a browser has more letters than matplotlib finds
+            spell(figure)
+        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
     return buffer.getvalue()

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..history.comparison import Comparison
+from .letters import readable
 from .theme import GRID, INK, MUTED, PAPER, series
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ BAR = 0.62
 
 _HINTED = 1.08
 """Letters that are fitted to pixels stand wider apart than their outlines by this much."""
+
+_MOST_LETTERS = 300
+"""More fit no line, however narrow they are."""
 
 _RUN_COLORS = (5, 3, 6, 4, 0, 1, 2)
 _BASE_COLOR = 7
@@ -44,21 +48,31 @@ def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
         return 0.0
     # A dollar sign is no formula here, and a path has no use for what it would become.
     path = TextPath(
-        (0, 0), text.replace("$", "S"), prop=FontProperties(weight=weight, size=size_pt)
+        (0, 0),
+        readable(text).replace("$", "S"),
+        prop=FontProperties(weight=weight, size=size_pt),
     )
     return _HINTED * float(path.get_extents().x1) / 72
 
 
 def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> str:
     """Return text that fits a width: what is too much is left out of its middle."""
-    if width_in(text, size_pt, weight) <= most_in:
+    if len(text) <= _MOST_LETTERS and width_in(text, size_pt, weight) <= most_in:
         return text
-    for kept in range(len(text) - 1, 2, -1):
+
+    def short(kept: int) -> str:
         head = (kept + 1) // 2
-        short = f"{text[:head]}…{text[len(text) - (kept - head) :]}"
-        if width_in(short, size_pt, weight) <= most_in:
-            return short
-    return "…"
+        return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
+
+    # Widths are measured glyph by glyph: to try every length would take seconds.
+    fits, beyond = 2, min(len(text), _MOST_LETTERS + 1)
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        if width_in(short(middle), size_pt, weight) <= most_in:
+            fits = middle
+        else:
+            beyond = middle
+    return short(fits) if fits > 2 else "…"
 
 
 def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from ..history.snapshot import Curve, Snapshot
 from ..metrics import PARTS
+from ..scratch import export
 from . import text, units
 from .comparison_parts import width_in, wrapped
-from .drawing import own_style
+from .drawing import own_style, spell
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
+from .letters import readable, shortened
 from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, series
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the end of a run needs it
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the en
 _WIDTH_IN, _DPI = 9.0, 110
 _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
 _EDGE_IN = 0.09  # left and right of the headline
+_NAME_LETTERS = 48
 _VISIBLE_STEPS = 12
 
 
@@ -52,8 +55,12 @@ class RunPicture:
         return run_bundle(self._snapshot)
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a PNG file."""
-        Path(path).write_bytes(run_png(self._snapshot))
+        """Write the picture to a PNG file.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        export(Path(path).expanduser(), run_png(self._snapshot))
 
 
 def placeholder_bundle(title: str) -> dict[str, Any]:
@@ -69,7 +76,9 @@ def run_png(snapshot: Snapshot) -> bytes:
     """Return the picture of a run as PNG."""
     target = io.BytesIO()
     with own_style({"hatch.linewidth": 1.0}):
-        run_figure(snapshot).savefig(target, format="png", dpi=_DPI)
+        figure = run_figure(snapshot)
+        spell(figure)
+        figure.savefig(target, format="png", dpi=_DPI)
     return target.getvalue()
 
 
@@ -143,7 +152,8 @@ class _Head:
 def _head(snapshot: Snapshot) -> _Head:
     facts = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     blame = [line for line in (text.slow(snapshot), text.dropped(snapshot)) if line]
-    title = f"{text.title(snapshot)} · {snapshot.state}".split(" · ")
+    named = replace(snapshot, name=shortened(snapshot.name, _NAME_LETTERS))
+    title = readable(f"{text.title(named)} · {snapshot.state}").split(" · ")
     return _Head(_lines(title, 11, "bold"), _lines(facts, 9), _lines(blame, 9, "bold"))
 
 
