@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import lifecycle
+from .. import checksums, lifecycle
 from ..cluster.engines import EngineInfo
 from ..errors import RunError
 from ..faults import Fault, parse_fault
@@ -69,6 +69,7 @@ class Run(Results):
         self.error: RunError | None = None
         self.task: Task | None = None
         self.plot_cpu = float("nan")
+        self._files: checksums.Sums = {}
         self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()
@@ -158,12 +159,14 @@ class Run(Results):
                 self.advance("stop")
             self.advance("fail" if error is not None else "finish")
         self.history.finish()
+        self._files = disk.sizes(self.folder)
         disk.write_meta(self.folder, self.meta())
         self._over.set()
 
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
         """Become the run that a folder holds; it is over."""
         self.history = history
+        self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
         state = meta.get("state", "failed")
         # A run whose notebook died has no end on record.
