@@ -22,6 +22,7 @@ from workbench.errors import RunError  # noqa: E402
 from workbench.plan import make_plan  # noqa: E402
 from workbench.protocol import RunSpec  # noqa: E402
 from workbench.session.checkpoints import claim, describe, described, verify  # noqa: E402
+from workbench.session.recover import Recoverer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -48,7 +49,7 @@ class Trained:
 def begun(folder, numbers=1000, rank=0, workers=1, prefix="run-1", resume=""):
     spec = RunSpec(
         "run", rank, workers, tuple(range(workers)), strategy="mirrored", checkpoint=str(folder),
-        checkpoint_every=5, prefix=prefix, resume=resume,
+        checkpoint_every=5, prefix=prefix, resume=resume, run_id="run",
     )  # fmt: skip
     told = []
     context = SimpleNamespace(
@@ -300,6 +301,38 @@ def test_a_damaged_one_is_written_anew_when_the_run_comes_by(tmp_path):
     at_step(again, strategy, context, 10)
     assert checkpoints.is_whole(tmp_path / "step-10")
     assert sorted(os.listdir(tmp_path)) == ["step-10", "step-5"]
+
+
+def recovering(folder, origin=""):
+    """Return what decides where `run` goes on after a death, and what it has told."""
+    told = []
+    run = SimpleNamespace(
+        resume_from=origin, folder=folder / "run", note=told.append, task=None, members=(),
+        engines=(),
+    )  # fmt: skip
+    plan = replace(PLAN, checkpoint=str(folder), on_failure="replace")
+    launch = SimpleNamespace(run=run, plan=plan, pool=SimpleNamespace(engines=None))
+    return Recoverer(launch), told
+
+
+def test_a_run_that_recovers_passes_over_what_is_damaged(tmp_path):
+    two_written(tmp_path)
+    recoverer, told = recovering(tmp_path)
+    assert (recoverer._start().step, told) == (10, [])
+    flip(tmp_path / "step-10" / "rank-1" / "__0_0.distcp")
+    assert recoverer._start().step == 5
+    (note,) = told
+    assert "step 10 is damaged" in note
+    assert "rank-1/__0_0.distcp" in note
+    (tmp_path / "step-5" / checkpoints.MANIFEST).write_text("")
+    assert recoverer._start() is None  # from its beginning
+    origin = tmp_path / "elsewhere"
+    two_written(origin)
+    recoverer, _ = recovering(tmp_path, str(origin / "step-5"))
+    assert recoverer._start().path == str(origin / "step-5")
+    flip(origin / "step-5" / "state" / "__0_0.distcp")
+    with pytest.raises(RunError, match="step 5 is damaged"):
+        recoverer._start()
 
 
 def test_a_disk_that_stays_full_is_told_once_and_summed_up(tmp_path, monkeypatch):
