@@ -122,6 +122,8 @@ class Topic(str, Enum):
     """`value`: the first step whose loss is no number."""
     NOT_ON_DISK = "not_on_disk"
     """`value`: why some of the run could not be written."""
+    DAMAGED = "damaged"
+    """The folder that the run was read from lacks rows, events or weights; `value`: which."""
 
     @classmethod
     def of(cls, word: object) -> Topic | None:

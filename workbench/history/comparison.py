@@ -88,6 +88,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
             replace(row, payoff=payoff.payoff_of(rows[base], row)) if i != base else row
             for i, row in enumerate(rows)
         )
+    whole = not any(run.damaged for run in runs)
     return Comparison(
         rows=rows,
         curves=tuple(
@@ -96,11 +97,17 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         baseline=rows[index].name,
         has_one_device=base is not None,
         notes=notes,
-        verdict=verdict_of(rows, index),
+        verdict=verdict_of(rows, index) if whole else _no_verdict(runs),
         metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
-        outlook="" if base is None else _outlook(rows, base),
+        outlook=_outlook(rows, base) if whole and base is not None else "",
         rates=_rates(rows),
     )
+
+
+def _no_verdict(runs: Sequence[RunSummary]) -> str:
+    """Say why nothing is concluded from runs of which a part is missing."""
+    names = ", ".join(run.name for run in runs if run.damaged)
+    return f"No verdict: {names} is damaged on disk; compare whole copies, or train again."
 
 
 def _rates(rows: Sequence[ComparisonRow]) -> str:

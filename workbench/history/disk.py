@@ -21,13 +21,15 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import scratch
+from .. import checksums, scratch
 from ..errors import RunError
 from ..protocol import RECORD, Topic
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 META = "run.json"
 _ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
+FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
 PROFILES = "profiles"
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
 
@@ -161,6 +164,49 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     return meta, history
 
 
+def sizes(run_dir: str | os.PathLike[str]) -> checksums.Sums:
+    """Return the bytes of a run's files; known at its end without reading them."""
+    return {path.name: [path.stat().st_size] for path in _files(Path(run_dir))}
+
+
+def faults(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> list[str]:
+    """Return what is damaged among a run's rows, events and weights, file by file.
+
+    Of runs that older versions saved, and of those that were cut off, nothing is known.
+
+    Args:
+        meta: What `read_meta` gave.
+    """
+    return checksums.faults(Path(run_dir), meta.get(FILES) or {})
+
+
+def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of one `weights*.npz`.
+
+    Args:
+        written: Its bytes and CRC-32, where they are on record.
+
+    Raises:
+        RunError: It is not there, or damaged.
+    """
+    what = checksums.fault(path, written) if written else ""
+    try:
+        if not what:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {key: arrays[key] for key in arrays.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        what = f"{type(error).__name__}: {error}"
+    plain = path.with_suffix(".pt")
+    raise RunError(
+        "The weights of the run are damaged.",
+        seen=f"{path}: {what}",
+        allowed="the file as the run left it",
+        next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
+        if plain.is_file() and plain.stat().st_size
+        else "take the folder from a copy, or train again: run.to_cell() gives the cell",
+    )
+
+
 def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return the events of all ranks in the order of time; damaged lines are left out."""
     found = []
@@ -228,6 +274,7 @@ def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None) -> None:
             shutil.copytree(source / PROFILES, fresh / PROFILES)
         if meta is not None or not (fresh / META).exists():
             write_meta(fresh, meta or {})
+        _sum_up(fresh)
         _swap(fresh, goal)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -291,6 +338,23 @@ def _open_whole(path: Path, item_bytes: int | None) -> IO[bytes]:
         file.truncate(keep)
     file.seek(0, os.SEEK_END)
     return file
+
+
+def _files(run_dir: Path) -> list[Path]:
+    """Return a run's files but `run.json`."""
+    return sorted(path for pattern in _SAVED[1:] for path in run_dir.glob(pattern))
+
+
+def _sum_up(copy: Path) -> None:
+    """Write the checksums of a copy's files into its `run.json`.
+
+    Of what was damaged before it was copied, the old figures stay: the copy is no better.
+    """
+    meta = read_meta(copy) if (copy / META).exists() else {}
+    before = meta.get(FILES) or {}
+    damaged = {name for name, sums in before.items() if checksums.fault(copy / name, sums)}
+    files = {path.name: checksums.of_file(path) for path in _files(copy)}
+    write_meta(copy, {**meta, FILES: {**files, **{name: before[name] for name in damaged}}})
 
 
 def _swap(fresh: Path, goal: Path) -> None:

@@ -242,6 +242,8 @@ class Cluster(Upkeep):
     ) -> Run:
         """Start a validated plan, from a checkpoint if one is named; returns at once."""
         self._claim()
+        if resume_from:
+            checkpoints.verify(resume_from, plan)
         checkpoints.claim(plan, resume_from)
         logging_to.check(plan.log)
         check_framework(plan.framework)

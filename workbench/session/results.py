@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import lifecycle
+from .. import checksums, lifecycle
 from ..errors import PlanError, RunError
 from ..history import disk
 from ..history.store import RunHistory
@@ -47,6 +47,7 @@ class Results(ABC):
     plot_cpu: float
     logs: list[RunLog]
     _dropped: dict[int, int]
+    _files: checksums.Sums
     _over: threading.Event
 
     @property
@@ -100,6 +101,7 @@ class Results(ABC):
             "trained_before": self.trained_before,
             "began": self.began,
             "error": None if self.error is None else str(self.error),
+            disk.FILES: self._files,
         }
 
     @property
@@ -170,9 +172,11 @@ class Results(ABC):
             rank: Whose; by default those of rank 0 (where the model is split: of all ranks).
 
         Raises:
-            RunError: The run has not ended, or left no weights.
+            RunError: The run has not ended, left no weights, or they are damaged.
         """
-        files = sorted(self.folder.glob("weights*.npz"))
+        names = {name for name in self._files if name.endswith(".npz")}
+        names |= {path.name for path in self.folder.glob("weights*.npz")}
+        files = [self.folder / name for name in sorted(names)]
         if rank is not None:
             files = [file for file in files if file.stem == disk.weights_stem(rank)]
         if not files:
@@ -192,8 +196,7 @@ class Results(ABC):
             )
         found: dict[str, np.ndarray[Any, Any]] = {}
         for file in files:
-            with np.load(file, allow_pickle=False) as arrays:
-                found.update({key: arrays[key] for key in arrays.files})
+            found.update(disk.read_weights(file, self._files.get(file.name, ())))
         return found
 
     def load_into(self, model: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import lifecycle
+from .. import checksums, lifecycle
 from ..cluster.engines import EngineInfo
 from ..errors import RunError
 from ..faults import Fault, parse_fault
@@ -72,6 +72,7 @@ class Run(Results):
         self.error: RunError | None = None
         self.task: Task | None = None
         self.plot_cpu = float("nan")
+        self._files: checksums.Sums = {}
         self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()
@@ -157,7 +158,7 @@ class Run(Results):
         if self.is_over:
             return
         parts = (self._halting.close, lambda: self._conclude(error), self.history.finish,
-                 self.record)  # fmt: skip
+                 self._count_files, self.record)  # fmt: skip
         try:
             for part in parts:
                 try:
@@ -177,6 +178,9 @@ class Run(Results):
                 self.advance("stop")
             self.advance("fail" if error is not None else "finish")
 
+    def _count_files(self) -> None:
+        self._files = disk.sizes(self.folder)
+
     def record(self) -> None:
         """Write `run.json`; where that cannot be done a note says so, and the run goes on."""
         try:
@@ -187,6 +191,7 @@ class Run(Results):
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
         """Become the run that a folder holds; it is over."""
         self.history = history
+        self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
         state = meta.get("state", "failed")
         # A run whose notebook died has no end on record.
