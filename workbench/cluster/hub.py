@@ -191,9 +191,17 @@ class Hub:
 
     def close(self) -> None:
         """Disconnect; the controller goes on."""
-        if self.client is not None:
+        if self.client is not None and not self.client._closed:
             with contextlib.suppress(Exception):
+                # Its loop closes the sockets before `close` does, and what they still have for a
+                # controller that is gone would keep them for ever.
+                self.client._io_loop.add_callback(self._drop_unsent)
                 self.client.close(linger=0)
+
+    def _drop_unsent(self) -> None:
+        for name in self.client.trait_names():
+            if name.endswith("_socket") and (socket := getattr(self.client, name)) is not None:
+                socket.setsockopt(zmq.LINGER, 0)
 
     def stop(self) -> None:
         """End the controller, and engines that ipyparallel started."""
