@@ -1,9 +1,9 @@
 """Random faults in one kernel, round after round: does every cell end, does the next one work?
 
 A round starts a cell or a run, breaks something while it goes on, and looks: whether the cell ended
-within 30 s (from the fault, or from the interrupt where the fault alone need not end it), whether
-30 s (from the fault, or the interrupt where the fault alone need not end it), whether the run
-state fits, whether the next cell works after at most the step that its message names. What
+within 30 s (of the interrupt, where the fault alone does not end it), whether the run's state fits,
+whether the next cell works after at most the step that its message names. What the kernel holds
+(threads, files, memory) is counted after each round. A seed gives the same rounds.
 
     python benchmarks/chaos.py [--rounds 40] [--seed 0] [--without disks halts] [--json FILE]
 
