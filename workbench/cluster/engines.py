@@ -270,7 +270,7 @@ class Engines(Handover):
             if info.state != "dead":
                 self._lost(info, deaths.RESTARTED)
                 self._ground.end(engine, info.pid)
-        return self._start_ids(gone, framework=framework)
+        return self._start_ids(list(gone), framework=framework)
 
     @property
     def reusable(self) -> bool:
