@@ -128,11 +128,12 @@ class Chaos:
             self._strike("kill", self.dice.choice(("part", "controller", "warm parent")))
             await_(lambda: not cluster.ids, 2.0) or one.wrong.append("not noticed within 2 s")
         busy = self._begin(one.kind)
+        began = time.perf_counter()
         if not idle:
             with self._fault(one.fault, busy):
                 await_(lambda: busy.is_over, QUIET_S if one.fault != "restart" else LIMIT_S)
-        began = time.perf_counter()
         if not busy.is_over:
+            began = time.perf_counter()
             end(busy)
         if not await_(lambda: busy.is_over, LIMIT_S):
             one.wrong.append(f"no end within {LIMIT_S:g} s")
