@@ -123,6 +123,19 @@ ON_ENGINES = {
         {"ratio": RATIO, "ours_s": SECONDS, "rival_s": SECONDS, "pair_ratio": RATIO},
     ),
     "record_waits.py": Short("--steps 30 --to waits.npz", {"runs": (14, 14), "size_bytes": SIZE}),
+    "chaos.py": Short(
+        "--rounds 3 --seed 1 --without disks",
+        {
+            "rounds": (3, 3),
+            "hung": NONE,
+            "wrong": NONE,
+            "ended_worst_s": (0.0, 30.0),
+            "after_worst_s": SECONDS,
+            "threads_now": (1, 1e3),
+            "files_now": (1, 1e4),
+            "memory_mb_now": (1.0, 1e5),
+        },
+    ),
     "bench_checkpoint.py": Short(
         "--hidden 16 --steps 40 --every 20 --rounds 1",
         {
