@@ -33,6 +33,7 @@ class Plan:
         on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
         profile: First step to profile, and the step before which it ends.
         log: Where the run is written to besides its folder, as `targets.Target.text`.
+        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
     """
 
     recipe: Recipe
@@ -49,6 +50,7 @@ class Plan:
     on_failure: str = "stop"
     profile: windows.Window | None = None
     log: tuple[str, ...] = ()
+    traceback: str = field(default="short", compare=False)
 
     @property
     def entry(self) -> catalog.Strategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import EngineSpentError, RunStopped, WorkbenchError
+from . import places
 from .advice import advice, plain
 from .links.wire import LinkError
 
@@ -21,7 +22,7 @@ def outcome_of(error: BaseException | None) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "status": status,
         "ename": type(error).__name__,
-        "evalue": plain(str(error)),
+        "evalue": places.name_cells(plain(str(error))),
     }
     if isinstance(error, EngineSpentError):
         outcome["replace"] = True

@@ -71,7 +71,15 @@ class MissingRunError(KeyError, PlanError):
     """There is no run of that name."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
-        PlanError.__init__(self, *unknown("run", name, names).args)
+        if names:
+            PlanError.__init__(self, *unknown("run", name, names).args)
+            return
+        PlanError.__init__(
+            self,
+            "There is no run yet.",
+            seen=name,
+            next_step="run the cells above that train, or a first %%distributed mirrored",
+        )
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -175,6 +175,7 @@ class Session:
                 number=number,
                 first_line=recipe.first_line,
                 autoreload=autoreload,
+                traceback=line.traceback,
                 viewed=True,
             )
             view = CellView(task)
@@ -230,6 +231,7 @@ class Session:
                 profile=line.profile,
                 log=line.log,
             )
+            plan = replace(plan, traceback=line.traceback)
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
         return apart(found)
 
