@@ -10,6 +10,14 @@ from .advice import advice, plain
 from .links.wire import LinkError
 
 
+def _words(error: BaseException) -> str:
+    """Return an error's message, with cells named as the notebook names them."""
+    number = places.cell_number(error.filename or "") if isinstance(error, SyntaxError) else None
+    if isinstance(error, SyntaxError) and number is not None:
+        return f"{error.msg} (Cell In[{number}], line {error.lineno})"
+    return places.fold_text(plain(str(error)))
+
+
 def outcome_of(error: BaseException | None) -> dict[str, Any]:
     """Return `status`, and of an error its words and what may help against it."""
     if error is None:
@@ -22,7 +30,7 @@ def outcome_of(error: BaseException | None) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "status": status,
         "ename": type(error).__name__,
-        "evalue": places.name_cells(plain(str(error))),
+        "evalue": _words(error),
     }
     if isinstance(error, EngineSpentError):
         outcome["replace"] = True

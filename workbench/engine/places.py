@@ -44,6 +44,24 @@ def name_cells(text: str) -> str:
     return _FILE.sub(named, text)
 
 
+def fold_text(text: str) -> str:
+    """Return a message without the libraries' frames of a traceback that it quotes.
+
+    What a loader's worker process raised travels as text: `Original Traceback ...`.
+    """
+    if "Traceback (most recent call last)" not in text:
+        return name_cells(text)
+    kept, skips = [], False
+    for line in text.split("\n"):
+        if found := _FILE.match(line):
+            skips = not is_yours(found["file"])
+        elif not line.startswith("    "):
+            skips = False
+        if not skips:
+            kept.append(line)
+    return name_cells("\n".join(kept))
+
+
 def is_cell(filename: str) -> bool:
     """Whether the file is a cell of the notebook."""
     return _CELL.search(filename) is not None

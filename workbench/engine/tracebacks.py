@@ -168,7 +168,7 @@ class Folding:
             if isinstance(one, Written):
                 records.append(one)
             else:
-                records += self._records(one, context, 0)
+                records += _at_their_lines(self._records(one, context, 0), one)
         return records
 
     def format_record(self, record: Any) -> str:
@@ -181,9 +181,26 @@ class Folding:
 
     def format_exception(self, kind: Any, error: Any) -> list[str]:
         """Return what is left out, and the error itself."""
-        lines = [places.name_cells(line) for line in self._last(kind, error)]
+        named = places.name_cells if self.kind == FULL else places.fold_text
+        lines = [named(line) for line in self._last(kind, error)]
         left_out, self._left_out = self._left_out, ""
         return [left_out, *lines] if left_out else lines
+
+
+def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any]:
+    """Return IPython's records with the lines at which their frames were left.
+
+    Where IPython reads a frame's source by itself, it takes the line that the frame has reached
+    since: that of an `except` block, mostly.
+    """
+    lines = {}
+    while trace is not None:
+        lines[id(trace.tb_frame)] = trace.tb_lineno
+        trace = trace.tb_next
+    for record in records:
+        if getattr(record, "_sd", None) is None:
+            record.lineno = lines.get(id(record.frame), record.lineno)
+    return records
 
 
 _PLACE_OF_MAGIC = re.compile(r"\s+1 #\s*$")
