@@ -50,7 +50,7 @@ class Plan:
     on_failure: str = "stop"
     profile: windows.Window | None = None
     log: tuple[str, ...] = ()
-    traceback: str = field(default="short", compare=False)
+    traceback: str = "short"
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -137,6 +137,7 @@ def make_plan(
     on_failure: str = "",
     profile: windows.Window | None = None,
     log: Sequence[str] = (),
+    traceback: str = "short",
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
@@ -180,6 +181,7 @@ def make_plan(
         *saving,
         profile=profile,
         log=targets.parse_targets(log),
+        traceback=traceback,
     )
 
 

@@ -230,8 +230,8 @@ class Session:
                 on_failure=line.on_failure,
                 profile=line.profile,
                 log=line.log,
+                traceback=line.traceback,
             )
-            plan = replace(plan, traceback=line.traceback)
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
         return apart(found)
 
