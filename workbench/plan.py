@@ -35,6 +35,7 @@ class Plan:
         on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
         profile: First step to profile, and the step before which it ends.
         log: Where the run is written to besides its folder, as `targets.Target.text`.
+        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Plan:
     on_failure: str = "stop"
     profile: windows.Window | None = None
     log: tuple[str, ...] = ()
+    traceback: str = "short"
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -137,6 +139,7 @@ def make_plan(
     on_failure: str = "",
     profile: windows.Window | None = None,
     log: Sequence[str] = (),
+    traceback: str = "short",
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
@@ -181,6 +184,7 @@ def make_plan(
         *saving,
         profile=profile,
         log=targets.parse_targets(log),
+        traceback=traceback,
     )
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.session.registry import Runs
+from workbench.session.registry import MissingRunError, Runs
 
 
 class FakeRun:
@@ -93,3 +93,11 @@ def test_runs_are_found_by_place_too():
     assert 0 not in runs
     with pytest.raises(PlanError, match="no run yet"):
         Runs()[-1]
+
+
+def test_before_any_run_the_next_step_is_a_first_one():
+    with pytest.raises(MissingRunError) as caught:
+        Runs()["mirrored"]
+    assert "There is no run yet." in str(caught.value)
+    assert "allowed" not in str(caught.value)
+    assert caught.value.next_step is not None

@@ -304,6 +304,7 @@ class Cluster(Upkeep):
         number: int = 1,
         first_line: int = 1,
         autoreload: str = "",
+        traceback: str = "short",
         viewed: bool = False,
     ) -> Task:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
@@ -312,6 +313,7 @@ class Cluster(Upkeep):
             framework: What its engines have imported; by default the cluster's.
             ids: Engines that run it; world size and process group stay those of all workers.
             workers: Changes the world size to the first so many engines.
+            traceback: How errors are shown: `short`, or `full` with every frame.
             viewed: Whether a view waits for the cell, which says when it lasts (`when_long`): a
                 short cell needs no thread that looks for hangs.
         """
@@ -325,7 +327,8 @@ class Cluster(Upkeep):
         check_members(targets, members)
         pool.bring(members, framework)
         specs = pool.cell_specs(members, targets, framework)
-        asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
+        recipe = Recipe(source, first_line)
+        asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
         pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
         over = partial(self._cell_over, framework=framework)
         with deferred():

@@ -84,7 +84,7 @@ class MissingRunError(KeyError, PlanError):
             told = PlanError(
                 "There is no run yet.",
                 seen=name,
-                next_step="train one: %%distributed mirrored above a cell",
+                next_step="run the cells above that train, or a first %%distributed mirrored",
             )
         elif isinstance(name, str):
             told = unknown("run", name, names)

@@ -125,6 +125,8 @@ class Task:
         if isinstance(outcome, BaseException):
             outcome = _early_interrupt(outcome) or gone.outcome(outcome)
             if call.engine in self._ended:
+                if failed_of := self._shown_by(call.engine):
+                    outcome["failed_of"] = failed_of
                 outcome["ended"] = f"ended, since it did not answer an interrupt for {KILL_S:g} s"
         self.moved()
         with self._lock:
@@ -145,6 +147,13 @@ class Task:
             self._end()
         elif first or outcome["status"] == "interrupted":
             self.end_soon()
+
+    def _shown_by(self, engine: int) -> str:
+        """Return the error of its own that an engine has shown; empty where it has none."""
+        for one, content in self._errors:
+            if one == engine and content.get("ename") != "KeyboardInterrupt":
+                return f"{content.get('ename')}: {content.get('evalue')}"
+        return ""
 
     def _can_spare(self, engine: int) -> bool:
         """Take note of an engine's death; return whether the others can do without it."""

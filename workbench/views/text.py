@@ -68,6 +68,11 @@ def drawing(snapshot: Snapshot) -> str:
     return f"drawing takes {snapshot.plot_cpu * 100:.1f} % of a core"
 
 
+def nothing_done(snapshot: Snapshot) -> bool:
+    """Whether the run failed before its first step: its axes and tables would be empty."""
+    return snapshot.state == "failed" and snapshot.step == 0 and not len(snapshot.loss_curve)
+
+
 def latest_eval(snapshot: Snapshot) -> dict[str, str]:
     """Return the last evaluation's metrics by name; empty without one."""
     if not snapshot.evals:
@@ -217,5 +222,5 @@ class LineWriter:
         """Leave the last line standing and write the report below it."""
         self.write(snapshot)
         stream = self._stream or sys.stdout
-        stream.write("\n" + report(snapshot) + "\n")
+        stream.write("\n" + ("" if nothing_done(snapshot) else report(snapshot) + "\n"))
         stream.flush()
