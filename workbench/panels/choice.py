@@ -54,6 +54,7 @@ class Choice:
         options: Options given, by framework and strategy; also of strategies not picked now.
         parameters: Parameters given, by the name of the recipe.
         workers: Replicas; None: as many as there are engines.
+        engines: What stands in the Engines field: started by Run where there is no cluster.
         seeds: How many seeds each plan is run with; 1: the recipe's own.
         overrides: Of `epochs`, `steps`, `batch_size`, `seed`.
         faults: Faults that the runs begin with, as `--inject` takes them.
@@ -68,6 +69,7 @@ class Choice:
     options: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int | None = None
+    engines: int = 2
     seeds: int = 1
     overrides: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)

@@ -73,7 +73,8 @@ class StrategiesPart(Part):
         found["problem"] = self._problem(choice, place, recipe, cards)
         found["ready"] = not found["problem"]
         none = self.panel.session.cluster is None
-        found["note"] = f"No engine runs yet: Run starts {place.workers}." if none else ""
+        starts = max(choice.workers or 1, choice.engines)
+        found["note"] = f"No engine runs yet: Run starts {starts}." if none else ""
         return found
 
     def _problem(
@@ -132,7 +133,7 @@ class StrategiesPart(Part):
         choice, framework = self.panel.choice, self._framework()
         entry = catalog.lookup(strategy, framework)
         cluster = self.panel.session.cluster
-        engines = fitness.NOBODY if cluster is None else len(cluster.worker_ids)
+        engines = choice.engines if cluster is None else len(cluster.worker_ids)
         workers = max(2, min(DRAWN_WORKERS, choice.workers or engines))
         given = choice.options.get((framework, entry.name), {})
         try:
@@ -194,7 +195,8 @@ def _facts(entry: catalog.Strategy, place: fitness.Place) -> list[str]:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
     servers = entry.server_count(entry.settings({}))
     if servers:
-        facts.append(f"and {servers} server{'s' if servers > 1 else ''}")
+        facts.append(f"{servers} more engines" if servers > 1 else "one more engine")
+        facts[-1] += " as servers" if servers > 1 else " as server"
     if entry.one_engine and not entry.remote_workers and place.workers > 1:
         facts.append("all replicas in one engine")
     return facts

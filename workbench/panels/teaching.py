@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import RunError, WorkbenchError
 from ..session.calibrate import calibrate
 from ..session.run import Run
-from .cluster import ENGINES, ClusterPart
+from .cluster import ClusterPart
 from .live import LivePart
 from .part import Part, Wire, action
 
@@ -61,7 +61,7 @@ class TeachingPart(Part):
         if self.panel.session.cluster is None:
             cluster = self.panel.parts["cluster"]
             assert isinstance(cluster, ClusterPart)
-            cluster.bring(ENGINES)
+            cluster.bring(max(2, self.panel.choice.engines))
         found = calibrate(self.panel.session.need_cluster())
         return {**found.to_wire(), "html": found.table().html()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..errors import RunError
 from ..history import disk
 from ..plan import Plan
+from .registry import runs
 from .run import Run
 
 
@@ -32,4 +33,5 @@ def load(path: str | Path) -> Run:
         folder=folder,
     )
     run.restore(history, meta)
+    run.color = runs.color(run.plan)
     return run
