@@ -43,7 +43,7 @@ class Made:
     def blame(self, first=None):
         return Picture(f"blame from {first}")
 
-    def what_if(self, rank=None):
+    def what_if(self, rank=None, first=None):
         return Picture(f"without {rank}")
 
 

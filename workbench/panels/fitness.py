@@ -104,6 +104,11 @@ def draft(line: CellLine, recipe: Recipe, place: Place) -> Plan:
         options=line.options,
         overrides=line.overrides,
         faults=line.faults,
+        name=line.name,
+        checkpoint=line.checkpoint,
+        checkpoint_every=line.checkpoint_every,
+        on_failure=line.on_failure,
+        log=line.log,
     )
     check(plan, place)
     return plan

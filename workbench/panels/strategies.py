@@ -13,7 +13,7 @@ from ..cookbook.ways import use_of
 from ..errors import PlanError, WorkbenchError
 from ..views.diagram import DiagramPicture
 from . import fitness
-from .choice import COUNTS, check_written_for
+from .choice import COUNTS, TEXTS, check_written_for
 from .part import Part, Wire, action
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class StrategiesPart(Part):
         """Set what all runs have in common; nothing: as the recipe has it."""
         if name == "inject":
             self.panel.choice.set_faults(value)
+        elif name in TEXTS:
+            self.panel.choice.set_text(name, value)
         else:
             self.panel.choice.set_count(name, value)
 
@@ -241,6 +243,12 @@ def _common(choice: Choice, engines: int, place: fitness.Place) -> dict[str, Wir
         wrong = choice.wrong.get(name)
         found[name] = {
             "value": wrong.typed if wrong else _text(given.get(name)),
+            "error": wrong.why if wrong else "",
+        }
+    for name in TEXTS:
+        wrong = choice.wrong.get(name)
+        found[name] = {
+            "value": wrong.typed if wrong else choice.texts.get(name, ""),
             "error": wrong.why if wrong else "",
         }
     found["workers"]["hint"] = _workers_hint(choice.workers, engines, place)

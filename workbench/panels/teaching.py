@@ -41,19 +41,19 @@ class TeachingPart(Part):
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
         """Who waited for whom: while the run goes on in the steps that its headline speaks of."""
-
-        def of_headline() -> Any:
-            run = self._run()
-            shot = run.snapshot()
-            return run.blame(None if run.is_over else max(shot.step - shot.slow_steps, 0))
-
-        return _drawn(of_headline)
+        return _drawn(lambda: self._run().blame(self._first()))
 
     @action(slow=True)
     def what_if(self, without: int | None = None) -> dict[str, Any]:
-        """The run as it would have been without its straggler."""
+        """The same steps as they would have been without the straggler."""
         rank = None if without is None else int(without)
-        return _drawn(lambda: self._run().what_if(rank))
+        return _drawn(lambda: self._run().what_if(rank, self._first()))
+
+    def _first(self) -> int | None:
+        """Return the first step of those that the run's headline speaks of; None: of all."""
+        run = self._run()
+        shot = run.snapshot()
+        return None if run.is_over else max(shot.step - shot.slow_steps, 0)
 
     @action(slow=True)
     def calibrate(self) -> dict[str, Any]:

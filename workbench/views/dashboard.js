@@ -198,7 +198,8 @@ function drawCurve(panel, table, ink, options) {
   c.rect(LEFT - 1, TOP - 4, plotRight - LEFT + 6, plotBottom - TOP + 6);
   c.clip();
   drawBand(c, data, rows, x, y, options.color);
-  for (const e of options.evals ?? []) drawEval(c, e, x, y, plotBottom, ink, low, high);
+  const evals = options.evals ?? [], each = Math.ceil(evals.length / 24); // more would hide the line
+  evals.forEach((e, i) => { if ((evals.length - 1 - i) % each === 0) drawEval(c, e, x, y, plotBottom, ink, low, high); });
   drawLine(c, data, rows, x, y, options.color);
   c.restore();
   panel.at = (px) => nearestRow(data, rows, first + ((px - LEFT) / (plotRight - LEFT)) * (last - first));
@@ -629,7 +630,7 @@ class View {
     this.legend = make("ul", "wb-legend", this.root);
     this.legend.setAttribute("aria-label", "Colours of the phases");
     this.shares = new Panel(this.root, "Where the time went", this.observer);
-    setText(this.shares.value, "share of each worker's time");
+    setText(this.shares.value, "share of each worker's time, in the whole run");
     this.pipeline = make("div", "wb-pipeline", this.root);
     this.pipeline.hidden = true;
     this.bubbles = new Panel(this.pipeline, "", this.observer);

@@ -74,10 +74,10 @@ SECTIONS.push((() => {
       kit.text(own.about, `${i.strategy} · ${i.workers} worker${i.workers === 1 ? "" : "s"}${i.seed == null ? "" : ` · seed ${i.seed}`}`);
       kit.text(own.state, i.state);
       own.state.dataset.state = i.state;
-      kit.show(own.bar, i.state === "running");
+      kit.show(own.bar, ["running", "paused"].includes(i.state));
       own.bar.value = i.fraction;
       for (const button of [own.sooner, own.later, own.remove]) kit.show(button, waiting);
-      kit.show(own.show, Boolean(i.run) && !["waiting", "running"].includes(i.state));
+      kit.show(own.show, Boolean(i.run) && !["waiting", "running", "paused"].includes(i.state));
       const reason = i.error || i.why;
       kit.show(own.why, Boolean(reason));
       kit.text(own.why.firstChild, (reason ?? "").split("\n")[0]);
@@ -85,10 +85,11 @@ SECTIONS.push((() => {
     }
 
     return {
-      draw(value) {
+      always: true, // a pause is the run's news, not the queue's
+      draw(value, all) {
         kit.show(none, !value.items.length);
         let place = -1;
-        kit.list(list, value.items, (i) => i.number, item, (element, i) => update(element, i, i.state === "waiting" ? ++place : 0));
+        kit.list(list, value.items, (i) => i.number, item, (element, i) => update(element, i.state === "running" && all.live?.state === "paused" ? { ...i, state: "paused" } : i, i.state === "waiting" ? ++place : 0));
         going.set(value.keep_going);
         kit.show(clear, value.items.some((i) => i.state === "waiting"));
         kit.show(going.root, value.items.length > 1);
