@@ -229,7 +229,7 @@ class Intake:
     def _tell_totals(self) -> None:
         if self._live is not None:
             self._live.totals.eval_s = self.story.eval_s
-            self._live.totals.paused_s = self.story.paused_s
+            self._live.totals.pauses = tuple(self.story.pauses)
 
     def _fold(self) -> None:
         reduced = self._reduced  # read from disk, where it rested, with all that came since

@@ -71,6 +71,7 @@ class RunSummary:
         threads: CPU threads of a worker; None where not known.
         shares_batch: Whether workers take shares of the batch.
         joined: Whether workers take each step together.
+        color: Number of the run's colour; None where nobody gave it one.
     """
 
     name: str
@@ -115,6 +116,7 @@ class RunSummary:
     threads: int | None = None
     shares_batch: bool = True
     joined: bool = True
+    color: int | None = None
 
     @property
     def sent_step_bytes(self) -> float:

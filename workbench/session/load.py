@@ -11,6 +11,7 @@ from ..errors import RunDamagedWarning, RunError
 from ..history import disk
 from ..plan import Plan
 from ..protocol import Topic
+from .registry import runs
 from .run import Run
 
 
@@ -41,6 +42,7 @@ def load(path: str | Path) -> Run:
         about = {"text": f"What was loaded is damaged: {'; '.join(damaged)}.", "rank": 0}
         history.event("note", {**about, "topic": Topic.DAMAGED, "value": damaged})
         warnings.warn(_words(run, damaged), RunDamagedWarning, stacklevel=2)
+    run.color = runs.color(run.plan)
     return run
 
 

@@ -6,11 +6,13 @@ import atexit
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError, unknown
 from ..history import folders
+from ..history.comparison import BASELINE
+from ..history.rows import RUN_COLORS
 from ..plan import Plan
 from .run import Run
 
@@ -29,9 +31,12 @@ class Runs(Mapping[str, Run]):
     def __init__(self) -> None:
         self._runs: dict[str, Run] = {}  # replaced, never changed
         self._lock = threading.Lock()
+        self._colors: list[tuple[Hashable, set[Any], int]] = []
 
     def add(self, run: Run) -> None:
-        """Keep a run under its name."""
+        """Keep a run under its name; it has a colour from now on."""
+        if run.color is None:
+            run.color = self.color(run.plan)
         with self._lock:
             runs = dict(self._runs)
             older = runs.pop(run.name, None)
@@ -42,10 +47,47 @@ class Runs(Mapping[str, Run]):
             runs[run.name] = run
             self._runs = runs
 
+    def remove(self, name: str) -> None:
+        """Forget a run; its folder stays.
+
+        Raises:
+            PlanError: There is none of that name, or it goes on.
+        """
+        run = self[name]
+        if not run.is_over:
+            raise PlanError(
+                f"Run {name} goes on.", seen=run.state, next_step="stop it first: run.stop()"
+            )
+        with self._lock:
+            self._runs = {key: one for key, one in self._runs.items() if one is not run}
+
     def clear(self) -> None:
         """Forget all runs; their folders stay."""
         with self._lock:
-            self._runs = {}
+            self._runs, self._colors = {}, []
+
+    def color(self, plan: Plan) -> int:
+        """Return the number of the colour for one more run of a plan, which it keeps.
+
+        One device is grey (0). The others take the next colour each, but for a plan that was run
+        with another seed: those are one row of a comparison.
+        """
+        if plan.strategy == BASELINE:
+            return 0
+        given = {key: value for key, value in plan.overrides.items() if key != "seed"}
+        faults = [fault.text for fault in plan.faults]
+        same = (plan.recipe.digest, plan.framework, plan.strategy, plan.workers,
+                repr(sorted(plan.options.items())), repr(sorted(given.items())),
+                repr(faults))  # fmt: skip
+        seed = plan.overrides.get("seed")
+        with self._lock:
+            for key, seeds, number in reversed(self._colors):
+                if key == same and seed not in seeds:
+                    seeds.add(seed)
+                    return number
+            number = 1 + len(self._colors) % (RUN_COLORS - 1)
+            self._colors.append((same, {seed}, number))
+            return number
 
     @property
     def latest(self) -> Run | None:

@@ -45,6 +45,7 @@ class Results(ABC):
     task: Task | None
     error: RunError | None
     plot_cpu: float
+    color: int | None
     logs: list[RunLog]
     _dropped: dict[int, int]
     _files: checksums.Sums
@@ -77,7 +78,7 @@ class Results(ABC):
             plot_cpu=self.plot_cpu,
         )
         banner = "" if self.task is None or self.is_over else self.task.banner
-        return replace(snapshot, banner=banner) if banner else snapshot
+        return replace(snapshot, banner=banner, color=self.color or 0)
 
     def meta(self) -> dict[str, Any]:
         """What `run.json` says about the run."""
@@ -117,7 +118,7 @@ class Results(ABC):
 
     def summarise(self) -> RunSummary:
         """The run's key figures as data; what tables and comparisons are made of."""
-        return summarise(self.history, self.meta())
+        return replace(summarise(self.history, self.meta()), color=self.color)
 
     def plot(self) -> Any:
         """The run's picture, as it stands below the cell at the end."""

@@ -46,6 +46,7 @@ class Run(Results):
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
+        color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
         logs: What writes it elsewhere, by `--log` and `log_to`.
     """
 
@@ -73,6 +74,7 @@ class Run(Results):
         self.task: Task | None = None
         self.plot_cpu = float("nan")
         self._files: checksums.Sums = {}
+        self.color: int | None = None
         self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()

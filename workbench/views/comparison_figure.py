@@ -16,7 +16,6 @@ from . import comparison_panels as panels
 from .comparison_page import (
     EDGE_IN,
     KEYS_IN,
-    LINES,
     NAME_PT,
     WIDTH_IN,
     Page,
@@ -30,6 +29,7 @@ from .comparison_parts import (
     clipped,
     color_of,
     frame,
+    line_of,
     say,
     tick,
     width_in,
@@ -129,7 +129,7 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
         if not np.isfinite(curve.loss).any():
             continue
         x, row = getattr(curve, field), comparison.rows[named.row]
-        color, style = color_of(comparison, named.row), LINES[named.row // 8 % len(LINES)]
+        color, style = color_of(comparison, named.row), line_of(comparison, named.row)
         alone = len(row.names) == 1
         # Several seeds of one plan are thin lines of one colour. Plans that are equal by design
         # lie on each other: the earlier ones are wider, so that they stay visible below.

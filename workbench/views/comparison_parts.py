@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..history.comparison import Comparison
 from .letters import readable
-from .theme import GRID, INK, MUTED, PAPER, series
+from .theme import GRID, INK, MUTED, PAPER, run_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,18 +24,19 @@ _HINTED = 1.08
 _MOST_LETTERS = 300
 """More fit no line, however narrow they are."""
 
-_RUN_COLORS = (5, 3, 6, 4, 0, 1, 2)
-_BASE_COLOR = 7
-"""Indices of the shared series: the baseline in grey, and first those that no phase uses."""
+LINES = ("-", "--", "-.", ":")
+"""Styles of lines: of rows beyond the eighth, which have the colour of an earlier one."""
 
 
 def color_of(comparison: Comparison, row: int) -> str:
     """Return the colour of a row, the same in all panels."""
-    names = [one.name for one in comparison.rows]
-    base = names.index(comparison.baseline)
-    if row == base:
-        return series(_BASE_COLOR)
-    return series(_RUN_COLORS[(row - (row > base)) % len(_RUN_COLORS)])
+    return run_color(comparison.rows[row].color or 0)
+
+
+def line_of(comparison: Comparison, row: int) -> str:
+    """Return the style of a row's line: another one for each earlier row of its colour."""
+    colors = [one.color for one in comparison.rows[: row + 1]]
+    return LINES[(colors.count(colors[-1]) - 1) % len(LINES)]
 
 
 @lru_cache(maxsize=2048)

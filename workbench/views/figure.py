@@ -20,7 +20,7 @@ from .drawing import own_style, spell
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
 from .letters import readable, shortened
-from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, series
+from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, run_color, series
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the end of a run needs it
     from matplotlib.axes import Axes
@@ -98,9 +98,10 @@ def run_figure(snapshot: Snapshot) -> Figure:
     bands: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     head.draw(bands[0])
     left, right = bands[1].subplots(1, 2)
-    _draw_curve(left, snapshot.loss_curve, "Loss", series(0))
+    own = run_color(snapshot.color)
+    _draw_curve(left, snapshot.loss_curve, "Loss", own)
     _mark_evals(left, snapshot)
-    _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", series(2))
+    _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", own)
     if len(snapshot.throughput_curve):
         right.set_ylim(0, _room(snapshot.throughput_curve))
     _draw_timeline(bands[2].subplots(), snapshot)
@@ -196,10 +197,10 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
     points = [(e["step"], e["loss"]) for e in snapshot.evals if "step" in e and "loss" in e]
     for evaluation in snapshot.evals:
         if "step" in evaluation:
-            axes.axvline(evaluation["step"], color=series(1), linewidth=0.8, linestyle=":")
+            axes.axvline(evaluation["step"], color=MUTED["light"], linewidth=0.8, linestyle=":")
     if points:
         steps, losses = zip(*points, strict=True)
-        axes.plot(steps, losses, "D", color=series(1), markersize=3.5, label="eval loss")
+        axes.plot(steps, losses, "D", color=INK["light"], markersize=3.5, label="eval loss")
         axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["light"])
 
 
@@ -212,7 +213,8 @@ def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:
         return
     shown = slice(-_VISIBLE_STEPS, None)
     first, last = int(line.step[shown][0]), int(line.step[-1])
-    style(axes, "What each worker did", f"steps {first} to {last}")
+    words = f"steps {first} to {last}{text.left_out(snapshot, _VISIBLE_STEPS)}"
+    style(axes, "What each worker did", words)
     starts = (line.start_s[shown] - np.nanmin(line.start_s[shown])) * 1e3
     parts = np.nan_to_num(line.parts_s[shown]) * 1e3
     rows = np.broadcast_to(np.arange(starts.shape[1]), starts.shape).ravel()

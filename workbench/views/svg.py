@@ -16,7 +16,7 @@ from ..metrics import PARTS
 from . import text, units
 from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, lines, say, say_percent
 from .svg_pipeline import pipeline
-from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, series
+from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, run_color, series
 
 _CHART_WIDTH, _CHART_HEIGHT = 405, 130
 _VISIBLE_STEPS = 12
@@ -28,8 +28,8 @@ def run_svg(snapshot: Snapshot) -> str:
     """Return the run's present state as an SVG document."""
     body, y = _head(snapshot)
     pairs = (
-        ("Loss", snapshot.loss_curve, series(0), False),
-        ("Throughput, samples/s", snapshot.throughput_curve, series(2), True),
+        ("Loss", snapshot.loss_curve, run_color(snapshot.color), False),
+        ("Throughput, samples/s", snapshot.throughput_curve, run_color(snapshot.color), True),
     )
     for index, (title, curve, color, from_zero) in enumerate(pairs):
         left = MARGIN + index * (_CHART_WIDTH + 22)
@@ -167,6 +167,7 @@ def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     scale = (WIDTH - MARGIN - GUTTER) / max(end - begin, 1e-9)
     length = units.duration(end - begin)
     words = f"steps {line.step[-len(starts)]:.0f} to {line.step[-1]:.0f} · {length}"
+    words += text.left_out(snapshot, _VISIBLE_STEPS)
     body.append(say(WIDTH - MARGIN, y, words, "m", anchor="end"))
     y += 8
     for rank, worker in enumerate(snapshot.workers):

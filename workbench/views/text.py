@@ -56,6 +56,12 @@ def _window(snapshot: Snapshot) -> str:
     return " (all steps)" if snapshot.state in OVER else f" (latest {snapshot.slow_steps} steps)"
 
 
+def left_out(snapshot: Snapshot, shown: int) -> str:
+    """Return that pauses are cut out of the latest `shown` steps; empty where none is."""
+    later = set(snapshot.timeline.step[-shown:][1:].tolist())
+    return " · pauses left out" if later.intersection(snapshot.timeline.cuts) else ""
+
+
 def dropped(snapshot: Snapshot) -> str:
     """Return how many records were lost; empty when none."""
     return f"{number(snapshot.dropped)} records dropped" if snapshot.dropped else ""
