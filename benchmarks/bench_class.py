@@ -21,6 +21,8 @@ import psutil
 
 MB = 1e6
 READY_S = 240
+PATIENCE_S = 80
+"""How long a notebook's first steps are waited for; one that has none by then counts as 0."""
 
 CELL = """
 import torch
@@ -43,15 +45,14 @@ def one(engines):
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
     sys.stdin.readline()
     run = cluster.run(CELL, strategy="mirrored" if engines > 1 else "one_device")
-    while run.history.totals.steps < 3 and not run.is_over:
+    end = time.monotonic() + PATIENCE_S
+    while run.history.totals.steps < 3 and not run.is_over and time.monotonic() < end:
         time.sleep(0.05)
     print(json.dumps({"trains": run.state}), flush=True)
     sys.stdin.readline()
     steps, at = run.history.totals.steps, time.perf_counter()
     sys.stdin.readline()
     rate = (run.history.totals.steps - steps) / (time.perf_counter() - at)
-    run.stop()
-    run.wait(60)
     print(json.dumps({"steps_per_s": rate}), flush=True)
     state.session.stop()
 
@@ -104,17 +105,17 @@ def main():
         try:
             ready_s = sorted(said(book, "ready_s") for book in books)
             idle_bytes, processes = pss_bytes(books)
+            print(f"ready after {ready_s}, {idle_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
             go_on(books)
             for book in books:
                 said(book, "trains")
             go_on(books)
             time.sleep(given.seconds)
             busy_bytes, _ = pss_bytes(books)
+            print(f"training, {busy_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
             taken = used - psutil.virtual_memory().available
             go_on(books)
             rates = sorted(said(book, "steps_per_s") for book in books)
-            for book in books:
-                book.wait(60)
         finally:
             for book in books:
                 book.kill()
