@@ -83,6 +83,8 @@ class WorkbenchMagics(Magics):
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
+        if why := cluster._engines.put_off:
+            print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
         if asked.keep:
             print(kept_words(cluster))  # noqa: T201
 

@@ -118,6 +118,10 @@ ON_ENGINES = {
         {"ratio": RATIO, "steps_per_s": RATE, "rival_steps_per_s": RATE},
         results=4,
     ),
+    "bench_class.py": Short(
+        "--notebooks 2 --engines 1 --seconds 1",
+        {"last_ready_s": SECONDS, "training_pss_mb": SIZE, "least_over_most": SHARE},
+    ),
     "bench_cells.py": Short(
         "--engines 2 --cells 3",
         {"ratio": RATIO, "ours_s": SECONDS, "rival_s": SECONDS, "pair_ratio": RATIO},

@@ -85,6 +85,12 @@ class Engines(Handover):
         self._ground.prepare_in_background()
 
     @property
+    def put_off(self) -> str:
+        """Why the framework was not imported ahead of need, in words; empty where it was."""
+        warm = self._ground.warm
+        return "" if warm is None else warm.put_off
+
+    @property
     def framework(self) -> str:
         """What engines have imported when they start, unless another one is asked for."""
         return self._ground.framework

@@ -109,14 +109,17 @@ class Check:
 
     def _number(self, value: Any, said: str) -> float:
         try:
-            if isinstance(value, bool):
-                raise TypeError
-            number = float(value)
+            found = number(value)
         except (TypeError, ValueError, OverflowError):
-            self.wrong(f"{said}: a number is asked for.")
-        if not math.isfinite(number):
+            self.wrong(
+                f"{said}: a number is asked for.",
+                "a text is none, even one of digits: leave the quotes, or the str(), out"
+                if isinstance(value, (str, bytes))
+                else "a single one, of Python, NumPy or PyTorch",
+            )
+        if not math.isfinite(found):
             self.wrong(f"{said}: a finite number is asked for.")
-        return number
+        return found
 
     def whole(self, name: str) -> int:
         """Return a whole number, such as a rank."""
@@ -176,7 +179,7 @@ class Check:
                 f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
                 "is there a loop that never ends?",
             )
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.wrong(
                 f"{asked} raised {type(error).__name__}: {error}",
                 "call it with these values in a cell of its own, to see the line that raised it",
@@ -271,6 +274,17 @@ def _shown(value: Any) -> str:
         return f"{value}"
     words = repr(value)
     return words if len(words) <= 40 else f"{type(value).__name__} {words[:36]}..."
+
+
+def number(value: Any) -> float:
+    """Return a number of any kind as Python's.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is none: a text that looks like one is not either.
+    """
+    if isinstance(value, (bool, str, bytes)):
+        raise TypeError
+    return float(value)
 
 
 def close(found: float, truth: float, share: float) -> bool:
