@@ -85,7 +85,7 @@ class Runs(Mapping[str, Run]):
                 if key == same and seed not in seeds:
                     seeds.add(seed)
                     return number
-            number = 1 + len(self._colors) % (RUN_COLORS - 1)
+            number: int = 1 + len(self._colors) % (RUN_COLORS - 1)
             self._colors.append((same, {seed}, number))
             return number
 
