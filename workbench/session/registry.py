@@ -81,10 +81,10 @@ class Runs(Mapping[str, Run]):
                 repr(faults))  # fmt: skip
         seed = plan.overrides.get("seed")
         with self._lock:
-            for key, seeds, number in reversed(self._colors):
+            for key, seeds, known in reversed(self._colors):
                 if key == same and seed not in seeds:
                     seeds.add(seed)
-                    return number
+                    return known
             number: int = 1 + len(self._colors) % (RUN_COLORS - 1)
             self._colors.append((same, {seed}, number))
             return number
