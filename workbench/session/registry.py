@@ -84,7 +84,7 @@ class Runs(Mapping[str, Run]):
             for key, seeds, known in reversed(self._colors):
                 if key == same and seed not in seeds:
                     seeds.add(seed)
-                    return known
+                    return int(known)
             number: int = 1 + len(self._colors) % (RUN_COLORS - 1)
             self._colors.append((same, {seed}, number))
             return number
