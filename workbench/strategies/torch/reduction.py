@@ -4,9 +4,10 @@
     loss.backward() --> gradients --> mean over the workers --> optimizer
 
 What is wrapped is backward, not the model: `model.forward` may never be called, and the user goes
-on holding the plain module. Before each backward DistributedDataParallel is made ready by passing
-the loss through it (the module inside hands it on as it is); its C++ reducer then averages buckets
-while backward runs. All else is averaged right after backward (`flat.py`).
+on holding the plain module. Before a backward DistributedDataParallel is made ready by passing the
+loss through it (the module inside hands it on as it is), or, once it has begun, by asking its C++
+reducer itself; that then averages buckets while backward runs. All else is averaged right after
+backward (`flat.py`).
 
 Which parameters are trained may change in mid-loop (unfreezing, freezing): then the wrapper is made
 anew, after the workers have agreed by way of the store that they train the same.
@@ -143,8 +144,10 @@ class Reductions:
         Args:
             weight: This worker's factor, which its loss would have had in a backward.
         """
+        averaged = self._each[0].averaged if self._each else {}
         lacking = [p for group in optimizer.param_groups for p in group["params"]
-                   if p.grad is not None and not self._was_averaged(p)]  # fmt: skip
+                   if (gradient := p.grad) is not None and averaged.get(p) is not gradient
+                   and not self._was_averaged(p)]  # fmt: skip
         if not lacking:
             return
         concerned = self._holders(lacking)
@@ -226,7 +229,7 @@ class Reduction:
         self.averaged: dict[torch.Tensor, torch.Tensor] = {}
         self.rewrapped: Any = lambda: None
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
-        self._active = False
+        self._active = self._begun = False
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.known: set[torch.Tensor] = set()
         self.look_again()
@@ -262,6 +265,7 @@ class Reduction:
             gradient_as_bucket_view=True,
             init_sync=False,  # all begin with rank 0's, and stay equal
         )
+        self._begun = False
 
     def before_backward(self, tensors: list[Any]) -> list[Any]:
         """Make ready; return what to begin backward from."""
@@ -278,6 +282,14 @@ class Reduction:
         ]
         if self.ddp is None or not any(_needs_gradient(t) for t in tensors):
             return tensors
+        if self._begun and not self._find_unused:
+            # All that forward does then, in a sixth of its time (a twentieth of a millisecond).
+            reducer = self.ddp.reducer
+            reducer.prepare_for_forward()
+            self.ddp._has_rebuilt_buckets |= reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
+            return tensors
+        self._begun = True
         passing: Any = self.ddp.module
         with passing.on(), torch.enable_grad():
             out = self.ddp(*tensors)
