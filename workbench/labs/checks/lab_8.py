@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ...session.registry import runs
 from ..answers import Check
 from ..exercise import exercise
 
@@ -145,7 +144,7 @@ def lost(c: Check) -> None:
 def resumed(c: Check) -> None:
     """The run `resumed`: two workers, from the checkpoint, as if nothing had happened."""
     c.need(
-        "resumed" in runs,
+        c.known_run("resumed") is not None,
         "There is no run named 'resumed' yet.",
         'wb.resume(..., name="resumed") makes one; .wait() waits for its end',
     )
