@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import WorkbenchError
@@ -9,16 +10,17 @@ from ..views.table import Column, Table
 from .answers import Check, Stuck
 from .exercise import exercises, find
 from .report import Finding, Report
+from .side import Side
 
 _reports: dict[str, Report] = {}
 
 
-def check(exercise: str, namespace: dict[str, Any] | None = None) -> Report:
+def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> Report:
     """Look at the answer to an exercise; the notebook shows what is right and what is not.
 
     Args:
         exercise: Its number, such as `"3.2"`.
-        namespace: Where the answer's names are; the notebook's by default.
+        namespace: Where the answer's names are, or whom to ask; the notebook's by default.
 
     Raises:
         PlanError: There is no such exercise.
