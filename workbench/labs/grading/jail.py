@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import signal
+import stat
 import sys
 from typing import Any, NoReturn
 
@@ -36,7 +37,8 @@ _SYSTEM = (
     "sys",
     "run",
 )
-_HIDDEN = ("run",)
+_MADE = ("null", "zero", "full", "random", "urandom")
+_COMPUTE = ("nvidia", "dri", "kfd")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -67,18 +69,32 @@ def _bind(source: str, target: str, *, write: bool = False) -> None:
                 break
 
 
+def _devices(root: str) -> None:
+    """Make the devices that every program needs, and show those that compute."""
+    os.mkdir(f"{root}/dev")
+    _mount("tmpfs", f"{root}/dev", "tmpfs", _NOSUID, "mode=0755,size=1m")
+    for name in os.listdir("/dev"):
+        place = f"{root}/dev/{name}"
+        if name in _MADE and os.getuid() == 0:
+            os.mknod(place, stat.S_IFCHR | 0o666, os.stat(f"/dev/{name}").st_rdev)
+            os.chmod(place, 0o666)
+        elif name in _MADE or name.startswith(_COMPUTE):
+            _bind(f"/dev/{name}", place, write=True)
+    for name, to in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{to}", f"{root}/dev/{name}")
+
+
 def _system(root: str) -> None:
     """Show what every program needs."""
     for name in os.listdir("/"):
         place = f"/{name}"
-        if name not in _SYSTEM or name in _HIDDEN:
+        if name not in _SYSTEM:
             continue
         if os.path.islink(place):
             os.symlink(os.readlink(place), root + place)
         elif os.path.isdir(place):
             _bind(place, root + place)
-    os.mkdir(f"{root}/dev")
-    _mount("/dev", f"{root}/dev", "", _BIND | _REC)
+    _devices(root)
     for place, mode in ((f"{root}/dev/shm", "1777"), (f"{root}/tmp", "1777")):
         os.makedirs(place, exist_ok=True)
         _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"mode={mode}")

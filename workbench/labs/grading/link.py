@@ -147,13 +147,13 @@ class Link:
             raise Gone(answer.get("failed") or "it did not answer")
         return {one.number: one.title for one in exercises(self.lab)}
 
-    def ask(self, do: str, *, limit_s: float = 30.0, **what: Any) -> Reply:
+    def ask(self, do: str, *, wait_s: float = 30.0, **what: Any) -> Reply:
         """Have `inside` do something.
 
         Raises:
             Gone: The kernel is no more.
         """
-        return self._run(self._nonce + json.dumps({"do": do, **what}), limit_s)
+        return self._run(self._nonce + json.dumps({"do": do, **what}), wait_s)
 
     def remember(self, runs: object) -> None:
         """Take the facts of runs that a cell of the lab has just made: later ones cannot change them."""
@@ -173,7 +173,7 @@ class Link:
 
         def send(what: dict[str, Any], left_s: float) -> dict[str, Any] | None:
             try:
-                reply = self.ask(what.pop("do"), limit_s=left_s, **what)
+                reply = self.ask(what.pop("do"), wait_s=left_s, **what)
             except Gone as gone:
                 raise Away from gone
             return None if reply.interrupted else reply.answer or {}
