@@ -44,7 +44,7 @@ class Other:
 
 
 class Items(Other):
-    """Such a value that can be gone through, once it was: a generator, an object with `__iter__`."""
+    """Such a value that can be gone through: a generator, an object with `__iter__`."""
 
     def __init__(self, kind: str, words: str, number: float | None, items: list[Any]) -> None:
         super().__init__(kind, words, number, False)
@@ -95,7 +95,7 @@ class _Packer:
 
     def _known(self, value: Any, depth: int) -> list[Any] | None:
         """Return the one thing that JSON can say, in a list; None where there is none."""
-        if value is None or value is True or value is False:
+        if value is None or isinstance(value, bool):
             return [value]
         kind = type(value)
         if value is Ellipsis or value is NotImplemented:
@@ -127,7 +127,7 @@ class _Packer:
         if isinstance(value, (tuple, set, frozenset)):
             name = "tuple" if isinstance(value, tuple) else "set"
             return [{"k": name, "v": self._all(value, depth)}]
-        if isinstance(value, type) or isinstance(value, (bytes, bytearray)) or callable(value):
+        if isinstance(value, (type, bytes, bytearray)) or callable(value):
             return None
         if hasattr(value, "__array__"):
             return self._array(np.asarray(value), depth)
@@ -188,7 +188,7 @@ def _other(value: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- and back ----------------------------------------------------------------------------------------
+# -- and back ---------------------------------------------------------------------------------------
 
 
 class Senseless(ValueError):

@@ -59,7 +59,8 @@ class RunFacts:
         weights = wire.get("weights")
         figures = wire.get("figures")
         return cls(
-            name, str(wire["state"]), plan, range(int(wire["engines"])), columns, float(wire["began"]),
+            name, str(wire["state"]), plan, range(int(wire["engines"])), columns,
+            float(wire["began"]),
             None if figures is None else _figures(figures),
             None if weights is None else {str(k): np.asarray(v) for k, v in weights.items()},
         )  # fmt: skip

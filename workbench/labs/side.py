@@ -146,7 +146,7 @@ def facts(run: Any) -> Wire:
     known: dict[str, Any] = {
         "state": str(run.state), "began": float(getattr(run, "began", math.nan)),
         "strategy": run.plan.strategy, "workers": run.plan.workers,
-        "options": {name: value for name, value in run.plan.options.items()},
+        "options": dict(run.plan.options),
         "engines": len(run.engines),
     }  # fmt: skip
     if run.state == "finished":

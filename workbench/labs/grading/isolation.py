@@ -1,4 +1,4 @@
-"""What the system allows to keep a student's code from the checks, and how a kernel is started so."""
+"""What the system allows to keep students' code from the checks; starts kernels so."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Isolation:
         if self.how == "user":
             return ("isolated as another user: cells cannot signal the process that marks, but read "
                     f"what every user may ({self.why})")  # fmt: skip
-        return f"not isolated: a cell can read the checks, and end or fake them ({self.why})"
+        return f"not isolated: a cell can read the checks, and end the marker ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:
         """The same, JSON-ready."""

@@ -1,7 +1,7 @@
 """Where students' cells run: as another user, among no other processes, without the checks' files.
 
 Run as a program it makes that place and becomes the kernel in it; only Python's own modules are
-used, since it begins with the rights of whoever grades. `isolation` finds out what the system allows.
+used, since it begins with the rights of whoever grades. `isolation` finds out what is possible.
 
     namespaces  own mounts (an empty root with what Python needs, read-only), own processes; where
                 the grader is root another user id too, else a user namespace

@@ -156,7 +156,7 @@ class Link:
         return self._run(self._nonce + json.dumps({"do": do, **what}), wait_s)
 
     def remember(self, runs: object) -> None:
-        """Take the facts of runs that a cell of the lab has just made: later ones cannot change them."""
+        """Take the facts of runs that the lab's own cell has just made: no later cell changes them."""
         for name in runs if isinstance(runs, dict) else {}:
             if name not in self.known and len(self.known) < MOST_RUNS:
                 answer = self.ask("run", name=name).answer or {}
@@ -175,14 +175,13 @@ class Link:
             try:
                 reply = self.ask(what.pop("do"), wait_s=left_s, **what)
             except Gone as gone:
-                raise Away from gone
+                raise Away(str(gone)) from None
             return None if reply.interrupted else reply.answer or {}
 
         try:
             report, late = mark(number, Told(send, self.known, limit_s))
         except Away as away:
-            assert isinstance(away.__cause__, Gone)
-            raise away.__cause__ from None
+            raise Gone(str(away)) from None
         after = self.ask("mend").answer or {}
         return Reply("", late, time.monotonic() - began, {**after, "report": report})
 

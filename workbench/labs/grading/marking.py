@@ -28,7 +28,7 @@ for _number, _title, _where in {known!r}:
 '''
 
 _LOOK_AT = {
-    "workbench.labs": r"workbench\.labs|from\s+workbench\.labs|labs\.(?:exercise|asking|answers|checks)",
+    "workbench.labs": r"workbench\.labs|labs\.(?:exercise|asking|answers|checks)",
     "the grader's names": r"_inside\b|_labs_|\bGuard\b|\bgrading\b",
     "frames": r"_getframe|f_locals|f_back|tb_frame|currentframe",
     "solutions": r"solutions|lab_\d+\.md",
