@@ -74,7 +74,8 @@ def test_values_that_do_not_end_or_raise_are_described_too():
     "wire",
     [{}, {"k": "x", "v": []}, {"k": "array", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
      {"k": "array", "dtype": "<f8", "shape": [2], "data": ""}, {"k": "int", "v": 3},
-     {"k": "array", "dtype": "<f8", "shape": [-1], "data": "AAAAAAAAAAA="}, {"k": "dict", "v": [1]}],
+     {"k": "array", "dtype": "<f8", "shape": [-1], "data": "AAAAAAAAAAA="},
+     {"k": "dict", "v": [1]}],
 )  # fmt: skip
 def test_what_pack_never_makes_is_refused(wire):
     with pytest.raises(Senseless):

@@ -68,7 +68,7 @@ def shown(value: Any) -> str:
     return words if len(words) <= 40 else f"{type(value).__name__} {words[:36]}..."
 
 
-# -- from a value to what JSON can say ---------------------------------------------------------------
+# -- from a value to what JSON can say -------------------------------------------------------------
 
 
 def pack(value: Any) -> Any:
@@ -188,7 +188,7 @@ def _other(value: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# -- and back ---------------------------------------------------------------------------------------
+# -- and back -------------------------------------------------------------------------------------
 
 
 class Senseless(ValueError):

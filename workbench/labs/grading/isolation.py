@@ -50,8 +50,8 @@ class Isolation:
         if self.how == "namespaces":
             return "isolated: cells cannot read or signal the process that marks, nor see its files"
         if self.how == "user":
-            return ("isolated as another user: cells cannot signal the process that marks, but read "
-                    f"what every user may ({self.why})")  # fmt: skip
+            return ("isolated as another user: cells cannot signal the process that marks, but "
+                    f"read what every user may ({self.why})")  # fmt: skip
         return f"not isolated: a cell can read the checks, and end the marker ({self.why})"
 
     def to_wire(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Place:
             return [sys.executable, *arguments]
         self.hand_over()
         work = self._folder / "work"
-        given = {
+        given: dict[str, Any] = {
             "how": self._how, "uid": self.uid, "folder": str(self._folder),
             "cwd": str(work if work.is_dir() else self._folder),
         }  # fmt: skip
@@ -153,7 +153,7 @@ def _spare_uid() -> int:
     """Return a user id that nobody has, and no process runs as."""
     import pwd
 
-    taken = {entry.pw_uid for entry in pwd.getpwall()}
+    taken: set[int] = {entry.pw_uid for entry in pwd.getpwall()}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

@@ -156,7 +156,7 @@ class Link:
         return self._run(self._nonce + json.dumps({"do": do, **what}), wait_s)
 
     def remember(self, runs: object) -> None:
-        """Take the facts of runs that the lab's own cell has just made: no later cell changes them."""
+        """Take the facts of runs that the lab's own cell has made: no later cell changes them."""
         for name in runs if isinstance(runs, dict) else {}:
             if name not in self.known and len(self.known) < MOST_RUNS:
                 answer = self.ask("run", name=name).answer or {}

@@ -151,7 +151,16 @@ def from_wire(wire: Mapping[str, Any]) -> Graded:
     Raises:
         KeyError, TypeError or ValueError: It is something else.
     """
-    names = ("exercise", "title", "state", "findings", "error", "put_back", "look_at", "seconds")
+    names: tuple[str, ...] = (
+        "exercise",
+        "title",
+        "state",
+        "findings",
+        "error",
+        "put_back",
+        "look_at",
+        "seconds",
+    )
     outcomes = [Outcome(**_checked(one, names)) for one in wire["exercises"]]
     if any(one.state not in MARKS for one in outcomes):
         raise ValueError("an exercise has a state that is unknown")

@@ -164,8 +164,8 @@ class Grading:
         """Begin again if cells of another exercise have cost engines that are needed here."""
         lost_by = self._lost_by
         if lost_by and lost_by != number and lost_by not in self._left_out:
-            self._problem(f"Exercise {lost_by} ended engines, or removed files, that later cells need: it "
-                          "was left out, and the lab run again.")  # fmt: skip
+            self._problem(f"Exercise {lost_by} ended engines, or removed files, that later cells "
+                          "need: it was left out, and the lab run again.")  # fmt: skip
             self._leave_out(lost_by)
 
     # -- exercises ---------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
         found += [
-            f"{name}: look at {outcome.exercise}: its cells name {_line(', '.join(outcome.look_at))}"
+            f"{name}: look at {outcome.exercise}: it names {_line(', '.join(outcome.look_at))}"
             for outcome in one.outcomes if outcome.look_at
         ]  # fmt: skip
     return found

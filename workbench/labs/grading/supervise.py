@@ -20,7 +20,7 @@ import psutil
 
 from . import processes
 from .environment import kept, remove
-from .isolation import Isolation, find_out
+from .isolation import NOTHING, Isolation, find_out
 from .limits import Limits
 from .outcome import Graded, from_wire
 from .runner import OVER
@@ -81,7 +81,11 @@ class _Runners:
     """The runners that live, so that all can be ended."""
 
     def __init__(
-        self, notebooks: Path, canonical: Path | None, limits: Limits, isolation: Isolation
+        self,
+        notebooks: Path,
+        canonical: Path | None,
+        limits: Limits,
+        isolation: Isolation = NOTHING,
     ) -> None:
         self._given: dict[str, Any] = {
             "notebooks": str(notebooks.absolute()),
