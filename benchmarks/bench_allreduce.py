@@ -4,7 +4,7 @@ The rival is a plain loop with DDP of its own, without a strategy and without te
 engines; ours is the same loop with one line, `wb.prepare`. They train in turn, so that both meet
 the same noise; what counts is the median ratio of the pairs.
 
-    python benchmarks/bench_allreduce.py [--pairs 7] [--every] [--models "0.1 MB"] [--json FILE]
+    python benchmarks/bench_allreduce.py [--pairs 7] [--every] [--models "0.1 MB"]
                                          [--steps N]
 
 The last lines are JSON, one for each model and way.
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import workbench as wb
@@ -70,7 +69,6 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, help="steps of one turn; each model has its own number"
     )
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     ways = ["auto", "backend"]
     if given.every:
@@ -93,8 +91,6 @@ def main() -> None:
                     f"({row['least']:.2f} .. {row['most']:.2f})"
                     + (f"  goal {goal}x" if "goal" in row else "")
                 )
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1))
     for result in results:
         print(json.dumps(result))
 
@@ -151,6 +147,7 @@ def summary(turns: list[tuple[float, float]]) -> dict[str, Any]:
         "steps_per_s": statistics.median(ours for ours, _ in turns),
         "rival_steps_per_s": statistics.median(rival for _, rival in turns),
         "pairs": len(ratios),
+        "steps_per_s_of_pairs": turns,
     }
 
 

@@ -66,6 +66,7 @@ def main() -> None:
         "pair_ratio_p5": ratios[round(0.05 * (len(ratios) - 1))],
         "pair_ratio_p95": ratios[round(0.95 * (len(ratios) - 1))],
         "cells": given.cells,
+        "seconds": seconds,
     }
     print(json.dumps(result))
 

@@ -109,6 +109,7 @@ def main() -> None:
     ours_per_s, rival_per_s = (statistics.median(values) for values in rates.values())
     result = {"what": f"central_storage, {args.workers} workers x {args.mb} MB", "ratio": ratio}
     result |= {"steps_per_s": ours_per_s, "rival_steps_per_s": rival_per_s, "turns": args.turns}
+    result["rates"] = rates
     print(json.dumps(result))
 
 

@@ -75,6 +75,7 @@ def main() -> None:
         "written_s": statistics.median(seconds),
         "size_bytes": events[0]["size_bytes"],
         "checkpoints": len(events),
+        "ratios": ratios,
     }
     print(
         f"{given.strategy}, {given.workers} workers, every {given.every} of {given.steps} steps: "

@@ -3,7 +3,7 @@
 What is compared is the proportional set size (PSS: shared pages are divided among those who share
 them), ours with the warm parent, ipyparallel's with its nannies; controllers count on neither side.
 
-    python benchmarks/bench_memory.py [--engines 8] [--json FILE]
+    python benchmarks/bench_memory.py [--engines 8]
 """
 
 import argparse
@@ -90,7 +90,6 @@ def measure(way, n):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=["ours", "fresh"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -104,10 +103,8 @@ def main():
     verdict = "met" if ratio <= GOAL else "MISSED"
     print(f"ours/fresh = {ratio:.3f}  (goal {GOAL:.2f}: {verdict})")
     result = {"what": f"memory of {options.engines} torch engines", "ratio": ratio, "goal": GOAL}
-    if options.json:
-        options.json.write_text(json.dumps({**result, "runs": found}, indent=1))
     sizes = {f"{way}_pss_mb": one["pss_bytes"] / MB for way, one in found.items()}
-    print(json.dumps({**result, **sizes}))
+    print(json.dumps({**result, **sizes, "runs": found}))
 
 
 if __name__ == "__main__":

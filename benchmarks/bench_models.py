@@ -1,6 +1,6 @@
 """Ten models as public code writes them, under every strategy of PyTorch, against one device.
 
-    python benchmarks/bench_models.py [--models vit,lstm] [--strategies hybrid] [--to models.json]
+    python benchmarks/bench_models.py [--models vit,lstm] [--strategies hybrid]
 
 Each case is trained for a few steps on 2 workers (4 where the strategy forms a grid), by the
 contract suite's harness. A case is `trained`, `refused` (an error of ours, with its words) or
@@ -145,7 +145,6 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--strategies", default=",".join(columns()))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--to", default="models.json", help="where the rows are written")
     given = parser.parse_args()
     workers = Workers(2)
     rows = []
@@ -155,12 +154,12 @@ def main() -> None:
                 rows.append(row := run_case(workers, name, strategy, given.steps))
                 if row["outcome"] != "trained":
                     print(f"{name} under {strategy}: {row['outcome']}: {row.get('error', row)}")
-                Path(given.to).write_text(json.dumps(rows, indent=1))
     finally:
         workers.close()
     print(table(rows))
     trained = sum(row["outcome"] == "trained" for row in rows)
-    print(json.dumps({"what": "models x strategies", "cases": len(rows), "trained": trained}))
+    result = {"what": "models x strategies", "cases": len(rows), "trained": trained}
+    print(json.dumps({**result, "rows": rows}))
 
 
 if __name__ == "__main__":

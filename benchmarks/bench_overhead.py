@@ -219,6 +219,7 @@ def report(step_ms: int, allreduce: str, speeds: dict[str, list[float]]) -> None
         "pairs": len(speeds["on"]),
         "off_step_ms": step,
         "goal": GOALS[step_ms],
+        "steps_per_s": speeds,
     }
     for base in ("off", "torchrun"):
         ratios = sorted(a / b for a, b in zip(speeds["on"], speeds[base], strict=True))

@@ -265,7 +265,7 @@ def main() -> None:
         "ratio_gloo": shared / middle["gloo send/recv"],
         "tcp_ratio_gloo": tcp / middle["gloo send/recv"],
     }
-    print(json.dumps(result))
+    print(json.dumps({**result, "rates": rates}))
 
 
 if __name__ == "__main__":

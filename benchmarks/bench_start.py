@@ -6,7 +6,7 @@ default  ipyparallel as it comes: `Cluster(n=N)`, `import torch` on every engine
 cold     ours, with nothing started before
 warm     ours, as `%load_ext workbench` leaves it: controller, client and warm parent are up
 
-    python benchmarks/bench_start.py [--engines 4] [--rounds 3] [--json FILE]
+    python benchmarks/bench_start.py [--engines 4] [--rounds 3]
 """
 
 import argparse
@@ -122,7 +122,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=["default", "cold", "warm"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -152,12 +151,9 @@ def report(options, runs):
         verdict = "met" if ratios[way] <= goal else "MISSED"
         print(f"{way}/default = {ratios[way]:.3f}  (goal {goal:.2f}: {verdict})")
     what = f"{options.engines} torch engines ready"
-    result = {"what": what, "engines": options.engines, "ratios": ratios, "goals": GOALS}
-    if options.json:
-        options.json.write_text(json.dumps({**result, "runs": runs}, indent=1))
     flat = {f"{way}_s": seconds for way, seconds in median.items()}
     flat |= {f"{way}_ratio": ratio for way, ratio in ratios.items()}
-    print(json.dumps({"what": what, **flat, "goals": GOALS}))
+    print(json.dumps({"what": what, **flat, "goals": GOALS, "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ def main() -> None:
                 print(f"; {words} {statistics.median(ratios):.3f}x ({shown})", end="")
             print()
             result["plain_step_ms"] = statistics.median(a["step_ms"] for a, _ in pairs[1:])
-            results.append({**result, "pairs": given.pairs})
+            rounds = [{"plain": bare, "recorded": ours} for bare, ours in pairs[1:]]
+            results.append({**result, "pairs": given.pairs, "rounds": rounds})
     for result in results:
         print(json.dumps(result))
 

@@ -9,7 +9,7 @@ Memory is the proportional set size (PSS: shared pages are divided among those w
 the warm parent with its engines, less that of the parent alone: what the engines add before their
 first step.
 
-    python benchmarks/bench_tensorflow_start.py [--engines 2] [--rounds 3] [--json FILE]
+    python benchmarks/bench_tensorflow_start.py [--engines 2] [--rounds 3]
 """
 
 import argparse
@@ -95,7 +95,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=["fresh", "warm"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -121,9 +120,7 @@ def report(options, runs):
     result = {"what": "TensorFlow engines ready, warm / fresh", "engines": options.engines}
     result |= {"ratio": ratio, "added_mib": round(added_mib, 1)}
     result |= {f"{way}_s": seconds for way, seconds in ready_s.items()}
-    if options.json:
-        options.json.write_text(json.dumps({**result, "goals": goals, "runs": runs}, indent=1))
-    print(json.dumps({**result, "goals": goals}))
+    print(json.dumps({**result, "goals": goals, "runs": runs}))
 
 
 def verdict(met):

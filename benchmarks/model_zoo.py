@@ -10,6 +10,7 @@ float64, so that what strategies train can be compared.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -363,16 +364,59 @@ class ViT(nn.Module):
 
 
 def vit() -> Case:
-    """Return timm's where it can be imported, else one with the same layers."""
+    return Case(ViT().double(), _images(), {"loss": nn.CrossEntropyLoss()}, _sgd)
+
+
+# -- timm and torchvision --------------------------------------------------------------------------
+
+
+def _declare_missing_ops() -> None:
+    """Let torchvision be imported beside a torch that it was not built for.
+
+    Its compiled ops do not load then, and the import ends at the two that it describes all the
+    same. Its models use none of them: a declaration is enough.
+    """
     try:
-        from timm.models.vision_transformer import VisionTransformer
-    except (ImportError, RuntimeError):  # its torchvision needs not fit the PyTorch at hand
-        model: nn.Module = ViT()
-    else:
-        model = VisionTransformer(
-            img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES
-        )
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        for op in ("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor",
+                   "qnms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
+            torch.library.define(f"torchvision::{op.partition('(')[0]}", op[op.index("(") :])
+
+
+def timm_vit() -> Case:
+    """Return timm's vision transformer: most of its children do nothing here."""
+    _declare_missing_ops()
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES
+    )
     return Case(model.double(), _images(), {"loss": nn.CrossEntropyLoss()}, _sgd)
+
+
+def torchvision_resnet18() -> Case:
+    """Return torchvision's ResNet-18; BatchNorm evaluates, since over shares it differs."""
+    _declare_missing_ops()
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=CLASSES).double()
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    return Case(model, _images(), {"loss": nn.CrossEntropyLoss()}, _small_sgd)
+
+
+def torchvision_vgg11() -> Case:
+    """Return torchvision's VGG-11, without dropout."""
+    _declare_missing_ops()
+    from torchvision.models import vgg11
+
+    model = vgg11(num_classes=CLASSES, dropout=0.0).double()
+    images = torch.nn.functional.interpolate(_images()[0], size=32), _images()[1]
+    return Case(model, images, {"loss": nn.CrossEntropyLoss()}, _small_sgd)
 
 
 CASES: dict[str, Callable[[], Case]] = {

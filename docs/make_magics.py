@@ -40,6 +40,10 @@ CELL: dict[str, tuple[str, str]] = {
         "figure",
         "%%distributed mirrored --plot off",
     ),
+    "--traceback": (
+        "`short`: your own lines; `full`: every frame",
+        "%%distributed --traceback full",
+    ),
     "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),
     "--log": ("nowhere else", "%%distributed mirrored --log tensorboard:runs"),
     "--checkpoint": ("no checkpoints", "%%distributed mirrored --checkpoint kept"),

@@ -89,6 +89,17 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "contract/test_models_vision.py",
+        (
+            "test_timms_vision_transformer_trains_as_on_one_device[*",
+            ["test_timms_vision*[model_split]"],
+        ),
+        (
+            "test_torchvisions_models_train_as_on_one_device[*",
+            ["test_torchvisions*[torchvision_resnet18-model_split]"],
+        ),
+    ),
+    *_rules(
         "contract/test_averaging.py",
         (
             "test_a_compiled_model_is_averaged",
@@ -789,6 +800,12 @@ RULES: list[Rule] = [
             "test_*",
             ["labs/test_grading_merging.py::test_*", "labs/test_grading_settling.py::test_*"],
         ),
+    ),
+    *_rules(
+        "labs/test_grading_exploits.py",
+        ("test_no_lie_is_marked*", ["test_answers_that_say_nothing*"]),
+        ("test_solutions_checks*", ["test_a_place_shows_the_system*"]),
+        ("test_a_cell_that_kills_engines*", ["labs/test_grading_settling.py::test_a_cell_that_*"]),
     ),
     *_rules(
         "labs/test_grading_command.py",

@@ -8,6 +8,7 @@ same package.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -46,9 +47,29 @@ _LAZY = {
 __all__ = [*_LAZY, "load_ipython_extension", "unload_ipython_extension"]
 
 
+def need_a_system_that_works() -> None:
+    """Say on Windows what is needed there, before the first module of POSIX is missed.
+
+    Raises:
+        ClusterError: This is Windows.
+    """
+    if sys.platform == "win32":
+        from .errors import ClusterError
+
+        raise ClusterError(
+            "On Windows, Workbench needs WSL2, the Linux inside Windows.",
+            seen="a Python of Windows itself",
+            allowed="Linux, macOS, WSL2",
+            next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "
+            "and install Workbench and JupyterLab there",
+        )
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    if _LAZY[name] != "workbench.errors":
+        need_a_system_that_works()
     if name == "data":
         return importlib.import_module("workbench.data")
     value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -62,6 +83,7 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics and begin to pre-warm (`%load_ext workbench`)."""
+    need_a_system_that_works()
     importlib.import_module("workbench.magics").register(shell)
 
 

@@ -85,6 +85,8 @@ def _parts(plan: Plan, framework: str) -> Iterator[Part]:
     yield from _saving(plan)
     if plan.profile is not None:
         yield "--profile", f"{plan.profile[0]}:{plan.profile[1]}"
+    if plan.traceback != "short":
+        yield "--traceback", plan.traceback
     for target in plan.log:
         yield "--log", target
     if plan.name:

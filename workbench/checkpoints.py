@@ -3,13 +3,15 @@
     DIR/
       run.json            the run's plan: what `wb.resume(DIR)` starts again
       step-120/           written as `step-120.tmp`, flushed to disk, then renamed
-        checkpoint.json   step, world size, strategy; what only belongs to the whole is beside it
+        checkpoint.json   step, world size, strategy, and a checksum of every file beside it
         state/            model, optimizer, scheduler, in the framework's own format
         rank-0/ ...       what only one worker has: random states, its own replica
       step-240/
 
 A folder that is called `step-N` is whole: a crash while writing leaves a `.tmp` behind, which
-nobody reads and the next checkpoint removes.
+nobody reads and the next checkpoint removes. What a disk, a copy or a hand does to it later is
+found by the checksums before anything is loaded; checkpoints of versions that wrote none load as
+they are.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import checksums
 from .errors import PlanError, RunError
 
 EVERY = 100
@@ -33,6 +36,9 @@ KEEP = 2
 MANIFEST, RUN = "checkpoint.json", "run.json"
 VERSION = 1
 ON_FAILURE = ("stop", "continue", "replace")
+_NEEDED = ("version", "step", "training", "base", "world_size", "strategy")
+_SHARED = "state/"
+_MOST_FAULTS = 3  # named in an error
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-(\d+)(?:\.(.+))?\.tmp")
 
@@ -95,35 +101,111 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint at a path: that of `DIR/step-N`, or the last one of `DIR`.
 
     Raises:
-        RunError: There is none, or another version wrote it.
+        RunError: There is none, another version wrote it, or its manifest is damaged.
     """
     whole = Path(path).expanduser().absolute()
     match = _STEP.fullmatch(whole.name)
     if match is not None and (whole / MANIFEST).is_file():
         return checked(_read(whole, int(match[1])))
     last = latest(whole)
-    if last is None:
-        raise RunError(
-            "There is no checkpoint here.",
-            seen=str(path),
-            allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
-        )
-    return checked(last)
+    if last is not None:
+        return checked(last)
+    if match is not None and whole.is_dir():
+        raise refusal(Checkpoint(str(whole), int(match[1])), [f"{MANIFEST} is missing"])
+    raise RunError(
+        "There is no checkpoint here.",
+        seen=str(path),
+        allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
+    )
 
 
 def checked(one: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of this version.
+    """Return a checkpoint of this version whose manifest is as it was written.
 
     Raises:
         RunError: Another version wrote it, or its manifest is damaged.
     """
-    if one.about.get("version") != VERSION:
+    if fault := _manifest_fault(one):
+        raise refusal(one, [fault])
+    if one.about["version"] != VERSION:
         raise RunError(
             "The checkpoint cannot be read by this version of Workbench.",
-            seen=f"version {one.about.get('version')} at {one.path}",
+            seen=f"version {one.about['version']} at {one.path}",
             allowed=f"version {VERSION}",
+            next_step="go on with the version that wrote it",
         )
     return one
+
+
+def faults(one: Checkpoint, *, own: bool = True) -> list[str]:
+    """Return what is damaged in a checkpoint, file by file; empty where it is as it was written.
+
+    Reads every file: about as long as loading it takes.
+
+    Args:
+        own: Whether what each rank alone had is needed too: as many ranks go on, alike.
+    """
+    if fault := _manifest_fault(one):
+        return [fault]
+    files = one.about.get("files") or {}
+    needed = {name: sums for name, sums in files.items() if own or name.startswith(_SHARED)}
+    return checksums.faults(Path(one.path), needed)
+
+
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Whether `DIR/step-N` is a checkpoint that is as it was written."""
+    match = _STEP.fullmatch(Path(path).name)
+    return match is not None and not faults(_read(Path(path), int(match[1])))
+
+
+def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
+    """Return the error that names what is damaged, and the last checkpoint that is whole."""
+    more = f", and {len(found) - _MOST_FAULTS} more" if len(found) > _MOST_FAULTS else ""
+    return RunError(
+        f"The checkpoint of step {one.step} is damaged.",
+        seen=f"{one.path}: {', '.join(found[:_MOST_FAULTS])}{more}",
+        allowed="a checkpoint whose files are as they were written",
+        next_step=_instead(one, found),
+    )
+
+
+def last_whole(folder: str | os.PathLike[str], but: str = "") -> Checkpoint | None:
+    """Return the last checkpoint of a folder that is as it was written; None where there is none.
+
+    Args:
+        but: Path of one that is out of the question.
+    """
+    others = (one for one in reversed(found(folder)) if one.path != but)
+    return next((one for one in others if not faults(one)), None)
+
+
+def _instead(one: Checkpoint, found: Sequence[str]) -> str:
+    """Return what can be done without a checkpoint that is damaged."""
+    ways = []
+    if other := last_whole(Path(one.path).parent, but=one.path):
+        ways.append(f"wb.resume({other.path!r}) goes on from the last whole one")
+    if all(name.startswith("rank-") for name in found):  # what stands for all ranks is whole
+        workers = 1 if one.about["world_size"] > 1 else 2
+        ways.append(
+            f"wb.resume({one.path!r}, workers={workers}) goes on without what each rank alone "
+            "had (random states)"
+        )
+    return "; ".join(ways) or "there is no other whole one: begin anew in another --checkpoint DIR"
+
+
+def _manifest_fault(one: Checkpoint) -> str:
+    """Return what is wrong with a manifest; empty where it says what was written."""
+    if not one.about:
+        return f"{MANIFEST} cannot be read"
+    if not checksums.is_as_sealed(one.about):
+        return f"{MANIFEST} is not what was written (its checksum differs)"
+    if isinstance(version := one.about.get("version"), int) and version != VERSION:
+        return ""  # what another version needs to say is not known
+    if missing := [key for key in _NEEDED if key not in one.about]:
+        return f"{MANIFEST} does not say: {', '.join(missing)}"
+    if one.about["step"] != one.step:
+        return f"{MANIFEST} is of step {one.about['step']}"
+    return ""
 
 
 def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str]:

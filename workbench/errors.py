@@ -67,6 +67,10 @@ class RunStopped(Exception):
     """Raised inside a user's own training loop when Stop was pressed; ends the cell quietly."""
 
 
+class RunDamagedWarning(UserWarning):
+    """A run was loaded from a folder that lacks a part of what was written there."""
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the member of `names` that looks most like `name`, or None when none does."""
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)

@@ -16,6 +16,7 @@ from .windows import Window, parse_window
 from .words import Parser, parse_ranks, tokens, whole_number
 
 PLOTS = ("auto", "widget", "svg", "text", "off")
+TRACEBACKS = ("short", "full")
 
 Add = Callable[..., Any]
 """`ArgumentParser.add_argument`."""
@@ -44,6 +45,7 @@ class CellLine:
     on_failure: str = ""
     profile: Window | None = None
     log: tuple[str, ...] = ()
+    traceback: str = "short"
 
 
 @functools.cache
@@ -126,6 +128,12 @@ def _trial_flags(add: Add) -> None:
         help="slow=1:50ms, jitter=20ms, kill=2@100",
     )
     add("--plot", default="auto", choices=PLOTS, help="how the live dashboard is shown")
+    add(
+        "--traceback",
+        default="short",
+        choices=TRACEBACKS,
+        help="show your own lines of an error, or every frame",
+    )
     add("--profile", metavar="A:B", help="profile steps A to B-1 on every rank")
     add(
         "--log",
@@ -180,6 +188,7 @@ def parse_cell_line(line: str, prog: str = "%%distributed") -> CellLine:
         on_failure=given["on_failure"],
         profile=parse_window(given["profile"]) if given["profile"] else None,
         log=parse_targets(given["log"]),
+        traceback=given["traceback"],
     )
 
 

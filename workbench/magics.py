@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +83,8 @@ class WorkbenchMagics(Magics):
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
+        if why := cluster._engines.put_off:
+            print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
         if asked.keep:
             print(kept_words(cluster))  # noqa: T201
 
@@ -101,6 +104,8 @@ class WorkbenchMagics(Magics):
     def distributed_line(self, line: str) -> None:
         """Train the last cell again, or `--recipe NAME`, under another strategy."""
         asked = parse_cell_line(line, "%distributed")
+        if asked.recipe is None:
+            self._refuse_body()
         if not asked.strategies:
             raise PlanError(
                 "Which strategy?",
@@ -144,7 +149,7 @@ class WorkbenchMagics(Magics):
         if asked.recipe and recipe.source == cell and asked.strategies:
             named = session.recipe_named
             recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
-        number = self.shell.execution_count
+        number = self._number()
         autoreload = _autoreload(self.shell)
         try:
             if asked.strategies:
@@ -176,7 +181,62 @@ class WorkbenchMagics(Magics):
             show(runs[0].summary())
 
     def _origin(self) -> str:
-        return f"In[{self.shell.execution_count}]"
+        return f"In[{self._number()}]"
+
+    def _number(self) -> int:
+        """Return the number of the cell that is running.
+
+        IPython counts on before a cell runs (9.x) or after it (8.x); what it was given is kept
+        before, at the cell's number.
+        """
+        kept = self.shell.history_manager
+        held = 0 if kept is None else len(kept.input_hist_raw) - 1
+        return held if held > 0 else int(self.shell.execution_count)
+
+    def _refuse_body(self) -> None:
+        """Raise where a cell's body stands below `%distributed`, which takes none.
+
+        Raises:
+            PlanError: The lines below would run in the notebook, and were meant for the engines.
+        """
+        kept = self.shell.history_manager
+        raw = str(kept.input_hist_raw[-1]) if kept is not None and kept.input_hist_raw else ""
+        first, _, body = raw.lstrip().partition("\n")
+        if first.startswith("%distributed") and meant_for_engines(body, self.shell.user_ns):
+            raise PlanError(
+                "%distributed is one line and takes no cell, so the lines below it would run in "
+                "the notebook.",
+                seen=first,
+                allowed="%%distributed above the code that the engines run",
+                next_step=f"%{first}",
+            )
+
+
+def meant_for_engines(body: str, namespace: dict[str, Any]) -> bool:
+    """Whether lines below `%distributed` are code that engines run: they train, or use a rank.
+
+    Args:
+        namespace: The notebook's, which has no rank unless the user made one.
+    """
+    try:
+        tree = ast.parse(body)
+    except SyntaxError:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _ENGINES_ONLY and node.id not in namespace:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in _TRAINING:
+            return True
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any(name.split(".")[0] in _FRAMEWORKS for name in names):
+                return True
+    return False
+
+
+_ENGINES_ONLY = frozenset({"rank", "local_rank", "world_size", "device", "strategy"})
+_TRAINING = frozenset({"fit", "prepare", "watch"})
+_FRAMEWORKS = frozenset({"torch", "tensorflow", "keras"})
 
 
 def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:

@@ -12,6 +12,8 @@ from .cookbook import Recipe
 from .errors import PlanError
 from .faults import Fault, parse_fault
 
+MOST_NAME = 100
+"""Letters of a run's name: it stands in tables, in pictures and in the names of folders."""
 OVERRIDES = ("epochs", "steps", "batch_size", "seed")
 
 
@@ -33,6 +35,7 @@ class Plan:
         on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
         profile: First step to profile, and the step before which it ends.
         log: Where the run is written to besides its folder, as `targets.Target.text`.
+        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
     """
 
     recipe: Recipe
@@ -49,6 +52,7 @@ class Plan:
     on_failure: str = "stop"
     profile: windows.Window | None = None
     log: tuple[str, ...] = ()
+    traceback: str = "short"
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -135,6 +139,7 @@ def make_plan(
     on_failure: str = "",
     profile: windows.Window | None = None,
     log: Sequence[str] = (),
+    traceback: str = "short",
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
@@ -149,6 +154,7 @@ def make_plan(
         PlanError: Naming the value seen, what is allowed and the next step.
     """
     entry = catalog.lookup(strategy, framework)
+    check_name(name)
     count = check_count("workers", workers)
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
@@ -178,6 +184,7 @@ def make_plan(
         *saving,
         profile=profile,
         log=targets.parse_targets(log),
+        traceback=traceback,
     )
 
 
@@ -223,6 +230,21 @@ def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> N
             seen="--on-failure continue",
             allowed="stop; replace, with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
+        )
+
+
+def check_name(name: object) -> None:
+    """Raise PlanError where a run cannot be called so."""
+    if not isinstance(name, str):
+        raise PlanError(
+            "A run's name is text.", seen=name, allowed=f"text of at most {MOST_NAME} characters"
+        )
+    if len(name) > MOST_NAME:
+        raise PlanError(
+            f"The run's name is too long: {len(name)} characters.",
+            seen=f"{name[:40]}...",
+            allowed=f"at most {MOST_NAME} characters",
+            next_step="--name with a shorter name",
         )
 
 

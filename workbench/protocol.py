@@ -120,6 +120,10 @@ class Topic(str, Enum):
     """An earlier run had trained the model, which makes comparisons unfair."""
     LOSS_LOST = "loss_lost"
     """`value`: the first step whose loss is no number."""
+    NOT_ON_DISK = "not_on_disk"
+    """`value`: why some of the run could not be written."""
+    DAMAGED = "damaged"
+    """The folder that the run was read from lacks rows, events or weights; `value`: which."""
 
     @classmethod
     def of(cls, word: object) -> Topic | None:

@@ -9,10 +9,46 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from .errors import RunError
+
 MARK = "WORKBENCH_CLUSTER"
 """Environment variable of every process of a cluster: the cluster's folder."""
 TMP = "tmp"
 PAGE_BYTES = 64 << 10
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file in one go: readers see the old one or the new one, never half of it.
+
+    Raises:
+        OSError: It could not be written; the old one stands, and nothing else is left.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def export(path: Path, content: bytes) -> Path:
+    """Write a file that the user asked for, whole or not at all; return its path.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    try:
+        replace(path, content)
+    except OSError as error:
+        raise RunError(
+            f"The file cannot be written: {error.strerror}.",
+            seen=str(path),
+            allowed="a file in a folder that is there, on a disk with room",
+            next_step="make room there, or name another file",
+        ) from error
+    return path
 
 
 def folder() -> str | None:

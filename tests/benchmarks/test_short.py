@@ -87,6 +87,7 @@ QUICK = {
         },
         needs=(),
     ),
+    "rows.py": Short("--only bench_dashboard.py --to rows.json", {"taken": (1, 1)}, needs=()),
     "vitals.py": Short(
         "--engines 2 --turns 3",
         {"first_ms": MS, "median_ms": MS, "most_ms": MS, "pss_ms": MS},
@@ -117,11 +118,28 @@ ON_ENGINES = {
         {"ratio": RATIO, "steps_per_s": RATE, "rival_steps_per_s": RATE},
         results=4,
     ),
+    "bench_class.py": Short(
+        "--notebooks 2 --engines 1 --seconds 1",
+        {"last_ready_s": SECONDS, "training_pss_mb": SIZE, "least_over_most": SHARE},
+    ),
     "bench_cells.py": Short(
         "--engines 2 --cells 3",
         {"ratio": RATIO, "ours_s": SECONDS, "rival_s": SECONDS, "pair_ratio": RATIO},
     ),
     "record_waits.py": Short("--steps 30 --to waits.npz", {"runs": (14, 14), "size_bytes": SIZE}),
+    "chaos.py": Short(
+        "--rounds 3 --seed 1 --without disks",
+        {
+            "rounds": (3, 3),
+            "hung": NONE,
+            "wrong": NONE,
+            "ended_worst_s": (0.0, 30.0),
+            "after_worst_s": SECONDS,
+            "threads_now": (1, 1e3),
+            "files_now": (1, 1e4),
+            "memory_mb_now": (1.0, 1e5),
+        },
+    ),
     "bench_checkpoint.py": Short(
         "--hidden 16 --steps 40 --every 20 --rounds 1",
         {
@@ -144,7 +162,7 @@ ON_ENGINES = {
         {"ratio": RATIO, "torchrun_ratio": RATIO, "off_step_ms": MS, "goal": SHARE},
     ),
     "bench_models.py": Short(
-        "--models lstm --strategies mirrored --steps 2 --to models.json",
+        "--models lstm --strategies mirrored --steps 2",
         {"cases": (1, 1), "trained": (1, 1)},
     ),
     "bench_parity.py": Short(

@@ -52,7 +52,7 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     book.screenshot(tmp_path / "teach.png", ".wbp")
 
     press(book, "Stop: ", ".wbp-queue")
-    press(book, "Calibrate", lessons)  # once it can be pressed: the run is over
+    press(book, "Check the measurement", lessons)  # once it can be pressed: the run is over
     read = page.locator(".wbp-read table")
     read.wait_for(timeout=60_000)
     assert re.search(r"[\d.]+ ± [\d.]+ ms\s+50 ± 5 ms", read.inner_text())

@@ -1,10 +1,12 @@
 """The death of any process of a cluster is named, and the cluster is of use after it."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import time
 
+import psutil
 import pytest
 from lending import lent
 from needs import need
@@ -164,6 +166,64 @@ def test_without_the_controller_no_engine_can_be_reached_and_restart_brings_anot
     cluster.restart()
     assert cluster.ids == [0, 1, 2]
     assert not before & {e.pid for e in cluster.engines}
+
+
+def part_of_controller(cluster):
+    parts = psutil.Process(cluster._engines._ground.hub.controller.pid).children()
+    return parts[1]
+
+
+def test_a_dead_part_of_the_controller_is_noticed_and_named_and_restart_brings_another(cluster):
+    run, part = going(cluster), part_of_controller(cluster)
+    kill(part.pid)
+    assert soon(lambda: not cluster.ids)
+    text = ends(run)
+    assert f"Scheduler (pid {part.pid}) ended: killed by SIGKILL" in text
+    assert text.endswith("next:    %cluster restart")
+    with pytest.raises(ClusterError, match="All engines are dead: out of reach") as failure:
+        cluster.execute("1")
+    assert f"(pid {part.pid})" in str(failure.value)
+    assert failure.value.next_step == "%cluster restart"
+    cluster.restart([0])
+    assert cluster.ids == [0, 1, 2]
+
+
+def test_a_controller_that_was_halted_gives_way_to_another_at_restart(cluster):
+    kill(cluster._engines._ground.hub.controller.pid, signal.SIGSTOP)
+    cluster.restart([1])
+    assert cluster.ids == [0, 1, 2]
+
+
+def test_restarts_after_the_controllers_death_leave_nothing_in_the_kernel(cluster):
+    def again():
+        kill(cluster._engines._ground.hub.controller.pid)
+        assert soon(lambda: not cluster.ids)
+        cluster.restart()
+        time.sleep(0.3)  # a thread that was told to end has ended
+        return psutil.Process().num_fds(), psutil.Process().num_threads()
+
+    async def in_a_loop():  # as in a notebook's kernel, where ipyparallel keeps a thread for it
+        return [again() for _ in range(3)]
+
+    _, before, after = asyncio.run(in_a_loop())
+    assert after <= before
+
+
+def test_a_run_whose_engines_were_restarted_is_not_told_to_restart_them(cluster):
+    run = going(cluster)
+    cluster.restart()
+    text = ends(run)
+    assert "was restarted" in text
+    assert "%cluster restart" not in text
+    assert "next:    run the cell again" in text
+
+
+def test_when_the_warm_parent_took_all_along_one_workers_run_says_to_restart_all(cluster):
+    run = cluster.run(ENDLESS, strategy="one_device", workers=1)
+    assert soon(lambda: run.is_over or run.history.totals.steps > 5)
+    kill(cluster._engines._ground.warm.pid)
+    assert ends(run).endswith("next:    %cluster restart")
+    cluster.restart()
 
 
 def test_engines_end_with_their_warm_parent_and_another_forks_the_next(cluster):

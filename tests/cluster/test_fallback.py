@@ -10,6 +10,7 @@ from notebook_shell import WAIT_S, soon
 from warm_support import gone
 
 import workbench as wb
+from workbench.cluster.processes import FORK
 from workbench.errors import RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
@@ -26,7 +27,7 @@ wb.fit(nn.Linear(64, 10), wb.data.synthetic(256, shape=(64,), classes=10), batch
 @pytest.fixture(scope="module")
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.cluster.parents.can_fork", lambda framework: (False, "a test"))
+        patch.setenv(FORK, "off")
         with wb.Cluster(2) as cluster:
             yield cluster
 
@@ -52,6 +53,25 @@ def test_one_ranks_error_ends_the_others_wait(cluster):
     assert cluster.ids == [0, 1]
 
 
+def test_a_run_stops_at_an_agreed_step(cluster):
+    run = cluster.run(FIT.replace("STEPS", "10**7"), strategy="mirrored")
+    assert soon(lambda: run.history.totals.steps > 2)
+    run.stop()
+    run.wait(WAIT_S)
+    assert run.state == "stopped"
+    steps = run.history["step"]
+    ends = [int(steps[run.history["rank"] == rank].max()) for rank in (0, 1)]
+    assert ends[0] == ends[1]
+
+
+def test_an_interrupt_ends_a_wait_for_a_worker_that_never_comes(cluster):
+    task = cluster.execute("import torch\nif rank == 0: dist.all_reduce(torch.ones(1))")
+    assert soon(lambda: 1 in task.outcomes)
+    task.interrupt()
+    assert task.over.wait(WAIT_S)
+    assert cluster.ids == [0, 1]
+
+
 def test_a_killed_engine_is_noticed_and_comes_back_under_its_id(cluster):
     run = cluster.run(FIT.replace("STEPS", "10**7"), strategy="mirrored")
     assert soon(lambda: run.history.totals.steps > 2)
@@ -63,6 +83,12 @@ def test_a_killed_engine_is_noticed_and_comes_back_under_its_id(cluster):
     run = cluster.run(FIT.replace("STEPS", "3"), strategy="mirrored").wait(WAIT_S)
     assert run.state == "finished"
     assert cluster.add(1) == [2]
+
+
+def test_parameters_on_a_server_are_trained(cluster):
+    run = cluster.run(FIT.replace("STEPS", "4"), strategy="central_storage").wait(WAIT_S)
+    assert run.state == "finished"
+    assert run.summarise().sent_step_bytes > 0
 
 
 def test_stop_leaves_no_process(cluster):

@@ -338,3 +338,32 @@ def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():
             os.kill(pid, signal.SIGKILL)
         assert not gone(others, timeout_s=10)
     assert not Path(about["folder"]).exists()
+
+
+SCARCE = """
+from workbench.cluster import turns, warm
+turns.too_little = lambda framework: "hardly any memory is free"
+warm.main()
+"""
+
+
+def test_into_scarce_memory_nothing_is_imported_until_engines_are_wanted(monkeypatch):
+    plain = WarmParent._command
+
+    def scarce(self, fd):
+        command = plain(self, fd)
+        return [command[0], "-c", SCARCE, *command[3:]]
+
+    monkeypatch.setattr(WarmParent, "_command", scarce)
+    parent = WarmParent().start()
+    try:
+        assert soon(lambda: parent.put_off)
+        assert parent.status()["waiting"]  # it answers meanwhile
+        assert not parent.ready.is_set()
+        parent.soon()
+        parent.wait_ready(WAIT_S)
+        assert "torch" not in parent.report["missing"]
+        pid, _, _ = parent.fork_keeper()
+        assert psutil.pid_exists(pid)
+    finally:
+        parent.stop()

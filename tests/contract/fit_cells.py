@@ -82,7 +82,10 @@ def called_back():
 
 
 def frozen_statistics(evaluate=True):
-    """Train with a BatchNorm that evaluates; return what it holds, and which layers train."""
+    """Train with a BatchNorm that evaluates; return what it holds, and which layers train.
+
+    What it holds is None where another worker of a pipeline has it.
+    """
     import torch
 
     from workbench.engine.fit import fit
@@ -102,4 +105,5 @@ def frozen_statistics(evaluate=True):
         epochs=3,
         eval_data=data if evaluate else None,
     )
-    return model[0].running_mean.tolist(), [layer.training for layer in model]
+    mean = model[0].running_mean
+    return None if mean.is_meta else mean.tolist(), [layer.training for layer in model]

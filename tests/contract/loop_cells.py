@@ -343,8 +343,8 @@ def without_step():
     return [context.taken_over, context.backwards, context.updates, context.trained]
 
 
-def one_freezes():
-    """Ranks that freeze different parameters."""
+def one_freezes(alone=False):
+    """Ranks that freeze different parameters, or rank 0 alone, while the others go on."""
     import torch
 
     from workbench.engine.prepare import prepare
@@ -353,7 +353,7 @@ def one_freezes():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = prepare(model, optimizer)
     for step in range(3):
-        if step == 1:
+        if step == 1 and not (alone and rank):
             model[rank].requires_grad_(False)
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
@@ -390,3 +390,63 @@ def leaves_early(steps=6):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+
+
+def own_backward(steps=3):
+    """A `step_fn` that calls backward itself and keeps the graph for the one of `wb.fit`."""
+    import torch
+    from torch.nn import functional
+
+    from workbench.engine.fit import fit
+
+    torch.manual_seed(3)
+    x, y = torch.randn(24, 4, dtype=torch.float64), torch.randn(24, 1, dtype=torch.float64)
+
+    def step_fn(model, batch):
+        loss = functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward(retain_graph=True)
+        return loss
+
+    model = torch.nn.Linear(4, 1).double()
+    fit(model, (x, y), step_fn=step_fn, optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        batch_size=8, steps=steps)  # fmt: skip
+
+
+def norms_clipped(kind):
+    """Return the norms that clipping sees under plain DistributedDataParallel, and under ours."""
+    import copy
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from workbench.engine.prepare import prepare
+
+    torch.manual_seed(3)
+    ours = torch.nn.Linear(4, 1)
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    x = torch.randn(2, 3, 4)[rank]
+
+    def norms(model):
+        parameters, seen = list(model.parameters()), []
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = None
+            if kind == "autograd.grad":
+                loss = model(x).square().mean()
+                for parameter, grad in zip(
+                    parameters, torch.autograd.grad(loss, parameters), strict=True
+                ):
+                    parameter.grad = grad
+            if kind in ("no_sync", "then synced"):
+                with model.no_sync():  # DistributedDataParallel wants the forward in it, too
+                    model(x).square().mean().backward()
+            if kind in ("backward", "then synced"):
+                model(x).square().mean().backward()
+            seen.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.5)))
+        return seen
+
+    # autograd.grad is no way DistributedDataParallel knows; it must not be asked for a reduction.
+    plain = norms(theirs.module if kind == "autograd.grad" else theirs)
+    del theirs
+    model, _ = prepare(ours, torch.optim.SGD(ours.parameters(), 0.1))
+    return plain, norms(model)

@@ -41,14 +41,18 @@ def test_a_compiled_model_trains_as_the_plain_one(workers: Workers, backend: str
     assert compiled["met"] == []  # the probe never ran as plain Python
 
 
-@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "tensor_parallel"])
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "tensor_parallel", "model_split"])
 def test_a_layer_that_evaluates_does_so_after_an_evaluation_too(
     workers: Workers, strategy: str
 ) -> None:
     count = 1 if strategy == "one_device" else 2
-    for found in values(workers.run(strategy, fit_cells.frozen_statistics, workers=count)):
-        assert found[0] == [0.0] * 8
-        assert found[1] == [False, True, True, True]
+    reports = workers.run(strategy, fit_cells.frozen_statistics, workers=count)
+    held = [found[0] for found in values(reports)]
+    assert held[0] == [0.0] * 8
+    assert all(mean in ([0.0] * 8, None) for mean in held)
+    assert all(found[1] == [False, True, True, True] for found in values(reports))
+    told = [fields["text"] for name, fields in reports[0].events if name == "warning"]
+    assert not [text for text in told if "microbatch" in text]  # it normalises over none
 
 
 def test_callbacks_hear_steps_epochs_and_the_end(workers: Workers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import loop_cells
 import numpy as np
@@ -185,7 +186,22 @@ def test_workers_that_freeze_different_layers_are_told(workers: Workers, way: st
     reports = workers.run("mirrored", loop_cells.one_freezes, workers=2, options=OURS[way])
     for place, report in enumerate(reports):
         assert "no longer train the same parameters" in str(report.error)
-        assert f"on rank {place} changed: {place}.weight, {place}.bias" in str(report.error)
+        assert f"rank {place} froze {place}.bias, {place}.weight; rank {1 - place}" in str(
+            report.error
+        )
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_worker_that_alone_freezes_a_layer_is_told_at_once(workers: Workers, way: str) -> None:
+    """The others know of no change, and wait for it in the reduction."""
+    began = time.monotonic()
+    first, other = workers.run(
+        "mirrored", loop_cells.one_freezes, True, workers=2, options=OURS[way]
+    )
+    assert time.monotonic() - began < 20  # with nobody there to interrupt them
+    assert "no longer train the same parameters" in str(first.error)
+    assert "rank 0 froze 0.bias, 0.weight; rank 1 did not do the same" in str(first.error)
+    assert other.error is not None
 
 
 def test_samples_of_sequences_are_counted_along_the_batch(workers: Workers) -> None:
@@ -210,3 +226,31 @@ def test_a_rank_whose_loop_is_shorter_is_not_called_gone(workers: Workers) -> No
     assert second.error is None
     assert "worker 1 takes no further part" in str(first.error)
     assert "its loop was shorter" in str(first.error)
+
+
+@pytest.mark.parametrize("kind", ["backward", "no_sync", "then synced", "autograd.grad"])
+def test_clipping_sees_the_gradients_that_it_sees_under_plain_ddp(
+    workers: Workers, kind: str
+) -> None:
+    found = [report.value for report in clean(workers.run(
+        "mirrored", loop_cells.norms_clipped, kind, workers=2, options=BACKEND
+    ))]  # fmt: skip
+    for plain, ours in found:
+        assert ours == pytest.approx(plain, rel=1e-6)
+    alone = kind in ("no_sync", "autograd.grad")  # a worker's own: the step averages what is left
+    assert (found[0][0] != found[1][0]) == alone
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("mirrored", {}), ("central_storage", {}), ("parameter_server", {"sync": True}),
+        ("sharded", {}), ("local_sgd", {}), ("tensor_parallel", {}), ("model_split", {}),
+    ],
+)  # fmt: skip
+def test_a_step_fn_that_calls_backward_is_refused(
+    workers: Workers, strategy: str, options: dict
+) -> None:
+    for report in workers.run(strategy, loop_cells.own_backward, workers=2, options=options):
+        assert "FitError" in str(report.error)
+        assert "backward" in str(report.error)

@@ -233,3 +233,51 @@ def test_a_loop_that_updates_by_hand_is_recorded(strategy: str, workers: int) ->
     assert report.rows["local_loss"] == pytest.approx(
         np.array([[1.0] * workers, [0.64] * workers, [0.4096] * workers]), rel=1e-5
     )
+
+
+NO_NUMBER = """
+import keras, numpy as np, tensorflow as tf
+x, y = np.ones((32, 4), "float32"), np.zeros((32, 1), "float32")
+x[:, 0] = np.nan  # every replica has some
+model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+if LOOP:
+    optimizer = keras.optimizers.SGD(0.1)
+    @tf.function
+    def train(batch):
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(batch) - 1.0) ** 2)
+            found = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(found, model.trainable_variables))
+            return loss
+        return strategy.run(step, args=(batch,))
+    for _ in range(4):
+        train(tf.constant(x))
+else:
+    model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=32, epochs=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "loop"),
+    [("mirrored", 2, False), ("mirrored", 2, True), ("model_split", 2, False)],
+)
+def test_a_loss_that_never_was_a_number_is_named_and_compared_as_diverged(
+    strategy: str, workers: int, loop: bool
+) -> None:
+    from workbench.history.comparison import compare
+    from workbench.history.store import RunHistory
+    from workbench.history.summary import summarise
+
+    report = clean(run(strategy, NO_NUMBER, workers, names={"LOOP": loop}))
+    assert np.isnan(report.rows["local_loss"]).all()
+    data_parallel = strategy != "model_split"
+    history = RunHistory(range(workers), data_parallel=data_parallel)
+    for rank in range(workers):
+        history.append(report.rows[:, rank])
+    len(history)  # takes in what was appended
+    (note,) = (text for text in history.snapshot().notes if "no number" in text)
+    assert "from the first step on" in note
+    meta = {"name": "lost", "strategy": strategy, "state": "finished"}
+    assert any("lost diverged" in note for note in compare([summarise(history, meta)]).notes)

@@ -38,13 +38,37 @@ def test_stages_take_turns_and_the_parts_fill_the_step():
     rows = rows[4:]
     step_s = rows["end_s"] - rows["start_s"]
     parts_s = rows["data_wait_s"] + rows["compute_s"] + rows["bubble_s"]
-    # What Keras does between two batches, about 0.3 ms, is none of the parts.
-    assert np.nanmedian(abs(parts_s - step_s)) < 1e-3
-    assert np.nanmedian(abs(parts_s - step_s) / step_s) < 0.1
-    # One after the other: together they are hardly busier than the step is long.
-    busy = np.median(rows["compute_s"].sum(axis=1) / step_s[:, 0])
-    assert 0.3 < busy < 2.0
-    assert np.median(rows["bubble_s"][:, 1] / step_s[:, 1]) > 0.2
+    assert (parts_s < step_s + 1e-5)[np.isfinite(parts_s)].all()
+    # The update and what Keras does between two batches is done for all stages together.
+    assert np.nanmedian(parts_s / step_s) > 0.4
+    chain_s = rows["compute_s"] + rows["bubble_s"]
+    assert np.allclose(chain_s, chain_s[:, :1], rtol=1e-3)
+    # One after the other: together they are no busier than the chain is long.
+    assert (rows["compute_s"].sum(axis=1) < chain_s[:, 0] * 1.001).all()
+
+
+@pytest.mark.timing
+def test_stages_that_sleep_read_back_their_shares_and_never_less_than_the_ideal():
+    from workbench.pipelines import ideal_bubble
+
+    for cell in (WIDE, WIDE.replace("SGD(0.05, momentum=0.9)", "Adam(0.001)")):
+        rows = clean(train("model_split", cell, 2)).rows
+        chain_s = (rows["compute_s"] + rows["bubble_s"]).sum()
+        assert rows["bubble_s"].sum() / chain_s >= ideal_bubble("naive", 2, 1, 1) - 1e-3
+    asleep = ("slow=0:60ms", "slow=1:20ms")
+    rows = clean(train("model_split", WIDE, 2, faults=asleep)).rows[4:]
+    share = rows["bubble_s"].sum(axis=0) / (rows["bubble_s"] + rows["compute_s"]).sum(axis=0)
+    assert share == pytest.approx([0.25, 0.75], abs=0.06)
+    assert 0.499 <= share.mean() < 0.55
+
+
+def test_time_in_which_several_stages_work_is_divided_among_them():
+    from workbench.strategies.tensorflow.stage_marks import chain_of
+
+    assert chain_of([[(1, 2), (4, 6)], [(2, 5)]]) == (1, 5, [2.5, 2.5])
+    assert chain_of([[(1, 2), (5, 6)], [(2, 4)]]) == (1, 5, [2, 2])  # nobody works from 4 to 5
+    assert chain_of([[(1, float("nan"))], [(2, 4)]]) == (2, 2, [0, 2])
+    assert chain_of([[], []]) is None
 
 
 @pytest.mark.timing

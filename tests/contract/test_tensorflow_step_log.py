@@ -35,7 +35,9 @@ def _step(log, reductions=1):
             [
                 tf.stack([number, tf.constant(32.0, tf.float64)]),
                 tf.zeros(2, tf.float64),
-                tf.stack([number + 100.0, *[number + float(replica)] * reductions]),
+                tf.stack(
+                    [number + 100.0, tf.ones_like(number), *[number + float(replica)] * reductions]
+                ),
             ]
             for replica in range(2)
         ]

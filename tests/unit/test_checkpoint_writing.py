@@ -1,10 +1,13 @@
 """A checkpoint is whole or not there: full disks, damaged and hostile files."""
 
+import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +15,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from workbench import checkpoints  # noqa: E402
+from workbench.cookbook import Recipe  # noqa: E402
 from workbench.engine import torch_checkpoints  # noqa: E402
 from workbench.engine.checkpoints import Checkpoints  # noqa: E402
 from workbench.errors import RunError  # noqa: E402
+from workbench.plan import make_plan  # noqa: E402
 from workbench.protocol import RunSpec  # noqa: E402
+from workbench.session.checkpoints import claim, describe, described, verify  # noqa: E402
+from workbench.session.recover import Recoverer  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+
+PLAN = make_plan(Recipe("wb.fit()"), "mirrored", workers=2)
 
 
 class Trained:
@@ -39,7 +49,7 @@ class Trained:
 def begun(folder, numbers=1000, rank=0, workers=1, prefix="run-1", resume=""):
     spec = RunSpec(
         "run", rank, workers, tuple(range(workers)), strategy="mirrored", checkpoint=str(folder),
-        checkpoint_every=5, prefix=prefix, resume=resume,
+        checkpoint_every=5, prefix=prefix, resume=resume, run_id="run",
     )  # fmt: skip
     told = []
     context = SimpleNamespace(
@@ -188,6 +198,182 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"posix\.system"):
         torch_checkpoints.read_state(tmp_path / "state")
     assert not (tmp_path / "ran").exists()
+
+
+def flip(path, at=0.5):
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    path.write_bytes(content)
+
+
+def two_written(folder):
+    """Write steps 5 and 10 by two workers."""
+    first, strategy, context, _ = begun(folder, workers=2)
+    other, _, beside, _ = begun(folder, rank=1, workers=2)
+    for step in (5, 10):
+        context.trained = beside.trained = step
+        strategy.value.fill_(step)
+        first.save()
+        other.save()
+        first._writer.wait()
+        other._writer.wait()
+    assert [one.step for one in checkpoints.found(folder)] == [5, 10]
+
+
+def test_every_file_has_its_checksum_and_nothing_else_is_left(tmp_path):
+    two_written(tmp_path)
+    whole = tmp_path / "step-10"
+    files = {p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()}
+    assert files == {*checkpoints.at(whole).about["files"], checkpoints.MANIFEST}
+    assert {name.partition("/")[0] for name in files} == {
+        "state", "rank-0", "rank-1", checkpoints.MANIFEST,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["state/__0_0.distcp", "state/.metadata", "state/state.json", "rank-1/__0_0.distcp"]
+)
+def test_a_flipped_bit_is_named_and_the_last_whole_one_offered(tmp_path, name):
+    two_written(tmp_path)
+    verify(str(tmp_path / "step-10"), PLAN)
+    flip(tmp_path / "step-10" / name)
+    with pytest.raises(RunError, match="step 10 is damaged") as refused:
+        verify(str(tmp_path), PLAN)
+    assert f"{name} is not what was written" in str(refused.value)
+    assert f"wb.resume('{tmp_path}/step-5')" in str(refused.value)
+    claim(replace(PLAN, checkpoint=str(tmp_path)), str(tmp_path / "step-5"))
+
+
+def test_what_a_rank_alone_had_is_missed_only_where_it_is_needed(tmp_path):
+    two_written(tmp_path)
+    shutil.rmtree(tmp_path / "step-10" / "rank-1")
+    shutil.rmtree(tmp_path / "step-5")
+    with pytest.raises(RunError, match=r"rank-1/\S+ is missing(.|\n)*workers=1\)"):
+        verify(str(tmp_path), PLAN)
+    verify(str(tmp_path), replace(PLAN, workers=1))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"version": null}', None])
+def test_a_damaged_manifest_is_not_called_another_version(tmp_path, content):
+    two_written(tmp_path)
+    manifest = tmp_path / "step-10" / checkpoints.MANIFEST
+    if content is None:
+        flip(manifest, 0.02)  # still JSON
+    else:
+        manifest.write_bytes(content)
+    with pytest.raises(RunError, match=r"step 10 is damaged(.|\n)*checkpoint.json") as refused:
+        checkpoints.at(tmp_path)
+    assert "version" not in str(refused.value).replace("does not say: version", "")
+    assert f"wb.resume('{tmp_path}/step-5')" in str(refused.value)
+    manifest.unlink()
+    with pytest.raises(RunError, match=r"checkpoint\.json is missing"):
+        checkpoints.at(tmp_path / "step-10")
+
+
+def without_checksums(whole):
+    """Make a checkpoint what earlier versions wrote."""
+    about = json.loads((whole / checkpoints.MANIFEST).read_text())
+    del about["files"], about["checksum"]
+    (whole / checkpoints.MANIFEST).write_text(json.dumps(about))
+
+
+def test_checkpoints_without_checksums_load_as_ever(tmp_path):
+    two_written(tmp_path)
+    without_checksums(tmp_path / "step-10")
+    verify(str(tmp_path), PLAN)
+    again, strategy, _, told = begun(tmp_path, rank=1, workers=2, resume=str(tmp_path / "step-10"))
+    again.restore()
+    assert (strategy.value == 10).all()
+    assert told == []
+    shutil.rmtree(tmp_path / "step-10" / "rank-1")
+    again.restore()
+    assert "rank-1 is missing" in told[-1][1]["text"]
+
+
+def test_a_damaged_one_is_written_anew_when_the_run_comes_by(tmp_path):
+    saving, strategy, context, _ = begun(tmp_path)
+    at_step(saving, strategy, context, 5)
+    at_step(saving, strategy, context, 10)
+    flip(tmp_path / "step-10" / "state" / "__0_0.distcp")
+    assert not checkpoints.is_whole(tmp_path / "step-10")
+    again, strategy, context, _ = begun(tmp_path, resume=str(tmp_path / "step-5"))
+    at_step(again, strategy, context, 10)
+    assert checkpoints.is_whole(tmp_path / "step-10")
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-5"]
+
+
+def recovering(folder, origin=""):
+    """Return what decides where `run` goes on after a death, and what it has told."""
+    told = []
+    run = SimpleNamespace(
+        resume_from=origin, folder=folder / "run", note=told.append, task=None, members=(),
+        engines=(),
+    )  # fmt: skip
+    plan = replace(PLAN, checkpoint=str(folder), on_failure="replace")
+    launch = SimpleNamespace(run=run, plan=plan, pool=SimpleNamespace(engines=None))
+    return Recoverer(launch), told
+
+
+def test_a_run_that_recovers_passes_over_what_is_damaged(tmp_path):
+    two_written(tmp_path)
+    recoverer, told = recovering(tmp_path)
+    assert (recoverer._start().step, told) == (10, [])
+    flip(tmp_path / "step-10" / "rank-1" / "__0_0.distcp")
+    assert recoverer._start().step == 5
+    (note,) = told
+    assert "step 10 is damaged" in note
+    assert "rank-1/__0_0.distcp" in note
+    (tmp_path / "step-5" / checkpoints.MANIFEST).write_text("")
+    assert recoverer._start() is None  # from its beginning
+    origin = tmp_path / "elsewhere"
+    two_written(origin)
+    recoverer, _ = recovering(tmp_path, str(origin / "step-5"))
+    assert recoverer._start().path == str(origin / "step-5")
+    flip(origin / "step-5" / "state" / "__0_0.distcp")
+    with pytest.raises(RunError, match="step 5 is damaged"):
+        recoverer._start()
+
+
+def test_a_disk_that_stays_full_is_told_once_and_summed_up(tmp_path, monkeypatch):
+    saving, strategy, context, told = begun(tmp_path)
+    at_step(saving, strategy, context, 5)
+    whole = torch_checkpoints.write_state
+
+    def full(folder, state):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(torch_checkpoints, "write_state", full)
+    for step in range(10, 205, 5):
+        at_step(saving, strategy, context, step)
+    said = [fields["text"] for name, fields in told if name == "warning"]
+    assert len(said) == 1
+    assert "step 10 could not be written; step 5 is the last good one" in said[0]
+    saving.conclude(failed=False)
+    assert [name for name, _ in told[1:]] == ["warning", "warning"]
+    assert "39 checkpoints (steps 10 to 200) could not be written; step 5 is" in told[-1][1]["text"]
+    saving, strategy, context, told = begun(tmp_path)
+    for step in (205, 210, 215):
+        monkeypatch.setattr(torch_checkpoints, "write_state", whole if step == 215 else full)
+        at_step(saving, strategy, context, step)
+    saving.conclude(failed=False)
+    assert [name for name, _ in told] == ["warning", "warning", "checkpoint"]
+    assert "written again, from step 215 on" in told[1][1]["text"]
+
+
+def test_the_recipe_that_is_run_again_is_the_one_that_was_kept(tmp_path):
+    run = SimpleNamespace(
+        plan=replace(PLAN, checkpoint=str(tmp_path)), name="base", folder=tmp_path / "x"
+    )
+    describe(run)
+    assert described(tmp_path)["name"] == "base"
+    text = (tmp_path / checkpoints.RUN).read_text()
+    (tmp_path / checkpoints.RUN).write_text(text.replace("wb.fit()", "wb.fat()"))
+    with pytest.raises(RunError, match="not what was written"):
+        described(tmp_path)
+    lines = (tmp_path / checkpoints.RUN).read_text().splitlines()  # as its next step says
+    (tmp_path / checkpoints.RUN).write_text("\n".join([*lines[:-3], lines[-3].rstrip(","), "}"]))
+    assert described(tmp_path)["plan"]["recipe"]["source"] == "wb.fat()"
 
 
 def test_what_is_damaged_is_said(tmp_path):

@@ -10,6 +10,8 @@ from workbench.errors import PlanError, RunError
 from workbench.plan import Plan, make_plan
 from workbench.session.checkpoints import apart, claim
 
+PLACE = {"training": 0, "base": 0, "world_size": 2, "strategy": "mirrored"}
+
 
 def plan(**given):
     return make_plan(Recipe("wb.fit()"), "mirrored", workers=2, **given)
@@ -18,7 +20,8 @@ def plan(**given):
 def stored(folder, step, version=checkpoints.VERSION):
     path = folder / f"step-{step}"
     path.mkdir(parents=True)
-    (path / checkpoints.MANIFEST).write_text(json.dumps({"version": version, "step": step}))
+    about = {"version": version, "step": step, **PLACE}
+    (path / checkpoints.MANIFEST).write_text(json.dumps(about))
     return path
 
 

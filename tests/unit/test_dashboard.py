@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_run import fake_snapshot
 from ipykernel.zmqshell import ZMQDisplayPublisher
 from jupyter_client.session import Session
 
 from workbench.errors import PlanError
+from workbench.history.snapshot import Curve
 from workbench.views import dashboard as module
 from workbench.views import live
 from workbench.views.dashboard import Dashboard, deliver_while_busy
@@ -140,6 +143,9 @@ def test_the_override_of_ipykernels_reply_shell_is_only_made_where_it_exists():
     assert Widget.comm._reply_subshell_for({}, default="chosen") == "chosen"
 
 
+NOTHING = Curve(*[np.empty(0)] * 5)
+
+
 class Page:
     """Collects what a view publishes."""
 
@@ -163,6 +169,16 @@ def test_the_widget_is_replaced_by_a_picture_and_text_without_it():
     assert one == other
     assert (created, updated) == (False, True)
     assert "finished" in last["text/plain"]
+
+
+@pytest.mark.parametrize("kind", [live.WidgetView, live.SvgView])
+def test_a_run_that_failed_before_its_first_step_leaves_no_empty_axes(kind):
+    page = Page()
+    view = kind("base", lambda *_: None, page) if kind is live.WidgetView else kind(page)
+    failed = dataclasses.replace(fake_snapshot(step=0, state="failed"), loss_curve=NOTHING)
+    view.begin(failed)
+    view.end(failed)
+    assert page.shown[-1][0] == {"text/plain": ""}
 
 
 def test_the_view_can_be_ended_from_another_thread_and_twice():

@@ -75,3 +75,13 @@ def test_an_engine_that_was_killed_for_silence_is_named_with_its_pid(interrupted
 
 def test_all_went_well():
     assert end_of({0: OK, 1: {"status": "stopped"}}).failure() is None
+
+
+def test_who_failed_and_then_did_not_clear_away_is_told_by_its_own_error():
+    stuck = {
+        "status": "died", "ename": "ClusterError", "evalue": "gone", "ended": "ended",
+        "failed_of": "KeyError: 'accuracy'",
+    }  # fmt: skip
+    error = str(end_of({0: CUT, 1: stuck}, first=0).failure())
+    assert "Rank 1 (engine 1) failed: KeyError: 'accuracy'" in error
+    assert "stalled" not in error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 
 import matplotlib
 import pytest
@@ -34,6 +35,31 @@ def test_the_picture_names_run_workers_phases_and_who_is_slow():
         "staleness", "grad norm", "Throughput, samples/s", "step", "ms",
     ):  # fmt: skip
         assert words in said
+
+
+WORDY = {
+    "name": "a run whose name its user has made as long as the names of runs may become in a class",
+    "strategy": "multi_worker_mirrored",
+    "state": "finished",
+    "evals": ({"step": 60, **{f"accuracy of part {part}": 0.9389 for part in range(9)}},),
+}
+"""A headline of several lines."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"evals": WORDY["evals"]}, WORDY])
+def test_a_headline_fits_the_picture_however_long(changes):
+    drawn = figure.run_figure(replace(fake_pipeline(2, 60), **changes))
+    drawn.draw_without_rendering()
+    head = drawn.subfigs[0]
+    boxes = [found.get_window_extent() for found in head.texts if found.get_text()]
+    assert len(boxes) >= 2
+    assert max(box.x1 for box in boxes) <= drawn.bbox.x1
+    assert min(box.y0 for box in boxes) >= head.bbox.y0
+    boxes.sort(key=lambda box: -box.y0)
+    assert all(above.y0 >= below.y1 - 2 for above, below in pairwise(boxes))
+    said = " ".join(found.get_text() for found in head.texts)
+    if "evals" in changes:
+        assert "accuracy of part 8 0.939" in said
 
 
 @pytest.mark.parametrize("workers", [1, 8])

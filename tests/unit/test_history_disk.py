@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,15 @@ import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
 
-from workbench.errors import RunError
+from workbench.cookbook import Recipe
+from workbench.engine import initial
+from workbench.errors import RunDamagedWarning, RunError
 from workbench.history import disk, folders
+from workbench.plan import make_plan
 from workbench.protocol import Topic
+from workbench.session.compare import compare
+from workbench.session.load import load
+from workbench.session.run import Run
 
 
 def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:
@@ -177,8 +185,9 @@ def test_a_failed_copy_leaves_the_older_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.shutil, "copy2", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunError, match="No space left on device") as told:
         disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
+    assert "make room" in str(told.value)
     assert disk.read_run(target)[1].totals.steps == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "kept"]
 
@@ -198,6 +207,95 @@ def test_engines_can_import_the_writer_without_the_kernels_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def trained(folder: Path, steps: int = 20) -> Run:
+    """Return a run as its end leaves it, weights and all, in `folder`."""
+    plan = make_plan(Recipe("x"), "mirrored", workers=2)
+    run = Run(plan, number=1, name="base", engines=(0, 1), devices=("cpu",) * 2, folder=folder)
+    rows = make_rows(steps, 2)
+    write_run(folder, rows)
+    np.savez(folder / "weights.npz", bias=np.arange(40.0))
+    (folder / "weights.pt").write_bytes(b"tensors")
+    run.advance("submit")
+    run.advance("start")
+    run.history.append(rows.reshape(-1))
+    run.finish(None)
+    return run
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+HARM: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: path.write_bytes(b""),
+    "removed": Path.unlink,
+    "flipped": flip,
+}
+
+
+def test_a_whole_run_is_loaded_without_a_word(tmp_path: Path) -> None:
+    run = trained(tmp_path / "live")
+    run.save(tmp_path / "kept")
+    for folder in (tmp_path / "live", tmp_path / "kept"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = load(folder)
+        assert again.history.totals.steps == 20
+        assert again.weights()["bias"][-1] == 39
+        assert Topic.DAMAGED not in again.history.story.facts
+
+
+@pytest.mark.parametrize("name", ["records-rank0.bin", "weights.npz"])
+@pytest.mark.parametrize("harm", HARM)
+def test_what_is_damaged_in_a_saved_run_is_named(tmp_path: Path, name: str, harm: str) -> None:
+    kept = trained(tmp_path / "live").save(tmp_path / "kept")
+    HARM[harm](kept / name)
+    with pytest.warns(RunDamagedWarning, match=name) as warned:
+        again = load(kept)
+    assert all(word in str(warned[0].message) for word in ("seen:", "allowed:", "next:"))
+    assert again.summarise().damaged
+    other = trained(tmp_path / "other")
+    compared = compare(again, other).comparison
+    assert compared.verdict.startswith("No verdict: base is damaged")
+    assert any(name in note for note in compared.notes)
+    with pytest.warns(RunDamagedWarning, match=name):  # a copy of it is no better
+        load(again.save(tmp_path / "copy"))
+    if name == "weights.npz":
+        for read in (again.weights, lambda: initial.read(kept)):
+            with pytest.raises(RunError, match=r"weights(.|\n)*damaged(.|\n)*torch\.load"):
+                read()
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "removed"])
+def test_rows_that_are_gone_are_missed_in_a_runs_own_folder_too(tmp_path: Path, harm: str) -> None:
+    trained(tmp_path / "live")
+    HARM[harm](tmp_path / "live" / "records-rank1.bin")
+    with pytest.warns(RunDamagedWarning, match=r"records-rank1\.bin"):
+        load(tmp_path / "live")
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_damage_is_met_in_runs_of_versions_that_kept_no_checksums(
+    tmp_path: Path, harm: str
+) -> None:
+    kept = trained(tmp_path / "live").save(tmp_path / "kept")
+    meta = disk.read_meta(kept)
+    del meta[disk.FILES]
+    disk.write_meta(kept, meta)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(kept).weights()
+    HARM[harm](kept / "weights.npz")
+    with pytest.raises(RunError):
+        load(kept).weights()
+    (kept / "records-rank0.bin").write_bytes(b"")
+    with pytest.warns(RunDamagedWarning, match="no row of rank 0"):
+        load(kept)
 
 
 @pytest.fixture

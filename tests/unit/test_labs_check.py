@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import signal
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_a_missing_name_says_which_cell_to_run():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (True, "True"), ("fast", "'fast'"), ([1, 2], "[1, 2]"), (math.nan, "nan"),
+        (True, "True"), ("fast", "'fast'"), ("42", "'42'"), ([1, 2], "[1, 2]"), (math.nan, "nan"),
         (math.inf, "inf"), (np.zeros((2, 2)), "a number is asked for"),
     ],
 )  # fmt: skip
@@ -59,6 +60,7 @@ def test_numbers_of_all_kinds_are_taken():
     check = Check("1.1", names)
     assert [check.number_of(name) for name in "abc"] == [1, 2, 3]
     assert check.whole("a") == 1
+    assert "'4'" in said(lambda c: c.number_of("d"), **names).words
     assert "2.5" in said(lambda c: c.whole("x"), x=2.5).words
 
 
@@ -82,6 +84,7 @@ def test_a_choice_is_compared_without_regard_to_case():
         (lambda n: None, "returned None"),
         (lambda: 1, "TypeError"),
         (3, "a function is asked for"),
+        (sys.exit, "raised SystemExit"),
     ],
 )
 def test_a_function_that_fails_is_said_with_its_arguments(function, words):
@@ -205,6 +208,23 @@ def test_what_a_check_did_not_foresee_is_said_and_not_raised(monkeypatch):
     report = asking.check("1.1", {})
     assert not report.passed
     assert "RuntimeError: broken" in repr(report)
+
+
+def test_a_check_never_ends_the_notebook():
+    class Leaves:
+        def __float__(self):
+            raise SystemExit(3)
+
+    leaves = asking.check("1.5", {"crossing_s": lambda n, c_s: Leaves()})
+    assert not leaves.passed
+    assert "SystemExit" in repr(leaves)
+
+
+def test_numbers_are_shown_as_numbers():
+    report = asking.check(
+        "5.1", {"staleness": lambda events: [1 for what, _ in events if what == "push"]}
+    )
+    assert "returned [1, 1]" in repr(report)
 
 
 def test_hints_of_students_text_are_escaped():

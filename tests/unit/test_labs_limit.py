@@ -8,7 +8,8 @@ import signal
 import pytest
 from notebook_shell import Notebook
 
-from workbench.labs import limit
+from workbench.errors import RunError
+from workbench.labs import asking, limit
 
 ENDLESS = "# YOUR CODE 3.2\nwhile True:\n    pass"
 
@@ -68,3 +69,62 @@ def test_a_limit_that_strikes_while_the_block_is_tidied_up_hits_nobody(monkeypat
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGALRM) is handler
     assert plain(signal.ITIMER_REAL, 0)[0] == 0
+
+
+SHARE = "# YOUR CODE 1.5\ndef crossing_s(n, c_s):\n    return c_s * n / (n - 1)"
+
+
+@pytest.fixture
+def watched(book):
+    limit.install(book.shell, 60)
+    yield book
+    for name in ("crossing_s", "reduce_to_one"):
+        book.namespace.pop(name, None)
+    asking.forget(1)
+    asking.forget(2)
+
+
+def test_after_a_syntax_error_the_older_function_is_not_looked_at(watched):
+    watched.ok(SHARE)
+    assert asking.check("1.5").passed
+    watched.run(SHARE + " +")
+    report = asking.check("1.5")
+    assert not report.passed
+    assert "is not Python yet: it ended in a SyntaxError" in repr(report)
+    watched.ok(SHARE)
+    assert asking.check("1.5").passed
+
+
+def test_a_syntax_error_that_engines_would_meet_is_known_too(watched):
+    error = RunError("SyntaxError: '(' was never closed")
+    error.outcome = {"ename": "SyntaxError"}
+
+    def distributed(line, cell):
+        raise error
+
+    watched.shell.register_magic_function(distributed, "cell", "distributed")
+    watched.run("%%distributed\n# YOUR CODE 2.1\ndef reduce_to_one(x, mail:\n    pass")
+    assert "SyntaxError, and nothing of it was run" in repr(asking.check("2.1"))
+
+
+def test_an_exercise_of_the_engines_that_ran_in_the_notebook_is_told_so(watched):
+    watched.ok("# YOUR CODE 2.1\ndef reduce_to_one(x, mail):\n    pass")
+    report = repr(asking.check("2.1"))
+    assert "last run in the notebook; its answer belongs on the engines" in report
+    assert "%%distributed" in report
+
+
+def test_an_exercise_of_the_notebook_that_ran_on_the_engines_is_told_so(watched):
+    watched.shell.register_magic_function(lambda line, cell: None, "cell", "distributed")
+    watched.ok(SHARE)
+    watched.ok("%%distributed\n" + SHARE)
+    assert "last run on the engines" in repr(asking.check("1.5"))
+    watched.ok("%%distributed --local\n" + SHARE)
+    assert asking.check("1.5").passed
+
+
+def test_a_wrong_answer_whose_cell_failed_on_its_way_is_told_so(watched):
+    watched.ok("# YOUR CODE 1.5\ndef crossing_s(n, c_s):\n    return c_s")
+    watched.run("# YOUR CODE 1.5\nunknown\n" + SHARE)
+    report = repr(asking.check("1.5"))
+    assert "ended in a NameError when it was last run" in report

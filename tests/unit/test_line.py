@@ -50,3 +50,10 @@ def test_a_parser_never_ends_the_process():
         parse_cell_line("mirrored --nonsense")
     with pytest.raises(PlanError, match="expected one argument"):
         parse_cell_line("mirrored --name")
+
+
+def test_every_frame_of_an_error_is_asked_for_by_name():
+    assert parse_cell_line("").traceback == "short"
+    assert parse_cell_line("mirrored --traceback full").traceback == "full"
+    with pytest.raises(PlanError, match="full"):
+        parse_cell_line("--traceback all")

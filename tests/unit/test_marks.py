@@ -243,7 +243,7 @@ BLOCK = {
     "workbench.engine.links.hub": (ANSWER, ["Hub.admit", "Hub.next"]),
     f"{TORCH}.averaging": (ALL_REDUCE, ["Averaging.__init__"]),
     f"{TORCH}.flat": (ALL_REDUCE, ["FlatGradients.average"]),
-    f"{TORCH}.reduction": (MESSAGE, ["Reduction._agree"]),
+    f"{TORCH}.trained_sets": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
     f"{TORCH}.allreduce": (ALL_REDUCE, ["AllReduce.__call__", "_backend"]),
     f"{TORCH}.allreduce.aside": (ALL_REDUCE, ["Aside.run", "Aside.close"]),
     f"{TORCH}.allreduce.auto": (ALL_REDUCE, ["choose", "race"]),

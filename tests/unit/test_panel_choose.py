@@ -221,3 +221,27 @@ def test_nothing_picked_is_said():
     choice.toggle("torch", "ddp")
     with pytest.raises(PlanError, match="No strategy"):
         choice.plans(Session(cluster=FakeCluster()))
+
+
+def test_name_checkpoints_failures_and_logs_reach_the_plans_and_the_cells(panel, tmp_path):
+    do(panel, "strategies.toggle", strategy="gossip")
+    for name, value in {
+        "name": "base", "checkpoint": str(tmp_path), "checkpoint_every": "20",
+        "on_failure": "continue", "log": f"tensorboard:{tmp_path}",
+    }.items():  # fmt: skip
+        do(panel, "strategies.common", name=name, value=value)
+    first, second = panel.choice.plans(panel.session)
+    assert (first.name, second.name) == ("base-mirrored", "base-gossip")
+    assert first.checkpoint != second.checkpoint
+    assert (first.checkpoint_every, first.on_failure, len(first.log)) == (20, "continue", 1)
+    do(panel, "strategies.common", name="on_failure", value="hope")
+    assert panel.wire()["strategies"]["common"]["on_failure"]["error"].startswith("Not possible")
+    with pytest.raises(PlanError, match="On failure"):
+        panel.choice.plans(panel.session)
+
+
+def test_without_a_cluster_the_engines_field_says_how_many_workers_there_will_be(panel):
+    panel.session.cluster = None
+    panel.choice.engines = 4
+    assert "on 4 workers" in panel.wire()["strategies"]["summary"]
+    assert panel.wire()["strategies"]["note"] == "No engine runs yet: Run starts 4."

@@ -28,10 +28,15 @@ class Vitals:
 
 class Cluster:
     framework, devices_asked = "torch", "auto"
+    is_busy, busy, waiting = False, None, 0
 
     def __init__(self, count):
         self.worker_ids, self.vitals = list(range(count)), Vitals()
         self.keeping, self.restarted = SimpleNamespace(kept=False), []
+
+    def queue(self):
+        waits = SimpleNamespace(state="waiting")
+        return SimpleNamespace(items=[waits] * self.waiting)
 
     def restart(self, ids=None):
         self.restarted.append(ids)
@@ -123,3 +128,10 @@ def test_a_cluster_that_was_lost_says_why(panel):
     panel.do("cluster.restart", {})
     assert panel.settled()
     assert "No cluster is running" in panel.notices[0].text
+
+
+def test_what_would_be_lost_with_the_engines_is_said(panel):
+    panel.session.cluster = cluster = Cluster(2)
+    assert panel.wire()["cluster"]["at_work"] == ""
+    cluster.is_busy, cluster.waiting = True, 2
+    assert panel.wire()["cluster"]["at_work"] == "A cell goes on, and 2 more wait"

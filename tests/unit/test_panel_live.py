@@ -19,7 +19,7 @@ class Made(Run):
     """A run of which only the outside is used."""
 
     is_over = property(lambda self: self.state in ("finished", "stopped", "failed"))
-    state = error = task = None
+    state = error = task = color = None
 
     def __init__(self, name, state="finished"):
         self.name, self.state, self.folder = name, state, Path("/nowhere") / name

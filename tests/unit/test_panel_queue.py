@@ -6,7 +6,7 @@ import pytest
 
 from workbench.cookbook import Recipe
 from workbench.errors import PlanError
-from workbench.panels.cluster import ENGINES, ClusterPart
+from workbench.panels.cluster import ClusterPart
 from workbench.panels.model import Panel
 from workbench.panels.queue import QueuePart
 from workbench.plan import make_plan
@@ -45,6 +45,8 @@ class Session:
 class Choice:
     """What is picked: as many runs as a test says, or a mistake."""
 
+    engines = 2
+
     def __init__(self, *names, workers=None, mistake=None):
         self.names, self.workers, self.mistake = names, workers, mistake
 
@@ -78,7 +80,7 @@ def run(panel):
     assert panel.settled()
 
 
-@pytest.mark.parametrize(("workers", "engines"), [(None, ENGINES), (3, 3)])
+@pytest.mark.parametrize(("workers", "engines"), [(None, 2), (3, 3)])
 def test_run_starts_the_engines_it_needs_and_puts_all_in_the_row(panel, workers, engines):
     panel.choice.workers = workers
     assert panel.wire()["queue"]["items"] == []
@@ -88,13 +90,22 @@ def test_run_starts_the_engines_it_needs_and_puts_all_in_the_row(panel, workers,
     assert [i["name"] for i in items] == ["a", "b", "c"]
 
 
+def test_run_starts_as_many_engines_as_the_field_says(panel):
+    panel.do("cluster.asked", {"count": "4"})
+    for nonsense in ("", "0", "1000000", "x"):
+        panel.do("cluster.asked", {"count": nonsense})
+    assert panel.wire()["cluster"]["asked"] == 4
+    run(panel)
+    assert panel.session.started == [4]
+
+
 def test_run_starts_others_where_all_engines_died_and_none_where_some_live(panel):
     panel.session.cluster = Cluster(0)
     run(panel)
-    assert panel.session.started == [ENGINES]
+    assert panel.session.started == [2]
     panel.choice = Choice("d")
     run(panel)
-    assert panel.session.started == [ENGINES]
+    assert panel.session.started == [2]
     assert len(panel.wire()["queue"]["items"]) == 4
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.session.registry import Runs
+from workbench.session.registry import MissingRunError, Runs
 
 
 class FakeRun:
@@ -78,3 +78,26 @@ def test_a_missing_run_is_a_key_error_that_suggests_the_nearest():
     assert isinstance(missing.value, PlanError)
     assert "did you mean 'mirrored'?" in str(missing.value)
     assert runs.get("miror") is None
+
+
+def test_runs_are_found_by_place_too():
+    runs = Runs()
+    for name in ("a", "b"):
+        runs.add(FakeRun(name))
+    assert (runs[-1].name, runs[0].name) == ("b", "a")
+    with pytest.raises(PlanError, match="no such run") as told:
+        runs[2]
+    assert "-2 to 1" in str(told.value)
+    with pytest.raises(PlanError, match="no such run"):
+        runs[None]
+    assert 0 not in runs
+    with pytest.raises(PlanError, match="no run yet"):
+        Runs()[-1]
+
+
+def test_before_any_run_the_next_step_is_a_first_one():
+    with pytest.raises(MissingRunError) as caught:
+        Runs()["mirrored"]
+    assert "There is no run yet." in str(caught.value)
+    assert "allowed" not in str(caught.value)
+    assert caught.value.next_step is not None

@@ -10,6 +10,7 @@ import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
 from workbench.views import stages
+from workbench.views.comparison_parts import width_in
 from workbench.views.svg import run_svg
 from workbench.views.theme import PHASE_COLORS
 
@@ -27,6 +28,24 @@ def test_a_frame_is_well_formed_and_names_every_worker(workers):
     assert shown.count(f"rank {workers - 1} · cpu") == 2
     assert "staleness" in shown
     assert "median wait" in shown
+
+
+def test_a_headline_fits_the_frame_however_long():
+    note = "2 stages, one after the other: each stands idle 50% of the time if they are equal. " * 3
+    shot = replace(
+        fake_pipeline(2, 60), name="a run whose name is as long as the names of runs may become",
+        strategy="multi_worker_mirrored", notes=(note + "\n  stage 0: dense (100 parameters)",),
+        evals=({"step": 60, **{f"accuracy of part {part}": 0.9389 for part in range(9)}},),
+    )  # fmt: skip
+    root = ET.fromstring(run_svg(shot))
+    for node in root.iter(f"{NS}text"):
+        if node.get("text-anchor") == "start":
+            weight = "bold" if node.get("font-weight") else "normal"
+            width = 96 * width_in(node.text, 9, weight)  # 12 pixels are 9 points
+            assert float(node.get("x")) + width <= float(root.get("width")), node.text
+    shown = words(run_svg(shot))
+    assert any("accuracy of part 8 0.939" in line for line in shown)
+    assert "stage 0: dense (100 parameters)" in shown
 
 
 def test_waiting_is_hatched_and_computing_is_not():

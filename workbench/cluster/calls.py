@@ -172,7 +172,10 @@ class Call:
             self.result = result
             self.done.set()
         for callback in self.callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # noqa: PERF203 - one that fails keeps no other back
+                log.exception("What follows from a call of engine %d went wrong", self.engine)
 
     def when_done(self, callback: Callable[[Call], None]) -> None:
         """Call back once, also when the call is over already."""

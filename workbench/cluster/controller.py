@@ -12,8 +12,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
+import psutil
 import zmq
 from traitlets.config import Config
 
@@ -25,7 +30,12 @@ TOPICS = (b"heartmonitor", b"tracktask", b"intask", b"outtask", b"inbcast", b"ou
 """What the hub is told. Requests to single engines and their outputs are not for it: it would keep
 a record of each that nobody reads, and took longer for them than the engines for an empty cell."""
 PATIENCE = 3
-"""Looks in a row that must find the owner dead: its successor may be about to sign."""
+"""Looks in a row that must find the owner dead: its successor may be about to sign. And so many
+that must find a part of the controller halted."""
+LOST = "controller-lost.json"
+"""Says in the cluster's folder for which part's sake the controller ended (`lost_part`)."""
+PART_LOST = 70
+"""The controller's exit code then."""
 
 
 def config(folder: Path) -> Config:
@@ -59,6 +69,40 @@ def _in_use(folder: Path) -> bool:
     return owner is not None and profile.same_process(owner["pid"], owner["create_time"])
 
 
+def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, Any]:
+    """Wait until a part of the controller ends, or is halted; return which, for `lost_part`.
+
+    Args:
+        parts: Processes of `multiprocessing`, by name.
+    """
+    halted = dict.fromkeys(parts, 0)
+    while True:
+        ended = wait([part.sentinel for part in parts.values()], look_s)
+        for name, part in parts.items():
+            if part.sentinel in ended:
+                part.join(look_s)
+                return {"name": name, "pid": part.pid, "code": part.exitcode}
+            halted[name] = halted[name] + 1 if is_halted(part.pid) else 0
+            if halted[name] >= PATIENCE:
+                return {"name": name, "pid": part.pid, "code": None}
+
+
+def is_halted(pid: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP), so that it does nothing."""
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def lost_part(folder: Path) -> dict[str, Any] | None:
+    """Return for which part's sake the controller ended: `name`, `pid`, `code`; None: for none.
+
+    The code is negative for a signal, and None where the part was halted.
+    """
+    found: dict[str, Any] | None = profile.read_json(folder / LOST)
+    return found
+
+
 def main() -> None:
     """Run ipyparallel's controller under a watch."""
     folder = os.environ.get(scratch.MARK)
@@ -75,5 +119,32 @@ def main() -> None:
             heard.setsockopt(zmq.UNSUBSCRIBE, b"")
             for topic in TOPICS:
                 heard.setsockopt(zmq.SUBSCRIBE, topic)
+
+        def init_signal(self) -> None:
+            super().init_signal()
+            parts = {one.name: getattr(one, "launcher", one) for one in self.children}
+            parts["HeartMonitor"] = self.heartmonitor_process
+            threading.Thread(target=self._end_with_a_part, args=(parts,), daemon=True).start()
+
+        def handle_signal(self, sig: int, frame: object) -> None:
+            self.ending = True
+            super().handle_signal(sig, frame)
+
+        ending = False
+
+        def _end_with_a_part(self, parts: Mapping[str, Any]) -> None:
+            """End when one of our processes is gone: calls would get lost, and nobody would know.
+
+            Their owner sees this process end, and who ended first.
+            """
+            lost = await_loss(parts)
+            if self.ending:
+                return
+            if folder:
+                with suppress(OSError):  # the disk may be full
+                    profile.write_json(Path(folder) / LOST, lost)
+            for part in parts.values():
+                part.kill()
+            os._exit(PART_LOST)
 
     Controller.launch_instance()

@@ -52,6 +52,7 @@ class Ending:
         what: How it ended where that is neither of the two: `its heart stopped`.
         hint: Why, as far as that is known.
         since: What else took it along.
+        with_all: Whether it took all engines along, so that one alone cannot be replaced.
     """
 
     signal: str = ""
@@ -59,6 +60,7 @@ class Ending:
     what: str = ""
     hint: str = ""
     since: str = ""
+    with_all: bool = False
 
     @property
     def short(self) -> str:
@@ -93,9 +95,12 @@ class EngineDiedError(ClusterError):
 
     def __init__(self, engine: int, pid: int, how: Ending, log: str = "") -> None:
         self.pid, self.how, self.log = pid, how, log
-        super().__init__(
-            f"Engine {engine} (pid {pid}) died: {how}.", next_step=f"%cluster restart {engine}"
-        )
+        one = "" if how.with_all else f" {engine}"
+        if how == RESTARTED:
+            what, step = f"Engine {engine} (pid {pid}) was restarted.", "run the cell again"
+        else:
+            what, step = f"Engine {engine} (pid {pid}) died: {how}.", f"%cluster restart{one}"
+        super().__init__(what, next_step=step)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
         hint = "os._exit, or a library that ends the process" if end.code else ""
         return Ending(code=end.code, hint=hint)
     if end.parent:
-        return Ending(what=f"it ended with {end.parent}")
+        return Ending(what=f"it ended with {end.parent}", with_all=True)
     if by_us:
         return Ending(end.text, hint=by_us)
     held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""

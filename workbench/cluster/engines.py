@@ -25,7 +25,7 @@ from .calls import Call
 from .engine_info import NOBODY, EngineInfo, Listeners
 from .ground import Ground
 from .handover import Handover
-from .pending import Pending, gather
+from .pending import NoAnswerError, Pending, gather
 from .router import ControlRouter
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
@@ -83,6 +83,12 @@ class Engines(Handover):
     def prewarm(self) -> None:
         """Begin, in the background, all that a start needs besides the engines themselves."""
         self._ground.prepare_in_background()
+
+    @property
+    def put_off(self) -> str:
+        """Why the framework was not imported ahead of need, in words; empty where it was."""
+        warm = self._ground.warm
+        return "" if warm is None else warm.put_off
 
     @property
     def framework(self) -> str:
@@ -243,21 +249,34 @@ class Engines(Handover):
     def restart(self, ids: Iterable[int], framework: str = "") -> list[int]:
         """End engines and start fresh ones in their places, under the same ids.
 
-        Where none can be reached any more, since the controller died, all of them give way.
+        Where none can be reached any more, since the controller died or no longer answers, all of
+        them give way.
         """
         gone = list(ids)
         for engine in gone:
             self.known(engine)
-        if self._ground.broken:
-            gone = sorted(self.engines)
-            self._ground.stop()
-            self._ground = self._make_ground(self.framework)
+        lived = self.ids
+        self._ground.look()
+        gone = sorted({*gone, *(set(lived) - set(self.ids))})  # also who ended by that
+        if not self._ground.broken:
+            try:
+                return self._replace(gone, framework)
+            except NoAnswerError as error:
+                self._ground.broken = str(error)
+        for info in list(self.engines.values()):  # told before their processes end
+            if info.state != "dead":
+                self._lost(info, deaths.RESTARTED)
+        self._ground.stop()
+        self._ground = self._make_ground(self.framework)
+        return self._replace(sorted(self.engines), framework)
+
+    def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
             info = self.engines[engine]
             if info.state != "dead":
                 self._lost(info, deaths.RESTARTED)
                 self._ground.end(engine, info.pid)
-        return self._start_ids(gone, framework=framework)
+        return self._start_ids(list(gone), framework=framework)
 
     @property
     def reusable(self) -> bool:
@@ -329,7 +348,9 @@ class Engines(Handover):
             for info in list(self.engines.values()):
                 if info.state != "dead":
                     self._ground.signal(info.id, info.pid, signals.SIGKILL)
-                    self._lost(info, deaths.Ending(what="out of reach", since=self._ground.broken))
+                    since = self._ground.broken
+                    how = deaths.Ending(what="out of reach", since=since, with_all=True)
+                    self._lost(info, how)
 
     def _lost(self, info: EngineInfo, how: deaths.Ending) -> None:
         """Settle what an engine that is no more leaves behind."""

@@ -11,6 +11,7 @@ import logging
 import os
 import signal as signals
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import psutil
 
 from ..errors import ClusterError
-from . import deaths, profile, progress
+from . import controller, deaths, profile, progress
 from .hub import Hub
 from .parents import Parents
 from .starter import Starter
@@ -28,6 +29,8 @@ from .warm_client import Exit, WarmParent
 
 log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
+HEARD_S = 5.0
+"""How long the end of a helper that we killed may take to be heard of."""
 
 
 class Ground:
@@ -260,9 +263,41 @@ class Ground:
 
     def _controller_left(self, end: Exit) -> None:
         if not self._stopping:
-            how = self._ending(end)
+            how = self._part_ending() or self._ending(end)
             self.broken = f"ipyparallel's controller (pid {end.pid}) died: {how}"
             self._on_helper_exit("ipyparallel's controller", end.pid, how)
+
+    def _part_ending(self) -> deaths.Ending | None:
+        """Return for which part's sake the controller ended; None: it died itself."""
+        lost = controller.lost_part(self.folder)
+        if lost is None:
+            return None
+        who, code = f"its {lost['name']} (pid {lost['pid']})", lost["code"]
+        if code is None:
+            return deaths.Ending(what=f"{who} was halted by SIGSTOP")
+        end = Exit(lost["pid"], code if code >= 0 else None, -code if code < 0 else None)
+        return deaths.Ending(what=f"{who} ended: {self._ending(end)}")
+
+    def look(self) -> None:
+        """Find out whether processes are there that answer nobody, and let go of these.
+
+        A halted one has not died, so nobody hears of it. Without the controller no engine can be
+        reached any more; of the others fresh ones are started.
+        """
+        running = self.hub.controller
+        if not self.broken and running is not None and controller.is_halted(running.pid):
+            self.broken = f"ipyparallel's controller (pid {running.pid}) was halted by SIGSTOP"
+        for pid in [*self.parents.living.values(), self.store.pid]:
+            if pid and controller.is_halted(pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signals.SIGKILL)
+                self._gone_soon(pid)
+
+    def _gone_soon(self, pid: int) -> None:
+        """Wait until we have heard of the end of a helper."""
+        end = time.monotonic() + HEARD_S
+        while pid in (*self.parents.living.values(), self.store.pid) and time.monotonic() < end:
+            time.sleep(PREPARED_POLL_S)
 
     def _unlisted(self, engine: int) -> None:
         if engine not in self.starter.pids:

@@ -16,16 +16,16 @@ from typing import Any
 import ipyparallel
 import zmq
 
-from ..errors import ClusterError
 from . import controller, deaths
 from .calls import Gathering
 from .launcher import CLUSTER_SETTINGS
+from .pending import NoAnswerError
 from .processes import Exit
 
 REAPED_S = 0.5
 UNLISTED_S = 10.0
 """How long the hub is given to let go of engines that are gone."""
-ANSWER_S = 60.0
+ANSWER_S = 20.0
 
 
 class Hub:
@@ -153,14 +153,14 @@ class Hub:
         A request that the hub reads later would strike off the next engine of that id.
 
         Raises:
-            ClusterError: The hub does not answer.
+            NoAnswerError: The hub does not answer.
         """
         for engine in engines:
             self._strike_off(engine)
         # Any request with a reply will do: it is read after those that were sent before it.
         answer = self.client._send(self.client._query_stream, "connection_request")
         if not answer.wait(ANSWER_S):
-            raise ClusterError(
+            raise NoAnswerError(
                 "The cluster's controller does not answer.",
                 seen=f"nothing for {ANSWER_S:g} s",
                 next_step="%cluster stop, then start again",
@@ -191,9 +191,17 @@ class Hub:
 
     def close(self) -> None:
         """Disconnect; the controller goes on."""
-        if self.client is not None:
+        if self.client is not None and not self.client._closed:
             with contextlib.suppress(Exception):
+                # Its loop closes the sockets before `close` does, and what they still have for a
+                # controller that is gone would keep them for ever.
+                self.client._io_loop.add_callback(self._drop_unsent)
                 self.client.close(linger=0)
+
+    def _drop_unsent(self) -> None:
+        for name in self.client.trait_names():
+            if name.endswith("_socket") and (socket := getattr(self.client, name)) is not None:
+                socket.setsockopt(zmq.LINGER, 0)
 
     def stop(self) -> None:
         """End the controller, and engines that ipyparallel started."""
@@ -208,3 +216,19 @@ class Hub:
                     os.kill(running.pid, signals.SIGTERM)
                 with contextlib.suppress(Exception):
                     self.cluster.stop_controller_sync()
+        _end_thread(self.cluster)
+
+
+def _end_thread(cluster: Any) -> None:
+    """End the thread on which ipyparallel runs what is called within a running event loop.
+
+    It would live as long as the kernel, with its loop's files.
+    """
+    thread, loop = getattr(cluster, "_async_thread", None), getattr(cluster, "_thread_loop", None)
+    if thread is None or loop is None or thread is threading.current_thread():
+        return
+    loop.add_callback(loop.stop)
+    thread.join(REAPED_S)
+    if not thread.is_alive():
+        with contextlib.suppress(Exception):
+            loop.close(all_fds=True)

@@ -78,6 +78,8 @@ class Parents:
             ClusterError: It did not come up.
         """
         parent = self.start(framework)
+        if not parent.ready.is_set():
+            parent.soon()
         parent.wait_ready()
         self._guard(framework, parent)
         return parent

@@ -48,6 +48,10 @@ class Pending:
             return [call for waiting in self._calls.values() for call in waiting]
 
 
+class NoAnswerError(ClusterError):
+    """An engine, or what passes calls on to it, did not answer in time."""
+
+
 def gather(pending: Iterable[Call], name: str, timeout_s: float) -> dict[int, Any]:
     """Wait for calls of `name`; return each engine's result.
 
@@ -58,7 +62,7 @@ def gather(pending: Iterable[Call], name: str, timeout_s: float) -> dict[int, An
     results: dict[int, Any] = {}
     for one in pending:
         if not one.done.wait(max(0.0, end - time.monotonic())):
-            raise ClusterError(
+            raise NoAnswerError(
                 f"Engine {one.engine} did not answer within {timeout_s:g} s.",
                 next_step=f"%cluster restart {one.engine}",
             )

@@ -20,6 +20,8 @@ from ..errors import ClusterError
 from ..frameworks import import_environment
 from . import keeper
 
+FORK = "WORKBENCH_FORK"
+"""Environment variable: `off` starts engines fresh, as where no process can be forked."""
 _DEFAULTS = {
     # Threads that spin while they wait for each other starve one another as soon as the machine has
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
@@ -89,6 +91,11 @@ def signal_child(parent_pid: int, pid: int, sig: int) -> bool:
 
 def can_fork(framework: str = "torch") -> tuple[bool, str]:
     """Say whether a warm parent can work here, and if not, why."""
+    asked = os.environ.get(FORK, "")
+    if asked not in ("", "on", "off"):
+        raise ClusterError(f"{FORK} is not understood.", seen=asked, allowed="on, off")
+    if asked == "off":
+        return False, f"{FORK}=off says so"
     if not sys.platform.startswith("linux"):
         return False, f"forking after imports is only safe on Linux, this is {sys.platform}"
     if not installed(framework):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal as signals
 import subprocess
 import threading
@@ -13,6 +15,7 @@ import psutil
 
 from ..errors import ClusterError
 from . import deaths
+from .controller import is_halted
 from .parents import Parents
 from .processes import ExitCallback
 from .warm_client import start_keeper
@@ -42,8 +45,12 @@ class Store:
         self.process: subprocess.Popen[bytes] | None = None
 
     def address(self) -> tuple[str, int]:
-        """Return its host and port; a keeper is started where there is none."""
+        """Return its host and port; a keeper is started where there is none, or a halted one."""
         with self._lock:
+            if self.pid and is_halted(self.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signals.SIGKILL)
+                self._gone.wait(END_S)
             if self._address is None:
                 self._address = self._start()
             return self._address

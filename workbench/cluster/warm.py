@@ -15,7 +15,10 @@ per run, by `torch.set_num_threads`.
     kernel -> warm   {"id", "cmd": fork_engine | fork_keeper | signal | stop | guard | guard_dir |
                       keep | soon | status, ...}
     warm -> kernel   {"id", ...the answer... | "error"},
-                     {"event": "ready" | "warmed" | "exit" | "failed" | "taken", ...}
+                     {"event": "ready" | "warmed" | "exit" | "failed" | "taken" | "later", ...}
+
+Imports wait for their turn among the user's notebooks, and where memory is scarce until engines are
+asked for ("later", `turns.py`).
 
 A kept cluster's parent stays when its kernel goes, as long as there are engines, until another
 kernel takes it over (`door.py`) or nothing has run for too long (`owner.py`).
@@ -36,13 +39,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from . import keeper, preload, warm_child
+from . import keeper, preload, turns, warm_child
 from .nanny import Nanny
 from .owner import Owner
 from .warm_line import Message, OwnerLine
 
 PARENT_CHECK_S = 1.0
 SOON_S = 10.0
+AGAIN_S = 1.0
 ESCALATE_EVERY_S = 0.05
 
 Job = Callable[[], None]
@@ -66,6 +70,7 @@ class WarmServer:
         self._owner = Owner(self._nanny, framework)
         self._over = False
         self._report: Message = {}
+        self._imported = False
         self._later = preload.SecondStage(framework, extra)
         self._job: Job | None = None  # set in a fresh child only
         self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -73,14 +78,28 @@ class WarmServer:
     # -- life ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Import the first stage and say so; the kernel's death ends even this."""
+        """Import the first stage and say so, or say why it is left for later."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with preload.on_hangup(self._line.sock, self._end):
-            report = self._report = preload.first_stage(self._framework)
+        self._import(asked=False)
         signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _wake_up)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_term)
+
+    def _import(self, asked: bool) -> None:
+        """Import the first stage, in its turn; the kernel's death ends even this.
+
+        Args:
+            asked: Whether engines are wanted now; ahead of need nothing is imported into memory
+                that is scarce.
+        """
+        with preload.on_hangup(self._line.sock, self._end), turns.turn():
+            why = "" if asked else turns.too_little(self._framework)
+            if why:
+                self._send({"event": "later", "why": why})
+                return
+            report = self._report = preload.first_stage(self._framework)
+        self._imported = True
         gc.collect()
         gc.disable()
         gc.freeze()
@@ -147,11 +166,19 @@ class WarmServer:
     def _timeout(self) -> float:
         if self._nanny.busy:
             return ESCALATE_EVERY_S
-        return PARENT_CHECK_S if self._owner.alone else min(PARENT_CHECK_S, self._later.due_s)
+        idle = self._owner.alone or not self._imported
+        return PARENT_CHECK_S if idle else min(PARENT_CHECK_S, self._later.due_s)
 
     def _warm_up(self) -> None:
         """Import one module of the second stage when nobody wants anything."""
-        if not self._owner.alone and self._later.go_on():
+        if self._owner.alone or not self._imported or self._later.due_s > 0:
+            return
+        with turns.turn(wait_s=0) as free:
+            if not free or turns.too_little(self._framework):
+                self._later.touch(AGAIN_S)  # engines that train before then import it themselves
+                return
+            done = self._later.go_on()
+        if done:
             gc.collect()
             gc.freeze()
             self._send({"event": "warmed"})
@@ -220,6 +247,8 @@ class WarmServer:
         return {"pid": pid, "host": keeper.HOST, "port": port}
 
     def _fork(self, job: Job, what: str) -> int:
+        if not self._imported:
+            self._import(asked=True)
         trouble = preload.fork_hazard()
         if trouble:
             raise RuntimeError(f"forking is not safe here: {trouble}")
@@ -258,6 +287,8 @@ class WarmServer:
         return {}
 
     def _on_soon(self, _message: Message) -> Message:
+        if not self._imported:
+            self._import(asked=True)
         self._later.touch(SOON_S)
         return {}
 

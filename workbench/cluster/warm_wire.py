@@ -41,6 +41,8 @@ class WarmWire:
         self.warmed = threading.Event()
         """Set when the second stage (what the first training step imports) is loaded too."""
         self.report: dict[str, Any] = {}
+        self.put_off = ""
+        """Why the import was left until engines are asked for, in words; empty where it was not."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[dict[str, Any]]] = {}
@@ -155,6 +157,8 @@ class WarmWire:
             )
         elif event == "warmed":
             self.warmed.set()
+        elif event == "later":
+            self.put_off = str(message["why"])
         elif event == "taken":
             self._stopped = self._released = True
             self.on_taken(int(message["pid"]))

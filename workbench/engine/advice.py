@@ -80,6 +80,29 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "take the same number of steps",
     ),
     (
+        r"^ModuleNotFoundError: No module named '([\w]+)",
+        "install it beside the notebook, whose Python the engines use: %pip install {0} (some "
+        "packages have another name), then run the cell again",
+    ),
+    (
+        r"Trying to backward through the graph a second time",
+        "compute the loss anew before each backward(), or add the losses up and call it once",
+    ),
+    (
+        r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
+        r"(\[[\d, ]*\])",
+        "the samples of a batch differ in shape, {0} and {1}: make them equal in the data set, or "
+        "pad them in DataLoader(..., collate_fn=...)",
+    ),
+    (
+        r"must be Tensor, not NoneType",
+        "the model returned nothing: end its forward() with return",
+    ),
+    (
+        r"before Module\.__init__\(\) call",
+        "begin the model's __init__ with super().__init__()",
+    ),
+    (
         r"^SystemExit",
         "end a cell early with raise, or put the rest under if",
     ),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoints as layout
+from .. import checksums
 from ..errors import RunError
 from .durable import rename_folder, write_text
 
@@ -45,6 +46,8 @@ class Writer:
         self._parts = spec.world_size // spec.replicas if context.sync else 1
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
+        self._missed: list[int] = []  # steps, since the last that was written
+        self._told: set[object] = set()  # reasons, since then
         if spec.rank == 0:
             layout.sweep(folder, lambda _, token: token != self._token)
 
@@ -80,6 +83,14 @@ class Writer:
             self._thread.join()
             self._thread = None
 
+    def conclude(self) -> None:
+        """End of a training: wait for the write under way, and say what was missed lately."""
+        self.wait()
+        if len(self._missed) > 1 and self.context.spec.rank == 0:
+            self._warn(f"{self._how_many()} could not be written; {self._stands()}.")
+        self._missed.clear()
+        self._told.clear()
+
     def leave(self) -> None:
         """End of a cell that failed: a write under way has `LEAVE_S`, and waits for nobody."""
         self._leaving.set()
@@ -102,14 +113,21 @@ class Writer:
             layout.sweep(self._folder, lambda old, token: token == self._token and old < step)
         try:
             temporary.mkdir(parents=True, exist_ok=True)
-            size_bytes = format_.write_state(temporary / f".rank-{rank}", own)
-            rename_folder(temporary / f".rank-{rank}", temporary / f"rank-{rank}")
+            part, name = temporary / f".rank-{rank}", f"rank-{rank}"
+            size_bytes = format_.write_state(part, own)
+            files = checksums.of_folder(part, f"{name}/")
+            if rank:
+                (temporary / f"{name}.json").write_text(json.dumps(files))
+            rename_folder(part, temporary / name)
             if rank == 0:
                 size_bytes += format_.write_state(temporary / "state", shared)
+                files |= checksums.of_folder(temporary / "state", "state/")
                 self._await_parts(temporary)
-                about = {**about, "size_bytes": size_bytes, "written": time.time()}
-                write_text(temporary / layout.MANIFEST, json.dumps(about))
+                files |= self._others_sums(temporary)
+                about = {**about, "size_bytes": size_bytes, "written": time.time(), "files": files}
+                write_text(temporary / layout.MANIFEST, json.dumps(checksums.sealed(about)))
                 self._publish(temporary, step)
+                self._tell_success(step)
                 self.context.emit(
                     "checkpoint", rank=0, step=step, path=str(self._folder / f"step-{step}"),
                     seconds=clock() - began + stall_s, stall_s=stall_s, size_bytes=size_bytes,
@@ -128,6 +146,14 @@ class Writer:
                 raise RunError(f"the part of {missing[0].name} did not come")
             self._leaving.wait(POLL_S)
 
+    def _others_sums(self, temporary: Path) -> checksums.Sums:
+        """Return the checksums that the other engines have left beside their parts."""
+        found: checksums.Sums = {}
+        for path in [temporary / f"rank-{r}.json" for r in self._ranks()[1:]]:
+            found |= json.loads(path.read_text())
+            path.unlink()
+        return found
+
     def _ranks(self) -> range:
         spec = self.context.spec
         return range(0, self._parts * spec.replicas, spec.replicas)
@@ -135,15 +161,21 @@ class Writer:
     def _publish(self, temporary: Path, step: int) -> None:
         """Give the checkpoint its name; keep the newest."""
         final = self._folder / f"step-{step}"
-        if final.exists():  # this step was reached before: what stands there is whole
-            shutil.rmtree(temporary, ignore_errors=True)
-            return
+        if final.exists():  # this step was reached before
+            if layout.is_whole(final):
+                shutil.rmtree(temporary, ignore_errors=True)
+                return
+            self._remove(final)
         rename_folder(temporary, final)
         for old in layout.found(self._folder)[: -layout.KEEP]:
-            doomed = Path(f"{old.path}.{self._token}.tmp")
             with contextlib.suppress(OSError):
-                Path(old.path).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                self._remove(Path(old.path))
+
+    def _remove(self, whole: Path) -> None:
+        """Take a checkpoint away; killed in the middle, no half of it is called one."""
+        doomed = Path(f"{whole}.{self._token}.old.tmp")
+        whole.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def _give_up(self, temporary: Path, step: int, error: Exception) -> None:
         """Leave nothing half-written; say what happened and what still stands."""
@@ -157,14 +189,36 @@ class Writer:
                 (temporary / "failed").touch()
         if self._leaving.is_set():
             return
-        last = layout.latest(self._folder)
-        stands = f"step {last.step} is the last good one" if last else "there is none before it"
-        self.context.emit(
-            "warning",
-            rank=rank,
-            text=f"The checkpoint at step {step} could not be written; {stands}, training goes on. "
-            f"{_words(error)}",
+        self._missed.append(step)
+        reason = type(error), getattr(error, "errno", None)
+        if reason in self._told:
+            return  # one line for each try would bury everything else
+        self._told.add(reason)
+        self._warn(
+            f"The checkpoint at step {step} could not be written; {self._stands()}, training goes "
+            f"on, and the next one is tried. {_words(error)}"
         )
+
+    def _tell_success(self, step: int) -> None:
+        """Say that checkpoints are written again, where several were missed."""
+        if len(self._missed) > 1:
+            self._warn(
+                f"Checkpoints are written again, from step {step} on; {self._how_many()} could "
+                "not be written."
+            )
+        self._missed.clear()
+        self._told.clear()
+
+    def _how_many(self) -> str:
+        missed = self._missed
+        return f"{len(missed)} checkpoints (steps {missed[0]} to {missed[-1]})"
+
+    def _stands(self) -> str:
+        last = layout.latest(self._folder)
+        return f"step {last.step} is the last good one" if last else "there is none before it"
+
+    def _warn(self, text: str) -> None:
+        self.context.emit("warning", rank=self.context.spec.rank, text=text)
 
 
 def _words(error: BaseException) -> str:

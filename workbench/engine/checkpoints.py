@@ -124,6 +124,8 @@ class Checkpoints:
         alike = about["world_size"] == spec.world_size and about["strategy"] == spec.strategy
         if alike and (path / f"rank-{spec.rank}").is_dir():
             own = self._read(path / f"rank-{spec.rank}")
+        elif alike and "written" in about and (self.context.sync or not spec.rank):
+            self.context.emit("warning", rank=spec.rank, text=self._without_own(path))
         try:
             strategy.load_state(state["strategy"])
             if own is not None and own["strategy"]:
@@ -141,6 +143,13 @@ class Checkpoints:
             ) from error
         if whole and own is not None:
             self._format.set_random_state(own["random"])
+
+    def _without_own(self, path: Path) -> str:
+        rank = self.context.spec.rank
+        return (
+            f"{path / f'rank-{rank}'} is missing: what rank {rank} alone had is lost (its random "
+            "states). The run goes on, but does not end as one that was never interrupted."
+        )
 
     def tell(self) -> None:
         """Say once where the run goes on from."""
@@ -162,11 +171,9 @@ class Checkpoints:
         except Exception as error:  # damaged in a way that the format's own reader found
             if isinstance(error, RunError):
                 raise
-            raise RunError(
-                "The checkpoint cannot be read.",
-                seen=f"{folder}: {type(error).__name__}: {error}",
-                next_step="wb.resume an earlier one: DIR/step-N",
-            ) from error
+            assert self.start is not None, "there is a checkpoint to go on from"
+            what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
+            raise layout.refusal(self.start, [what]) from error
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -254,7 +261,7 @@ class Checkpoints:
             if self._ends_with_cell:
                 self.save()
             if writer is not None:
-                writer.wait()
+                writer.conclude()
         self._strategy, self._kept, self._position = None, (), dict
 
 

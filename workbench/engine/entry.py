@@ -207,6 +207,7 @@ def cell(request: Mapping[str, Any]) -> dict[str, Any]:
         raise RuntimeError("this engine is not attached to a notebook")
     shell = IPythonShell()
     shell.autoreload(request.get("autoreload") or "0")
+    tracebacks.show_as(request.get("traceback") or tracebacks.KINDS[0])
     if _diary is None:
         return run_cell(_engine, shell, request)
     _diary.begin(str(request.get("call", "")), str(request.get("what", "a cell")))

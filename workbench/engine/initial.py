@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import RunError
-from ..history.disk import META
+from ..history.disk import FILES, META, read_weights
 from ..weights import fit_weights
 from . import settings
 from .context import RunContext
@@ -43,14 +41,15 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
     """
     arrays: dict[str, Any] = {}
     try:
-        framework = str(json.loads((folder / META).read_text())["framework"])
-        for file in sorted(folder.glob("weights*.npz")):
-            with np.load(file, allow_pickle=False) as stored:
-                arrays.update({name: stored[name] for name in stored.files})
-    except (OSError, ValueError, KeyError) as error:
+        meta = json.loads((folder / META).read_text())
+        framework, written = str(meta["framework"]), dict(meta.get(FILES) or {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             "The weights to start from cannot be read on this engine.", seen=str(error)
         ) from error
+    names = {name for name in written if name.endswith(".npz")}
+    for name in sorted(names | {path.name for path in folder.glob("weights*.npz")}):
+        arrays.update(read_weights(folder / name, written.get(name, ())))
     if not arrays:
         raise RunError("The run to start from left no weights.", seen=str(folder))
     return arrays, framework

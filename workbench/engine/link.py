@@ -2,21 +2,26 @@
 
 Up go records (packed, in batches) and events; down come stop, pause, step and fault messages. The
 training thread only ever writes to the recorder's ring or appends to a deque; this thread does the
-sending, so telemetry never waits on the path of a step.
+sending, so telemetry never waits on the path of a step. It outlives whatever one message, or a
+full disk, makes fail: without it the run would never be heard of again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import zmq
 
 from ..errors import WorkbenchError
+from ..history import disk
 from ..protocol import DOWN, RECORD, BadMessageError, Message, declared
 from ..seal import Seal
 from ..wakeup import Wakeup
@@ -25,15 +30,21 @@ from .context import RunContext
 from .home import Home
 from .links import auth
 
+log = logging.getLogger("workbench.engine")
 DRAIN_S = 0.1
 IDLE_S = 1.0
 WELCOME_S = 2.0
 MAX_EVENTS = 10_000
 MAX_EARLY = 100
+MOST_TOLD = 10
+"""So many faults of the thread are written to the engine's log."""
 
 
 class Writer(Protocol):
-    """Where a run's records and events also go on this side (`history.disk.RunWriter`)."""
+    """Where a run's records and events also go on this side (`history.disk.RunWriter`).
+
+    One that raises is let go of, with a note: the run goes on in the kernel's memory.
+    """
 
     def append_records(self, data: bytes) -> None:
         """Append packed rows."""
@@ -81,7 +92,7 @@ class ControlLink:
         self._flushed = threading.Event()
         self._flush_wanted = False
         self._wakeup = Wakeup()
-        self.rejected = self._told_refused = 0
+        self.rejected = self._told_refused = self.faults = 0
         self.using_fallback = False
         self._thread = threading.Thread(target=self._main, name="workbench-control", daemon=True)
         self._thread.start()
@@ -95,9 +106,14 @@ class ControlLink:
     def detach(self, timeout_s: float = 10.0) -> bool:
         """Send what is left of the run and let go of it; return whether all of it was sent."""
         sent = self.flush(timeout_s)
-        writer, self._run, self._writer = self._writer, None, None
-        if writer is not None:
-            writer.close()
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except Exception as error:  # disks of other hosts say only now that they are full
+            self._tell_unwritten(error)
+            sent = self.flush(timeout_s) and sent
+        self._run = None
         return sent
 
     def emit(self, name: str, **fields: Any) -> None:
@@ -143,18 +159,30 @@ class ControlLink:
                     socket.close(linger=0)
                     self._url = url
                     socket, ready = self._connect(context, poller), {}
-                if socket in ready:
-                    self._receive(socket)
-                if self._early and self._run is not None:
-                    self._catch_up()
-                if not self._welcomed and not self.using_fallback:
-                    late = time.monotonic() - began > WELCOME_S
-                    self.using_fallback = late and self._fallback is not None
-                self._send_pending()
+                late = time.monotonic() - began > WELCOME_S
+                try:
+                    self._turn(socket, heard=socket in ready, late=late)
+                except Exception:  # what cannot be sent keeps nothing else back
+                    self._stumbled()
         finally:
             socket.close()
             context.term()
             self._wakeup.close()
+
+    def _turn(self, socket: Any, *, heard: bool, late: bool) -> None:
+        if heard:
+            self._receive(socket)
+        if self._early and self._run is not None:
+            self._catch_up()
+        if not self._welcomed and not self.using_fallback:
+            self.using_fallback = late and self._fallback is not None
+        self._send_pending()
+
+    def _stumbled(self) -> None:
+        self.faults += 1
+        if self.faults <= MOST_TOLD:
+            log.exception("The control link of engine %d goes on after this", self._engine)
+        time.sleep(DRAIN_S)  # what fails at once must not do so in every turn
 
     def _connect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> Any:
         socket = context.socket(zmq.DEALER)
@@ -189,19 +217,35 @@ class ControlLink:
             self._send(self._sayings.popleft())
         while self._events:
             number, name, fields = self._events.popleft()
-            if self._writer is not None:
-                self._writer.append_event(name, fields)
+            self._write(partial(_append_event, name=name, fields=fields))
             self._send(Message("event", {"run": number, "name": name, **fields}))
         if wanted:
             self._flush_wanted = False
             self._flushed.set()
 
     def _send_rows(self, run: RunContext, rows: bytes) -> None:
-        if self._writer is not None:
-            self._writer.append_records(rows)
+        self._write(lambda writer: writer.append_records(rows))
         body = {"run": run.spec.run, "dropped": run.recorder.dropped + self._lost}
         if not self._send(Message("records", body, (rows,))):
             self._lost += len(rows) // RECORD.itemsize
+
+    def _write(self, write: Callable[[Writer], None]) -> None:
+        """Write to the run's files; where that fails the run goes on without them."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            write(writer)
+        except Exception as error:  # most likely a full disk: it costs the files, not the run
+            self._writer = None
+            with contextlib.suppress(Exception):
+                writer.close()
+            self._tell_unwritten(error)
+
+    def _tell_unwritten(self, error: Exception) -> None:
+        if self._run is not None:
+            spec = self._run.spec
+            self.emit("note", rank=spec.rank, **disk.unwritten(spec.run_dir, error))
 
     def _send(self, message: Message) -> bool:
         if message.kind == "hello":
@@ -278,3 +322,7 @@ class ControlLink:
             run.board.hear(str(body["topic"]), int(body["rank"]), body["value"])
         elif message.kind == "inject":
             run.faults.set(body["faults"])
+
+
+def _append_event(writer: Writer, name: str, fields: Mapping[str, Any]) -> None:
+    writer.append_event(name, fields)

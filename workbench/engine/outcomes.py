@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import EngineSpentError, RunStopped, WorkbenchError
+from . import places
 from .advice import advice, plain
 from .links.wire import LinkError
+
+
+def _words(error: BaseException) -> str:
+    """Return an error's message, with cells named as the notebook names them."""
+    number = places.cell_number(error.filename or "") if isinstance(error, SyntaxError) else None
+    if isinstance(error, SyntaxError) and number is not None:
+        return f"{error.msg} (Cell In[{number}], line {error.lineno})"
+    return places.fold_text(plain(str(error)))
 
 
 def outcome_of(error: BaseException | None) -> dict[str, Any]:
@@ -21,7 +30,7 @@ def outcome_of(error: BaseException | None) -> dict[str, Any]:
     outcome: dict[str, Any] = {
         "status": status,
         "ename": type(error).__name__,
-        "evalue": plain(str(error)),
+        "evalue": _words(error),
     }
     if isinstance(error, EngineSpentError):
         outcome["replace"] = True

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import WorkbenchError
+from ..history import disk
 from ..history.disk import RunWriter
 from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
 from . import context as run_context
@@ -137,7 +138,7 @@ def _train(
     injected: dict[str, Any],
 ) -> dict[str, Any]:
     run = _new_run(engine, spec)
-    engine.link.attach(run, RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None)
+    _attach(engine, run)
     run_context.set_current(run)
     profiles.install(run)
     kept = rescue.watch(run, framework)
@@ -154,6 +155,18 @@ def _train(
         return outcome
     finally:
         _tear_down(engine, run, framework)
+
+
+def _attach(engine: Engine, run: RunContext) -> None:
+    """Have the link carry the run's records, also to its folder where that can be written to."""
+    spec, writer, trouble = run.spec, None, None
+    try:
+        writer = RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None
+    except OSError as error:  # a full disk: the run goes on in the kernel's memory
+        trouble = error
+    engine.link.attach(run, writer)
+    if trouble is not None:
+        run.emit("note", rank=spec.rank, **disk.unwritten(spec.run_dir, trouble))
 
 
 def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
@@ -277,7 +290,10 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
 
 @doing("writing the final weights")
 def _save_weights(run: RunContext, framework: Any) -> str | None:
-    """Write the final weights beside the run's records; return the file's name."""
+    """Write the final weights beside the run's records; return the file's name.
+
+    None where there are none, or they could not be written: that costs no run.
+    """
     if run.weights is None or not run.spec.run_dir:
         return None
     arrays = run.weights()
@@ -292,7 +308,13 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
             "save them in the cell.",
         )
         return None
-    return str(framework.save_weights(Path(run.spec.run_dir), run.spec.rank, arrays))
+    folder = Path(run.spec.run_dir)
+    try:
+        return str(framework.save_weights(folder, run.spec.rank, arrays))
+    except Exception as error:  # a full disk; each writer has errors of its own for it
+        disk.remove_weights(folder, run.spec.rank)
+        run.emit("note", rank=run.spec.rank, **disk.unwritten(folder, error))
+        return None
 
 
 def _inject(namespace: dict[str, Any], spec: RunSpec, framework: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import FitError
+from ..history.disk import weights_stem
 from ..protocol import RunSpec
 from .context import RunContext
 from .torch_checks import check_closure as check_closure
@@ -93,7 +94,7 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
     Returns:
         Name of the NumPy file; ranks other than 0 write `weights-rank{r}.*`.
     """
-    stem = "weights" if rank == 0 else f"weights-rank{rank}"
+    stem = weights_stem(rank)
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / f"{stem}.npz", **arrays)
     torch.save(

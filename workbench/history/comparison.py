@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import RunError
 from . import fairness, payoff, wire
-from .rows import ComparisonRow, Spread, row_of
+from .rows import RUN_COLORS, ComparisonRow, Spread, row_of
 from .summary import LossCurve, RunSummary
 from .verdict import verdict_of
 
@@ -76,6 +76,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
     rows = _told_apart(
         [row_of(group, groups[index], has_one_device=base is not None) for group in groups]
     )
+    rows = _colored(rows, index)
     notes = fairness.notes(groups)
     if base is None and len(rows) > 1:
         notes = (
@@ -88,6 +89,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
             replace(row, payoff=payoff.payoff_of(rows[base], row)) if i != base else row
             for i, row in enumerate(rows)
         )
+    whole = not any(run.damaged for run in runs)
     return Comparison(
         rows=rows,
         curves=tuple(
@@ -96,11 +98,17 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         baseline=rows[index].name,
         has_one_device=base is not None,
         notes=notes,
-        verdict=verdict_of(rows, index),
+        verdict=verdict_of(rows, index) if whole else _no_verdict(runs),
         metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
-        outlook="" if base is None else _outlook(rows, base),
+        outlook=_outlook(rows, base) if whole and base is not None else "",
         rates=_rates(rows),
     )
+
+
+def _no_verdict(runs: Sequence[RunSummary]) -> str:
+    """Say why nothing is concluded from runs of which a part is missing."""
+    names = ", ".join(run.name for run in runs if run.damaged)
+    return f"No verdict: {names} is damaged on disk; compare whole copies, or train again."
 
 
 def _rates(rows: Sequence[ComparisonRow]) -> str:
@@ -122,6 +130,22 @@ def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
     for row in rows:
         used[row.name] = count = used.get(row.name, 0) + 1
         found.append(replace(row, name=f"{row.name} ({count})") if count > 1 else row)
+    return tuple(found)
+
+
+def _colored(rows: Sequence[ComparisonRow], base: int) -> tuple[ComparisonRow, ...]:
+    """Keep each row's colour, but give no two rows the same while there are others."""
+    taken: set[int] = set()
+    found = []
+    for index, row in enumerate(rows):
+        own = 0 if index == base else index + (index < base)
+        color = own if row.color is None else row.color
+        color %= RUN_COLORS
+        if color in taken:
+            free = [n for n in (*range(1, RUN_COLORS), 0) if n not in taken]
+            color = free[0] if free else color
+        taken.add(color)
+        found.append(replace(row, color=color))
     return tuple(found)
 
 

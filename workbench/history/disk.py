@@ -7,32 +7,38 @@
       weights.npz, weights.pt  written at the end of the run
 
 Every file is written by one process only and flushed at each append, so a run whose kernel or
-engines were killed can be read up to the last whole row. Engines import this module: it needs
-nothing but NumPy and the protocol.
+engines were killed can be read up to the last whole row. Where it cannot be written (a full disk)
+the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
+needs nothing but NumPy and the protocol.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import checksums, scratch
 from ..errors import RunError
-from ..protocol import RECORD
+from ..protocol import RECORD, Topic
 
 if TYPE_CHECKING:
     from .store import RunHistory
 
 META = "run.json"
 _ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
+FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
 PROFILES = "profiles"
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
 
@@ -45,9 +51,13 @@ class RunWriter:
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int) -> None:
         folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._records = _open_whole(records_path(folder, rank), RECORD.itemsize)
-        self._events = _open_whole(events_path(folder, rank), None)
+        try:
+            self._events = _open_whole(events_path(folder, rank), None)
+        except BaseException:
+            self._records.close()
+            raise
 
     def append_records(self, packed: bytes) -> None:
         """Append packed RECORD rows."""
@@ -62,8 +72,29 @@ class RunWriter:
 
     def close(self) -> None:
         """Close both files; may be called twice."""
-        self._records.close()
-        self._events.close()
+        try:
+            self._records.close()
+        finally:
+            self._events.close()
+
+
+def unwritten(run_dir: str | os.PathLike[str], error: BaseException) -> dict[str, Any]:
+    """Return the note of a run that cannot be written: the same one, whoever fails, and of what."""
+    reason = reason_of(error)
+    text = (
+        f"Not all of this run could be written to disk: {reason} ({run_dir}). The run goes on, and "
+        "its history is kept in memory; its final weights may be missing. Make room there, or set "
+        "WORKBENCH_HOME to another folder: the next run is written again."
+    )
+    return {"text": text, "topic": Topic.NOT_ON_DISK.value, "value": reason}
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why something could not be written, in a line: `No space left on device`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
@@ -73,11 +104,9 @@ def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
     in `RunHistory`); the others are handed back as they are.
     """
     folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    fresh = folder / f".{META}.{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = {**meta, _ROW_BYTES: RECORD.itemsize}
-    fresh.write_text(json.dumps(whole, indent=1, default=_plain))
-    fresh.replace(folder / META)
+    scratch.replace(folder / META, json.dumps(whole, indent=1, default=_plain))
 
 
 def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -135,6 +164,49 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
     return meta, history
 
 
+def sizes(run_dir: str | os.PathLike[str]) -> checksums.Sums:
+    """Return the bytes of a run's files; known at its end without reading them."""
+    return {path.name: [path.stat().st_size] for path in _files(Path(run_dir))}
+
+
+def faults(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> list[str]:
+    """Return what is damaged among a run's rows, events and weights, file by file.
+
+    Of runs that older versions saved, and of those that were cut off, nothing is known.
+
+    Args:
+        meta: What `read_meta` gave.
+    """
+    return checksums.faults(Path(run_dir), meta.get(FILES) or {})
+
+
+def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of one `weights*.npz`.
+
+    Args:
+        written: Its bytes and CRC-32, where they are on record.
+
+    Raises:
+        RunError: It is not there, or damaged.
+    """
+    what = checksums.fault(path, written) if written else ""
+    try:
+        if not what:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {key: arrays[key] for key in arrays.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        what = f"{type(error).__name__}: {error}"
+    plain = path.with_suffix(".pt")
+    raise RunError(
+        "The weights of the run are damaged.",
+        seen=f"{path}: {what}",
+        allowed="the file as the run left it",
+        next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
+        if plain.is_file() and plain.stat().st_size
+        else "take the folder from a copy, or train again: run.to_cell() gives the cell",
+    )
+
+
 def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
     """Return the events of all ranks in the order of time; damaged lines are left out."""
     found = []
@@ -149,19 +221,27 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, An
     return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
 
 
-def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+def save(
+    run_dir: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
     """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
 
     A run that is there already is replaced, any other folder is left alone.
+
+    Args:
+        meta: What the copy's `run.json` says; by default what the run's own says.
 
     Returns:
         The target's path.
 
     Raises:
-        RunError: `run_dir` holds no run, or `target` holds something else.
+        RunError: `run_dir` holds no run, `target` holds something else or cannot be written.
     """
     source, goal = Path(run_dir), Path(target).expanduser()
-    read_meta(source)
+    if meta is None:
+        read_meta(source)
     if goal.exists() and not (goal / META).is_file() and not _is_empty_folder(goal):
         raise RunError(
             "The target holds something that is not a run; nothing was saved.",
@@ -170,21 +250,34 @@ def save(run_dir: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pat
         )
     if goal.exists() and goal.samefile(source):
         return goal
+    try:
+        _copy(source, goal, meta)
+    except OSError as error:
+        raise RunError(
+            f"The run cannot be saved there: {reason_of(error)}.",
+            seen=str(goal),
+            allowed="a folder that this user may write to, on a disk with room",
+            next_step="make room there, or name another folder",
+        ) from error
+    return goal
+
+
+def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
-    fresh.mkdir()
     try:
+        fresh.mkdir()
         for pattern in _SAVED:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
         if (source / PROFILES).is_dir():
             shutil.copytree(source / PROFILES, fresh / PROFILES)
-        if not (fresh / META).exists():
-            write_meta(fresh, {})
+        if meta is not None or not (fresh / META).exists():
+            write_meta(fresh, meta or {})
+        _sum_up(fresh)
         _swap(fresh, goal)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return goal
 
 
 def holds(run_dir: str | os.PathLike[str], ranks: int, rows: int) -> bool:
@@ -198,6 +291,18 @@ def profiles(run_dir: Path) -> list[Path]:
     """Return a run's Chrome traces, in the order of their first ranks."""
     traces = (run_dir / PROFILES).glob("rank*.json")
     return sorted(traces, key=lambda path: int("".join(re.findall(r"\d+", path.stem)[:1])))
+
+
+def weights_stem(rank: int) -> str:
+    """Return how the files of a rank's final weights are called, without their suffix."""
+    return "weights" if rank == 0 else f"weights-rank{rank}"
+
+
+def remove_weights(run_dir: Path, rank: int) -> None:
+    """Remove a rank's final weights: half of them is worse than none."""
+    for path in run_dir.glob(f"{weights_stem(rank)}.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def records_path(run_dir: Path, rank: int) -> Path:
@@ -233,6 +338,23 @@ def _open_whole(path: Path, item_bytes: int | None) -> IO[bytes]:
         file.truncate(keep)
     file.seek(0, os.SEEK_END)
     return file
+
+
+def _files(run_dir: Path) -> list[Path]:
+    """Return a run's files but `run.json`."""
+    return sorted(path for pattern in _SAVED[1:] for path in run_dir.glob(pattern))
+
+
+def _sum_up(copy: Path) -> None:
+    """Write the checksums of a copy's files into its `run.json`.
+
+    Of what was damaged before it was copied, the old figures stay: the copy is no better.
+    """
+    meta = read_meta(copy) if (copy / META).exists() else {}
+    before = meta.get(FILES) or {}
+    damaged = {name for name, sums in before.items() if checksums.fault(copy / name, sums)}
+    files = {path.name: checksums.of_file(path) for path in _files(copy)}
+    write_meta(copy, {**meta, FILES: {**files, **{name: before[name] for name in damaged}}})
 
 
 def _swap(fresh: Path, goal: Path) -> None:

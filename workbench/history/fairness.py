@@ -91,6 +91,11 @@ def _single(run: RunSummary) -> list[str]:
         found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
     if run.diverged:
         found.append(f"{run.name} diverged: its last loss is no number, and in no mean.")
+    if run.damaged:
+        found.append(
+            f"{run.name} is damaged on disk, and only what is left is compared: "
+            f"{'; '.join(run.damaged)}."
+        )
     if run.faults:
         found.append(f"{run.name} ran with injected faults: {', '.join(run.faults)}.")
     return found

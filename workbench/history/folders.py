@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from .. import scratch
+
 HOME_VARIABLE = "WORKBENCH_HOME"
 KEEP_RUNS = 50
 KEEP_BYTES = 2 << 30
@@ -29,16 +31,18 @@ def runs_root() -> Path:
 
     `WORKBENCH_HOME` overrides the user's data folder.
     """
-    home = os.environ.get(HOME_VARIABLE)
-    if home:
-        base = Path(home).expanduser()
-    else:
-        import platformdirs
-
-        base = Path(platformdirs.user_data_dir("workbench", appauthor=False))
-    root = base / "runs"
+    root = _root()
     _make_private(root)
     return root
+
+
+def _root() -> Path:
+    home = os.environ.get(HOME_VARIABLE)
+    if home:
+        return Path(home).expanduser() / "runs"
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("workbench", appauthor=False)) / "runs"
 
 
 def _make_private(folder: Path) -> None:
@@ -49,11 +53,16 @@ def _make_private(folder: Path) -> None:
 
 
 def new_run_dir(name: str) -> Path:
-    """Make a folder for a run and return it; folders sort by the time they were made."""
+    """Make a folder for a run and return it; folders sort by the time they were made.
+
+    Where none can be made (a full disk), the path alone is returned: the run goes on without.
+    """
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:40] or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    folder = runs_root() / f"{stamp}-{time.time_ns() % 10**9:09d}-{slug}-{secrets.token_hex(2)}"
-    folder.mkdir(mode=0o700)
+    folder = _root() / f"{stamp}-{time.time_ns() % 10**9:09d}-{slug}-{secrets.token_hex(2)}"
+    with contextlib.suppress(OSError):  # whoever writes into it says so
+        _make_private(folder.parent)
+        folder.mkdir(mode=0o700)
     return folder
 
 
@@ -98,7 +107,7 @@ def mark(folder: Path) -> None:
     about = {"host": socket.gethostname(), "pid": me.pid, "began": me.create_time()}
     path = folder / f"{_MARK}-{about['host']}-{me.pid}"
     if not path.exists():
-        path.write_text(json.dumps(about))
+        scratch.replace(path, json.dumps(about))
 
 
 def is_marked(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS
+from .gaps import closed
 
 Floats = NDArray[np.float64]
 SHOWN_STEPS = 8
@@ -17,11 +18,11 @@ _DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """Some steps of every worker; the first one begins at 0.
+    """Some steps of every worker, without the time between them in which all stood (a pause).
 
     Attributes:
         step: (steps,) their numbers.
-        start_s: (steps, ranks) NaN where a rank has no row.
+        start_s: (steps, ranks) NaN where a rank has no row; the first one begins at 0.
         parts_s: (steps, ranks, 5) seconds in each of `metrics.PARTS`; NaN where not measured.
     """
 
@@ -32,9 +33,10 @@ class Lanes:
     @staticmethod
     def of(step: NDArray[np.int64], start_s: Floats, parts_s: Floats) -> Lanes:
         """Return the latest of some steps."""
-        start = start_s[-SHOWN_STEPS:]
+        parts = parts_s[-SHOWN_STEPS:]
+        start, _ = closed(start_s[-SHOWN_STEPS:], np.nansum(parts, axis=2))
         begin = float(np.nanmin(start)) if np.isfinite(start).any() else 0.0
-        return Lanes(step[-SHOWN_STEPS:], start - begin, parts_s[-SHOWN_STEPS:])
+        return Lanes(step[-SHOWN_STEPS:], start - begin, parts)
 
     def tail(self, values: Floats) -> Floats:
         """Return what belongs to these steps of an array over all of them."""

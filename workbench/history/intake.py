@@ -120,13 +120,23 @@ class Intake:
         with self._lock:
             if self._live is None:
                 return True
-            self._fold()
-            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
-            if self._counted or not disk.holds(folder, len(self.engines), rows):
+            if self._counted or not self.on_disk(folder):
                 return False
-            folders.mark(folder)
+            try:
+                folders.mark(folder)
+            except OSError:  # a full disk: another notebook might prune what is not marked
+                return False
             self._live, self._rests_in = None, folder
             return True
+
+    def on_disk(self, folder: Path) -> bool:
+        """Whether all rows that have come are in the run's folder."""
+        with self._lock:
+            if self._live is None:
+                return True
+            self._fold()
+            rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
+            return disk.holds(folder, len(self.engines), rows)
 
     def wake(self) -> None:
         """Have the rows in memory again."""
@@ -158,8 +168,7 @@ class Intake:
         with self._lock:
             self._fold()
             lost_steps = max(0, self._reduced.reached + 1 - step)
-            writers = {self.engines.index(engine) for engine in self.engines}
-            if rewind.cut(folder, writers, step):
+            if self._cut(folder, step):
                 self._phases = rewind.phases_before(self._phases, step)
                 self._rebuild(folder)
                 self._reduced.settle()
@@ -206,10 +215,21 @@ class Intake:
             raise
         return self._reduced
 
+    def _cut(self, folder: Path, step: int) -> bool:
+        """Drop rows of `step` and later from the disk; False where not all of them are there."""
+        if not self.on_disk(folder):
+            return False
+        writers = {self.engines.index(engine) for engine in self.engines}
+        try:
+            return rewind.cut(folder, writers, step)
+        except OSError as error:
+            self.event("note", disk.unwritten(folder, error))
+            return False
+
     def _tell_totals(self) -> None:
         if self._live is not None:
             self._live.totals.eval_s = self.story.eval_s
-            self._live.totals.paused_s = self.story.paused_s
+            self._live.totals.pauses = tuple(self.story.pauses)
 
     def _fold(self) -> None:
         reduced = self._reduced  # read from disk, where it rested, with all that came since

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..metrics import PARTS
 from .culprit import FEW, LEAST_STEPS, culprit_of
+from .gaps import closed
 from .snapshot import Timeline
 from .totals import Blame
 
@@ -88,11 +89,10 @@ class Recent:
             origin_s: (ranks,) time that counts as 0, on each rank's clock.
         """
         rows = self._latest(steps)
-        return Timeline(
-            step=rows(self._step).max(axis=1, initial=0),
-            start_s=rows(self._start_s) - origin_s,
-            parts_s=np.nan_to_num(rows(self._parts_s)),
-        )
+        step = rows(self._step).max(axis=1, initial=0)
+        parts_s = np.nan_to_num(rows(self._parts_s))
+        start_s, cut = closed(rows(self._start_s) - origin_s, parts_s.sum(axis=2))
+        return Timeline(step, start_s, parts_s, tuple(int(one) for one in step[cut]))
 
     def median_wait_s(self) -> Floats:
         """Return (ranks,) the median sync wait over the latest steps; NaN where not measured."""

@@ -9,7 +9,6 @@ keep them there), the history keeps what it has, and rows of repeated steps are 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import scratch
 from ..protocol import RECORD
 
 _CHUNK_ROWS = 4096
@@ -33,6 +33,9 @@ def cut(folder: Path, ranks: Iterable[int], step: int) -> bool:
 
     Returns:
         Whether the rows of every rank are here; nothing is changed where they are not.
+
+    Raises:
+        OSError: Not all files could be written anew; each is as it was or as it should be.
     """
     records = [folder / f"records-rank{rank}.bin" for rank in ranks]
     if not all(path.exists() for path in records):
@@ -40,10 +43,10 @@ def cut(folder: Path, ranks: Iterable[int], step: int) -> bool:
     for path in records:
         packed = path.read_bytes()
         rows = np.frombuffer(packed, RECORD, count=len(packed) // RECORD.itemsize)
-        _rewrite(path, rows[rows["step"] < step].tobytes())
+        scratch.replace(path, rows[rows["step"] < step].tobytes())
     for path in folder.glob("events-rank*.jsonl"):
         lines = path.read_bytes().splitlines(keepends=True)
-        _rewrite(path, b"".join(line for line in lines if _stays(line, step)))
+        scratch.replace(path, b"".join(line for line in lines if _stays(line, step)))
     return True
 
 
@@ -55,12 +58,6 @@ def _stays(line: bytes, step: int) -> bool:
         return name != "run_finished" and (name not in _OF_STEPS or int(fields["step"]) < step)
     except (ValueError, KeyError, TypeError):
         return False  # the line a killed engine was writing
-
-
-def _rewrite(path: Path, content: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(content)
-    fresh.replace(path)
 
 
 def replay(folder: Path, ranks: Sequence[int], first: int, end: int | None) -> Iterator[Any]:

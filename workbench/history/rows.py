@@ -17,6 +17,9 @@ from .summary import RunSummary
 SHARES = ("data_wait_s", "compute_s", "sync_wait_s", "bubble_s", "transfer_s", "other_s")
 """What a comparison divides step time into; pipelines have a bubble in the place of sync wait."""
 
+RUN_COLORS = 8
+"""Colours of runs; number 0 is one device's (`views.theme.run_color`)."""
+
 _NAN = float("nan")
 _DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
 
@@ -89,6 +92,8 @@ class ComparisonRow:
         sent_step_bytes: Bytes sent by all workers in a step.
         memory_bytes: What each worker holds, mean over seeds; empty where not measured.
         staleness: Of asynchronous pushes, over all seeds; None where there are none.
+        color: Number of its colour: that of its first run, or the next one where an earlier row of
+            the comparison has it.
         payoff: Where this plan and `one_device` break even; None where the runs do not say.
     """
 
@@ -127,6 +132,7 @@ class ComparisonRow:
     warm_up: int = 0
     relative_low: float = _NAN
     relative_high: float = _NAN
+    color: int | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -191,6 +197,7 @@ def row_of(
         recipe=first.recipe,
         all_per_s=mean(run.all_per_s for run in group),
         warm_up=max(run.warm_up for run in group),
+        color=first.color,
     )
 
 

@@ -38,13 +38,15 @@ class Timeline:
 
     Attributes:
         step: (steps,) step numbers.
-        start_s: (steps, ranks) seconds since the run began.
+        start_s: (steps, ranks) seconds since the run began, without pauses (`gaps.closed`).
         parts_s: (steps, ranks, 5) seconds in each of `metrics.PARTS`, in that order.
+        cuts: Numbers of the steps before which time was left out.
     """
 
     step: Floats
     start_s: Floats
     parts_s: Floats
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,10 @@ class Snapshot:
     Attributes:
         state: One of `lifecycle.State`.
         step, total_steps: Steps complete on every rank; total is None while unknown.
+        elapsed_s: From the first step's start to the latest one's end, without pauses.
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
         compute_share: Share of the workers' time spent in compute, 0..1.
+        color: Number of the run's colour (`views.theme.run_color`).
         slow_rank: The worker that the others wait for, None when nobody stands out.
         slow_ms: Median wait it causes, milliseconds.
         slow_steps: In how many of the latest steps; of a run that is over, in all of them.
@@ -189,3 +193,4 @@ class Snapshot:
     parallelism: str = "data"
     banner: str = ""
     unmeasured: tuple[str, ...] = ()
+    color: int = 0

@@ -49,6 +49,7 @@ class Story:
         memory_bytes: What each rank holds between steps.
         servers: Fields of `server` by number of the server.
         epoch: Latest epoch that began.
+        pauses: When each pause ended, on the clock of events, and how many seconds it took.
         moments: What happened when, in the order in which it was heard of.
         rewinds: The step from which the run went on, each time that it was set back.
     """
@@ -71,7 +72,7 @@ class Story:
         self.servers: dict[int, dict[str, Any]] = {}
         self.epoch = 0
         self.eval_s = 0.0
-        self.paused_s = 0.0
+        self.pauses: list[tuple[float, float]] = []
         self._paused_at: float | None = None
 
     def fold(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
@@ -101,7 +102,8 @@ class Story:
             self._paused_at = t_s
             self._moment(t_s, name, f"paused at step {fields.get('step')}", {})
         elif name == "resumed" and self._paused_at is not None:
-            self.paused_s += max(t_s - self._paused_at, 0.0)
+            if len(self.pauses) < MOST_MOMENTS:
+                self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
             self._paused_at = None
             self._moment(t_s, name, "resumed", {})
         elif name == "run_finished":

@@ -59,6 +59,7 @@ class RunSummary:
         sent_bytes: Bytes sent by all workers.
         trained_before: Whether the model had been trained by an earlier run.
         diverged: Whether its loss became no number.
+        damaged: What was missing or changed in the folder it was loaded from.
         options: The strategy's options.
         faults: Faults that were injected, as typed.
         workers_table: One row per worker, over the whole run.
@@ -70,6 +71,7 @@ class RunSummary:
         threads: CPU threads of a worker; None where not known.
         shares_batch: Whether workers take shares of the batch.
         joined: Whether workers take each step together.
+        color: Number of the run's colour; None where nobody gave it one.
     """
 
     name: str
@@ -101,6 +103,7 @@ class RunSummary:
     faults: tuple[str, ...] = ()
     trained_before: bool = False
     diverged: bool = False
+    damaged: tuple[str, ...] = ()
     unmeasured: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     workers_table: tuple[Worker, ...] = ()
@@ -113,6 +116,7 @@ class RunSummary:
     threads: int | None = None
     shares_batch: bool = True
     joined: bool = True
+    color: int | None = None
 
     @property
     def sent_step_bytes(self) -> float:
@@ -178,6 +182,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         faults=tuple(meta.get("faults") or ()),
         trained_before=bool(meta.get("trained_before", False)),
         diverged=Topic.LOSS_LOST in history.story.facts,
+        damaged=tuple(history.story.facts.get(Topic.DAMAGED, ())),
         unmeasured=snapshot.unmeasured if totals.rows.any() else PARTS,
         notes=snapshot.notes,
         workers_table=tuple(

@@ -49,7 +49,7 @@ class Totals:
         bubble_s: (ranks,) seconds of pipelines' bubbles; NaN while none was measured.
         blame_s: (ranks, ranks) seconds that row waited for column.
         first_s, last_s: (ranks,) start of the first and end of the last step, each rank's clock.
-        paused_s: Seconds between a pause and the resume, seen by the kernel.
+        pauses: When each pause ended, on the clock of steps, and how many seconds it took.
         eval_s: Seconds spent in evaluations, that after the last step included.
     """
 
@@ -69,7 +69,7 @@ class Totals:
         self.blame_s: Floats = np.zeros((n, n))
         self.first_s: Floats = np.full(n, np.inf)
         self.last_s: Floats = np.full(n, -np.inf)
-        self.paused_s = 0.0
+        self.pauses: tuple[tuple[float, float], ...] = ()
         self.eval_s = 0.0
 
     @property
@@ -79,6 +79,17 @@ class Totals:
         if not np.isfinite(spans).any():
             return 0.0
         return float(spans[np.isfinite(spans)].max())
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds of the pauses that ended before the last step did."""
+        last_s = float(self.last_s.max(initial=-np.inf))
+        return sum(seconds for end_s, seconds in self.pauses if end_s <= last_s)
+
+    @property
+    def active_s(self) -> float:
+        """As `wall_s`, without the pauses."""
+        return max(self.wall_s - self.paused_s, 0.0)
 
     @property
     def train_s(self) -> float:

@@ -73,7 +73,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
         workers=workers(of),
         step=totals.steps,
         total_steps=int(total) if total else None,
-        elapsed_s=totals.wall_s,
+        elapsed_s=totals.active_s,
         epoch=of.story.epoch,
         samples=totals.samples,
         samples_per_s=totals.samples_per_s if over else of.recent.samples_per_s(),

@@ -175,7 +175,7 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
         if worst is None:
             raise PlanError(
                 "No worker stands out as slow, so there is no straggler to leave out.",
-                next_step=f"name a worker: without=0 to {ranks - 1}",
+                next_step=f"pick a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
             )
         return worst
     if not 0 <= without < ranks:

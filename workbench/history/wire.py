@@ -31,10 +31,11 @@ def pack(comparison: Comparison) -> dict[str, Any]:
 
     The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
     `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`,
-    `spread` (name -> the values by seed), `memory_bytes` (by worker), `staleness` (counts of
-    pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`); `curves`: `run`, `row`
-    (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point stands for several steps
-    `low` and `high`. One set of points serves all three axes: they grow together.
+    `color` (its number), `spread` (name -> the values by seed), `memory_bytes` (by worker),
+    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`);
+    `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point
+    stands for several steps `low` and `high`. One set of points serves all three axes: they grow
+    together.
     """
     curves = comparison.curves
     points = min(MOST_POINTS, max(ALL_POINTS // max(len(curves), 1), _LEAST_POINTS))
@@ -65,6 +66,7 @@ def _more(row: ComparisonRow) -> dict[str, Any]:
     }
     return {
         "names": list(row.names),
+        "color": row.color,
         "spread": {name: _numbers(one.values) for name, one in spread.items()},
         "memory_bytes": _numbers(row.memory_bytes[:_MOST_WORKERS]),
         "staleness": None if late is None else list(late.counts),

@@ -91,15 +91,24 @@ class Check:
 
     def _number(self, value: Any, said: str) -> float:
         try:
+<<<<<<< HEAD
             if isinstance(value, (bool, np.bool_)):
                 raise TypeError
             alone = isinstance(value, np.ndarray) and value.size == 1
             number = float(value.item() if alone else value)
+=======
+            found = number(value)
+>>>>>>> main
         except (TypeError, ValueError, OverflowError):
-            self.wrong(f"{said}: a number is asked for.")
-        if not math.isfinite(number):
+            self.wrong(
+                f"{said}: a number is asked for.",
+                "a text is none, even one of digits: leave the quotes, or the str(), out"
+                if isinstance(value, (str, bytes))
+                else "a single one, of Python, NumPy or PyTorch",
+            )
+        if not math.isfinite(found):
             self.wrong(f"{said}: a finite number is asked for.")
-        return number
+        return found
 
     def whole(self, name: str) -> int:
         """Return a whole number, such as a rank."""
@@ -165,7 +174,11 @@ class Check:
                 f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
                 "is there a loop that never ends?",
             )
+<<<<<<< HEAD
         if "raised" in found:
+=======
+        except (Exception, SystemExit) as error:
+>>>>>>> main
             self.wrong(
                 f"{asked} raised {found['raised']}",
                 "call it with these values in a cell of its own, to see the line that raised it",
@@ -250,6 +263,17 @@ def _asked(name: str, args: Sequence[Any]) -> str:
     return f"{name}({', '.join(map(shown, args))})"
 
 
+def number(value: Any) -> float:
+    """Return a number of any kind as Python's.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is none: a text that looks like one is not either.
+    """
+    if isinstance(value, (bool, str, bytes)):
+        raise TypeError
+    return float(value)
+
+
 def close(found: float, truth: float, share: float) -> bool:
     """Whether a number is within a share of the truth."""
-    return abs(found - truth) <= share * abs(truth)
+    return math.isfinite(truth) and abs(found - truth) <= share * abs(truth)

@@ -8,7 +8,8 @@ from typing import Any
 from ..errors import WorkbenchError
 from ..views.table import Column, Table
 from .answers import Check, Stuck
-from .exercise import exercises, find
+from .exercise import Exercise, exercises, find
+from .limit import last_end
 from .report import Finding, Report
 from .side import Side
 
@@ -28,15 +29,19 @@ def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> R
     asked = find(exercise)
     looking = Check(asked.number, _notebook() if namespace is None else namespace)
     try:
+        if namespace is None:
+            _up_to_date(looking, asked)
         asked.look(looking)
     except Stuck:
         pass
     except WorkbenchError as error:
         looking.findings.append(Finding(False, error.what, error.next_step or ""))
-    except Exception as error:  # an answer of a kind that the check did not foresee
+    except (Exception, SystemExit) as error:  # an answer of a kind that the check did not foresee
         words = f"The answer could not be looked at: {type(error).__name__}: {error}"
         hint = f"compare its form with what the text of exercise {asked.number} asks for"
         looking.findings.append(Finding(False, words, hint))
+    if namespace is None:
+        _stopped_on_its_way(looking, asked)
     report = Report(asked.number, asked.title, asked.where, tuple(looking.findings))
     _reports[asked.number] = report
     return report
@@ -59,8 +64,47 @@ def forget(lab: int) -> None:
         del _reports[number]
 
 
+def _up_to_date(looking: Check, asked: Exercise) -> None:
+    """End the check where what it would look at is not what the exercise's cell says now."""
+    ended = last_end(_shell(), asked.number)
+    if ended is None:
+        return
+    looking.need(
+        not ended.unread,
+        f"The cell of exercise {asked.number} is not Python yet: it ended in a {ended.error}, and "
+        "nothing of it was run.",
+        "correct the line that the error points at, run the cell, and check again",
+    )
+    there = asked.where == "the engines"
+    ran = "on the engines" if ended.on_engines else "in the notebook"
+    looking.need(
+        ended.on_engines == there,
+        f"The cell of exercise {asked.number} was last run {ran}; its answer belongs "
+        f"{'on the engines' if there else 'in the notebook'}.",
+        "begin the cell with a line %%distributed, and run it again"
+        if there
+        else "take the first line, the one with %%, out of the cell, and run it again",
+    )
+
+
+def _stopped_on_its_way(looking: Check, asked: Exercise) -> None:
+    """Say of an answer that is not right that its cell did not reach its end."""
+    ended = last_end(_shell(), asked.number)
+    wrong = any(not finding.right for finding in looking.findings)
+    if ended is not None and ended.error and not ended.unread and wrong:
+        words = (
+            f"The cell of exercise {asked.number} ended in a {ended.error} when it was last run."
+        )
+        hint = "what stands below the line that failed was not run: names are what they were before"
+        looking.findings.append(Finding(False, words, hint))
+
+
 def _notebook() -> dict[str, Any]:
+    shell = _shell()
+    return {} if shell is None else dict(shell.user_ns)
+
+
+def _shell() -> Any:
     from IPython.core.getipython import get_ipython
 
-    shell = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
-    return {} if shell is None else dict(shell.user_ns)
+    return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]

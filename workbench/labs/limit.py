@@ -1,4 +1,4 @@
-"""Ends what a student wrote and what never ends: the cell of an exercise, a call in a check."""
+"""Watches the cells of exercises: ends those that never end, and knows how each one ended last."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 MARKER = re.compile(r"#\s*YOUR CODE\s+(\d+\.\d+)")
@@ -17,6 +18,35 @@ def exercise_of(source: str) -> str | None:
     """Return the number of the exercise whose cell this is, None for other cells."""
     found = MARKER.search(source)
     return found[1] if found else None
+
+
+_UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+_ENGINES = re.compile(r"\s*%%(?:distributed|rank)\b(?!.*--local\b)")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the cell of an exercise ended when it was last run.
+
+    Attributes:
+        on_engines: Whether it ran there, and not in the notebook.
+        error: The name of what it ended in, empty where all went well.
+        unread: Whether nothing of it was run, since it is no Python.
+    """
+
+    on_engines: bool
+    error: str
+    unread: bool
+
+
+def _ended(info: Any, result: Any) -> Ended:
+    on_engines = _ENGINES.match(info.raw_cell) is not None
+    error = result.error_before_exec or result.error_in_exec
+    if error is None:
+        return Ended(on_engines, "", False)
+    outcome = getattr(error, "outcome", None) or {}  # of an error on the engines
+    name = str(outcome.get("ename") or type(error).__name__)
+    return Ended(on_engines, name, name in _UNREADABLE)
 
 
 class Late(BaseException):
@@ -61,6 +91,8 @@ class Limit:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
+        self.ended: dict[str, Ended] = {}
+        self._info: Any = None
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._running: str | None = None
@@ -72,7 +104,7 @@ class Limit:
         number = exercise_of(info.raw_cell or "")
         if number is None:
             return
-        self._running, self._struck = number, False
+        self._info, self._running, self._struck = info, number, False
         self._timer = threading.Timer(self.limit_s, self._strike, (number,))
         self._timer.daemon = True
         self._timer.start()
@@ -82,6 +114,8 @@ class Limit:
         with self._lock:  # a strike that has begun is waited for: it must not hit the next cell
             number, self._running = self._running, None
             struck, self._struck = self._struck, False
+        if number is not None and result is not None:
+            self.ended[number] = _ended(self._info, result)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -103,6 +137,12 @@ class Limit:
 
 
 _installed: dict[int, Limit] = {}
+
+
+def last_end(shell: Any, number: str) -> Ended | None:
+    """Return how the cell of an exercise ended last; None where nobody watched, or it never ran."""
+    watch = _installed.get(id(shell))
+    return None if watch is None else watch.ended.get(number)
 
 
 def install(shell: Any, limit_s: float | None) -> None:

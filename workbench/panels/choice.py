@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
@@ -16,6 +17,7 @@ from ..line import CellLine
 from ..plan import OVERRIDES
 from ..session.frameworks import default_framework
 from ..session.recipes import recipes
+from ..targets import parse_targets
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 MOST: dict[str, int] = {"workers": 256, "seeds": 10}
 COUNTS = ("workers", "seeds", *OVERRIDES)
+TEXTS = ("name", "checkpoint", "checkpoint_every", "on_failure", "log")
+"""Flags of the line that the panel has a field for, beside the counts."""
+ON_FAILURE = ("stop", "continue", "replace")
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,11 @@ class Choice:
         options: Options given, by framework and strategy; also of strategies not picked now.
         parameters: Parameters given, by the name of the recipe.
         workers: Replicas; None: as many as there are engines.
+        engines: What stands in the Engines field: started by Run where there is no cluster.
         seeds: How many seeds each plan is run with; 1: the recipe's own.
         overrides: Of `epochs`, `steps`, `batch_size`, `seed`.
         faults: Faults that the runs begin with, as `--inject` takes them.
+        texts: What stands in the fields of `TEXTS`, where something does.
         wrong: By field: `workers`, `inject`, `torch.mirrored.bucket_mb`, `recipe.NAME.PARAMETER`.
     """
 
@@ -68,9 +75,11 @@ class Choice:
     options: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int | None = None
+    engines: int = 2
     seeds: int = 1
     overrides: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, Wrong] = field(default_factory=dict)
 
     # -- what it comes to --------------------------------------------------------------------------
@@ -99,8 +108,17 @@ class Choice:
         return found.with_parameters(**kept) if kept else found
 
     def line(self, strategy: str, framework: str) -> CellLine:
-        """Return the magic's line of a strategy."""
+        """Return the magic's line of a strategy; several picked ones are kept apart by name."""
+        several, texts = len(self.picks[framework]) > 1, self.texts
+        name, folder = texts.get("name", ""), texts.get("checkpoint", "")
         return CellLine(
+            name=f"{name}-{strategy}" if several and name else name,
+            checkpoint=str(Path(folder) / strategy) if several and folder else folder,
+            checkpoint_every=int(texts["checkpoint_every"])
+            if "checkpoint_every" in texts
+            else None,
+            on_failure=texts.get("on_failure", ""),
+            log=parse_targets(texts.get("log", "").split()),
             strategies=(strategy,),
             framework=framework,
             workers=self.workers,
@@ -174,6 +192,27 @@ class Choice:
         else:
             left = {key: one for key, one in self.overrides.items() if key != name}
             self.overrides = left if value is None else {**left, name: value}
+
+    def set_text(self, name: str, typed: object) -> None:
+        """Take what was typed for a field of `TEXTS`; nothing: as it is.
+
+        Raises:
+            PlanError: There is no such field.
+        """
+        if name not in TEXTS:
+            raise unknown("field", name, TEXTS)
+
+        def put(text: str) -> None:
+            if text and name == "checkpoint_every":
+                _whole(text, least=1, most=None)
+            elif text and name == "on_failure" and text not in ON_FAILURE:
+                raise PlanError("Not possible.", seen=text, allowed=", ".join(ON_FAILURE))
+            elif name == "log":
+                parse_targets(text.split())
+            left = {key: one for key, one in self.texts.items() if key != name}
+            self.texts = {**left, name: text} if text else left
+
+        self._take(name, typed, put)
 
     def set_faults(self, typed: object) -> None:
         """Take faults as `--inject` takes them, several with spaces or commas between."""

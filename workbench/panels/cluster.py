@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.progress import Progress
 from ..cluster.vitals import EngineVitals
+from ..session.run import Run
+from .choice import MOST
 from .part import Part, Wire, action
 
 if TYPE_CHECKING:
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from .model import Panel
 
 LOG_LINES = 200
-ENGINES = 2
-"""Engines that are started where some are needed and nobody said how many."""
 
 
 class ClusterPart(Part):
@@ -40,6 +40,8 @@ class ClusterPart(Part):
         return {
             "running": cluster is not None,
             "count": 0 if cluster is None else len(cluster.worker_ids),
+            "asked": self.panel.choice.engines,
+            "at_work": self._at_work(),
             "devices": "auto" if cluster is None else cluster.devices_asked,
             "framework": None if cluster is None else cluster.framework,
             "kept": cluster is not None and cluster.keeping.kept,
@@ -47,6 +49,16 @@ class ClusterPart(Part):
             "lost": session.lost,
             "engines": self._engines,
         }
+
+    def _at_work(self) -> str:
+        """Return what would be lost if the engines ended now; empty: nothing."""
+        cluster = self.panel.session.cluster
+        if cluster is None or not cluster.is_busy:
+            return ""
+        busy = cluster.busy
+        what = f"Run {busy.name}" if isinstance(busy, Run) and not busy.is_over else "A cell"
+        waiting = sum(item.state == "waiting" for item in cluster.queue().items)
+        return f"{what} goes on" + (f", and {waiting} more wait" if waiting else "")
 
     def close(self) -> None:
         """Sample no more: nobody looks."""
@@ -67,6 +79,13 @@ class ClusterPart(Part):
         self.panel.changed.set()
 
     # -- what is done ------------------------------------------------------------------------------
+
+    @action()
+    def asked(self, count: object = None) -> None:
+        """Take note of what stands in the Engines field: Run starts as many."""
+        typed = str(count)
+        if typed.isdecimal() and 1 <= int(typed) <= MOST["workers"]:
+            self.panel.choice.engines = int(typed)
 
     @action(slow=True)
     def start(self, count: int, devices: str = "auto") -> None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 NOTHING = Recipe("pass")
 LOOK_AGAIN_S = 5.0
 """So often it is asked anew what is installed and allowed here."""
-NOBODY = 2
-"""Workers that are planned with while there is no cluster: what Start offers."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,11 @@ class Place:
 
 
 def place_of(session: Session, choice: Choice) -> Place:
-    """Return what there is to run on: the notebook's engines, or as many as Start offers."""
+    """Return what there is to run on: the notebook's engines, or as many as Run would start."""
     cluster, allowed = session.cluster, limits.load()
     framework = choice.framework_in(session)
     if cluster is None:
-        return Place(framework, choice.workers or NOBODY, None, allowed)
+        return Place(framework, choice.workers or choice.engines, None, allowed)
     workers = choice.workers or max(1, len(cluster.worker_ids))
     devices = tuple(one.device for one in cluster.lease(workers).leases)
     return Place(framework, workers, devices, allowed)
@@ -106,6 +104,11 @@ def draft(line: CellLine, recipe: Recipe, place: Place) -> Plan:
         options=line.options,
         overrides=line.overrides,
         faults=line.faults,
+        name=line.name,
+        checkpoint=line.checkpoint,
+        checkpoint_every=line.checkpoint_every,
+        on_failure=line.on_failure,
+        log=line.log,
     )
     check(plan, place)
     return plan

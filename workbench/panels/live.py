@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RunError
+from ..session.load import load
 from ..session.registry import runs
 from ..session.run import Run
 from .part import Part, Wire, action
@@ -64,6 +65,20 @@ class LivePart(Part):
     def pick(self, run: str) -> None:
         """Show an earlier run; one that goes on comes first."""
         self._picked = run if run in runs else ""
+
+    @action()
+    def forget(self, run: str) -> None:
+        """Take a run that is over off the lists; what it wrote stays on the disk."""
+        runs.remove(run)
+
+    @action(slow=True)
+    def load(self, path: str) -> None:
+        """Bring a saved run back and show it."""
+        if not path.strip():
+            raise RunError("Which run?", next_step="type the folder that run.save(path) wrote")
+        found = load(Path(path.strip()).expanduser())
+        runs.add(found)
+        self._picked = found.name
 
     @action()
     def stop(self) -> None:

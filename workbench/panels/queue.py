@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..session.queue import Queue
-from .cluster import ENGINES, ClusterPart
+from .cluster import ClusterPart
 from .part import Part, Wire, action
 
 
@@ -30,7 +30,7 @@ class QueuePart(Part):
         if session.cluster is None or not session.cluster.worker_ids:
             part = self.panel.parts["cluster"]
             assert isinstance(part, ClusterPart)
-            part.bring(choice.workers or ENGINES)
+            part.bring(max(choice.workers or 1, choice.engines))
         cluster = session.need_cluster()
         cluster.queue(choice.plans(session))
 

@@ -13,7 +13,7 @@ from ..cookbook.ways import use_of
 from ..errors import PlanError, WorkbenchError
 from ..views.diagram import DiagramPicture
 from . import fitness
-from .choice import COUNTS, check_written_for
+from .choice import COUNTS, TEXTS, check_written_for
 from .part import Part, Wire, action
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class StrategiesPart(Part):
         found["problem"] = self._problem(choice, place, recipe, cards)
         found["ready"] = not found["problem"]
         none = self.panel.session.cluster is None
-        found["note"] = f"No engine runs yet: Run starts {place.workers}." if none else ""
+        starts = max(choice.workers or 1, choice.engines)
+        found["note"] = f"No engine runs yet: Run starts {starts}." if none else ""
         return found
 
     def _problem(
@@ -123,6 +124,8 @@ class StrategiesPart(Part):
         """Set what all runs have in common; nothing: as the recipe has it."""
         if name == "inject":
             self.panel.choice.set_faults(value)
+        elif name in TEXTS:
+            self.panel.choice.set_text(name, value)
         else:
             self.panel.choice.set_count(name, value)
 
@@ -132,7 +135,7 @@ class StrategiesPart(Part):
         choice, framework = self.panel.choice, self._framework()
         entry = catalog.lookup(strategy, framework)
         cluster = self.panel.session.cluster
-        engines = fitness.NOBODY if cluster is None else len(cluster.worker_ids)
+        engines = choice.engines if cluster is None else len(cluster.worker_ids)
         workers = max(2, min(DRAWN_WORKERS, choice.workers or engines))
         given = choice.options.get((framework, entry.name), {})
         try:
@@ -194,7 +197,8 @@ def _facts(entry: catalog.Strategy, place: fitness.Place) -> list[str]:
         facts.append(f"uses {entry.max_workers} of {place.workers} workers")
     servers = entry.server_count(entry.settings({}))
     if servers:
-        facts.append(f"and {servers} server{'s' if servers > 1 else ''}")
+        facts.append(f"{servers} more engines" if servers > 1 else "one more engine")
+        facts[-1] += " as servers" if servers > 1 else " as server"
     if entry.one_engine and not entry.remote_workers and place.workers > 1:
         facts.append("all replicas in one engine")
     return facts
@@ -239,6 +243,12 @@ def _common(choice: Choice, engines: int, place: fitness.Place) -> dict[str, Wir
         wrong = choice.wrong.get(name)
         found[name] = {
             "value": wrong.typed if wrong else _text(given.get(name)),
+            "error": wrong.why if wrong else "",
+        }
+    for name in TEXTS:
+        wrong = choice.wrong.get(name)
+        found[name] = {
+            "value": wrong.typed if wrong else choice.texts.get(name, ""),
             "error": wrong.why if wrong else "",
         }
     found["workers"]["hint"] = _workers_hint(choice.workers, engines, place)

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import RunError, WorkbenchError
 from ..session.calibrate import calibrate
 from ..session.run import Run
-from .cluster import ENGINES, ClusterPart
+from .cluster import ClusterPart
 from .live import LivePart
 from .part import Part, Wire, action
 
@@ -41,19 +41,19 @@ class TeachingPart(Part):
     @action(slow=True)
     def blame(self) -> dict[str, Any]:
         """Who waited for whom: while the run goes on in the steps that its headline speaks of."""
-
-        def of_headline() -> Any:
-            run = self._run()
-            shot = run.snapshot()
-            return run.blame(None if run.is_over else max(shot.step - shot.slow_steps, 0))
-
-        return _drawn(of_headline)
+        return _drawn(lambda: self._run().blame(self._first()))
 
     @action(slow=True)
     def what_if(self, without: int | None = None) -> dict[str, Any]:
-        """The run as it would have been without its straggler."""
+        """The same steps as they would have been without the straggler."""
         rank = None if without is None else int(without)
-        return _drawn(lambda: self._run().what_if(rank))
+        return _drawn(lambda: self._run().what_if(rank, self._first()))
+
+    def _first(self) -> int | None:
+        """Return the first step of those that the run's headline speaks of; None: of all."""
+        run = self._run()
+        shot = run.snapshot()
+        return None if run.is_over else max(shot.step - shot.slow_steps, 0)
 
     @action(slow=True)
     def calibrate(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class TeachingPart(Part):
         if self.panel.session.cluster is None:
             cluster = self.panel.parts["cluster"]
             assert isinstance(cluster, ClusterPart)
-            cluster.bring(ENGINES)
+            cluster.bring(max(2, self.panel.choice.engines))
         found = calibrate(self.panel.session.need_cluster())
         return {**found.to_wire(), "html": found.table().html()}
 

@@ -9,14 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints import RUN, VERSION, Checkpoint, at, found, latest
+from .. import checksums, scratch
+from ..checkpoints import (
+    RUN,
+    VERSION,
+    Checkpoint,
+    at,
+    faults,
+    found,
+    last_whole,
+    latest,
+    refusal,
+)
 from ..errors import PlanError, RunError
 from ..plan import Plan
 
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Checkpoint", "apart", "at", "claim", "describe", "described", "found", "latest"]
+__all__ = [
+    "Checkpoint", "apart", "at", "claim", "describe", "described", "found", "latest", "verify",
+]  # fmt: skip
 
 
 def apart(plans: Sequence[Plan]) -> list[Plan]:
@@ -31,6 +44,18 @@ def apart(plans: Sequence[Plan]) -> list[Plan]:
     ]
 
 
+def verify(path: str, plan: Plan) -> None:
+    """Refuse a checkpoint of which this plan would load something that is damaged.
+
+    Raises:
+        RunError: Naming the files, and the last checkpoint that is whole.
+    """
+    one = at(path)
+    alike = one.about["world_size"] == plan.workers and one.about["strategy"] == plan.strategy
+    if damaged := faults(one, own=alike):
+        raise refusal(one, damaged)
+
+
 def claim(plan: Plan, resume_from: str = "") -> None:
     """Refuse a folder that holds checkpoints which this run would mix with its own.
 
@@ -42,7 +67,8 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     """
     if not plan.checkpoint:
         return
-    last = latest(plan.checkpoint)
+    # Those after it that are damaged are written anew when the run comes by.
+    last = last_whole(plan.checkpoint) if resume_from else latest(plan.checkpoint)
     if last is None or (resume_from and Path(last.path) == Path(resume_from)):
         return
     name = _name(plan.checkpoint)
@@ -78,11 +104,9 @@ def describe(run: Run) -> None:
         "arguments": len(plan.recipe.args),
         "run": run.folder.name,
     }
-    fresh = folder / f".{RUN}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(about, indent=1))
-        fresh.replace(folder / RUN)
+        scratch.replace(folder / RUN, json.dumps(checksums.sealed(about), indent=1))
     except OSError as error:
         raise PlanError(
             "Checkpoints cannot be written there.",
@@ -97,10 +121,12 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         RunError: It is not there, damaged, or another version's.
     """
+    whole = True
     try:
         about = json.loads((Path(folder) / RUN).read_text())
         if about["version"] != VERSION:
             raise ValueError(f"version {about['version']}, this is {VERSION}")
+        whole = checksums.is_as_sealed(about)
         Plan.from_wire(about["plan"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
@@ -108,6 +134,14 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
             seen=f"{Path(folder) / RUN}: {type(error).__name__}: {error}",
             next_step="run its cell again with %%distributed, in another --checkpoint DIR",
         ) from error
+    if not whole:
+        raise RunError(
+            "What is kept of the run is not what was written (its checksum differs).",
+            seen=str(Path(folder) / RUN),
+            allowed="the file as the run left it",
+            next_step="restore it from a copy; if you changed it yourself, take its last line "
+            '("checksum") out',
+        )
     assert isinstance(about, dict)
     return about
 

@@ -11,7 +11,6 @@ from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
 from ..errors import RunError
 from ..faults import parse_fault
-from ..history import disk
 from ..plan import Plan, make_plan
 from ..protocol import Message
 from ..windows import parse_window
@@ -243,6 +242,8 @@ class Cluster(Upkeep):
     ) -> Run:
         """Start a validated plan, from a checkpoint if one is named; returns at once."""
         self._claim()
+        if resume_from:
+            checkpoints.verify(resume_from, plan)
         checkpoints.claim(plan, resume_from)
         logging_to.check(plan.log)
         check_framework(plan.framework)
@@ -255,22 +256,25 @@ class Cluster(Upkeep):
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
-        for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
-            if text:
-                run.note(text)
-        self.hearing.add(run)
-        disk.write_meta(run.folder, run.meta())
-        run.resume_from = resume_from
-        run.advance("submit")
         self._busy = run
         try:
+            for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
+                if text:
+                    run.note(text)
+            self.hearing.add(run)
+            run.record()
+            run.resume_from = resume_from
+            run.advance("submit")
             run.begin_logs()
             checkpoints.describe(run)
             launch = Launch(pool, run, servers, leases, number, autoreload, self.hearing.renumber)
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
-            raise  # it is under way, and its engines are told to end by who hears of this
+            # Once it is under way, its engines are told to end by who hears of this.
+            if run.task is None:
+                run.finish(RunError("Interrupted before it began."))
+            raise
         except BaseException as error:
             run.finish(error if isinstance(error, RunError) else RunError(str(error)))
             raise
@@ -300,6 +304,7 @@ class Cluster(Upkeep):
         number: int = 1,
         first_line: int = 1,
         autoreload: str = "",
+        traceback: str = "short",
         viewed: bool = False,
     ) -> Task:
         """Run a cell on every worker (SPMD), with a process group; returns at once.
@@ -308,6 +313,7 @@ class Cluster(Upkeep):
             framework: What its engines have imported; by default the cluster's.
             ids: Engines that run it; world size and process group stay those of all workers.
             workers: Changes the world size to the first so many engines.
+            traceback: How errors are shown: `short`, or `full` with every frame.
             viewed: Whether a view waits for the cell, which says when it lasts (`when_long`): a
                 short cell needs no thread that looks for hangs.
         """
@@ -321,7 +327,8 @@ class Cluster(Upkeep):
         check_members(targets, members)
         pool.bring(members, framework)
         specs = pool.cell_specs(members, targets, framework)
-        asked = cell_requests(Recipe(source, first_line), specs, targets, number, autoreload)
+        recipe = Recipe(source, first_line)
+        asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
         pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
         over = partial(self._cell_over, framework=framework)
         with deferred():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .. import catalog
 from ..errors import PlanError
 from ..history import comparison
+from ..scratch import export
+from .registry import runs as known
 from .run import Run
 
 if TYPE_CHECKING:
@@ -100,26 +102,35 @@ class Compared:
         return str(self._repr_mimebundle_()["text/plain"])
 
 
-def compare(*runs: Run) -> Compared:
+def compare(*runs: Run | str) -> Compared:
     """Compare runs, also ones that were stopped or failed.
+
+    Args:
+        runs: Runs, or their names in `wb.runs`.
 
     Shows loss by time, samples and steps, throughput, speed-up and efficiency, where a step's time
     goes, what is sent and held, staleness, final loss and metrics, and says in a sentence which
     plan was faster, why, and when distributing would begin to pay.
 
     Raises:
-        PlanError: Fewer than one run was given, or something that is no run.
+        PlanError: No run was given, something that is none, or a name that no run has.
     """
     if not runs:
-        raise PlanError("Nothing to compare.", next_step="wb.compare(run_a, run_b)")
-    for run in runs:
-        if not isinstance(run, Run):
-            raise PlanError(
-                "wb.compare takes runs.",
-                seen=type(run).__name__,
-                next_step='wb.compare(wb.runs["a"], wb.runs["b"])',
-            )
-    return Compared(comparison.compare([run.summarise() for run in runs]))
+        raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")')
+    return Compared(comparison.compare([_run(one).summarise() for one in runs]))
+
+
+def _run(one: object) -> Run:
+    if isinstance(one, Run):
+        return one
+    if isinstance(one, str):
+        return known[one]
+    raise PlanError(
+        "wb.compare takes runs, or their names.",
+        seen=type(one).__name__,
+        allowed='a run, or its name in wb.runs ("a")',
+        next_step='wb.compare("a", "b")',
+    )
 
 
 def strategies() -> Any:
@@ -131,5 +142,5 @@ def strategies() -> Any:
 
 def _written(text: str, path: str | Path | None) -> str:
     if path is not None:
-        Path(path).expanduser().write_bytes(text.encode())
+        export(Path(path).expanduser(), text.encode())
     return text

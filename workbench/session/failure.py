@@ -119,6 +119,10 @@ class CellEnd:
     def _reason(self, cause: int) -> tuple[str, list[int]]:
         """Return what happened to the cause, and the engines of which all is said with that."""
         outcome, outcomes = self.outcomes[cause], self.outcomes
+        if outcome.get("ended") and outcome.get("failed_of"):
+            who = f"{self.names.of(cause)} (engine {cause})"
+            ended = f"{who} failed: {outcome['failed_of']}\n  It did not clear away, and was ended"
+            return ended, [cause]
         if outcome.get("ended"):
             stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
             return f"{stalled}and was ended", [cause]

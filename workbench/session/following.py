@@ -63,8 +63,12 @@ class FollowedRun(Run):
 
     def finish(self, error: RunError | None) -> None:
         """Settle the run, all of it being read."""
-        self.catch_up()
-        super().finish(error)
+        try:
+            self.catch_up()
+        except Exception as trouble:  # it is over, whatever cannot be read of it
+            self.note(f"Not all of this run could be read: {type(trouble).__name__}: {trouble}")
+        finally:
+            super().finish(error)
 
 
 class FollowedTask(Task):

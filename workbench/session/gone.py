@@ -16,9 +16,10 @@ NAMED = 4
 
 def outcome(error: BaseException) -> dict[str, Any]:
     """Return the outcome of a call whose engine is no more, or was never reached."""
-    how, log, by_itself = str(error), "", False
+    how, log, by_itself, with_all = str(error), "", False, False
     if isinstance(error, EngineDiedError):
         how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
+        with_all = error.how.with_all
     return {
         "status": "died",
         "ename": "ClusterError",
@@ -26,6 +27,8 @@ def outcome(error: BaseException) -> dict[str, Any]:
         "how": how,
         "log": log,
         "recoverable": by_itself,
+        "restarted": isinstance(error, EngineDiedError) and not by_itself,
+        "with_all": with_all,
     }
 
 
@@ -51,9 +54,13 @@ def words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> st
 
 
 def next_step(outcomes: Outcomes) -> str | None:
-    """Return the command that brings the dead back; None where all live."""
-    dead = sorted(of(outcomes))
+    """Return the command that brings the dead back; None where all live.
+
+    Those that were restarted are there again: only their cell is lost.
+    """
+    gone = sorted(of(outcomes))
+    dead = [engine for engine in gone if not outcomes[engine].get("restarted")]
     if not dead:
-        return None
-    whole = len(dead) == len(outcomes) > 1
+        return "run the cell again" if gone else None
+    whole = len(dead) == len(outcomes) > 1 or any(outcomes[i].get("with_all") for i in dead)
     return "%cluster restart" + ("" if whole else " " + " ".join(map(str, dead)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, members_of, run_reques
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
+
+log = logging.getLogger("workbench.session")
 
 
 @dataclass
@@ -91,6 +94,13 @@ class Launch:
 
     def _over(self, task: Task) -> None:
         """Settle the run; on the thread that hears the engines, so it may not wait for them."""
+        try:
+            self._settle(task)
+        except Exception as error:  # whatever it is, a run whose engines are done is over
+            log.exception("The end of run %r went wrong", self.run.name)
+            self.run.finish(task.failure() or _unexpected(error))
+
+    def _settle(self, task: Task) -> None:
         run = self.run
         run.task = task
         if self._replace(task.outcomes) or self._recoverer.begin(task):
@@ -144,6 +154,9 @@ class Launch:
             self.submit()
         except WorkbenchError as failure:
             self.run.finish(RunError(str(failure)))
+        except Exception as failure:
+            log.exception("Run %r could not begin again", self.run.name)
+            self.run.finish(_unexpected(failure))
 
     def _fetch_results(self, error: RunError | None) -> None:
         """Bring a function's return values into `run.results`, and its names off the engines."""
@@ -157,5 +170,12 @@ class Launch:
         except (ClusterError, RunError) as failure:
             why = f"{failure.what} {failure.seen or ''}".strip()
             run.note(f"What the function returned could not be fetched: {why}")
+        except Exception as failure:
+            log.exception("What a function returned could not be fetched")
+            run.note(f"What the function returned could not be fetched: {_unexpected(failure)}")
         finally:
             run.finish(error)
+
+
+def _unexpected(error: Exception) -> RunError:
+    return RunError(f"Workbench itself failed: {type(error).__name__}: {error}")

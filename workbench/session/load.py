@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..errors import RunError
+from ..errors import RunDamagedWarning, RunError
 from ..history import disk
 from ..plan import Plan
+from ..protocol import Topic
+from .registry import runs
 from .run import Run
 
 
@@ -14,7 +19,8 @@ def load(path: str | Path) -> Run:
     """Return a run from the folder that `run.save(path)` wrote.
 
     Also reads the folder of a run whose notebook died: the engines wrote every record there as it
-    came.
+    came. Where files are damaged or missing, a warning and a note of the run say which; what is
+    left can be looked at.
 
     Raises:
         RunError: There is no run in that folder.
@@ -32,4 +38,28 @@ def load(path: str | Path) -> Run:
         folder=folder,
     )
     run.restore(history, meta)
+    if damaged := _damage(run, meta):
+        about = {"text": f"What was loaded is damaged: {'; '.join(damaged)}.", "rank": 0}
+        history.event("note", {**about, "topic": Topic.DAMAGED, "value": damaged})
+        warnings.warn(_words(run, damaged), RunDamagedWarning, stacklevel=2)
+    run.color = runs.color(run.plan)
     return run
+
+
+def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
+    """Return what is damaged in a run's folder; an older version's may tell by its rows alone."""
+    found = disk.faults(run.folder, meta)
+    if not found and run.state == "finished":
+        rows = run.history.totals.rows
+        found = [f"there is no row of rank {rank}" for rank in range(len(rows)) if not rows[rank]]
+    return found
+
+
+def _words(run: Run, damaged: Sequence[str]) -> str:
+    steps = run.history.totals.steps
+    return (
+        f"Run {run.name} is damaged on disk; figures, plots and comparisons show what is left.\n"
+        f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
+        "  allowed: the files as run.save(path) or the run's end left them\n"
+        "  next:    load another copy of the folder, or train again: run.to_cell() gives the cell"
+    )

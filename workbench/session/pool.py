@@ -17,6 +17,7 @@ from .frameworks import bring
 from .replace import Replacer
 from .requests import Specs, cell_requests, make_specs
 from .task import Task
+from .verdicts import how_ended
 
 NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
 
@@ -91,8 +92,12 @@ class Pool:
         Raises:
             ClusterError: All engines are dead.
         """
-        if not self.ids and any(engine.state == "dead" for engine in self.all):
-            raise ClusterError("All engines are dead.", next_step="%cluster restart")
+        dead = [engine for engine in self.all if engine.state == "dead"]
+        if dead and not self.worker_ids:
+            raise ClusterError(
+                f"All {'engines' if not self.ids else 'workers'} are dead: {how_ended(dead)}.",
+                next_step="%cluster restart",
+            )
         check_size("The number of workers", count)
         missing = count - len(self.worker_ids)
         if missing > 0:

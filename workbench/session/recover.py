@@ -13,13 +13,14 @@ code, and not more than `MOST` times in a run.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..checkpoints import Checkpoint, found
+from ..checkpoints import Checkpoint, at, faults, found, refusal
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..plan import Plan, check_fewer
 from . import gone, reasons
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .launch import Launch
     from .run import Run
 
+log = logging.getLogger("workbench.session")
 MOST = 3
 """Recoveries of one run: what dies again and again dies for a reason."""
 LEND, BORROW = "workbench.engine.loans:lend", "workbench.engine.loans:borrow"
@@ -138,6 +140,12 @@ class Recoverer:
                     run.finish(RunError(f"{how}.\n  {why}\n  {error}"))
                     return
                 how = "; ".join(map(self._died_meanwhile, dead))
+            except Exception as error:  # else it would be recovering for ever
+                log.exception("Run %r could not go on", run.name)
+                run.finish(
+                    RunError(f"{how}.\n  It could not go on: {type(error).__name__}: {error}")
+                )
+                return
 
     def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
         launch, run = self._launch, self._launch.run
@@ -173,16 +181,38 @@ class Recoverer:
         return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
 
     def _start(self) -> Checkpoint | None:
-        """Return where to go on from: what survivors hold, the last checkpoint, the first."""
-        run = self._launch.run
-        folder = self._launch.plan.checkpoint
-        own = [c for c in found(folder) if c.about.get("run") == run.folder.name] if folder else []
-        if rescued := self._rescue(own[-1].step if own else 0):
+        """Return where to go on from: what survivors hold, the last whole checkpoint, the first.
+
+        Raises:
+            RunError: All of them are damaged, also that which the run had been resumed from.
+        """
+        own = self._last_own()
+        if rescued := self._rescue(own.step if own else 0):
             return rescued
         if own:
-            return own[-1]
-        if self._origin:
-            return Checkpoint(self._origin, int(self._origin.rpartition("-")[2]))
+            return own
+        if not self._origin:
+            return None
+        origin = at(self._origin)
+        if damaged := faults(origin):
+            raise refusal(origin, damaged)
+        return origin
+
+    def _last_own(self) -> Checkpoint | None:
+        """Return the last checkpoint that this run has written and that is whole, if any."""
+        run, plan = self._launch.run, self._launch.plan
+        if not plan.checkpoint:
+            return None
+        for one in reversed(found(plan.checkpoint)):
+            if one.about and one.about.get("run") != run.folder.name:
+                continue
+            damaged = faults(one, own=plan.on_failure == "replace")
+            if not damaged:
+                return one
+            run.note(
+                f"The checkpoint of step {one.step} is damaged ({one.path}: {damaged[0]}); the run "
+                "does not go on from it."
+            )
         return None
 
     def _rescue(self, beyond: int) -> Checkpoint | None:

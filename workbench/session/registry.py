@@ -6,11 +6,13 @@ import atexit
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError, unknown
 from ..history import folders
+from ..history.comparison import BASELINE
+from ..history.rows import RUN_COLORS
 from ..plan import Plan
 from .run import Run
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Runs(Mapping[str, Run]):
-    """Runs by name, newest last; when a name is used again the older run becomes `name@1`.
+    """Runs by name or place, newest last: `runs["base"]`, `runs[-1]`.
+
+    When a name is used again the older run becomes `name@1`.
 
     Any thread may look while another one adds: who looks goes on in what there was before.
     """
@@ -27,9 +31,12 @@ class Runs(Mapping[str, Run]):
     def __init__(self) -> None:
         self._runs: dict[str, Run] = {}  # replaced, never changed
         self._lock = threading.Lock()
+        self._colors: list[tuple[Hashable, set[Any], int]] = []
 
     def add(self, run: Run) -> None:
-        """Keep a run under its name."""
+        """Keep a run under its name; it has a colour from now on."""
+        if run.color is None:
+            run.color = self.color(run.plan)
         with self._lock:
             runs = dict(self._runs)
             older = runs.pop(run.name, None)
@@ -40,21 +47,65 @@ class Runs(Mapping[str, Run]):
             runs[run.name] = run
             self._runs = runs
 
+    def remove(self, name: str) -> None:
+        """Forget a run; its folder stays.
+
+        Raises:
+            PlanError: There is none of that name, or it goes on.
+        """
+        run = self[name]
+        if not run.is_over:
+            raise PlanError(
+                f"Run {name} goes on.", seen=run.state, next_step="stop it first: run.stop()"
+            )
+        with self._lock:
+            self._runs = {key: one for key, one in self._runs.items() if one is not run}
+
     def clear(self) -> None:
         """Forget all runs; their folders stay."""
         with self._lock:
-            self._runs = {}
+            self._runs, self._colors = {}, []
+
+    def color(self, plan: Plan) -> int:
+        """Return the number of the colour for one more run of a plan, which it keeps.
+
+        One device is grey (0). The others take the next colour each, but for a plan that was run
+        with another seed: those are one row of a comparison.
+        """
+        if plan.strategy == BASELINE:
+            return 0
+        given = {key: value for key, value in plan.overrides.items() if key != "seed"}
+        faults = [fault.text for fault in plan.faults]
+        same = (plan.recipe.digest, plan.framework, plan.strategy, plan.workers,
+                repr(sorted(plan.options.items())), repr(sorted(given.items())),
+                repr(faults))  # fmt: skip
+        seed = plan.overrides.get("seed")
+        with self._lock:
+            for key, seeds, known in reversed(self._colors):
+                if key == same and seed not in seeds:
+                    seeds.add(seed)
+                    return known
+            number: int = 1 + len(self._colors) % (RUN_COLORS - 1)
+            self._colors.append((same, {seed}, number))
+            return number
 
     @property
     def latest(self) -> Run | None:
         """The newest run, None when there is none."""
         return next(reversed(self._runs.values()), None)
 
-    def __getitem__(self, name: str) -> Run:
-        try:
-            return self._runs[name]
-        except KeyError:
-            raise MissingRunError(name, list(self._runs)) from None
+    def __getitem__(self, name: str | int) -> Run:
+        found = self._runs
+        if isinstance(name, int):
+            names = list(found)
+            if -len(names) <= name < len(names):
+                return found[names[name]]
+        elif isinstance(name, str) and name in found:
+            return found[name]
+        raise MissingRunError(name, list(found))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._runs
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._runs)
@@ -70,8 +121,25 @@ class Runs(Mapping[str, Run]):
 class MissingRunError(KeyError, PlanError):
     """There is no run of that name."""
 
-    def __init__(self, name: str, names: Sequence[str]) -> None:
-        PlanError.__init__(self, *unknown("run", name, names).args)
+    def __init__(self, name: object, names: Sequence[str]) -> None:
+        if not names:
+            told = PlanError(
+                "There is no run yet.",
+                seen=name,
+                next_step="run the cells above that train, or a first %%distributed mirrored",
+            )
+        elif isinstance(name, str):
+            told = unknown("run", name, names)
+        else:
+            told = PlanError(
+                "There is no such run.",
+                seen=name,
+                allowed=f"a name: {', '.join(sorted(names))}; or a place: -{len(names)} to "
+                f"{len(names) - 1}, -1 is the newest",
+                next_step="wb.runs.latest is the newest run",
+            )
+        PlanError.__init__(self, told.what, seen=told.seen, allowed=told.allowed,
+                           next_step=told.next_step)  # fmt: skip
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -87,19 +155,20 @@ def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequenc
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
-    folders.prune(protect=[run.folder for run in runs.values()])
+    with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
+        folders.prune(protect=[run.folder for run in runs.values()])
+    let_rest(newest=AWAKE - 1)
     folder = folders.new_run_dir(name)
     run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
     run.init_from = initial
     runs.add(run)
-    let_rest()
     return run
 
 
-def let_rest() -> None:
+def let_rest(newest: int = AWAKE) -> None:
     """Leave on disk what runs hold that are neither new nor a cluster's last one."""
     last = [cluster.busy for cluster in _clusters]
-    for run in list(runs.values())[:-AWAKE]:
+    for run in list(runs.values())[:-newest]:
         if run not in last:
             run.rest()
 

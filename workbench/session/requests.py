@@ -115,7 +115,8 @@ def run_requests(
     }
     found = {}
     for engine, spec in specs.items():
-        found[engine] = _request(source, number, autoreload, {**spec.to_wire(), **about})
+        wire = {**spec.to_wire(), **about}
+        found[engine] = _request(source, number, autoreload, wire, plan.traceback)
     return found
 
 
@@ -130,11 +131,16 @@ def in_lanes(specs: Specs, engines: Sequence[int]) -> Specs:
 
 
 def cell_requests(
-    recipe: Recipe, specs: Specs, targets: Iterable[int], number: int, autoreload: str
+    recipe: Recipe,
+    specs: Specs,
+    targets: Iterable[int],
+    number: int,
+    autoreload: str,
+    traceback: str = "short",
 ) -> dict[int, dict[str, Any]]:
     """Return the requests for a cell without a strategy, for the engines that run it."""
     return {
-        engine: _request(recipe.numbered, number, autoreload, specs[engine].to_wire())
+        engine: _request(recipe.numbered, number, autoreload, specs[engine].to_wire(), traceback)
         for engine in targets
     }
 
@@ -153,12 +159,15 @@ def _member(spec: RunSpec) -> Member:
     return Member.of_ranks(spec.kept_as, device=spec.device)
 
 
-def _request(source: str, number: int, autoreload: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _request(
+    source: str, number: int, autoreload: str, spec: dict[str, Any], traceback: str
+) -> dict[str, Any]:
     name = spec.get("name")
     return {
         "source": source,
         "number": number,
         "autoreload": autoreload,
+        "traceback": traceback,
         "spec": spec,
         "call": secrets.token_hex(6),
         "what": f"run {name}" if name else f"cell {number}",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import lifecycle
+from .. import checksums, lifecycle
 from ..errors import PlanError, RunError
 from ..history import disk
 from ..history.store import RunHistory
@@ -45,8 +45,10 @@ class Results(ABC):
     task: Task | None
     error: RunError | None
     plot_cpu: float
+    color: int | None
     logs: list[RunLog]
     _dropped: dict[int, int]
+    _files: checksums.Sums
     _over: threading.Event
 
     @property
@@ -76,7 +78,7 @@ class Results(ABC):
             plot_cpu=self.plot_cpu,
         )
         banner = "" if self.task is None or self.is_over else self.task.banner
-        return replace(snapshot, banner=banner) if banner else snapshot
+        return replace(snapshot, banner=banner, color=self.color or 0)
 
     def meta(self) -> dict[str, Any]:
         """What `run.json` says about the run."""
@@ -100,6 +102,7 @@ class Results(ABC):
             "trained_before": self.trained_before,
             "began": self.began,
             "error": None if self.error is None else str(self.error),
+            disk.FILES: self._files,
         }
 
     @property
@@ -115,7 +118,7 @@ class Results(ABC):
 
     def summarise(self) -> RunSummary:
         """The run's key figures as data; what tables and comparisons are made of."""
-        return summarise(self.history, self.meta())
+        return replace(summarise(self.history, self.meta()), color=self.color)
 
     def plot(self) -> Any:
         """The run's picture, as it stands below the cell at the end."""
@@ -170,13 +173,21 @@ class Results(ABC):
             rank: Whose; by default those of rank 0 (where the model is split: of all ranks).
 
         Raises:
-            RunError: The run has not ended, or left no weights.
+            RunError: The run has not ended, left no weights, or they are damaged.
         """
-        files = sorted(self.folder.glob("weights*.npz"))
+        names = {name for name in self._files if name.endswith(".npz")}
+        names |= {path.name for path in self.folder.glob("weights*.npz")}
+        files = [self.folder / name for name in sorted(names)]
         if rank is not None:
-            stem = "weights" if rank == 0 else f"weights-rank{rank}"
-            files = [file for file in files if file.stem == stem]
+            files = [file for file in files if file.stem == disk.weights_stem(rank)]
         if not files:
+            why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+            if why is not None:
+                raise RunError(
+                    f"Run {self.name} has no weights: they could not be written to disk.",
+                    seen=why,
+                    next_step="make room there, and train again",
+                )
             raise RunError(
                 f"Run {self.name} has no weights"
                 + ("" if rank is None else f" of rank {rank}")
@@ -186,8 +197,7 @@ class Results(ABC):
             )
         found: dict[str, np.ndarray[Any, Any]] = {}
         for file in files:
-            with np.load(file, allow_pickle=False) as arrays:
-                found.update({key: arrays[key] for key in arrays.files})
+            found.update(disk.read_weights(file, self._files.get(file.name, ())))
         return found
 
     def load_into(self, model: Any) -> Any:
@@ -230,9 +240,22 @@ class Results(ABC):
         return write(self, path)
 
     def save(self, path: str | Path) -> Path:
-        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`."""
-        disk.write_meta(self.folder, self.meta())
-        return disk.save(self.folder, Path(path))
+        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
+
+        Raises:
+            RunError: It cannot be written there, or the run was not all written to disk itself.
+        """
+        why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+        if why is not None and not self.history.on_disk(self.folder):
+            raise RunError(
+                f"Run {self.name} cannot be copied: not all of it could be written to disk.",
+                seen=why,
+                allowed="a run whose rows are all on disk",
+                next_step="run.history.to_pandas() and wb.compare(run) still have its rows",
+            )
+        with contextlib.suppress(OSError):  # the copy says it in any case
+            disk.write_meta(self.folder, self.meta())
+        return disk.save(self.folder, Path(path), self.meta())
 
     def rest(self) -> None:
         """Leave what a run that is over holds on the disk; it is read again when asked for."""

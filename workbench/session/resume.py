@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError, PlanError
-from ..plan import Plan, make_plan
+from ..plan import MOST_NAME, Plan, make_plan
 from . import checkpoints, registry
 from .run import Run
 
@@ -75,7 +75,7 @@ def resume(
         workers=workers or before.workers,
         options={**(before.options if same else {}), **(options or {})},
         overrides={**before.overrides, **overrides},
-        name=name or str(about["name"]),
+        name=name or str(about["name"])[:MOST_NAME],
         checkpoint=str(checkpoint or Path(one.path).parent),
         checkpoint_every=checkpoint_every or before.checkpoint_every,
         on_failure=on_failure or before.on_failure,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import lifecycle
+from .. import checksums, lifecycle
 from ..cluster.engines import EngineInfo
 from ..errors import RunError
 from ..faults import Fault, parse_fault
@@ -27,6 +28,8 @@ from .task import Task
 if TYPE_CHECKING:
     from .recover import Recovery
 
+log = logging.getLogger("workbench.session")
+
 
 class Run(Results):
     """A training run, under way or over.
@@ -43,6 +46,7 @@ class Run(Results):
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
+        color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
         logs: What writes it elsewhere, by `--log` and `log_to`.
     """
 
@@ -69,6 +73,8 @@ class Run(Results):
         self.error: RunError | None = None
         self.task: Task | None = None
         self.plot_cpu = float("nan")
+        self._files: checksums.Sums = {}
+        self.color: int | None = None
         self.results: list[Any] = [None] * len(self.members)
         self._state: lifecycle.State = "pending"
         self._story: tuple[str, ...] = ()
@@ -147,8 +153,24 @@ class Run(Results):
             self._halting.halt("stop")
 
     def finish(self, error: RunError | None) -> None:
-        """Settle the run; called once by the cluster that runs it."""
-        self._halting.close()
+        """Settle the run; whatever fails on the way, it is over then. Only the first call counts.
+
+        Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
+        """
+        if self.is_over:
+            return
+        parts = (self._halting.close, lambda: self._conclude(error), self.history.finish,
+                 self._count_files, self.record)  # fmt: skip
+        try:
+            for part in parts:
+                try:
+                    part()
+                except Exception:  # noqa: PERF203 - one that fails keeps no other back
+                    log.exception("The end of run %r went wrong", self.name)
+        finally:
+            self._over.set()
+
+    def _conclude(self, error: RunError | None) -> None:
         self.error = error
         stopped = self.task is not None and any(
             o["status"] == "stopped" for o in self.task.outcomes.values()
@@ -157,13 +179,21 @@ class Run(Results):
             if error is None and stopped and self._state != "stopping":
                 self.advance("stop")
             self.advance("fail" if error is not None else "finish")
-        self.history.finish()
-        disk.write_meta(self.folder, self.meta())
-        self._over.set()
+
+    def _count_files(self) -> None:
+        self._files = disk.sizes(self.folder)
+
+    def record(self) -> None:
+        """Write `run.json`; where that cannot be done a note says so, and the run goes on."""
+        try:
+            disk.write_meta(self.folder, self.meta())
+        except Exception as error:  # a full disk, most likely; never worth the run
+            self.history.event("note", disk.unwritten(self.folder, error))
 
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
         """Become the run that a folder holds; it is over."""
         self.history = history
+        self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
         state = meta.get("state", "failed")
         # A run whose notebook died has no end on record.

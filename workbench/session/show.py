@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import RunError
+from ..views import text
 from ..views.blocks import Blocks
-from ..views.live import make_view
+from ..views.live import NoView, make_view
 from .interrupts import settle
 from .prompt import attend, unattended
 from .run import Run
 from .task import Task
 from .verdicts import outcome_notes
 
+log = logging.getLogger("workbench.session")
 FRAME_S = 0.2
 FIRST_S = 0.6
 """A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
@@ -35,7 +40,10 @@ class _Pump:
     def _main(self) -> None:
         while not self._end.wait(FRAME_S):
             before = time.thread_time()
-            self._draw()
+            try:
+                self._draw()
+            except Exception:  # what follows may be drawn again
+                log.exception("A frame could not be drawn")
             self._cpu_s += time.thread_time() - before
 
     @property
@@ -64,13 +72,25 @@ def tell(task: Task | None, error: RunError | None) -> None:
         task.board.say_with_it(str(error))
 
 
+def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
+    """Show what a cell has put out; where that fails its end is plain text."""
+    try:
+        outputs.update(task.board, final=final)
+    except Exception as error:  # the cell goes on, and ends as if nobody looked
+        log.exception("Outputs could not be drawn")
+        if final:
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"note: the output could not be drawn ({error!r})\n")
+                sys.stdout.write(task.board.text() + "\n")
+
+
 def _draw_late(task: Task, outputs: Blocks) -> None:
     """Go on showing what comes after the cell's end: a thread of the user's may still print."""
     waiting = threading.Event()
 
     def draw() -> None:
         waiting.clear()
-        outputs.update(task.board, final=True)
+        _show_outputs(outputs, task, final=True)
 
     def late() -> None:
         if not waiting.is_set():
@@ -83,13 +103,13 @@ def _draw_late(task: Task, outputs: Blocks) -> None:
 
 
 class RunView:
-    """A run's live dashboard below its cell."""
+    """A run's live dashboard below its cell; one that fails costs a note, not the run."""
 
     def __init__(self, run: Run, plot: str) -> None:
         self.run = run
         self._outputs = Blocks()
         self._view = make_view(plot, self._command, run.name)
-        self._view.begin(run.snapshot())
+        self._shown("begin")
         self._pump = _Pump(self._draw)
 
     def _command(self, name: str, fields: dict[str, Any]) -> None:
@@ -102,20 +122,38 @@ class RunView:
         if name in actions:
             actions[name]()
 
+    def _shown(self, what: str) -> bool:
+        """Have the view `begin`, `update` or `end`; without it from its first failure on."""
+        try:
+            getattr(self._view, what)(self.run.snapshot())
+        except Exception as error:
+            log.exception("The view of run %r failed", self.run.name)
+            self._view = NoView()
+            self.run.note(
+                f"The run's view failed, and the run goes on without: {type(error).__name__}: "
+                f"{error}"
+            )
+            return False
+        return True
+
     def _draw(self) -> None:
         self.run.plot_cpu = self._pump.cpu_share
-        self._view.update(self.run.snapshot())
+        self._shown("update")
         task = self.run.task
         if task is not None and task.changed.is_set():
             task.changed.clear()
-            self._outputs.update(task.board, final=False)
+            _show_outputs(self._outputs, task, final=False)
 
     def _finish(self) -> None:
-        self._pump.end()
-        self._view.end(self.run.snapshot())
-        if self.run.task is not None:
-            self._outputs.update(self.run.task.board, final=True)
-            _draw_late(self.run.task, self._outputs)
+        try:
+            self._pump.end()
+            if not self._shown("end"):
+                with contextlib.suppress(Exception):
+                    sys.stdout.write(text.report(self.run.snapshot()) + "\n")
+        finally:  # also where an interrupt strikes the picture
+            if self.run.task is not None:
+                _show_outputs(self._outputs, self.run.task, final=True)
+                _draw_late(self.run.task, self._outputs)
 
     def wait(self) -> Run:
         """Block until the run is over; an interrupt stops the run and marks the cell as an error.
@@ -157,7 +195,7 @@ class CellView:
     def _draw(self, final: bool = False) -> None:
         if self.task.changed.is_set() or final:
             self.task.changed.clear()
-            self._outputs.update(self.task.board, final=final)
+            _show_outputs(self._outputs, self.task, final=final)
 
     def wait(self) -> Task:
         """Block until the cell is over on all its engines.
@@ -199,7 +237,7 @@ class CellView:
 
     def _finish(self) -> None:
         for engine, outcome in self.task.outcomes.items():
-            for text in outcome_notes({engine: outcome}):
-                self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{text}\n"})
+            for note in outcome_notes({engine: outcome}):
+                self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{note}\n"})
         self._draw(final=True)
         _draw_late(self.task, self._outputs)

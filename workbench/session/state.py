@@ -175,6 +175,7 @@ class Session:
                 number=number,
                 first_line=recipe.first_line,
                 autoreload=autoreload,
+                traceback=line.traceback,
                 viewed=True,
             )
             view = CellView(task)
@@ -229,6 +230,7 @@ class Session:
                 on_failure=line.on_failure,
                 profile=line.profile,
                 log=line.log,
+                traceback=line.traceback,
             )
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
         return apart(found)

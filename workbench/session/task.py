@@ -6,6 +6,7 @@ get a moment to fail by themselves, then they are interrupted.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from ..views.output import OutputBoard
 from . import gone
 from .failure import CellEnd, Names
 
+log = logging.getLogger("workbench.session")
 GRACE_S = 0.5
 KILL_S = 8.0
 CELL = "workbench.engine.entry:cell"
@@ -123,6 +125,8 @@ class Task:
         if isinstance(outcome, BaseException):
             outcome = _early_interrupt(outcome) or gone.outcome(outcome)
             if call.engine in self._ended:
+                if failed_of := self._shown_by(call.engine):
+                    outcome["failed_of"] = failed_of
                 outcome["ended"] = f"ended, since it did not answer an interrupt for {KILL_S:g} s"
         self.moved()
         with self._lock:
@@ -138,11 +142,18 @@ class Task:
         if spared:
             name = self.names.of(call.engine)
             text = f"{name} is gone, the others go on: {outcome['evalue']}"
-            self._on_loss(text, [call.engine])
+            _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
         elif first or outcome["status"] == "interrupted":
             self.end_soon()
+
+    def _shown_by(self, engine: int) -> str:
+        """Return the error of its own that an engine has shown; empty where it has none."""
+        for one, content in self._errors:
+            if one == engine and content.get("ename") != "KeyboardInterrupt":
+                return f"{content.get('ename')}: {content.get('evalue')}"
+        return ""
 
     def _can_spare(self, engine: int) -> bool:
         """Take note of an engine's death; return whether the others can do without it."""
@@ -162,10 +173,12 @@ class Task:
         self.seconds = time.perf_counter() - self.began
         for timer in self._timers:
             timer.cancel()
-        self._show_errors()
-        self._on_done(self)
-        self.over.set()
-        self.changed.set()
+        try:
+            _guarded(self._show_errors)
+            _guarded(self._on_done, self)
+        finally:
+            self.over.set()
+            self.changed.set()
 
     def _show_errors(self) -> None:
         """Show the reason first; what only followed from it would bury it and is folded."""
@@ -265,6 +278,14 @@ class Task:
     def ended(self) -> dict[int, str]:
         """What is to be said of engines that we killed, since no interrupt reached them."""
         return self.end.ended
+
+
+def _guarded(callback: Callable[..., object], *args: object) -> None:
+    """Call back; one that fails must not keep the cell from ending."""
+    try:
+        callback(*args)
+    except Exception:
+        log.exception("What follows from a cell went wrong")
 
 
 def _early_interrupt(error: BaseException) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FitError, RunError
 
 if TYPE_CHECKING:
+    from ..cluster.engines import EngineInfo
     from .run import Run
 
 HONOURED_ANYWAY = frozenset({"seed"})
@@ -142,6 +143,20 @@ def short_handed(dead: Sequence[int], living: int) -> str:
         f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
         f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
     )
+
+
+def how_ended(dead: Sequence[EngineInfo]) -> str:
+    """Say how engines ended, each way once."""
+    ways: dict[str, list[int]] = {}
+    for engine in dead:
+        ways.setdefault(str(engine.exit or "how is not known"), []).append(engine.id)
+    if len(ways) == 1:
+        return next(iter(ways))
+    return "; ".join(f"{_engines(ids)}: {how}" for how, ids in ways.items())
+
+
+def _engines(ids: Sequence[int]) -> str:
+    return f"engine{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
 
 
 def outcome_notes(outcomes: Outcomes) -> list[str]:

@@ -16,7 +16,6 @@ from . import comparison_panels as panels
 from .comparison_page import (
     EDGE_IN,
     KEYS_IN,
-    LINES,
     NAME_PT,
     WIDTH_IN,
     Page,
@@ -30,12 +29,13 @@ from .comparison_parts import (
     clipped,
     color_of,
     frame,
+    line_of,
     say,
     tick,
     width_in,
 )
 from .comparison_table import comparison_table
-from .drawing import own_style
+from .drawing import own_style, spell
 from .theme import MUTED, PAPER
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
         if not np.isfinite(curve.loss).any():
             continue
         x, row = getattr(curve, field), comparison.rows[named.row]
-        color, style = color_of(comparison, named.row), LINES[named.row // 8 % len(LINES)]
+        color, style = color_of(comparison, named.row), line_of(comparison, named.row)
         alone = len(row.names) == 1
         # Several seeds of one plan are thin lines of one colour. Plans that are equal by design
         # lie on each other: the earlier ones are wider, so that they stay visible below.
@@ -243,5 +243,8 @@ def _written(comparison: Comparison, form: str) -> bytes:
     buffer = io.BytesIO()
     with own_style(_STYLE):
         metadata = {"Date": None} if form == "svg" else None
-        draw(comparison).savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+        figure = draw(comparison)
+        if form != "svg":  # a browser has more letters than matplotlib finds
+            spell(figure)
+        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
     return buffer.getvalue()

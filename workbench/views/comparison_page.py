@@ -11,7 +11,7 @@ import numpy as np
 from ..history.comparison import Comparison
 from ..history.rows import SHARES
 from .comparison_panels import SHARE_STYLES
-from .comparison_parts import LABEL_PT, clipped, color_of, width_in, wrapped
+from .comparison_parts import LABEL_PT, clipped, color_of, line_of, width_in, wrapped
 from .comparison_table import SHARE_NAMES
 from .theme import INK
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 WIDTH_IN, EDGE_IN, KEYS_IN = 11.0, 0.22, 0.24
 NAME_PT = 9.0
-LINES = ("-", "--", "-.", ":")
-"""Styles of lines; another one for each eight rows, which have colours of their own."""
 
 _VERDICT_PT, _OUTLOOK_PT = 11.5, 9.5
 _MOST_KEY_IN = 3.2
@@ -77,6 +75,7 @@ class Key:
     line: int
     words: str
     color: str
+    style: str
 
 
 def head_of(comparison: Comparison) -> list[Line]:
@@ -99,7 +98,7 @@ def keys_of(comparison: Comparison) -> list[Key]:
         need = 0.36 + width_in(words, NAME_PT) + 0.3
         if left and left + need > room_in:
             left, line = 0.0, line + 1
-        placed.append(Key(left, line, words, color_of(comparison, at)))
+        placed.append(Key(left, line, words, color_of(comparison, at), line_of(comparison, at)))
         left += need
     return placed
 
@@ -109,13 +108,12 @@ def draw_keys(page: Page, keys: Sequence[Key]) -> None:
     from matplotlib.lines import Line2D
 
     top_in = page.down_in
-    for index, key in enumerate(keys):
+    for key in keys:
         page.down_in = top_in + KEYS_IN * (key.line + 1)
         y = 1 - (page.down_in - 0.1) / page.height_in
         left_in = EDGE_IN + key.left_in
         x = [left_in / WIDTH_IN, (left_in + 0.28) / WIDTH_IN]
-        style = LINES[index // 8 % len(LINES)]
-        page.figure.add_artist(Line2D(x, [y, y], color=key.color, lw=2.4, ls=style))
+        page.figure.add_artist(Line2D(x, [y, y], color=key.color, lw=2.4, ls=key.style))
         page.text(left_in + 0.36, 0.06, key.words, size=NAME_PT)
 
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..history.comparison import Comparison
-from .theme import GRID, INK, MUTED, PAPER, series
+from .letters import readable
+from .theme import GRID, INK, MUTED, PAPER, run_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,18 +21,22 @@ BAR = 0.62
 _HINTED = 1.08
 """Letters that are fitted to pixels stand wider apart than their outlines by this much."""
 
-_RUN_COLORS = (5, 3, 6, 4, 0, 1, 2)
-_BASE_COLOR = 7
-"""Indices of the shared series: the baseline in grey, and first those that no phase uses."""
+_MOST_LETTERS = 300
+"""More fit no line, however narrow they are."""
+
+LINES = ("-", "--", "-.", ":")
+"""Styles of lines: of rows beyond the eighth, which have the colour of an earlier one."""
 
 
 def color_of(comparison: Comparison, row: int) -> str:
     """Return the colour of a row, the same in all panels."""
-    names = [one.name for one in comparison.rows]
-    base = names.index(comparison.baseline)
-    if row == base:
-        return series(_BASE_COLOR)
-    return series(_RUN_COLORS[(row - (row > base)) % len(_RUN_COLORS)])
+    return run_color(comparison.rows[row].color or 0)
+
+
+def line_of(comparison: Comparison, row: int) -> str:
+    """Return the style of a row's line: another one for each earlier row of its colour."""
+    colors = [one.color for one in comparison.rows[: row + 1]]
+    return LINES[(colors.count(colors[-1]) - 1) % len(LINES)]
 
 
 @lru_cache(maxsize=2048)
@@ -44,21 +49,31 @@ def width_in(text: str, size_pt: float, weight: str = "normal") -> float:
         return 0.0
     # A dollar sign is no formula here, and a path has no use for what it would become.
     path = TextPath(
-        (0, 0), text.replace("$", "S"), prop=FontProperties(weight=weight, size=size_pt)
+        (0, 0),
+        readable(text).replace("$", "S"),
+        prop=FontProperties(weight=weight, size=size_pt),
     )
     return _HINTED * float(path.get_extents().x1) / 72
 
 
 def clipped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> str:
     """Return text that fits a width: what is too much is left out of its middle."""
-    if width_in(text, size_pt, weight) <= most_in:
+    if len(text) <= _MOST_LETTERS and width_in(text, size_pt, weight) <= most_in:
         return text
-    for kept in range(len(text) - 1, 2, -1):
+
+    def short(kept: int) -> str:
         head = (kept + 1) // 2
-        short = f"{text[:head]}…{text[len(text) - (kept - head) :]}"
-        if width_in(short, size_pt, weight) <= most_in:
-            return short
-    return "…"
+        return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
+
+    # Widths are measured glyph by glyph: to try every length would take seconds.
+    fits, beyond = 2, min(len(text), _MOST_LETTERS + 1)
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        if width_in(short(middle), size_pt, weight) <= most_in:
+            fits = middle
+        else:
+            beyond = middle
+    return short(fits) if fits > 2 else "…"
 
 
 def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -> list[str]:

@@ -18,6 +18,13 @@ SHARE_NAMES = {**PHASE_NAMES, "bubble_s": "bubble"}
 """What each of `rows.SHARES` is called."""
 
 
+FOLDED = frozenset({
+    "framework", "steps", "95 % interval", "all steps", "data wait", "transfer", "other", "wall",
+    "sent/step", "sent", "a worker holds",
+})  # fmt: skip
+"""Columns that notebooks show folded below the others: all together are wider than a page."""
+
+
 @dataclass(frozen=True)
 class _Shown:
     """One column: its heading, and a row's cell in words; `keys` are the figures it stands for."""
@@ -53,7 +60,8 @@ def comparison_table(
     known = [rate for rate in rates if math.isfinite(rate)]
     strong = frozenset([rates.index(max(known))]) if len(known) > 1 else frozenset[int]()
     heads = [Column(column.title, column.align) for column in columns]
-    return Table(heads, cells, comparison.verdict, notes(comparison), strong, COMPARISON)
+    folded = frozenset(k for k, column in enumerate(columns) if column.title in FOLDED)
+    return Table(heads, cells, comparison.verdict, notes(comparison), strong, COMPARISON, folded)
 
 
 def notes(comparison: Comparison) -> list[str]:

@@ -198,7 +198,8 @@ function drawCurve(panel, table, ink, options) {
   c.rect(LEFT - 1, TOP - 4, plotRight - LEFT + 6, plotBottom - TOP + 6);
   c.clip();
   drawBand(c, data, rows, x, y, options.color);
-  for (const e of options.evals ?? []) drawEval(c, e, x, y, plotBottom, ink, low, high);
+  const evals = options.evals ?? [], each = Math.ceil(evals.length / 24); // more would hide the line
+  evals.forEach((e, i) => { if ((evals.length - 1 - i) % each === 0) drawEval(c, e, x, y, plotBottom, ink, low, high); });
   drawLine(c, data, rows, x, y, options.color);
   c.restore();
   panel.at = (px) => nearestRow(data, rows, first + ((px - LEFT) / (plotRight - LEFT)) * (last - first));
@@ -288,7 +289,7 @@ function dot(c, x, y, radius, color) {
 
 function drawEval(c, evaluation, x, y, plotBottom, ink, low, high) {
   const at = x(evaluation.step);
-  c.strokeStyle = ink.series[1];
+  c.strokeStyle = ink.text;
   c.lineWidth = 1;
   c.globalAlpha = 0.55;
   c.setLineDash([2, 3]);
@@ -297,7 +298,7 @@ function drawEval(c, evaluation, x, y, plotBottom, ink, low, high) {
   c.globalAlpha = 1;
   const loss = evaluation.loss;
   const top = loss >= low && loss <= high ? y(loss) : TOP + 4;
-  c.fillStyle = ink.series[1];
+  c.fillStyle = ink.text;
   c.beginPath();
   for (const [dx, dy] of [[0, -4.5], [4.5, 0], [0, 4.5], [-4.5, 0]]) c.lineTo(at + dx, top + dy);
   c.fill();
@@ -361,8 +362,25 @@ function drawTimeline(panel, table, head, ink) {
     for (let i = from; i < rows; i++) drawStep(c, data, i * columns + 1 + r * 6, x, y, row, styles, ink);
   }
   drawStepNumbers(c, data, columns, from, rows, x, ink);
-  const last = data[(rows - 1) * columns];
-  setText(panel.value, `steps ${data[from * columns]} to ${last}`);
+  const last = data[(rows - 1) * columns], cut = drawCuts(c, table, head, from, ranks, x, height - BOTTOM, ink);
+  setText(panel.value, `steps ${data[from * columns]} to ${last}${cut ? " · pauses left out where dashed" : ""}`);
+}
+
+/** A dashed line where time between two steps was left out; returns whether there is one. */
+function drawCuts(c, { data, rows, columns }, head, from, ranks, x, bottom, ink) {
+  let any = false;
+  c.strokeStyle = ink.text;
+  c.lineWidth = 1.2;
+  c.setLineDash([3, 3]);
+  for (let i = from + 1; i < rows; i++) {
+    if (!(head.cuts ?? []).includes(data[i * columns])) continue;
+    any = true;
+    const starts = Array.from({ length: ranks }, (_, r) => data[i * columns + 1 + r * 6]).filter((t) => t === t);
+    const before = span(data, columns, i - 1, i, ranks)[1], at = Math.round(x((before + Math.min(...starts)) / 2)) + 0.5;
+    line(c, at, 14, at, bottom);
+  }
+  c.setLineDash([]);
+  return any;
 }
 
 function span(data, columns, from, rows, ranks) {
@@ -612,7 +630,7 @@ class View {
     this.legend = make("ul", "wb-legend", this.root);
     this.legend.setAttribute("aria-label", "Colours of the phases");
     this.shares = new Panel(this.root, "Where the time went", this.observer);
-    setText(this.shares.value, "share of each worker's time");
+    setText(this.shares.value, "share of each worker's time, in the whole run");
     this.pipeline = make("div", "wb-pipeline", this.root);
     this.pipeline.hidden = true;
     this.bubbles = new Panel(this.pipeline, "", this.observer);
@@ -671,8 +689,8 @@ class View {
     this.drawHead(head);
     const evals = head.evals ?? [], seen = evals.at(-1)?.loss;
     const evaluated = Number.isFinite(seen) ? ` · ◆ evaluation ${number(seen)}` : "";
-    this.drawChart(this.loss, "loss", { color: this.ink.series[0], evals, unit: "", after: evaluated });
-    this.drawChart(this.throughput, "throughput", { color: this.ink.series[2], fromZero: true, unit: " samples/s" });
+    this.drawChart(this.loss, "loss", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], evals, unit: "", after: evaluated });
+    this.drawChart(this.throughput, "throughput", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], fromZero: true, unit: " samples/s" });
     drawTimeline(this.timeline, this.store.table("timeline"), head, this.ink);
     this.timeline.label(`Timeline of the latest steps. ${head.description}`);
     drawShares(this.shares, this.store.table("workers"), head, this.ink);

@@ -16,6 +16,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from ..history.rows import RUN_COLORS
 from ..history.snapshot import Snapshot
 from . import theme
 from .frames import make_frame
@@ -130,6 +131,7 @@ def palette() -> dict[str, Any]:
         mode: {
             "phases": list(theme.phase_colors(mode).values()),
             "series": list(theme.SERIES_DARK if mode == "dark" else theme.SERIES_LIGHT),
+            "runs": [theme.run_color(number, mode) for number in range(RUN_COLORS)],
             "ink": theme.INK[mode],
             "muted": theme.MUTED[mode],
             "grid": theme.GRID[mode],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..errors import PlanError
 from ..history import fields
 from ..history.comparison import Comparison
+from ..scratch import export
 from .comparison_table import comparison_table
 from .table import Table
 
@@ -111,11 +112,11 @@ def save(comparison: Comparison, path: str | Path) -> Path:
 
     Raises:
         PlanError: There is no form for that suffix.
+        RunError: The file cannot be written.
     """
     target = Path(path).expanduser()
     # Newlines are written as they are made, on every system.
-    target.write_bytes(as_bytes(comparison, target.suffix.lower() or str(path)))
-    return target
+    return export(target, as_bytes(comparison, target.suffix.lower() or str(path)))
 
 
 def as_bytes(comparison: Comparison, suffix: str) -> bytes:

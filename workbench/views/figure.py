@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,23 @@ import numpy as np
 
 from ..history.snapshot import Curve, Snapshot
 from ..metrics import PARTS
+from ..scratch import export
 from . import text, units
-from .drawing import own_style
+from .comparison_parts import width_in, wrapped
+from .drawing import own_style, spell
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
-from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, series
+from .letters import readable, shortened
+from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, run_color, series
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the end of a run needs it
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
 _WIDTH_IN, _DPI = 9.0, 110
-_HEAD_IN, _CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 0.76, 2.1, 0.27, 0.75, 1.35
-_TITLE_LETTERS = 100  # as many as fit the width
+_CHART_IN, _ROW_IN, _PAD_IN, _SMALL_IN = 2.1, 0.27, 0.75, 1.35
+_EDGE_IN = 0.09  # left and right of the headline
+_NAME_LETTERS = 48
 _VISIBLE_STEPS = 12
 
 
@@ -50,8 +55,12 @@ class RunPicture:
         return run_bundle(self._snapshot)
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a PNG file."""
-        Path(path).write_bytes(run_png(self._snapshot))
+        """Write the picture to a PNG file.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        export(Path(path).expanduser(), run_png(self._snapshot))
 
 
 def placeholder_bundle(title: str) -> dict[str, Any]:
@@ -67,7 +76,9 @@ def run_png(snapshot: Snapshot) -> bytes:
     """Return the picture of a run as PNG."""
     target = io.BytesIO()
     with own_style({"hatch.linewidth": 1.0}):
-        run_figure(snapshot).savefig(target, format="png", dpi=_DPI)
+        figure = run_figure(snapshot)
+        spell(figure)
+        figure.savefig(target, format="png", dpi=_DPI)
     return target.getvalue()
 
 
@@ -78,17 +89,19 @@ def run_figure(snapshot: Snapshot) -> Figure:
     rows = max(1, len(snapshot.workers)) * _ROW_IN + _PAD_IN
     more = {**snapshot.extra, **snapshot.logged}
     more_rows = -(-len(more) // 3)
-    heights = [_HEAD_IN, _CHART_IN, rows, rows + 0.2]
+    head = _head(snapshot)
+    heights = [head.height_in, _CHART_IN, rows, rows + 0.2]
     if snapshot.split is not None:
         heights += [rows + 0.2, stages_height_in(snapshot.split)]
     heights += [_SMALL_IN] * more_rows
     figure = Figure(figsize=(_WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
     bands: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    _draw_head(bands[0], snapshot)
+    head.draw(bands[0])
     left, right = bands[1].subplots(1, 2)
-    _draw_curve(left, snapshot.loss_curve, "Loss", series(0))
+    own = run_color(snapshot.color)
+    _draw_curve(left, snapshot.loss_curve, "Loss", own)
     _mark_evals(left, snapshot)
-    _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", series(2))
+    _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", own)
     if len(snapshot.throughput_curve):
         right.set_ylim(0, _room(snapshot.throughput_curve))
     _draw_timeline(bands[2].subplots(), snapshot)
@@ -100,15 +113,64 @@ def run_figure(snapshot: Snapshot) -> Figure:
     return figure
 
 
-def _draw_head(band: SubFigure, snapshot: Snapshot) -> None:
+@dataclass(frozen=True)
+class _Head:
+    """What stands above the curves, in lines that fit the width.
+
+    Attributes:
+        title, facts, blame: Which run, its figures, who is slow.
+    """
+
+    title: list[str]
+    facts: list[str]
+    blame: list[str]
+
+    _TITLE_IN, _LINE_IN, _GAP_IN = 0.2, 0.165, 0.07  # of the title, of other lines, between parts
+
+    @property
+    def height_in(self) -> float:
+        lines = len(self.facts) + max(1, len(self.blame))
+        return len(self.title) * self._TITLE_IN + lines * self._LINE_IN + 3.3 * self._GAP_IN
+
+    def draw(self, band: SubFigure) -> None:
+        at_in, color = self._GAP_IN, INK["light"]
+        for lines, size_pt, weight, line_in in (
+            (self.title, 11, "bold", self._TITLE_IN),
+            (self.facts, 9, "normal", self._LINE_IN),
+            (self.blame, 9, "bold", self._LINE_IN),
+        ):
+            if lines is self.blame:
+                color = phase_colors()[HATCHED]
+            for line in lines:
+                band.text(
+                    _EDGE_IN / _WIDTH_IN, 1 - at_in / self.height_in, line, fontsize=size_pt,
+                    weight=weight, va="top", color=color, parse_math=False,
+                )  # fmt: skip
+                at_in += line_in
+            at_in += self._GAP_IN
+
+
+def _head(snapshot: Snapshot) -> _Head:
     facts = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
     blame = [line for line in (text.slow(snapshot), text.dropped(snapshot)) if line]
-    title = f"{text.title(snapshot)} · {snapshot.state}"
-    size = 11 * min(1.0, _TITLE_LETTERS / len(title))
-    band.text(0.01, 0.9, title, fontsize=size, weight="bold", va="top", color=INK["light"])
-    band.text(0.01, 0.55, " · ".join(facts), fontsize=9, va="top", color=INK["light"])
-    color = phase_colors()[HATCHED]
-    band.text(0.01, 0.24, " · ".join(blame), fontsize=9, weight="bold", va="top", color=color)
+    named = replace(snapshot, name=shortened(snapshot.name, _NAME_LETTERS))
+    title = readable(f"{text.title(named)} · {snapshot.state}").split(" · ")
+    return _Head(_lines(title, 11, "bold"), _lines(facts, 9), _lines(blame, 9, "bold"))
+
+
+def _lines(parts: list[str], size_pt: float, weight: str = "normal") -> list[str]:
+    """Return parts with dots between them, in lines that fit; they break at a dot if possible."""
+    most_in = _WIDTH_IN - 2 * _EDGE_IN
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]} · {part}" if lines else ""
+        if longer and width_in(longer, size_pt, weight) <= most_in:
+            lines[-1] = longer
+        elif width_in(part, size_pt, weight) <= most_in:
+            lines.append(part)
+        else:
+            lines += wrapped(part, size_pt, most_in, weight)
+    return lines
 
 
 def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
@@ -135,10 +197,10 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
     points = [(e["step"], e["loss"]) for e in snapshot.evals if "step" in e and "loss" in e]
     for evaluation in snapshot.evals:
         if "step" in evaluation:
-            axes.axvline(evaluation["step"], color=series(1), linewidth=0.8, linestyle=":")
+            axes.axvline(evaluation["step"], color=MUTED["light"], linewidth=0.8, linestyle=":")
     if points:
         steps, losses = zip(*points, strict=True)
-        axes.plot(steps, losses, "D", color=series(1), markersize=3.5, label="eval loss")
+        axes.plot(steps, losses, "D", color=INK["light"], markersize=3.5, label="eval loss")
         axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["light"])
 
 
@@ -151,7 +213,8 @@ def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:
         return
     shown = slice(-_VISIBLE_STEPS, None)
     first, last = int(line.step[shown][0]), int(line.step[-1])
-    style(axes, "What each worker did", f"steps {first} to {last}")
+    words = f"steps {first} to {last}{text.left_out(snapshot, _VISIBLE_STEPS)}"
+    style(axes, "What each worker did", words)
     starts = (line.start_s[shown] - np.nanmin(line.start_s[shown])) * 1e3
     parts = np.nan_to_num(line.parts_s[shown]) * 1e3
     rows = np.broadcast_to(np.arange(starts.shape[1]), starts.shape).ravel()

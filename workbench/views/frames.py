@@ -139,6 +139,8 @@ def make_head(snapshot: Snapshot) -> dict[str, Any]:
         "split": _split(snapshot),
         "bubbles": _bubbles(snapshot),
         "origin_s": origin,
+        "cuts": list(snapshot.timeline.cuts),
+        "color": snapshot.color,
         "description": text.describe(snapshot),
     }
 

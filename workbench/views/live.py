@@ -68,7 +68,7 @@ class WidgetView:
         if self._dashboard is None or self._publish is None:
             return
         self._dashboard.update(snapshot)
-        self._publish(run_bundle(snapshot), self._display_id, True)
+        self._publish(_final_bundle(snapshot), self._display_id, True)
         self._dashboard.finish()
         self._dashboard = None
 
@@ -93,7 +93,7 @@ class SvgView:
     def end(self, snapshot: Snapshot) -> None:
         """Replace the frame by the final picture."""
         if self._publish is not None:
-            self._publish(run_bundle(snapshot), self._display_id, True)
+            self._publish(_final_bundle(snapshot), self._display_id, True)
 
 
 class TextView:
@@ -199,6 +199,11 @@ def _shell() -> Any:
     from IPython.core.getipython import get_ipython
 
     return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def _final_bundle(snapshot: Snapshot) -> Bundle:
+    """Return what stays of a run; nothing where there is nothing to draw, but an error below."""
+    return {"text/plain": ""} if text.nothing_done(snapshot) else run_bundle(snapshot)
 
 
 def _svg_bundle(snapshot: Snapshot) -> Bundle:

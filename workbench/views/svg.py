@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ..history.snapshot import Curve, Floats, Snapshot
 from ..metrics import PARTS
 from . import text, units
-from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, say, say_percent
+from .svg_parts import GAP, GUTTER, MARGIN, ROW, WIDTH, box, label, lines, say, say_percent
 from .svg_pipeline import pipeline
-from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, series
+from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, run_color, series
 
 _CHART_WIDTH, _CHART_HEIGHT = 405, 130
 _VISIBLE_STEPS = 12
@@ -28,8 +28,8 @@ def run_svg(snapshot: Snapshot) -> str:
     """Return the run's present state as an SVG document."""
     body, y = _head(snapshot)
     pairs = (
-        ("Loss", snapshot.loss_curve, series(0), False),
-        ("Throughput, samples/s", snapshot.throughput_curve, series(2), True),
+        ("Loss", snapshot.loss_curve, run_color(snapshot.color), False),
+        ("Throughput, samples/s", snapshot.throughput_curve, run_color(snapshot.color), True),
     )
     for index, (title, curve, color, from_zero) in enumerate(pairs):
         left = MARGIN + index * (_CHART_WIDTH + 22)
@@ -73,16 +73,23 @@ def _document(body: list[str], height: float, description: str) -> str:
 
 def _head(snapshot: Snapshot) -> tuple[list[str], float]:
     found = [text.progress(snapshot), *(f"{k} {v}" for k, v in text.figures(snapshot).items())]
-    body = [
-        say(MARGIN, 24, f"{text.title(snapshot)} · {snapshot.state}", bold=True),
-        say(MARGIN, 44, " · ".join(found)),
-    ]
-    y = 60.0
-    lines = [snapshot.banner, text.slow(snapshot), text.dropped(snapshot), *snapshot.notes]
-    for index, line in enumerate(line for line in lines if line):
-        slow = index == 0 and bool(text.slow(snapshot))
-        body.append(say(MARGIN, y + 4, line, "w" if slow else "m", bold=slow))
+    title = f"{text.title(snapshot)} · {snapshot.state}".split(" · ")
+    body, y = [], 24.0
+    for index, line in enumerate(lines(title, bold=True)):
+        body.append(say(MARGIN, y + 18 * index, line, bold=True))
+    y += 18 * len(body) + 2
+    for line in lines(found):
+        body.append(say(MARGIN, y, line))
         y += 18
+    y -= 2
+    slow = text.slow(snapshot)
+    for said in (snapshot.banner, slow, text.dropped(snapshot), *snapshot.notes):
+        named = bool(slow) and said == slow
+        for line in (
+            line for one in said.splitlines() for line in lines([one.strip()], bold=named)
+        ):
+            body.append(say(MARGIN, y + 4, line, "w" if named else "m", bold=named))
+            y += 18
     return body, y + 14
 
 
@@ -160,6 +167,7 @@ def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     scale = (WIDTH - MARGIN - GUTTER) / max(end - begin, 1e-9)
     length = units.duration(end - begin)
     words = f"steps {line.step[-len(starts)]:.0f} to {line.step[-1]:.0f} · {length}"
+    words += text.left_out(snapshot, _VISIBLE_STEPS)
     body.append(say(WIDTH - MARGIN, y, words, "m", anchor="end"))
     y += 8
     for rank, worker in enumerate(snapshot.workers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from html import escape
 
 from ..history.snapshot import Worker
@@ -10,6 +12,10 @@ from .theme import HATCHED, phase_colors
 
 WIDTH, MARGIN, GUTTER = 860, 14, 110
 ROW, GAP = 20, 4
+
+_LETTERS = 115
+"""Letters of 12 points that fit the width at least: the fonts of pages differ in theirs."""
+_BOLD_LETTERS = 103
 
 
 def say(
@@ -21,6 +27,18 @@ def say(
         f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{weight}>'
         f"{escape(words)}</text>"
     )
+
+
+def lines(parts: Sequence[str], *, bold: bool = False) -> list[str]:
+    """Return parts with dots between them, in lines that fit; they break at a dot if possible."""
+    most, found = _BOLD_LETTERS if bold else _LETTERS, list[str]()
+    for part in parts:
+        longer = f"{found[-1]} · {part}" if found else ""
+        if longer and len(longer) <= most:
+            found[-1] = longer
+        else:
+            found += textwrap.wrap(part, most) or [part]
+    return found
 
 
 def label(worker: Worker, y: float, slow_rank: int | None) -> str:

@@ -50,6 +50,8 @@ class Table:
     Attributes:
         rows: Cells as they are shown; each row has one per column.
         strong: Indices of rows that stand out.
+        folded: Indices of columns that HTML shows in a table of their own, folded, below: the page
+            would be too narrow for all.
         notes: Sentences below the table.
         about: What it shows, for who reads a notebook's outputs (`COMPARISON`); empty: of no
             interest.
@@ -61,6 +63,7 @@ class Table:
     notes: Sequence[str] = field(default=())
     strong: frozenset[int] = frozenset()
     about: str = ""
+    folded: frozenset[int] = frozenset()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/html": self.html(), "text/plain": self.text()}
@@ -70,23 +73,36 @@ class Table:
 
     def html(self) -> str:
         """Return the table as one scoped block of HTML without scripts or classes."""
-        head = "".join(_cell("th", column, column.title, "font-weight:600") for column in
-                       self.columns)  # fmt: skip
+        first = [k for k in range(len(self.columns)) if k not in self.folded]
+        body = self._part(first)
+        if self.folded:
+            more = [first[0], *sorted(self.folded)]
+            names = ", ".join(self.columns[k].title for k in more[1:])
+            body += (
+                f'<details><summary style="{_MUTED};cursor:pointer">More: {html.escape(names)}'
+                f"</summary>{self._part(more)}</details>"
+            )
+        title = f'<div style="font-weight:600">{html.escape(self.title)}</div>' * bool(self.title)
+        notes = "".join(f'<div style="{_MUTED}">{html.escape(note)}</div>' for note in self.notes)
+        return f'<div style="{_BOX}">{title}{body}{notes}</div>'
+
+    def _part(self, shown: Sequence[int]) -> str:
+        """Return some of the columns as a table."""
+        head = "".join(
+            _cell("th", self.columns[k], self.columns[k].title, "font-weight:600") for k in shown
+        )
         body = "".join(
             f'<tr style="background:transparent;border-top:{_LINE}">'
             + "".join(
-                _cell("td", column, cell, "font-weight:600" if i in self.strong else "")
-                for column, cell in zip(self.columns, row, strict=True)
+                _cell("td", self.columns[k], row[k], "font-weight:600" if i in self.strong else "")
+                for k in shown
             )
             + "</tr>"
             for i, row in enumerate(self.rows)
         )
-        title = f'<div style="font-weight:600">{html.escape(self.title)}</div>' * bool(self.title)
-        notes = "".join(f'<div style="{_MUTED}">{html.escape(note)}</div>' for note in self.notes)
         return (
-            f'<div style="{_BOX}">{title}<table style="{_TABLE}"><thead>'
-            f'<tr style="background:transparent">{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table>{notes}</div>"
+            f'<table style="{_TABLE}"><thead><tr style="background:transparent">{head}</tr>'
+            f"</thead><tbody>{body}</tbody></table>"
         )
 
     def text(self) -> str:

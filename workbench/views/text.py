@@ -56,6 +56,12 @@ def _window(snapshot: Snapshot) -> str:
     return " (all steps)" if snapshot.state in OVER else f" (latest {snapshot.slow_steps} steps)"
 
 
+def left_out(snapshot: Snapshot, shown: int) -> str:
+    """Return that pauses are cut out of the latest `shown` steps; empty where none is."""
+    later = set(snapshot.timeline.step[-shown:][1:].tolist())
+    return " · pauses left out" if later.intersection(snapshot.timeline.cuts) else ""
+
+
 def dropped(snapshot: Snapshot) -> str:
     """Return how many records were lost; empty when none."""
     return f"{number(snapshot.dropped)} records dropped" if snapshot.dropped else ""
@@ -66,6 +72,11 @@ def drawing(snapshot: Snapshot) -> str:
     if not math.isfinite(snapshot.plot_cpu):
         return ""
     return f"drawing takes {snapshot.plot_cpu * 100:.1f} % of a core"
+
+
+def nothing_done(snapshot: Snapshot) -> bool:
+    """Whether the run failed before its first step: its axes and tables would be empty."""
+    return snapshot.state == "failed" and snapshot.step == 0 and not len(snapshot.loss_curve)
 
 
 def latest_eval(snapshot: Snapshot) -> dict[str, str]:
@@ -217,5 +228,5 @@ class LineWriter:
         """Leave the last line standing and write the report below it."""
         self.write(snapshot)
         stream = self._stream or sys.stdout
-        stream.write("\n" + report(snapshot) + "\n")
+        stream.write("\n" + ("" if nothing_done(snapshot) else report(snapshot) + "\n"))
         stream.flush()

@@ -48,7 +48,11 @@ SERIES_DARK = (
     "#56A8E0", "#F07F4A", "#2FBF98", "#E08FBD", "#F2B632", "#9A9EE8", "#9CCB62", "#A9AFB8",
 )  # fmt: skip
 SERIES = SERIES_LIGHT
-"""Colours of runs and curves, in order; repeat from the start beyond the eighth."""
+"""Colours of curves, in order; repeat from the start beyond the eighth."""
+
+_RUNS = (7, 5, 3, 6, 4, 0, 1, 2)
+"""Which of `SERIES` is a run's, by the number of its colour: grey for one device, which others are
+measured against, and first those that no phase of a step uses."""
 
 INK = {"light": "#1F2328", "dark": "#E6E8EB"}
 MUTED = {"light": "#62676F", "dark": "#A4ABB5"}
@@ -62,7 +66,12 @@ def phase_colors(mode: Mode = "light") -> dict[str, str]:
     return {part: table[part] for part in PARTS}
 
 
+def run_color(number: int, mode: Mode = "light") -> str:
+    """Return a run's colour, by its number (`session.registry.Runs.color`)."""
+    return series(_RUNS[number % len(_RUNS)], mode)
+
+
 def series(index: int, mode: Mode = "light") -> str:
-    """Return the colour of the `index`-th run or curve."""
+    """Return the colour of the `index`-th curve."""
     table = SERIES_DARK if mode == "dark" else SERIES_LIGHT
     return table[index % len(table)]

@@ -82,6 +82,8 @@ class Link:
         self.lab = lab
         self.known: dict[str, dict[str, Any]] = {}
         """Facts of the runs that the lab's own cells have made."""
+        self.workers = 0
+        """How many engines the lab's own cells have started."""
         stubs = write_stubs(folder.parent / f"{folder.name}-checks", lab) if isolation.how else None
         with processes.starting, self._log.open("wb") as log:
             place = Place(isolation, folder, stubs)
@@ -179,7 +181,7 @@ class Link:
             return None if reply.interrupted else reply.answer or {}
 
         try:
-            report, late = mark(number, Told(send, self.known, limit_s))
+            report, late = mark(number, Told(send, self.known, limit_s, self.workers))
         except Away as away:
             raise Gone(str(away)) from None
         after = self.ask("mend").answer or {}

@@ -71,6 +71,7 @@ class Told:
         send: Sends what is to be done with its time limit; gives the answer, None when it was
             interrupted.
         known: Facts of runs as they were when the lab's own cell had made them.
+        workers: How many engines must answer; 0 where that is not known.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Told:
         send: Callable[[dict[str, Any], float], Wire | None],
         known: dict[str, Wire],
         limit_s: float,
+        workers: int = 0,
     ) -> None:
-        self._send, self._known = send, known
+        self._send, self._known, self._workers = send, known, workers
         self._until = time.monotonic() + limit_s
 
     def _told(self, do: str, **what: Any) -> Wire:
@@ -101,7 +103,14 @@ class Told:
 
     def ask(self, source: str, limit_s: float, framework: str | None) -> Wire:
         """See `Side`."""
-        return self._told("run_on_engines", source=source, limit_s=limit_s, framework=framework)
+        found = self._told("run_on_engines", source=source, limit_s=limit_s, framework=framework)
+        values = found.get("values")
+        if values is not None and (not isinstance(values, list) or not values):
+            raise ValueError("no engine answered")
+        if values is not None and self._workers > 0 and len(values) != self._workers:
+            words = f"{len(values)} of {self._workers} engines answered."
+            return {"wrong": words, "hint": "the lab's engines are needed, all of them"}
+        return found
 
     def run(self, name: str) -> Wire:
         """See `Side`."""

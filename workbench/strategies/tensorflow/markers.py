@@ -174,7 +174,12 @@ class Markers:
             faults.compute_s = compute_s - one.injected_s
             results.append(
                 StepResult(
-                    one.samples, one.loss, compute_s, ready_s=one.ready_s, exposed_s=one.exposed_s
+                    one.samples,
+                    one.loss,
+                    compute_s,
+                    ready_s=one.ready_s,
+                    exposed_s=one.exposed_s,
+                    has_loss=one.has_loss and one.samples > 0,
                 )
             )
         waits = [NAN if traced else one.began_s - start_s for one in step]

@@ -111,7 +111,10 @@ class ModelSplit(Replicated):
         stages = len(self.devices)
         measured = measured or [StepResult(0, NAN, NAN)] * stages
         every = zip(measured, [NAN] * (stages - 1) + losses, strict=True)
-        return tuple(replace(one, samples=samples[0], loss=loss) for one, loss in every)
+        return tuple(
+            replace(one, samples=samples[0], loss=loss, has_loss=stage == stages - 1)
+            for stage, (one, loss) in enumerate(every)
+        )
 
     def close(self) -> None:
         """Let go of the user's model; its layers stay where they are."""

@@ -1,17 +1,20 @@
 """When each stage of a split model was busy, step by step, from the marks in its graph.
 
-    stage 0   | forward | . . . . bubble . . . . | backward | update |
-    stage 1   | bubble  | forward, then backward | bubble . | update |
+    stage 0   | forward | . . . . bubble . . . . | backward | update, metrics
+    stage 1   | bubble  | forward, then backward | bubble . | of all stages
 
-A stage's busy time is the union of its stretches (`stages.py`), and of the optimizer's, which
-updates all stages at once; all the rest of the step since its batch was there is its bubble.
+A stage's busy time is the union of its stretches (`stages.py`); the rest of the chain, from the
+first forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's
+weights while that of its input goes on to the stage before: such time is divided among both, so
+that no chain looks better than one in which stages take turns. What follows the chain is done for
+all stages together: no stage's own work, and no part of the schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -77,33 +80,47 @@ class StageMarks(Markers):
         whole = step.results[0]
         count = len(self.stages.faults)
         last = count - 1
-        if seen is None:
+        found = None if seen is None else chain_of(seen[0])
+        if found is None:
             lost = StepResult(whole.samples, NAN, NAN)
-            results = [lost] * last + [replace(lost, loss=whole.loss)]
-            return replace(step, data_wait_s=(NAN,) * count, results=tuple(results))
-        spans, injected = seen
-        update = (whole.ready_s + whole.exposed_s, step.end_s)
-        wait_s = step.data_wait_s[0]
-        given_s = step.start_s if wait_s != wait_s else step.start_s + wait_s
+            end = replace(lost, loss=whole.loss, has_loss=whole.has_loss)
+            return replace(step, data_wait_s=(NAN,) * count, results=(*[lost] * last, end))
+        begin_s, chain_s, busy = found
+        # The mark behind the batch may be passed later than that of the first stage.
+        wait_s = min(step.data_wait_s[0], begin_s - step.start_s)
         results = []
-        for stage, own in enumerate(spans):
-            busy_s = covered([*own, update])
-            idle_s = max(0.0, step.end_s - given_s - busy_s)
-            self.stages.faults[stage].compute_s = busy_s - float(injected[stage])
+        for stage, busy_s in enumerate(busy):
+            idle_s = chain_s - busy_s
+            self.stages.faults[stage].compute_s = busy_s - float(seen[1][stage])
             results.append(
                 StepResult(
                     whole.samples, whole.loss if stage == last else NAN, busy_s,
                     exposed_s=idle_s, wait_s=idle_s, bubble_s=idle_s,
+                    has_loss=stage == last and whole.has_loss,
                 )
             )  # fmt: skip
         return replace(step, data_wait_s=(wait_s,) * count, results=tuple(results))
 
 
-def covered(spans: Sequence[Span]) -> float:
-    """Return how much time the spans cover, counting what lies in several of them once."""
-    total, reached = 0.0, -np.inf
-    for begin, end in sorted(spans):
-        begin = max(begin, reached)
-        if end > begin:
-            total, reached = total + end - begin, end
-    return float(total)
+def chain_of(stages: Sequence[Sequence[Span]]) -> tuple[float, float, list[float]] | None:
+    """Return when a step's chain began, how long it took, and for how long each stage worked.
+
+    Time in which several stages are at work is divided among them, so that together they never
+    work for longer than the chain takes. None where no stretch is known.
+
+    Args:
+        stages: Of each stage, its busy stretches.
+    """
+    known = [[(a, b) for a, b in spans if a <= b] for spans in stages]  # not where one is NaN
+    edges = sorted({edge for spans in known for span in spans for edge in span})
+    if not edges:
+        return None
+    busy = [0.0] * len(known)
+    for begin, end in pairwise(edges):
+        at_work = [
+            stage for stage, spans in enumerate(known)
+            if any(a <= begin and end <= b for a, b in spans)
+        ]  # fmt: skip
+        for stage in at_work:
+            busy[stage] += (end - begin) / len(at_work)
+    return edges[0], edges[-1] - edges[0], busy

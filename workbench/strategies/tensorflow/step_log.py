@@ -7,7 +7,8 @@ appends a row; the loop reads it when its call has ended, for 15 us a device. Be
 there may be any number of steps (`steps_per_execution`).
 
     row of a device:  for each of its replicas
-                          began, samples, delay of data, delay of work, loss, ready x reductions
+                          began, samples, delay of data, delay of work, loss, 1 if it was seen,
+                          ready x reductions
                       reduced x reductions      on the device of the first replica only
                       reductions                how many all-reduces the step had
 
@@ -28,7 +29,7 @@ from tensorflow.python.ops.gen_resource_variable_ops import read_variable_op
 
 from ..base import NAN
 
-FIRST_READY = 5
+FIRST_READY = 6
 """Numbers of a replica before its first ready time."""
 
 MOST = 1 << 15
@@ -46,6 +47,7 @@ class Stamps:
         ready_s: On the clock of the replica's own work, which stands still while it is blocked.
         exposed_s: How long it was blocked in all-reduces.
         injected_s: Delays it spent after it had begun.
+        has_loss: Whether the model's loss was seen; then NaN means that it is no number.
         eager: Whether it was computed without a graph.
     """
 
@@ -55,6 +57,7 @@ class Stamps:
     loss: float
     samples: int
     injected_s: float
+    has_loss: bool = False
     eager: bool = False
 
 
@@ -186,7 +189,7 @@ def _stamps(
     own: Sequence[float], reduced_s: Sequence[float], offset_s: float, *, eager: bool = False
 ) -> Stamps:
     """Read a replica's numbers of one step."""
-    began_s, samples, data_s, delay_s, loss = own[:FIRST_READY]
+    began_s, samples, data_s, delay_s, loss, seen = own[:FIRST_READY]
     exposed_s = blocked_s = 0.0
     ready_s = NAN
     for ready_s, after_s in zip(own[FIRST_READY:], reduced_s, strict=True):
@@ -195,4 +198,6 @@ def _stamps(
     # A delay of the data is spent later, with the others.
     began_s += data_s + offset_s
     ready_s += offset_s - exposed_s
-    return Stamps(began_s, ready_s, exposed_s + blocked_s, loss, int(samples), delay_s, eager)
+    return Stamps(
+        began_s, ready_s, exposed_s + blocked_s, loss, int(samples), delay_s, bool(seen), eager
+    )

@@ -185,6 +185,7 @@ class Replica:
         self.weight: Any = 1.0  # samples, where they are known
         self._delays: Any = np.zeros(2)
         self._mean: Any = NAN
+        self._seen = 0.0  # 1 once it is a loss
         self._loss: tuple[Any, int] | None = None  # tensor, what it is
         self._scaled: tuple[Any, Any] | None = None  # a loss times a scale, and without
         self._sources: dict[int, Any] = {}  # variables by which a loss was differentiated
@@ -194,12 +195,13 @@ class Replica:
     def go_on(self, other: Replica) -> None:
         """Take over what the same replica saw in another trace of the step."""
         self._began, self._samples, self._delays = other._began, other._samples, other._delays
-        self._mean, self._loss, self.ready = other._mean, other._loss, list(other.ready)
+        self._mean, self._seen, self._loss = other._mean, other._seen, other._loss
+        self.ready = list(other.ready)
 
     @property
     def seen(self) -> Any:
         """Return what a replica's row is made of (`step_log.py`): numbers, in a graph vectors."""
-        first, last = [self._began, self._samples], [self._mean, *self.ready]
+        first, last = [self._began, self._samples], [self._mean, self._seen, *self.ready]
         if self._trace.eager:
             return [*first, *self._delays, *last]
         with tf.device(self._host):
@@ -295,6 +297,7 @@ class Replica:
         if kind == EACH:
             loss = tf.reduce_mean(loss)
         self._mean = _number(loss) * (self._trace.run.total if kind == PART and summed else 1)
+        self._seen = 1.0
 
     def _now(self, after: list[Any]) -> Any:
         """Return the time, in seconds since 1970, when all of `after` is there."""

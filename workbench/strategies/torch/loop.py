@@ -305,11 +305,11 @@ class OwnLoop:
         if not self._fed:
             return
         if self._loss is not None:
-            self._record(self._loss)
+            self._record(self._loss, seen=True)
         elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            self._record(torch.tensor(NAN))  # its gradients came without a backward
+            self._record(torch.tensor(NAN), seen=False)  # gradients came without a backward
 
-    def _record(self, loss: torch.Tensor) -> None:
+    def _record(self, loss: torch.Tensor, *, seen: bool) -> None:
         context = self.context
         sent = self._sent_bytes
         sent_bytes = sent() if callable(sent) else sent
@@ -330,6 +330,7 @@ class OwnLoop:
             staleness=result.staleness,
             waited_for=result.waited_for,
             sent_bytes=result.sent_bytes,
+            has_loss=seen and result.has_loss,
             deferred=result.deferred,
         )
         context.trained += 1

@@ -27,6 +27,7 @@ Where to cut is decided from measured times (`split/balance.py`), or by the user
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 
 from ... import pipelines
 from ...engine.torch_batches import batch_length, map_batch
+from ...engine.torch_checks import evaluating
 from ...errors import FitError, PlanError
 from ..base import NAN, Job, Share, StepResult, Strategy
 from .memory import held_bytes
@@ -252,9 +254,10 @@ class ModelSplit(Strategy):
         pipeline, job, program = self._pipeline, self.job, self._pipeline.program
         names = ["loss", *job.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
-        for module in pipeline.evaluating.values():
-            module.train(False)
-        with torch.no_grad():
+        with contextlib.ExitStack() as around:
+            for module in pipeline.evaluating.values():
+                around.enter_context(evaluating(module))
+            around.enter_context(torch.no_grad())
             for share in shares:
                 output = pipeline.forward(share.data, share.samples)
                 if output is None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,12 +32,11 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.context import RunContext
-from ...engine.marks import MESSAGE, waits_in
-from ...errors import FitError
 from .averaging import Averaging, size_bytes
 from .flat import FlatGradients, unused
 from .guard import Guard
 from .replicas import broadcast_model, check_alike
+from .trained_sets import TrainedSets
 
 _parameters = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = (  # the argument was renamed in PyTorch 2.13
@@ -84,7 +82,7 @@ class Reductions:
         if self._each:  # the first one was compared when the all-reduce was chosen
             check_alike(model)
         broadcast_model(model)
-        reduction = Reduction(self._averaging, model)
+        reduction = Reduction(self._averaging, model, self._context.spec.hosts)
         self._each.append(reduction)
         self.guard.add(model)
         return reduction
@@ -219,7 +217,7 @@ class Reduction:
         rewrapped: Called when that was made anew.
     """
 
-    def __init__(self, averaging: Averaging, model: torch.nn.Module) -> None:
+    def __init__(self, averaging: Averaging, model: torch.nn.Module, hosts: Sequence[str]) -> None:
         self._averaging, self.model = averaging, model
         self._overlapped = averaging.overlapped
         self._find_unused = averaging.find_unused
@@ -229,11 +227,11 @@ class Reduction:
         self.rewrapped: Any = lambda: None
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         self._active = False
-        self._changes = 0
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.known: set[torch.Tensor] = set()
         self.look_again()
         self._trained = self._flags()
+        self._sets = TrainedSets(hosts, list(self.parameters), self._trained)
         self._wrap()
 
     def look_again(self) -> None:
@@ -273,6 +271,8 @@ class Reduction:
             return tensors
         if flags != self._trained:
             self._change(flags)
+        else:
+            self._sets.begin()
         self._before = [
             (p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._watched
         ]
@@ -323,36 +323,12 @@ class Reduction:
 
     def _change(self, flags: tuple[bool, ...]) -> None:
         """Go on with other parameters than so far; raises where the workers differ in them."""
-        self._agree(flags)
+        self._sets.change(list(self.parameters), flags)
         self._trained = flags
         self._unwrap()
         self._averaging.forget()
         self._wrap()
         self.rewrapped()
-
-    @waits_in(MESSAGE)
-    def _agree(self, flags: tuple[bool, ...]) -> None:
-        """Meet at the store: a collective might meet another one of those who saw no change."""
-        if dist.get_world_size() == 1:
-            return
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        what = f"trained/{zlib.crc32(repr(list(self.parameters)).encode())}"
-        self._changes += 1
-        keys = [f"{what}/{self._changes}/{r}" for r in range(dist.get_world_size())]
-        store.set(keys[rank], repr(flags))
-        store.wait(keys)
-        every = [store.get(key) for key in keys]
-        if self._changes > 1:  # everybody has read it
-            store.delete_key(f"{what}/{self._changes - 1}/{rank}")
-        if len(set(every)) > 1:
-            now = [n for n, (a, b) in zip(self.parameters, zip(flags, self._trained, strict=False),
-                                          strict=False) if a != b]  # fmt: skip
-            raise FitError(
-                "The workers no longer train the same parameters.",
-                seen=f"on rank {rank} changed: {', '.join(now[:3])}",
-                allowed="the same requires_grad on every worker",
-                next_step="freeze and unfreeze at the same step on every rank",
-            )
 
     def _unwrap(self) -> None:
         if self.ddp is not None:
@@ -365,6 +341,7 @@ class Reduction:
     def close(self) -> None:
         """Let go of the model."""
         self._unwrap()
+        self._sets.close()
         self.rewrapped = lambda: None
         self.parameters, self._every, self.known = {}, [], set()
 

@@ -70,6 +70,8 @@ class Trainer:
             self.scaler = torch.amp.GradScaler(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
+        several = self._workers > 1 and job.step_fn is not None
+        self._around_step_fn: Any = _NoBackward() if several else _NOTHING
 
     def wrap(self, forward: Any) -> None:
         """Let batches go through `forward` (DDP around the model), compiled if asked for."""
@@ -109,7 +111,8 @@ class Trainer:
         """Return the mean loss of a collated batch."""
         with self._precision():
             if self.job.step_fn is not None:
-                loss = self.job.step_fn(self.forward, batch)
+                with self._around_step_fn:
+                    loss = self.job.step_fn(self.forward, batch)
             else:
                 x, y = batch
                 loss = self.job.loss(self.forward(x), y)
@@ -233,6 +236,27 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         load_parts(self, state)
+
+
+class _NoBackward:
+    """Refuses a backward meanwhile: its gradients would be one worker's, and nobody's average."""
+
+    def __enter__(self) -> None:
+        self._original = torch.autograd.backward  # that of tensors calls it
+        torch.autograd.backward = self._refuse
+
+    def __exit__(self, *error: object) -> None:
+        torch.autograd.backward = self._original
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise FitError(
+            "step_fn called backward itself, so each worker would train with gradients of its own "
+            "share alone.",
+            seen="backward() within step_fn",
+            allowed="a step_fn that returns the loss: wb.fit calls backward, and averages",
+            next_step="return the loss (the sum, where there are several), or write the loop "
+            "yourself with wb.prepare",
+        )
 
 
 _NOTHING = contextlib.nullcontext()

@@ -48,25 +48,42 @@ SECTIONS.push((() => {
 
   function make(app, root) {
     const count = kit.field({ kind: "int", label: "Engines", min: 1, max: MOST, onchange: () => redraw() });
-    count.input.addEventListener("input", () => redraw());
+    count.input.addEventListener("input", () => { redraw(); if (possible()) app.do("cluster.asked", { count: count.read() }); });
     const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
-    count.set(2);
     devices.set("auto");
     const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()), devices: devices.read() }), "wbp-primary");
-    const restart = kit.button("Restart", "Replace all engines by fresh ones", () => app.do("cluster.restart"));
-    const stop = kit.button("Stop cluster", "End all engines and what runs on them", () => app.do("cluster.stop"));
+    const restart = kit.button("Restart", "Replace all engines by fresh ones", () => ask("Restart all engines?", "cluster.restart"));
+    const stop = kit.button("Stop cluster", "End all engines and what runs on them", () => ask("Stop the cluster?", "cluster.stop"));
+    const sure = kit.h("div", { class: "wbp-sure", role: "alertdialog", "aria-label": "Are you sure?", hidden: true });
     const words = kit.h("span", { class: "wbp-muted", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
     const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });
-    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, restart, stop, track, words), engines);
+    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, restart, stop, track, words), sure, engines);
     let latest = { count: 0, running: false };
+    count.input.value = 2;
+
+    function possible() {
+      const asked = Number(count.read());
+      return Number.isInteger(asked) && asked >= 1 && asked <= MOST;
+    }
+
+    /** Where something goes on, ask before it is ended. */
+    function ask(question, name) {
+      if (!latest.at_work) return void app.do(name);
+      const close = () => { kit.show(sure, false); sure.replaceChildren(); };
+      const yes = kit.button("End it", "Yes: what goes on is lost", () => { close(); app.do(name); }, "wbp-danger");
+      const no = kit.button("Cancel", "Leave everything as it is", close);
+      sure.replaceChildren(kit.h("b", {}, question), kit.h("span", {}, `${latest.at_work}: that would be lost.`), yes, no);
+      kit.show(sure, true);
+      no.focus();
+    }
 
     function redraw() {
-      const asked = Number(count.read()), { running, busy } = latest, possible = Number.isInteger(asked) && asked >= 1 && asked <= MOST;
-      count.error(possible ? "" : `a whole number, from 1 to ${MOST}`);
+      const asked = Number(count.read()), { running, busy } = latest;
+      count.error(possible() ? "" : `a whole number, from 1 to ${MOST}`);
       if (running) kit.rename(start, "Add engines", `Add engines until there are ${asked}`);
       else kit.rename(start, "Start", "Start this many engines");
-      start.disabled = busy || !possible || (running && asked <= latest.count);
+      start.disabled = busy || !possible() || (running && asked <= latest.count);
       devices.enable(!running);
     }
 
@@ -74,6 +91,8 @@ SECTIONS.push((() => {
       draw(value, all) {
         const doing = all.panel?.doing ?? [], busy = doing.some((d) => d.startsWith("cluster."));
         if (value.count !== latest.count && value.running) count.set(value.count);
+        if (!value.running && value.asked !== latest.asked && possible()) count.set(value.asked);
+        if (!value.at_work && !sure.hidden) { kit.show(sure, false); sure.replaceChildren(); }
         latest = { ...value, busy };
         if (value.running) devices.set(value.devices);
         for (const button of [restart, stop]) { kit.show(button, value.running); button.disabled = busy && !value.progress; }

@@ -23,6 +23,8 @@ SECTIONS.push((() => {
     ["memory_bytes_per_worker", "Memory of a worker", "model, gradients, optimizer: the fullest", kit.bytes],
     ["final_loss", "Final loss", "mean and spread over seeds; less is better", plain],
   ];
+  /** What is shown at first; the others are told by "All columns". */
+  const FEW = new Set(["run", "workers", "samples_per_s", "speedup", "efficiency", "step_s", "sync_wait_share", "staleness_mean", "final_loss", "state"]);
   const COLUMNS = [
     ["run", "run", String], ["strategy", "strategy", String], ["workers", "workers", plain], ["steps", "steps", plain],
     ["samples_per_s", "samples/s", plain], ["all_samples_per_s", "all steps", plain], ["speedup", "speed-up", times], ["efficiency", "efficiency", percent],
@@ -33,7 +35,14 @@ SECTIONS.push((() => {
     ["state", "state", String],
   ];
 
-  function color(app, row) { return app.ink.series[row % app.ink.series.length]; }
+  /** A row's colour is its run's, here as in the dashboard and in stored pictures. */
+  function color(app, row) { return app.ink.runs[(row.color ?? 0) % app.ink.runs.length]; }
+
+  /** Rows beyond the eighth have an earlier one's colour; their lines are dashed. */
+  function dashes(rows, at) {
+    const before = rows.slice(0, at).filter((r) => r.color === rows[at].color).length;
+    return ["", "7 4", "7 3 2 3", "2 3"][before % 4];
+  }
 
   function decode(text) { return Uint8Array.from(atob(text), (c) => c.charCodeAt(0)); }
 
@@ -62,7 +71,7 @@ SECTIONS.push((() => {
         d += `${pen}${x(curve[axis[0]][i]).toFixed(1)} ${y(v).toFixed(1)}`;
         pen = "L";
       });
-      svg.append(kit.svg("path", { d, fill: "none", stroke: color(app, curve.row), "stroke-width": 1.8, "stroke-linejoin": "round", opacity: 0.9 }, kit.svg("title", {}, document.createTextNode(curve.run))));
+      svg.append(kit.svg("path", { d, fill: "none", stroke: color(app, compared.rows[curve.row]), "stroke-dasharray": dashes(compared.rows, curve.row) || null, "stroke-width": 1.8, "stroke-linejoin": "round", opacity: 0.9 }, kit.svg("title", {}, document.createTextNode(curve.run))));
     }
     return svg;
   }
@@ -77,10 +86,10 @@ SECTIONS.push((() => {
     const rows = compared.rows, most = Math.max(...rows.map((r) => spreadOf(r, field).high ?? 0), 0);
     if (!rows.some((r) => r[field] != null)) return null;
     const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, caption), kit.h("span", {}, help)));
-    rows.forEach((row, i) => {
+    rows.forEach((row) => {
       const { mean, std, low, high } = spreadOf(row, field), bar = kit.h("div", { class: "wbp-bar" });
       if (mean != null && most > 0) {
-        bar.append(kit.h("i", { style: `width:${(100 * mean) / most}%;background:${color(app, i)}` }));
+        bar.append(kit.h("i", { style: `width:${(100 * mean) / most}%;background:${color(app, row)}` }));
         if (high > low) bar.append(kit.h("u", { style: `left:${(100 * low) / most}%;width:${(100 * (high - low)) / most}%` }));
       }
       const value = words(mean) + (std ? ` ± ${words(std)}` : "");
@@ -120,13 +129,13 @@ SECTIONS.push((() => {
   }
 
   function staleness(app, compared) {
-    const rows = compared.rows.map((r, i) => [r, i]).filter(([r]) => r.staleness?.length);
+    const rows = compared.rows.filter((r) => r.staleness?.length);
     if (!rows.length) return null;
     const figure = kit.h("figure", { class: "wbp-bars" }, kit.h("figcaption", {}, kit.h("b", {}, "Staleness of pushes"), kit.h("span", {}, "updates that came in between")));
-    for (const [row, i] of rows) {
+    for (const row of rows) {
       const all = row.staleness.reduce((a, b) => a + b, 0), most = Math.max(...row.staleness), shown = row.staleness.slice(0, 24);
       const columns = kit.h("div", { class: "wbp-histogram", role: "img", "aria-label": `${row.run}: mean ${plain(row.staleness_mean)}, at most ${plain(row.staleness_max)}` });
-      shown.forEach((count, s) => columns.append(kit.h("span", { title: `staleness ${s}: ${percent(count / all)}` }, kit.h("i", { style: `height:${(100 * count) / most}%;background:${color(app, i)}` }), kit.h("small", {}, String(s)))));
+      shown.forEach((count, s) => columns.append(kit.h("span", { title: `staleness ${s}: ${percent(count / all)}` }, kit.h("i", { style: `height:${(100 * count) / most}%;background:${color(app, row)}` }), kit.h("small", {}, String(s)))));
       figure.append(kit.h("div", { class: "wbp-stale" }, kit.h("span", {}, row.run), columns, kit.h("b", {}, `mean ${plain(row.staleness_mean)}`)));
     }
     return figure;
@@ -134,9 +143,9 @@ SECTIONS.push((() => {
 
   // ---- the table
 
-  function makeTable(compared, sort, onsort) {
+  function makeTable(compared, sort, onsort, all) {
     const metrics = compared.metrics.map((m) => [`eval_${m}`, m, plain]);
-    const columns = [...COLUMNS.slice(0, -2), ...metrics, ...COLUMNS.slice(-2)].filter(([k]) => compared.rows.some((r) => r[k] != null && r[k] !== ""));
+    const columns = [...COLUMNS.slice(0, -2), ...metrics, ...COLUMNS.slice(-2)].filter(([k]) => all || FEW.has(k) || k.startsWith("eval_")).filter(([k]) => k !== "state" || all || compared.rows.some((r) => r.state !== "finished")).filter(([k]) => compared.rows.some((r) => r[k] != null && r[k] !== ""));
     const rows = [...compared.rows];
     if (sort.key) rows.sort((a, b) => order(a[sort.key], b[sort.key], sort.down));
     const head = kit.h("tr", {}, columns.map(([k, title]) => {
@@ -165,9 +174,10 @@ SECTIONS.push((() => {
     const loss = kit.h("figure", { class: "wbp-loss" }, kit.h("figcaption", {}, kit.h("b", {}, "Loss"), axes), chart, legend);
     const grid = kit.h("div", { class: "wbp-bargrid" });
     const table = kit.h("div", { class: "wbp-scroll", tabindex: "0", role: "region", "aria-label": "Table of the runs" });
+    const every = kit.field({ kind: "bool", label: "All columns", onchange: () => drawTable() });
     const saves = kit.h("div", { class: "wbp-row", role: "group", "aria-label": "Export" }, kit.h("span", { class: "wbp-muted" }, "Export"), EXPORTS.map(([kind, name]) => kit.button(name, `Save the comparison as ${name}`, () => save(kind))));
     const notes = kit.h("ul", { class: "wb-notes" });
-    const whole = kit.h("div", { class: "wbp-compared" }, verdict, loss, grid, table, saves, notes);
+    const whole = kit.h("div", { class: "wbp-compared" }, verdict, loss, grid, kit.h("div", {}, every.root, table), saves, notes);
     root.append(kit.h("div", { class: "wbp-row" }, picks, latest), none, whole);
 
     async function save(kind) {
@@ -183,12 +193,12 @@ SECTIONS.push((() => {
       drawn = chart.clientWidth;
       [...axes.children].forEach((b, i) => { b.setAttribute("aria-checked", AXES[i] === axis); b.tabIndex = AXES[i] === axis ? 0 : -1; });
       chart.replaceChildren(overlay(app, compared, axis, chart.clientWidth || 720));
-      legend.replaceChildren(...compared.rows.map((r, i) => key(r.run, color(app, i), false)));
+      legend.replaceChildren(...compared.rows.map((r) => key(r.run, color(app, r), false)));
     }
 
     function drawTable() {
       const focused = table.contains(document.activeElement) ? document.activeElement.title : "";
-      table.replaceChildren(makeTable(compared, sort, (k) => { sort = { key: k, down: sort.key === k ? !sort.down : true }; drawTable(); }));
+      table.replaceChildren(makeTable(compared, sort, (k) => { sort = { key: k, down: sort.key === k ? !sort.down : true }; drawTable(); }, every.read()));
       if (focused) [...table.querySelectorAll("button")].find((b) => b.title === focused)?.focus();
     }
 

@@ -117,6 +117,13 @@ const kit = {
     return `${value.toFixed(0)} B`;
   },
 
+  /** A time that is only estimated: whole seconds, minutes, or hours. */
+  left(value) {
+    if (value == null || !Number.isFinite(value)) return "–";
+    if (value < 90) return `${Math.max(1, Math.round(value))} s`;
+    return value < 5400 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+  },
+
   seconds(value) {
     if (value == null || !Number.isFinite(value)) return "–";
     if (value < 1) return milliseconds(value * 1e3);

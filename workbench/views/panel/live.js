@@ -10,7 +10,10 @@ SECTIONS.push({
     const none = kit.h("p", { class: "wbp-empty" }, "No run yet. Choose a recipe and strategies, then press Run.");
     const error = kit.h("details", { class: "wbp-failure", hidden: true }, kit.h("summary", {}, "Why it failed"), kit.h("pre"));
     const place = kit.h("div", { class: "wbp-live" });
-    root.append(pick, none, error, place);
+    const forget = kit.button("Remove", "Take this run off the lists; its files stay on the disk", () => app.do("live.forget", { run: pick.value }));
+    const from = kit.h("input", { type: "text", class: "wbp-input", placeholder: "folder of a saved run", "aria-label": "Folder of a saved run", spellcheck: "false" });
+    const load = kit.button("Load", "Bring back a run that run.save wrote", () => { if (from.value.trim()) app.do("live.load", { path: from.value }).then(() => { from.value = ""; }).catch(() => {}); });
+    root.append(kit.h("div", { class: "wbp-row" }, pick, forget, from, load), none, error, place);
     let view = null, names = "", drawn = null;
     return {
       always: true,
@@ -20,10 +23,12 @@ SECTIONS.push({
         const listed = JSON.stringify(value.runs);
         if (names !== listed) {
           names = listed;
-          pick.replaceChildren(...[...value.runs].reverse().map((r) => kit.h("option", { value: r.name }, `${r.name} · ${r.strategy} · ${r.state}`)));
+          pick.replaceChildren(...[...value.runs].reverse().map((r) => kit.h("option", { value: r.name }, [...new Set([r.name, r.strategy, r.state])].join(" · "))));
         }
         if (pick.value !== value.run) pick.value = value.run;
         pick.disabled = ["starting", "running", "paused", "stopping", "recovering"].includes(value.state);
+        forget.disabled = pick.disabled;
+        kit.show(forget, Boolean(value.run));
         kit.show(error, Boolean(value.error));
         kit.text(error.firstChild, `Why it failed: ${(value.error ?? "").split("\n")[0]}`);
         kit.text(error.lastChild, [value.error, value.printed].filter(Boolean).join("\n\n"));

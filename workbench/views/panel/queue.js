@@ -2,14 +2,21 @@
 
 SECTIONS.push((() => {
   function make(app, root) {
-    const run = kit.button("Run", "Train what is picked, one run after the other", () => { app.do("queue.run"); app.open("run"); }, "wbp-primary wbp-run");
+    const run = kit.button("Run", "Train what is picked, one run after the other", begin, "wbp-primary wbp-run");
     const pause = kit.button("Pause", "Hold the run after the present step", () => app.do(paused ? "live.resume" : "live.pause"));
     const stop = kit.button("Stop", "End the run after the present step", () => app.do("live.stop"), "wbp-danger");
     const all = kit.button("Stop all", "End the run, and let none of the others begin", () => app.do("queue.stop_all"), "wbp-danger");
     const words = kit.h("span", { class: "wbp-summary", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", "aria-label": "Progress of all runs" });
     root.append(kit.h("div", { class: "wbp-row" }, run, pause, stop, all, words, track));
-    let paused = false;
+    let paused = false, problem = "";
+
+    /** What is wrong stands on the Choose tab, so it is there that one is left. */
+    function begin() {
+      app.do("queue.run");
+      if (!problem) app.open("run");
+      else if (app.opened !== "setup") app.open("setup");
+    }
 
     return {
       always: true,
@@ -18,6 +25,7 @@ SECTIONS.push((() => {
         const going = ["starting", "running", "paused", "recovering", "stopping"].includes(live?.state);
         const waiting = value.items.filter((i) => i.state === "waiting").length;
         paused = live?.state === "paused";
+        problem = strategies?.problem ?? "";
         run.disabled = starting;
         if (value.busy) kit.rename(run, "Add to the queue", "Train what is picked after what waits already");
         else kit.rename(run, "Run", "Train what is picked, one run after the other");
@@ -29,7 +37,7 @@ SECTIONS.push((() => {
         kit.show(track, value.busy);
         track.value = value.progress;
         const over = value.items.filter((i) => !["waiting", "running"].includes(i.state)).length;
-        const left = value.remaining_s == null ? "" : `, ${value.rough ? "about " : ""}${kit.seconds(value.remaining_s)} left`;
+        const left = value.remaining_s == null ? "" : `, ${paused ? "paused, " : ""}about ${kit.left(value.remaining_s)} left`;
         kit.text(words, starting ? "starting…" : value.busy ? `${Math.min(over + 1, value.items.length)} of ${value.items.length}${left}` : strategies?.summary ?? "");
       },
     };
@@ -66,10 +74,10 @@ SECTIONS.push((() => {
       kit.text(own.about, `${i.strategy} · ${i.workers} worker${i.workers === 1 ? "" : "s"}${i.seed == null ? "" : ` · seed ${i.seed}`}`);
       kit.text(own.state, i.state);
       own.state.dataset.state = i.state;
-      kit.show(own.bar, i.state === "running");
+      kit.show(own.bar, ["running", "paused"].includes(i.state));
       own.bar.value = i.fraction;
       for (const button of [own.sooner, own.later, own.remove]) kit.show(button, waiting);
-      kit.show(own.show, Boolean(i.run) && !["waiting", "running"].includes(i.state));
+      kit.show(own.show, Boolean(i.run) && !["waiting", "running", "paused"].includes(i.state));
       const reason = i.error || i.why;
       kit.show(own.why, Boolean(reason));
       kit.text(own.why.firstChild, (reason ?? "").split("\n")[0]);
@@ -77,10 +85,11 @@ SECTIONS.push((() => {
     }
 
     return {
-      draw(value) {
+      always: true, // a pause is the run's news, not the queue's
+      draw(value, all) {
         kit.show(none, !value.items.length);
         let place = -1;
-        kit.list(list, value.items, (i) => i.number, item, (element, i) => update(element, i, i.state === "waiting" ? ++place : 0));
+        kit.list(list, value.items, (i) => i.number, item, (element, i) => update(element, i.state === "running" && all.live?.state === "paused" ? { ...i, state: "paused" } : i, i.state === "waiting" ? ++place : 0));
         going.set(value.keep_going);
         kit.show(clear, value.items.some((i) => i.state === "waiting"));
         kit.show(going.root, value.items.length > 1);

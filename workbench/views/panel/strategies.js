@@ -204,6 +204,11 @@ SECTIONS.push({
         field("batch_size", "int", "Batch size", "of all workers together", { min: 1, ...as }),
         field("seed", "int", "Seed", "", { min: 0, ...as }),
         field("inject", "str", "Faults to begin with", "as slow=1:50ms, jitter=20ms, kill=1@100", { placeholder: "none" }),
+        field("name", "str", "Name", "of the run, to find it again", { placeholder: "the strategy's" }),
+        field("checkpoint", "str", "Checkpoint folder", "what is needed to go on is written there", { placeholder: "none" }),
+        field("checkpoint_every", "int", "Checkpoint every", "steps", { min: 1, placeholder: "100" }),
+        field("on_failure", "str", "When an engine dies", "stop, continue or replace", { placeholder: "stop" }),
+        field("log", "str", "Log to", "as tensorboard:FOLDER, mlflow:URI", { placeholder: "nowhere else" }),
       ];
       const element = kit.h("div", { class: "wbp-common", role: "group", "aria-label": "For all runs" }, kit.h("div", { class: "wbp-group-title" }, "For all runs"), kit.h("div", { class: "wbp-common-fields" }, fields.map(([name, one]) => { one.root.classList.add(`wbp-of-${name}`); return one.root; })));
       return {

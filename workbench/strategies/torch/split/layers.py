@@ -170,9 +170,9 @@ def shared(
 def batchnorm_warning(
     model: torch.nn.Module, microbatch: int, batch: int, microbatches: int
 ) -> str | None:
-    """Return what BatchNorm does otherwise in a pipeline; None where the model has none."""
+    """Return what BatchNorm does otherwise in a pipeline; None where none of the model trains."""
     norms = torch.nn.modules.batchnorm._BatchNorm
-    found = [name for name, module in model.named_modules() if isinstance(module, norms)]
+    found = [name for name, one in model.named_modules() if isinstance(one, norms) and one.training]
     if not found:
         return None
     return (

@@ -83,8 +83,6 @@ class Pipeline:
             inputs = tuple(self._dealt(x, samples).to(self.device) for x in given)
         if self.holds_last:
             self._target = map_batch(lambda t: t.to(self.device), self.program.target(batch))
-        for module in self.modules.values():
-            module.train()
         self.timeline.begin()
         for stage in self.stages:
             stage.mail.expect()

@@ -1,0 +1,141 @@
+"""A class: notebooks that load the extension and start their engines all at once, on one machine.
+
+Each notebook is a process of its own, as a kernel is: it pre-warms, starts its engines and trains.
+Measured are the seconds until each is ready, the memory of all processes together (PSS: shared
+pages are divided among those who share them), and how evenly they train.
+
+    python benchmarks/bench_class.py [--notebooks 12] [--engines 3] [--seconds 10]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+MB = 1e6
+READY_S = 240
+PATIENCE_S = 80
+"""How long a notebook's first steps are waited for; one that has none by then counts as 0."""
+
+CELL = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+wb.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+       wb.data.digits("train"), loss=nn.CrossEntropyLoss(), batch_size=64,
+       optimizer=lambda p: torch.optim.SGD(p, 0.05), steps=10**7)
+"""
+
+
+def one(engines):
+    """Be one notebook; what is read from stdin says when to go on."""
+    from workbench.session import state
+
+    began = time.perf_counter()
+    state.session.prewarm()
+    cluster = state.session.start(engines)
+    cluster.execute("x = 1").over.wait(READY_S)
+    print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
+    sys.stdin.readline()
+    run = cluster.run(CELL, strategy="mirrored" if engines > 1 else "one_device")
+    end = time.monotonic() + PATIENCE_S
+    while run.history.totals.steps < 3 and not run.is_over and time.monotonic() < end:
+        time.sleep(0.05)
+    print(json.dumps({"trains": run.state}), flush=True)
+    sys.stdin.readline()
+    steps, at = run.history.totals.steps, time.perf_counter()
+    sys.stdin.readline()
+    rate = (run.history.totals.steps - steps) / (time.perf_counter() - at)
+    print(json.dumps({"steps_per_s": rate}), flush=True)
+    state.session.stop()
+
+
+def said(process, name):
+    """Return what a notebook says next under a name; what else it prints is left out."""
+    for line in process.stdout:
+        if line.startswith("{") and name in (found := json.loads(line)):
+            return found[name]
+    sys.exit(f"a notebook ended:\n{process.wait()}")
+
+
+def go_on(processes):
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def pss_bytes(processes):
+    """Return the PSS of all that descends from the notebooks, and how many processes there are."""
+    family = {}
+    for process in processes:
+        root = psutil.Process(process.pid)
+        for member in (root, *root.children(recursive=True)):
+            family[member.pid] = member
+    total = 0
+    for member in family.values():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += member.memory_full_info().pss
+    return total, len(family)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--notebooks", type=int, default=12)
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        one(given.engines)
+        return
+    with tempfile.TemporaryDirectory() as home:
+        command = [sys.executable, __file__, "--one", "--engines", str(given.engines)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env = {**os.environ, "WORKBENCH_HOME": home}
+        used = psutil.virtual_memory().available
+        books = [subprocess.Popen(command, env=env, **pipes) for _ in range(given.notebooks)]
+        try:
+            ready_s = sorted(said(book, "ready_s") for book in books)
+            idle_bytes, processes = pss_bytes(books)
+            print(f"ready after {ready_s}, {idle_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
+            go_on(books)
+            for book in books:
+                said(book, "trains")
+            go_on(books)
+            time.sleep(given.seconds)
+            busy_bytes, _ = pss_bytes(books)
+            print(f"training, {busy_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
+            taken = used - psutil.virtual_memory().available
+            go_on(books)
+            rates = sorted(said(book, "steps_per_s") for book in books)
+        finally:
+            for book in books:
+                book.kill()
+                book.communicate()
+    each = {"ready_s": [round(s, 2) for s in ready_s], "steps_per_s": [round(r, 2) for r in rates]}
+    result = {
+        "what": f"a class of {given.notebooks} notebooks x {given.engines} engines",
+        "notebooks": given.notebooks, "engines": given.engines, "cores": os.cpu_count(),
+        "processes": processes, "idle_pss_mb": idle_bytes / MB, "training_pss_mb": busy_bytes / MB,
+        "notebook_pss_mb": busy_bytes / MB / given.notebooks, "machine_mb": taken / MB,
+        "first_ready_s": ready_s[0], "median_ready_s": ready_s[len(ready_s) // 2],
+        "last_ready_s": ready_s[-1], "all_steps_per_s": sum(rates),
+        "least_over_most": rates[0] / rates[-1] if rates[-1] else 0.0,
+    }  # fmt: skip
+    print(f"{given.notebooks} notebooks: ready after {ready_s[0]:.1f} to {ready_s[-1]:.1f} s, ")
+    print(f"{busy_bytes / MB:.0f} MB in all, slowest/fastest {result['least_over_most']:.2f}")
+    if given.json:
+        given.json.write_text(json.dumps({**result, **each}, indent=1))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

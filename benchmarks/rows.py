@@ -1,0 +1,106 @@
+"""Take the rows of docs/performance.md anew, one command after the other, and keep what they print.
+
+    python benchmarks/rows.py [--only TEXT] [--to docs/measured/performance.json] [--list]
+
+Each command writes one entry: when it ran, the machine's load before it, and every line of JSON
+that it printed, which holds the single turns behind its medians. An entry replaces the one of the
+same command; others stay. Run it with nothing else on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+LIMIT_S = 1800.0
+
+COMMANDS = (
+    "bench_start.py",
+    "bench_memory.py",
+    "bench_tensorflow_start.py",
+    "bench_cells.py --cells 100",
+    "bench_overhead.py --step-ms 2",
+    "bench_overhead.py --step-ms 20",
+    "bench_overhead.py --step-ms 2 --allreduce auto",
+    "bench_overhead.py --step-ms 20 --allreduce auto",
+    "bench_kernel.py",
+    "bench_dashboard.py",
+    "bench_history.py",
+    "bench_waits.py",
+    "bench_checkpoint.py",
+    "bench_parity.py",
+    "bench_models.py",
+    "bench_parameter_server.py",
+    "bench_central_storage.py",
+    "bench_allreduce.py",
+    "bench_pipeline.py",
+    "bench_async.py --epochs 8 --seeds 2 --no-goals",
+    "bench_tensorflow_parameter_server.py",
+    "bench_tensorflow_overhead.py",
+)
+"""Every command that docs/performance.md names, but for those of the reliability page."""
+
+
+def take(command: str) -> dict[str, object]:
+    """Run one command; return its entry.
+
+    Raises:
+        RuntimeError: It failed, or printed no figures.
+    """
+    file, *arguments = command.split()
+    load, began = os.getloadavg()[0], time.time()
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / file), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not results:
+        raise RuntimeError(f"{command} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return {
+        "taken": time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)),
+        "seconds": round(time.time() - began),
+        "load_before": round(load, 2),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "results": results,
+    }
+
+
+def main() -> None:
+    """Take the rows; a command that fails is named and costs no other."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="commands that have it")
+    parser.add_argument("--to", type=Path, default=FOLDER.parent / "docs/measured/performance.json")
+    parser.add_argument("--list", action="store_true", help="name the commands, run none")
+    given = parser.parse_args()
+    chosen = [command for command in COMMANDS if given.only in command]
+    if given.list:
+        print("\n".join(chosen))
+        return
+    rows = json.loads(given.to.read_text()) if given.to.exists() else {}
+    failed = []
+    for command in chosen:
+        try:
+            rows[command] = take(command)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failed.append(command)
+            print(error, flush=True)
+            continue
+        given.to.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{command}: {rows[command]['seconds']} s", flush=True)
+    print(json.dumps({"what": "rows taken", "taken": len(chosen) - len(failed), "failed": failed}))
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

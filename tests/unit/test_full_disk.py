@@ -1,0 +1,294 @@
+"""Writers, sinks, callbacks and views that raise: the run goes on, ends, and is over."""
+
+import os
+import queue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from workbench import scratch
+from workbench.cluster.router import ControlRouter
+from workbench.cookbook import Recipe
+from workbench.engine import runtime
+from workbench.engine.context import RunContext
+from workbench.engine.gate import Gate
+from workbench.engine.injector import FaultInjector
+from workbench.engine.link import ControlLink
+from workbench.engine.recorder import Recorder
+from workbench.errors import PlanError, RunError
+from workbench.history import disk, folders, rewind
+from workbench.history.store import RunHistory
+from workbench.lifecycle import OVER
+from workbench.plan import make_plan
+from workbench.protocol import RECORD, RunSpec, Topic, records_from
+from workbench.session import checkpoints, logging_to, registry, show
+from workbench.session.launch import Launch
+from workbench.session.run import Run
+from workbench.session.show import RunView
+
+WAIT_S = 20
+FULL = OSError(28, "No space left on device")
+
+
+def fails(*unused, **named):
+    raise FULL
+
+
+def a_run(folder, **plan):
+    run = Run(
+        make_plan(Recipe("wb.fit()"), "mirrored", workers=2, **plan),
+        number=1,
+        name="full",
+        engines=[0, 1],
+        devices=["cpu", "cpu"],
+        folder=folder,
+    )
+    run.advance("submit")
+    run.advance("start")
+    return run
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    """A folder that nobody can make, not even root."""
+    (tmp_path / "file").touch()
+    return tmp_path / "file" / "home"
+
+
+# -- engines --------------------------------------------------------------------------------------
+
+
+class Writer:
+    def __init__(self, failing):
+        self.rows, self.closed = 0, False
+        setattr(self, failing, fails)
+
+    def append_records(self, packed):
+        self.rows += len(packed) // RECORD.itemsize
+
+    def append_event(self, name, fields):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("failing", ["append_records", "append_event", "close"])
+def test_a_writer_that_fails_costs_no_row_and_one_note(failing):
+    heard = queue.Queue()
+    router = ControlRouter(lambda engine, message: heard.put(message))
+    link = ControlLink(3, router.url, router.key, {"pid": 1})
+    try:
+        spec = RunSpec(mode="run", rank=0, world_size=2, ranks=(3, 4), run=1, run_dir="/kept/here")
+        run = RunContext(spec, Recorder(1, 0), Gate(), FaultInjector(0), link.emit)
+        link.attach(run, Writer(failing))
+        link.emit("epoch", rank=0, epoch=1, step=0)
+        for step in range(3000):
+            run.recorder.add(step, 8, step, step + 0.5, data_wait_s=0.1, compute_s=0.2, loss=1.0)
+        assert link.detach(WAIT_S)
+        link.emit("note", rank=0, text="still here")
+        steps, notes = [], []
+        while not any("still here" in note["text"] for note in notes):
+            message = heard.get(timeout=WAIT_S)
+            if message.kind == "records":
+                steps += records_from(message.payload[0])["step"].tolist()
+            elif message.kind == "event" and message.body["name"] == "note":
+                notes.append(message.body)
+        assert steps == list(range(3000))
+        assert [note.get("topic") for note in notes] == [Topic.NOT_ON_DISK.value, None]
+        assert "No space left on device (/kept/here)" in notes[0]["text"]
+    finally:
+        link.close()
+        router.close()
+
+
+def test_what_cannot_be_sent_does_not_end_the_control_link():
+    heard = queue.Queue()
+    router = ControlRouter(lambda engine, message: heard.put(message))
+    link = ControlLink(3, router.url, router.key, {"pid": 1})
+    try:
+        link.emit("note", text={1, 2})  # no JSON
+        link.emit("note", text="after it")
+        while heard.get(timeout=WAIT_S).body.get("text") != "after it":
+            pass
+        assert link.faults <= 1
+    finally:
+        link.close()
+        router.close()
+
+
+def test_an_engine_that_cannot_open_its_files_trains_without(nowhere):
+    told, attached = [], []
+    engine = SimpleNamespace(link=SimpleNamespace(attach=lambda *args: attached.append(args)))
+    run = SimpleNamespace(
+        spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(nowhere)),
+        emit=lambda name, **fields: told.append(fields),
+    )
+    runtime._attach(engine, run)
+    assert attached == [(run, None)]
+    assert told[0]["topic"] == Topic.NOT_ON_DISK.value
+
+
+def test_weights_that_cannot_be_written_leave_no_half_and_no_failure(tmp_path):
+    told = []
+
+    def save(folder, rank, arrays):
+        (folder / "weights-rank1.npz").write_bytes(b"half")
+        raise FULL
+
+    (tmp_path / "weights.npz").touch()  # another rank's
+    run = SimpleNamespace(
+        spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(tmp_path)),
+        weights=lambda: {"w": np.ones(3)},
+        emit=lambda name, **fields: told.append(fields),
+    )
+    assert runtime._save_weights(run, SimpleNamespace(save_weights=save)) is None
+    assert os.listdir(tmp_path) == ["weights.npz"]
+    assert told[0]["value"] == "No space left on device"
+
+
+# -- the kernel -----------------------------------------------------------------------------------
+
+
+def test_a_runs_description_that_cannot_be_written_costs_one_note(nowhere):
+    run = a_run(nowhere)
+    run.record()
+    run.finish(None)
+    assert (run.is_over, run.state) == (True, "finished")
+    assert len(run.snapshot().notes) == 1
+    with pytest.raises(RunError, match="no weights: they could not be written"):
+        run.weights()
+    with pytest.raises(RunError, match="cannot be copied"):
+        run.save(nowhere.parent.with_name("copy"))
+
+
+@pytest.mark.parametrize("part", ["_halting.close", "history.finish", "_conclude", "record"])
+@pytest.mark.parametrize("error", [None, RunError("Rank 1 failed.")])
+def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, error):
+    run = a_run(tmp_path)
+    owner, _, name = part.rpartition(".")
+    monkeypatch.setattr(getattr(run, owner) if owner else run, name, fails)
+    run.finish(error)
+    assert run.is_over
+    if part != "_conclude":
+        assert run.state == ("finished" if error is None else "failed")
+    run.finish(RunError("again"))
+    assert run.error is (None if part == "_conclude" else error)
+
+
+@pytest.mark.parametrize("name", ["_sweep", "_replace", "plan"])
+def test_whatever_fails_in_settling_a_run_it_is_over(tmp_path, monkeypatch, name):
+    run = a_run(tmp_path)
+    launch = Launch(None, run, (), None)
+    monkeypatch.setattr(launch, "_replace", lambda outcomes: False)
+    monkeypatch.setattr(launch, name, fails)
+    task = SimpleNamespace(outcomes={}, failure=lambda: None, cause=None, interrupted=False)
+    launch._over(task)
+    assert run.is_over
+    assert run.state == "failed"
+    assert "Workbench itself failed" in str(run.error)
+
+
+def test_a_home_that_cannot_be_made_keeps_runs_in_memory(nowhere, monkeypatch):
+    monkeypatch.setenv(folders.HOME_VARIABLE, str(nowhere))
+    plan = make_plan(Recipe("wb.fit()"), "mirrored", workers=2, name="in-memory")
+    try:
+        run = registry.new_run(plan, number=1, engines=[0, 1], devices=["cpu"] * 2)
+        assert registry.runs["in-memory"] is run
+        assert not run.folder.exists()
+    finally:
+        registry.runs.clear()
+
+
+def test_rows_stay_in_memory_where_a_rewind_finds_no_room(tmp_path, monkeypatch):
+    history = RunHistory([0])
+    rows = np.zeros(10, RECORD)
+    rows["step"], rows["samples"], rows["local_loss"] = np.arange(10), 8, 1.0
+    rows["end_s"] = rows["start_s"] = np.arange(10.0)
+    writer = disk.RunWriter(tmp_path, 0)
+    writer.append_records(rows.tobytes())
+    writer.close()
+    history.append(rows)
+    monkeypatch.setattr(rewind.scratch, "replace", fails)
+    assert history.rewind(4, tmp_path) == 6
+    assert history.totals.steps == 10
+    assert any("No space left" in note for note in history.story.notes)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("old")
+
+    def half(path, content):
+        os.close(os.open(path, os.O_CREAT))
+        raise FULL
+
+    monkeypatch.setattr(scratch.Path, "write_bytes", half)
+    with pytest.raises(OSError, match="No space"):
+        scratch.replace(tmp_path / "run.json", "new")
+    run = a_run(tmp_path, checkpoint=str(tmp_path / "kept"))
+    with pytest.raises(PlanError, match="Checkpoints cannot be written there"):
+        checkpoints.describe(run)
+    with pytest.raises(RunError, match="No space left on device"):
+        scratch.export(tmp_path / "run.json", b"new")
+    assert sorted(os.listdir(tmp_path)) == ["kept", "run.json"]
+    assert os.listdir(tmp_path / "kept") == []
+    assert (tmp_path / "run.json").read_text() == "old"
+
+
+# -- views and sinks ------------------------------------------------------------------------------
+
+
+class View:
+    def __init__(self, failing):
+        setattr(self, failing, fails)
+
+    def begin(self, snapshot):
+        pass
+
+    def update(self, snapshot):
+        pass
+
+    def end(self, snapshot):
+        pass
+
+
+@pytest.mark.parametrize("failing", ["begin", "update", "end"])
+def test_a_view_that_fails_costs_a_note_not_the_run(tmp_path, monkeypatch, failing, capsys):
+    monkeypatch.setattr(show, "make_view", lambda *unused: View(failing))
+    run = a_run(tmp_path)
+    view = RunView(run, "widget")
+    view._draw()
+    run.finish(None)
+    assert view.wait() is run
+    assert run.state == "finished"
+    assert [note for note in run.snapshot().notes if "view failed" in note]
+    assert ("full" in capsys.readouterr().out) == (failing == "end")
+
+
+class Sink:
+    place = "here"
+
+    def __init__(self, failing):
+        self.failing = failing
+
+    def __getattr__(self, name):
+        return fails if name == self.failing else lambda *unused: None
+
+
+@pytest.mark.parametrize("failing", ["open", "settings", "write", "rewind", "end", "place"])
+def test_a_sink_that_fails_costs_a_note_not_the_run(tmp_path, monkeypatch, failing):
+    def opened(where, about):
+        return fails() if failing in ("open", "place") else Sink(failing)
+
+    kind = SimpleNamespace(open=opened, check=lambda where: None)
+    monkeypatch.setattr(logging_to, "kind_of", lambda target: kind)
+    monkeypatch.setattr(logging_to.Feed, "fresh", lambda self, over: SimpleNamespace(
+        scalars=[SimpleNamespace(t_s=1.0)], rewound=3))  # fmt: skip
+    run = a_run(tmp_path)
+    log = run.log_to(f"tensorboard:{tmp_path}")
+    run.finish(None)
+    run.wait(WAIT_S)
+    assert log.wait(WAIT_S)
+    assert run.state in OVER
+    assert any("failed, and gets no more of this run" in note for note in run.snapshot().notes)

@@ -1,0 +1,69 @@
+"""Imports ahead of need take turns, need free memory, and wait for nobody without end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from workbench.cluster import turns
+from workbench.cluster.processes import FORK, can_fork
+from workbench.errors import ClusterError
+
+
+@pytest.fixture(autouse=True)
+def one_place(monkeypatch):
+    monkeypatch.setattr(turns, "places", lambda: 1)
+
+
+def test_who_comes_second_waits_for_the_first(tmp_path):
+    with turns.turn(folder=tmp_path) as first:
+        assert first
+        with turns.turn(0.1, tmp_path) as second:
+            assert not second
+    with turns.turn(0, tmp_path) as third:
+        assert third
+
+
+def test_nobody_waits_without_end(tmp_path):
+    began = time.monotonic()
+    with turns.turn(folder=tmp_path), turns.turn(0.2, tmp_path) as mine:
+        assert not mine
+    assert time.monotonic() - began < 5
+
+
+def test_a_folder_that_cannot_be_written_hinders_nobody(tmp_path):
+    (tmp_path / "file").touch()
+    with turns.turn(0, tmp_path / "file") as mine:
+        assert not mine
+
+
+def test_a_link_that_somebody_left_is_not_followed(tmp_path):
+    aim = tmp_path / "aim"
+    next(iter(turns._files(tmp_path))).symlink_to(aim)
+    with turns.turn(0, tmp_path) as mine:
+        assert not mine
+    assert not aim.exists()
+
+
+def test_nothing_is_imported_into_memory_that_is_scarce(monkeypatch):
+    monkeypatch.setattr(turns, "memory", lambda: (400_000_000, 2_000_000_000))
+    assert "400 MB of memory are free" in turns.too_little("torch")
+    monkeypatch.setattr(turns, "memory", lambda: (1_800_000_000, 2_000_000_000))
+    assert turns.too_little("tensorflow") == ""
+
+
+def test_a_control_groups_limit_counts(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300000\n")
+    monkeypatch.setattr(turns, "_CGROUP", tmp_path)
+    assert turns.memory() == (400_000, 1_000_000)
+
+
+def test_engines_are_started_fresh_where_that_is_asked(monkeypatch):
+    monkeypatch.setenv(FORK, "off")
+    assert can_fork() == (False, f"{FORK}=off says so")
+    monkeypatch.setenv(FORK, "perhaps")
+    with pytest.raises(ClusterError, match=FORK):
+        can_fork()

@@ -1,0 +1,110 @@
+"""Whose turn it is to import a framework: a class that opens its notebooks at once takes turns.
+
+An import keeps a core busy for seconds and takes hundreds of megabytes. Were all of a user's
+notebooks to import at the same moment, none would be ready before the last. So a warm parent takes
+one of a few places first (a locked file, free again when its holder dies), and imports nothing
+ahead of need where that memory is not free. Nobody waits for ever: whose turn does not come goes
+ahead without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import platformdirs
+import psutil
+
+NEEDED_BYTES = {"torch": 500 << 20, "tensorflow": 900 << 20}
+"""What a warm parent holds when it has imported the framework, with as much again as torch's second
+stage takes."""
+SPARED = 0.05
+"""Share of the machine's memory that nothing is imported into ahead of need."""
+WAIT_S = 60.0
+POLL_S = 0.05
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def places() -> int:
+    """Return how many import at the same time: one for each core but one, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+@contextlib.contextmanager
+def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
+    """Hold a place in the block; whether one was free in time."""
+    import fcntl  # here: the notebook's side must import where this does not exist
+
+    end = time.monotonic() + wait_s
+    held = None
+    try:
+        while held is None:
+            for path in _files(folder):
+                held = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if held is not None:
+                    break
+            else:
+                if time.monotonic() >= end:
+                    break
+                time.sleep(POLL_S)
+        yield held is not None
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _files(folder: Path | None) -> list[Path]:
+    root = platformdirs.user_runtime_path() if folder is None else folder
+    with contextlib.suppress(OSError):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return [root / f"distributed-workbench.{os.getuid()}.{n}.turn" for n in range(places())]
+
+
+def _lock(path: Path, how: int) -> int | None:
+    """Lock a file of this user's; None where somebody holds it, or it cannot be had."""
+    import fcntl
+
+    held = -1
+    try:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if os.fstat(held).st_uid != os.getuid():
+            raise PermissionError(path)
+        fcntl.flock(held, how)
+    except OSError:
+        if held >= 0:
+            os.close(held)
+        return None
+    return held
+
+
+def too_little(framework: str) -> str:
+    """Say why nothing is imported ahead of need, in words; empty where memory is free for it."""
+    free, whole = memory()
+    needed = NEEDED_BYTES[framework] + SPARED * whole
+    if free >= needed:
+        return ""
+    return f"{free / 1e6:.0f} MB of memory are free, {needed / 1e6:.0f} MB were needed"
+
+
+def memory() -> tuple[int, int]:
+    """Return the memory that is free and that there is: the machine's, or the control group's."""
+    system = psutil.virtual_memory()
+    free, whole = int(system.available), int(system.total)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        if limit < whole:
+            used = int((_CGROUP / "memory.current").read_text()) - _inactive_bytes()
+            free, whole = min(free, limit - used), limit
+    return free, whole
+
+
+def _inactive_bytes() -> int:
+    """Return what the control group holds of files and gives back when memory is asked for."""
+    for line in (_CGROUP / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "inactive_file":
+            return int(value)
+    return 0
