@@ -91,14 +91,7 @@ class Check:
 
     def _number(self, value: Any, said: str) -> float:
         try:
-<<<<<<< HEAD
-            if isinstance(value, (bool, np.bool_)):
-                raise TypeError
-            alone = isinstance(value, np.ndarray) and value.size == 1
-            number = float(value.item() if alone else value)
-=======
             found = number(value)
->>>>>>> main
         except (TypeError, ValueError, OverflowError):
             self.wrong(
                 f"{said}: a number is asked for.",
@@ -174,11 +167,7 @@ class Check:
                 f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
                 "is there a loop that never ends?",
             )
-<<<<<<< HEAD
         if "raised" in found:
-=======
-        except (Exception, SystemExit) as error:
->>>>>>> main
             self.wrong(
                 f"{asked} raised {found['raised']}",
                 "call it with these values in a cell of its own, to see the line that raised it",
@@ -269,9 +258,9 @@ def number(value: Any) -> float:
     Raises:
         TypeError, ValueError, OverflowError: It is none: a text that looks like one is not either.
     """
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(value, (bool, np.bool_, str, bytes)):
         raise TypeError
-    return float(value)
+    return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
 
 
 def close(found: float, truth: float, share: float) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,18 @@ class Items(Other):
         return iter(self._items)
 
 
-class NamedRun(str):
-    """A run, where a check hands one to a function of the answer: its name."""
+@dataclass(frozen=True)
+class NamedRun:
+    """A run, where a check hands one to a function of the answer.
 
-    __slots__ = ()
+    Attributes:
+        workers: The run as it would be with so many of them; 0 for the run as it is.
+        sent_bytes: What each of these sends in a step.
+    """
+
+    name: str
+    workers: int = 0
+    sent_bytes: float = 0.0
 
 
 def shown(value: Any) -> str:
@@ -108,7 +117,7 @@ class _Packer:
             cut = value[:_CHARACTERS]
             return [cut.encode("utf-8", "replace").decode("utf-8")]
         if isinstance(value, NamedRun):
-            return [{"k": "run", "v": str(value)}]
+            return [{"k": "run", "v": [value.name, value.workers, value.sent_bytes]}]
         if isinstance(value, (np.ndarray, np.generic)):
             return self._array(value, depth)
         if hasattr(value, "detach") and not isinstance(value, type):
@@ -230,7 +239,8 @@ def _of_kind(wire: dict[str, Any], depth: int) -> Any:
     if kind == "float":
         return float(_text(wire["v"]))
     if kind == "run":
-        return NamedRun(_text(wire["v"]))
+        name, workers, sent_bytes = _list(wire["v"])
+        return NamedRun(_text(name), int(workers), float(sent_bytes))
     if kind in ("array", "scalar"):
         return _array(wire, kind)
     if kind == "other":

@@ -6,8 +6,10 @@ a process of its own. What goes in and what comes out is what `plain` makes of i
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -96,7 +98,10 @@ class Here:
     def _given(self, value: Any) -> Any:
         from ..session.registry import runs
 
-        return runs[str(value)] if isinstance(value, plain.NamedRun) else value
+        if not isinstance(value, plain.NamedRun):
+            return value
+        run = runs[value.name]
+        return _as_if_of(run, value.workers, value.sent_bytes) if value.workers else run
 
     def ask(self, source: str, limit_s: float, framework: str | None) -> Wire:
         """See `Side`."""
@@ -171,6 +176,27 @@ def _weights(run: Any) -> Any:
         return None
     size_bytes = sum(one.nbytes for one in found.values())
     return found if size_bytes <= _MOST_WEIGHTS_BYTES else None
+
+
+def _as_if_of(run: Any, workers: int, sent_bytes: float) -> Any:
+    """Return a run as it would be with so many workers, in rows; the gradients are as large."""
+    from ..history.store import RunHistory
+    from ..protocol import RECORD
+
+    steps = 4
+    rows = np.zeros((steps, workers), RECORD)
+    rows["step"], rows["rank"] = np.arange(steps)[:, None], np.arange(workers)
+    rows["start_s"] = rows["step"]
+    rows["ready_s"], rows["end_s"] = rows["start_s"] + 0.5, rows["start_s"] + 1.0
+    rows["samples"], rows["compute_s"], rows["sent_bytes"] = 8, 0.5, sent_bytes
+    for name in ("wait_s", "staleness", "bubble_s"):
+        rows[name] = math.nan
+    rows["waited_for"] = -1
+    made = copy.copy(run)
+    made.history = RunHistory(range(workers))
+    made.history.append(rows.reshape(-1))
+    made.plan = replace(run.plan, workers=workers)
+    return made
 
 
 def _told(value: Any) -> Wire:

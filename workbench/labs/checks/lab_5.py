@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< HEAD
-from ..answers import Check, close
-=======
-from ...session.results import Results
 from ..answers import Check, close, number
->>>>>>> main
 from ..exercise import exercise
 from ..runs import RunFacts
 
@@ -131,17 +126,13 @@ def tight(c: Check) -> None:
     _waits(c, run)
 
 
-<<<<<<< HEAD
 def _waits(c: Check, run: RunFacts) -> None:
-=======
-def _waits(c: Check, run: Results) -> None:
     steps = int(run.history["step"].max(initial=-1)) + 1
     c.need(
         steps >= STEPS,
         f"The run 'tight' has {steps} steps.",
         f"the line that is given asks for {STEPS}: leave that as it is",
     )
->>>>>>> main
     ranks, blamed = run.history["rank"], run.history["blamed_rank"]
     blamed = blamed[blamed >= 0]
     c.need(
