@@ -92,6 +92,7 @@ def test_a_runner_imports_nothing_from_the_folder_that_cells_write_to(tmp_path):
         "notebooks": str(tmp_path), "canonical": None, "limits": asdict(LIMITS),
         "parent": os.getpid(), "path": str(tmp_path / "none.ipynb"), "folder": str(folder),
         "earlier": None, "until": time.monotonic() + 60,
+            "isolation": asdict(NOTHING),
     }  # fmt: skip
     last, why = runners._hear(runners._start(folder), given)
     assert last is not None, why

@@ -153,7 +153,7 @@ def _spare_uid() -> int:
     """Return a user id that nobody has, and no process runs as."""
     import pwd
 
-    taken: set[int] = {entry.pw_uid for entry in pwd.getpwall()}
+    taken = {int(entry.pw_uid) for entry in pwd.getpwall()}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -161,7 +161,7 @@ def _spare_uid() -> int:
             except OSError:
                 continue
     start = os.getpid() % len(_UIDS)
-    order = [*_UIDS[start:], *_UIDS[:start]]
+    order: list[int] = [*_UIDS[start:], *_UIDS[:start]]
     for one in order:
         if one not in taken:
             return one
