@@ -75,7 +75,7 @@ def _up_to_date(looking: Check, asked: Exercise) -> None:
         "nothing of it was run.",
         "correct the line that the error points at, run the cell, and check again",
     )
-    there = asked.where == "the engines"
+    there = asked.cell == "the engines"
     ran = "on the engines" if ended.on_engines else "in the notebook"
     looking.need(
         ended.on_engines == there,

@@ -45,7 +45,7 @@ _MAPS = {
 }
 
 
-@exercise("7.1", "The global batch", where="the engines")
+@exercise("7.1", "The global batch", where="the engines", cell="the notebook")
 def global_batch(c: Check) -> None:
     """Each replica's samples, as the run recorded them."""
     batch = c.whole("batch")

@@ -94,13 +94,13 @@ def apart(c: Check) -> None:
     c.expect(True, "each worker's own rate, added up", "")
 
 
-@exercise("9.4", "Case A, blind", where="the engines")
+@exercise("9.4", "Case A, blind", where="the engines", cell="the notebook")
 def case_a(c: Check) -> None:
     """An honest prediction, near what was measured; a choice near the best."""
     _played(c, "A")
 
 
-@exercise("9.5", "Case B, blind", where="the engines")
+@exercise("9.5", "Case B, blind", where="the engines", cell="the notebook")
 def case_b(c: Check) -> None:
     """An honest prediction, near what was measured; a choice near the best."""
     _played(c, "B")
