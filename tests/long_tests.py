@@ -802,6 +802,12 @@ RULES: list[Rule] = [
         ),
     ),
     *_rules(
+        "labs/test_grading_exploits.py",
+        ("test_no_lie_is_marked*", ["test_answers_that_say_nothing*"]),
+        ("test_solutions_checks*", ["test_a_place_shows_the_system*"]),
+        ("test_a_cell_that_kills_engines*", ["labs/test_grading_settling.py::test_a_cell_that_*"]),
+    ),
+    *_rules(
         "labs/test_grading_command.py",
         ("test_*", ["test_arguments_that_make_no_sense_are_status_2*", "test_what_was_graded*"]),
     ),

@@ -138,6 +138,7 @@ def _make(given: argparse.Namespace) -> int:
 def _grade(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from .labs.grading.isolation import find_out
     from .labs.grading.outcome import Graded, printable
     from .labs.grading.saving import Saved
     from .labs.grading.showing import status, text, to_json
@@ -146,7 +147,9 @@ def _grade(given: argparse.Namespace) -> int:
 
     limits = _limits(given)
     to_file = given.json not in (None, "-")
-    saved = Saved(Path(given.json), given.notebooks, asdict(limits)) if to_file else None
+    isolation = find_out()
+    known = (given.notebooks, asdict(limits), isolation)
+    saved = Saved(Path(given.json), *known) if to_file else None
 
     def done(one: Graded) -> None:
         if saved is not None:
@@ -158,11 +161,11 @@ def _grade(given: argparse.Namespace) -> int:
 
     graded = grade(
         given.notebooks, notebooks=Path() if given.lab else notebooks_folder(),
-        canonical=given.lab, limits=limits, jobs=given.jobs, done=done,
+        canonical=given.lab, limits=limits, jobs=given.jobs, done=done, isolation=isolation,
     )  # fmt: skip
-    content = to_json(graded, asdict(limits))
+    content = to_json(graded, asdict(limits), isolation)
     lost = _save(saved, content)
-    print(content if given.json == "-" else text(graded) + "\n", end="")
+    print(content if given.json == "-" else text(graded, isolation) + "\n", end="")
     return NOT_GRADED if lost else status(graded)
 
 

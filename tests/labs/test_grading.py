@@ -10,6 +10,7 @@ import os
 import pytest
 from handed_in import BEGIN, ESCAPE, GOOD, TORCH, cells, code, hand_in, of_folder, tagged, write
 
+from workbench.labs.grading.isolation import find_out
 from workbench.labs.grading.limits import Limits
 from workbench.labs.grading.supervise import grade
 
@@ -37,7 +38,8 @@ import os, sys
 total = 5
 try: input()
 except Exception as error: seen = [type(error).__name__]
-environ = open(f"/proc/{os.getppid()}/environ").read() if os.path.isdir("/proc") else ""
+try: environ = open(f"/proc/{os.getppid()}/environ").read()
+except OSError: environ = ""
 raise ValueError(f"{seen} {sys.stdin.fileno() if 0 else os.read(0, 9)} "
                  f"{'WORKBENCH_SECRET' in os.environ} {'WORKBENCH_SECRET' in environ}")
 """
@@ -75,8 +77,8 @@ def made(folder):
             e1_5="import sys\ndef crossing_s(n, c_s):\n    sys.exit(3)")  # fmt: skip
     hand_in(folder, "fooled", e1_1="square = 0", e1_2=FOOLED,
             e1_5="def crossing_s(n, c_s):\n    return 1")  # fmt: skip
-    hand_in(folder, "ended", e1_2="import os\nfor i in range(9):\n"
-            "    os.makedirs(f'../../{i}', exist_ok=True)\nos._exit(0)",
+    hand_in(folder, "ended", e1_2="import os, contextlib\nfor i in range(9):\n"
+            "    with contextlib.suppress(OSError): os.makedirs(f'../../{i}')\nos._exit(0)",
             e1_5="import os\ndef crossing_s(n, c_s):\n    os.kill(os.getpid(), 9)")  # fmt: skip
     hand_in(folder, "stuck", e1_2="import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "while True: pass")  # fmt: skip
@@ -178,7 +180,7 @@ def test_cells_that_end_the_process_are_left_out_and_the_rest_is_graded(graded):
 @pytest.mark.parametrize(
     ("name", "words"),
     [("stuck", "heeded no interrupt"), ("memory", "GB of memory: 2 GB are allowed"),
-     ("bomb", "processes: at most 120 are allowed"), ("murder", "status -9"),
+     ("bomb", "processes: at most 120 are allowed"),
      ("disk", "GB or more: 0.1 GB are allowed")],
 )  # fmt: skip
 def test_what_cannot_be_interrupted_is_ended_and_named_and_the_rest_graded(graded, name, words):
@@ -186,6 +188,17 @@ def test_what_cannot_be_interrupted_is_ended_and_named_and_the_rest_graded(grade
     assert states(one) == ["right", "stopped", "right", "right"]
     assert words in outcome(one, "1.2").error
     assert one.restarts == 1
+
+
+def test_a_cell_cannot_end_the_process_that_grades_it_or_costs_only_itself(graded):
+    one = graded["murder"]
+    if find_out().how:
+        assert states(one) == ["right", "stopped", "right", "right"]
+        assert outcome(one, "1.2").error == "it took longer than 6 s and was interrupted"
+        assert one.restarts == 0
+    else:
+        assert states(one) == ["right", "stopped", "right", "right"]
+        assert "status -9" in outcome(one, "1.2").error
 
 
 def test_removed_folders_endless_words_and_processes_that_leave_do_no_harm(graded):

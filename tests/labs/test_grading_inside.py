@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -61,24 +62,9 @@ def test_modules_in_the_place_of_ours_are_put_back(guard):
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = Inside(1, {})
+    made = Inside({})
     yield made
     made._guard.restore()
-
-
-def crossing(n, c_s):
-    return c_s * n / (n - 1)
-
-
-def test_a_check_is_the_real_one_whatever_the_notebook_calls_labs(inside):
-    inside._names.update(labs=None, crossing_s=lambda n, c_s: 1.0)
-    answers.Check.wrong = lambda *a: None
-    math.isclose = lambda *a, **k: True
-    inside.mend()
-    found = inside.check("1.5")["report"]
-    assert found["passed"] is False
-    inside._names["crossing_s"] = crossing
-    assert inside.check("1.5")["report"]["passed"] is True
 
 
 def test_modules_that_the_lab_imported_keep_their_names(inside):
@@ -98,22 +84,29 @@ def test_the_folder_and_the_streams_are_there_again(inside, tmp_path):
     assert os.getcwd() == str(tmp_path)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_whatever_an_answer_raises_is_a_finding(inside, error):
-    def crossing_s(n, c_s):
-        raise error
-
-    inside._names["crossing_s"] = crossing_s
-    found = inside.check("1.5")["report"]
-    assert found["passed"] is False
-    assert found["findings"][0]["right"] is False
+def test_places_that_a_cell_removed_are_there_again_and_said(inside, tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    inside._places.append(str(tmp_path / "home"))
+    assert inside.mend()["removed"] is False
+    (tmp_path / "home").rmdir()
+    assert inside.mend()["removed"] is True
+    assert (tmp_path / "home").is_dir()
 
 
-def test_findings_are_of_bounded_length(inside):
-    inside._names["total"] = "x" * 10**6
-    found = inside.check("1.2")["report"]
-    assert sum(len(one["words"]) for one in found["findings"]) <= 2000
-    assert len(cut("x" * 10**6)) == 2000
+def test_an_engine_is_counted_by_its_process_though_nobody_has_noticed_its_death(monkeypatch):
+    from types import SimpleNamespace
+
+    from workbench.labs.grading import inside
+    from workbench.session.state import session
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    assert ended.stdin is None
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
+    engines = [SimpleNamespace(id=0, pid=os.getpid()), SimpleNamespace(id=1, pid=ended.pid)]
+    cluster = SimpleNamespace(worker_ids=[0, 1], engines=engines)
+    monkeypatch.setattr(session, "cluster", cluster)
+    assert inside._engines() == 1
+    ended.wait()
 
 
 def test_an_error_that_has_no_words_is_cut_too():
@@ -122,3 +115,4 @@ def test_an_error_that_has_no_words_is_cut_too():
             raise ValueError
 
     assert cut(Mute()) == ""
+    assert len(cut("x" * 10**6)) == 2000

@@ -25,7 +25,7 @@ class Kernels:
     def __init__(self):
         self.cells, self.checks, self.made = {}, {}, []
 
-    def __call__(self, folder, lab, mark, limits, deadline):
+    def __call__(self, folder, lab, mark, limits, deadline, isolation):
         assert folder.is_dir()
         assert not list(folder.parent.glob("left*")), "what a kernel left is there for the next"
         self.made.append(Kernel(self, folder))
@@ -35,6 +35,7 @@ class Kernels:
 class Kernel:
     def __init__(self, kernels, folder):
         self._kernels, self.folder, self.engines, self.ran = kernels, folder, 3, []
+        self.removed = False
 
     def begin(self):
         return {}
@@ -49,12 +50,16 @@ class Kernel:
                 return told(self) or Reply(seconds=1.0)
         return Reply(seconds=1.0)
 
-    def ask(self, do, exercise="", *, limit_s=0):
-        answer = {"engines": self.engines}
-        if do != "check":
-            return Reply(answer=answer)
-        told = self._kernels.checks.get(exercise, lambda kernel: Reply(answer=YES))(self)
-        return Reply(told.error, told.interrupted, 0.5, {**told.answer, **answer})
+    def ask(self, do, *, wait_s=0, **what):
+        return Reply(answer={"engines": self.engines, "removed": self.removed})
+
+    def remember(self, runs):
+        pass
+
+    def check(self, number, limit_s):
+        told = self._kernels.checks.get(number, lambda kernel: Reply(answer=YES))(self)
+        answer = {"engines": self.engines, **told.answer}
+        return Reply(told.error, told.interrupted, 0.5, answer)
 
 
 @pytest.fixture
@@ -135,6 +140,22 @@ def test_what_came_out_of_a_cell_in_a_kernel_that_was_given_up_is_forgotten(run,
     one = graded.outcomes[1]
     assert (one.error, one.seconds) == ("", 1.5)
     assert any("Exercise 1.1 ended engines" in words for words in graded.problems)
+
+
+def test_a_cell_that_removed_files_is_left_out_when_a_later_check_fails(run, kernels):
+    def remove(kernel):
+        kernel.removed = True
+
+    kernels.cells = {"1.1": remove}
+    kernels.checks = {"1.3": lambda kernel: Reply(answer=NO if kernel.removed else YES)}
+    graded = run()
+    assert states(graded) == ["right"] * 4
+    assert any("removed files" in words for words in graded.problems)
+
+
+def test_what_no_answer_needs_is_named_for_the_teacher(run):
+    graded = run({**GOOD, "1.2": GOOD["1.2"] + "\nimport sys; sys._getframe(1)"})
+    assert [one.look_at for one in graded.outcomes] == [[], ["frames"], [], []]
 
 
 def test_when_the_time_is_over_in_the_last_cell_its_exercise_is_not_graded(run, kernels):

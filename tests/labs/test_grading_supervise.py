@@ -15,6 +15,7 @@ import pytest
 from handed_in import cells, write
 
 from workbench.labs.grading import supervise
+from workbench.labs.grading.isolation import NOTHING
 from workbench.labs.grading.limits import Limits
 from workbench.labs.grading.outcome import Graded, Outcome
 from workbench.labs.grading.supervise import grade
@@ -60,7 +61,7 @@ def test_what_fails_around_one_notebook_is_its_problem_alone(
     three, tmp_path, monkeypatch, where, name, error
 ):
     monkeypatch.setattr(where, name, failing_once(getattr(where, name), error))
-    found = grade(three, notebooks=tmp_path, limits=LIMITS)
+    found = grade(three, notebooks=tmp_path, limits=LIMITS, isolation=NOTHING)
     assert problems(found)[0] == f"It could not be graded: {type(error).__name__}: {error}"
     assert ["not JSON" in words for words in problems(found)] == [False, True, True]
     assert [one.file for one in found] == [str(path) for path in three]
@@ -91,6 +92,7 @@ def test_a_runner_imports_nothing_from_the_folder_that_cells_write_to(tmp_path):
         "notebooks": str(tmp_path), "canonical": None, "limits": asdict(LIMITS),
         "parent": os.getpid(), "path": str(tmp_path / "none.ipynb"), "folder": str(folder),
         "earlier": None, "until": time.monotonic() + 60,
+            "isolation": asdict(NOTHING),
     }  # fmt: skip
     last, why = runners._hear(runners._start(folder), given)
     assert last is not None, why

@@ -7,18 +7,21 @@ import json
 import math
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import answers, asking, exercise, names, packing
+from workbench.labs import answers, asking, exercise, names, packing, source
 from workbench.labs.answers import Check, Stuck
 from workbench.labs.checks import adding_up
 from workbench.labs.formulas import beside
 from workbench.labs.packing import take_home
 from workbench.views.namespaces import Namespaces
+
+SOLUTIONS = Path(__file__).parents[2] / "notebooks" / "solutions"
 
 
 def said(ask, **names):
@@ -154,6 +157,13 @@ def test_an_unknown_exercise_lists_those_of_the_lab():
         exercise.find("1.9")
     with pytest.raises(PlanError, match="no lab"):
         exercise.find("77.1")
+
+
+@pytest.mark.parametrize("path", sorted(SOLUTIONS.glob("lab_*.md")), ids=lambda path: path.stem)
+def test_a_check_expects_an_exercises_cell_where_the_lab_has_it(path):
+    for piece in source.read(path).exercises:
+        on_engines = piece.solution.startswith("%%")
+        assert (exercise.find(piece.exercise).cell == "the engines") is on_engines, piece.exercise
 
 
 def test_every_lab_has_at_least_three_exercises_in_a_row():

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import RunError, WorkbenchError
-from ..session.registry import runs
-from ..session.results import Results
-from ..session.state import session
-from .limit import Late, at_most
+from .plain import NamedRun, Other, pack, shown, unpack
 from .report import Finding
+from .runs import RunFacts
+from .side import Here, Side
 
 LIMIT_S = 30.0
 """How long code of an answer may take on the engines."""
@@ -23,26 +20,6 @@ CALL_LIMIT_S = 10.0
 """How long a function of the notebook may take for one call."""
 
 _ANSWER = "_labs_answer"
-_PLAIN = f"""
-def _labs_plain(value):
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        return value.float().numpy() if str(value.dtype) == "torch.bfloat16" else value.numpy()
-    if hasattr(value, "numpy") and not isinstance(value, type):
-        return value.numpy()
-    if isinstance(value, dict):
-        return {{key: _labs_plain(v) for key, v in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return [_labs_plain(v) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    import numpy
-    if isinstance(value, (numpy.ndarray, numpy.generic)):
-        return value
-    return "<" + type(value).__name__ + ">"
-{_ANSWER} = _labs_plain({_ANSWER})
-del _labs_plain
-"""
 
 
 class Stuck(Exception):
@@ -54,12 +31,12 @@ class Check:
 
     Args:
         number: The exercise's, for messages.
-        namespace: The notebook's names.
+        asked: Whom to ask, or the notebook's names where that is this process.
     """
 
-    def __init__(self, number: str, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, number: str, asked: Side | Mapping[str, Any]) -> None:
         self.number = number
-        self._names = namespace
+        self._side: Side = Here(asked) if isinstance(asked, Mapping) else asked
         self.findings: list[Finding] = []
 
     # -- saying ------------------------------------------------------------------------------------
@@ -80,7 +57,7 @@ class Check:
         if not right:
             self.wrong(no, hint)
 
-    def wrong(self, words: str, hint: str = "") -> None:
+    def wrong(self, words: str, hint: str = "") -> NoReturn:
         """Say that something is not right, and end the check."""
         self.findings.append(Finding(False, words, hint))
         raise Stuck
@@ -89,23 +66,28 @@ class Check:
 
     def value(self, name: str) -> Any:
         """Return the notebook's value of a name that the exercise asks for."""
-        if name not in self._names:
+        return self._value(name)[0]
+
+    def _value(self, name: str) -> tuple[Any, str]:
+        """Return a value, and how it is shown."""
+        found = self._side.value(name)
+        if "value" not in found:
             self.wrong(
                 f"The notebook has no `{name}`.",
                 f"run the cell of exercise {self.number}, and those above it in their order",
             )
-        value = self._names[name]
+        value = unpack(found["value"])
         if value is None or value is Ellipsis:
             self.wrong(
                 f"`{name}` is still empty.",
                 f"write it in the cell of exercise {self.number}, run the cell, and check again",
             )
-        return value
+        return value, str(found.get("words"))
 
     def number_of(self, name: str) -> float:
         """Return a number: Python's, NumPy's or a tensor of one element."""
-        value = self.value(name)
-        return self._number(value, f"`{name}` is {_shown(value)}")
+        value, words = self._value(name)
+        return self._number(value, f"`{name}` is {words}")
 
     def _number(self, value: Any, said: str) -> float:
         try:
@@ -129,9 +111,9 @@ class Check:
 
     def text(self, name: str, allowed: Sequence[str] = ()) -> str:
         """Return a text, one of `allowed` where that is given (compared without regard to case)."""
-        value = self.value(name)
+        value, words = self._value(name)
         if not isinstance(value, str):
-            self.wrong(f"`{name}` is {_shown(value)}: a text in quotes is asked for.")
+            self.wrong(f"`{name}` is {words}: a text in quotes is asked for.")
         if allowed and value.strip().lower() not in [word.lower() for word in allowed]:
             choices = ", ".join(repr(word) for word in allowed)
             self.wrong(f"`{name}` is {value!r}.", f"choose one of {choices}")
@@ -139,9 +121,9 @@ class Check:
 
     def items(self, name: str, count: int | None = None) -> list[Any]:
         """Return a list, tuple, set or array as a list, of `count` items."""
-        value = self.value(name)
-        if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-            self.wrong(f"`{name}` is {_shown(value)}: a list is asked for.")
+        value, words = self._value(name)
+        if isinstance(value, (str, Mapping)) or not hasattr(value, "__iter__"):
+            self.wrong(f"`{name}` is {words}: a list is asked for.")
         found = list(value)
         if count is not None:
             self.need(
@@ -160,54 +142,71 @@ class Check:
         self.need(bool(np.isfinite(found).all()), f"`{name}` holds numbers that are not finite.")
         return found
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """Return a function that the notebook's cell defines; call it with `call`."""
-        value = self.value(name)
-        if not callable(value):
-            self.wrong(f"`{name}` is {_shown(value)}: a function is asked for.")
-        return value  # type: ignore[no-any-return]
+    def _function(self, name: str) -> None:
+        """End the check unless the notebook has a function of that name."""
+        value, words = self._value(name)
+        if not (isinstance(value, Other) and value.is_callable):
+            self.wrong(f"`{name}` is {words}: a function is asked for.")
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a function of the notebook; what it raises, None, or no end of it ends the check."""
-        function = self.function(name)
+        """Call a function of the notebook; what it raises, None, or no end of it ends the check.
+
+        Args:
+            args: Plain data, or a run that `run` has returned.
+        """
+        return self._call(name, args)[0]
+
+    def _call(self, name: str, args: Sequence[Any]) -> tuple[Any, str]:
+        """Return what a function of the notebook returns, and how that is shown."""
+        self._function(name)
         asked = _asked(name, args)
-        try:
-            with at_most(CALL_LIMIT_S):
-                found = function(*args)
-        except Late:
+        given = [NamedRun(one.name) if isinstance(one, RunFacts) else one for one in args]
+        found = self._side.call(name, [pack(one) for one in given], CALL_LIMIT_S)
+        if "late" in found:
             self.wrong(
                 f"{asked} did not end within {CALL_LIMIT_S:g} s and was interrupted.",
                 "is there a loop that never ends?",
             )
-        except (Exception, SystemExit) as error:
+        if "raised" in found:
             self.wrong(
-                f"{asked} raised {type(error).__name__}: {error}",
+                f"{asked} raised {found['raised']}",
                 "call it with these values in a cell of its own, to see the line that raised it",
             )
-        if found is None or found is NotImplemented or found is Ellipsis:
+        value = unpack(found.get("value"))
+        if value is None or value is NotImplemented or value is Ellipsis:
             self.wrong(
-                f"{asked} returned {found}.",
+                f"{asked} returned {value}.",
                 f"write its body in the cell of exercise {self.number}, and return the result",
             )
-        return found
+        return value, str(found.get("words"))
 
     def number_from(self, name: str, *args: Any) -> float:
         """Call a function of the notebook that is to return one finite number."""
-        found = self.call(name, *args)
-        return self._number(found, f"{_asked(name, args)} returned {_shown(found)}")
+        value, words = self._call(name, args)
+        return self._number(value, f"{_asked(name, args)} returned {words}")
 
-    def run(self, name: str) -> Results:
+    def known_run(self, name: str) -> RunFacts | None:
+        """Return the newest run of that name, in whatever state; None where there is none."""
+        found = self._side.run(name)
+        return RunFacts.of(name, unpack(found["facts"])) if "facts" in found else None
+
+    def run(self, name: str) -> RunFacts:
         """Return the newest run of that name that trained to its end."""
-        if name not in runs:
+        found = self.known_run(name)
+        if found is None:
             self.wrong(
                 f"There is no run named {name!r}.",
                 f"run the cells down to exercise {self.number} in their order; the one that trains "
                 f"it names it: --name {name}",
             )
-        found = runs[name]
         if found.state != "finished":
             self.wrong(f"The run {name!r} is {found.state}.", "run its cell again, to its end")
         return found
+
+    def play(self, name: str) -> dict[str, Any] | None:
+        """Return what was sealed and run of a blind case; None where it was not opened."""
+        found = self._side.play(name)
+        return dict(unpack(found["play"])) if "play" in found else None
 
     # -- the engines -------------------------------------------------------------------------------
 
@@ -237,43 +236,20 @@ class Check:
         Code that hangs is interrupted after `limit_s` seconds; an exception in it ends the check
         with its words, and `hint` unless the failure has a next step of its own.
         """
-        try:
-            cluster = session.need_cluster()
-            task = cluster.execute(source + "\n" + _PLAIN, framework=framework)
-        except WorkbenchError as error:
-            self.wrong(error.what, error.next_step or "")
-        in_time = False
-        try:
-            in_time = task.over.wait(limit_s)
-        finally:  # also if the check is stopped: what nobody attends would keep the engines busy
-            if not in_time:
-                task.interrupt()
-                task.over.wait()
-        if not in_time:
+        found = self._side.ask(source, limit_s, framework)
+        if "late" in found:
             self.wrong(
                 f"It did not end within {limit_s:g} s and was interrupted.",
                 "do all workers send and receive in an order that fits? A worker that waits for a "
                 "message nobody sends waits for ever",
             )
-        if (failure := task.failure()) is not None:
-            self.wrong(_failed(failure), failure.next_step or hint)
-        found = cluster.pull([_ANSWER], task.ids)
-        return [found[engine].get(_ANSWER) for engine in task.ids]
-
-
-def _failed(error: RunError) -> str:
-    return f"On the engines: {error.what.splitlines()[0]}"
+        if "values" not in found:
+            self.wrong(str(found.get("wrong")), str(found.get("hint") or hint))
+        return [unpack(one) for one in found["values"]]
 
 
 def _asked(name: str, args: Sequence[Any]) -> str:
-    return f"{name}({', '.join(map(_shown, args))})"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, numbers.Number):
-        return f"{value}"
-    words = repr(value)
-    return words if len(words) <= 40 else f"{type(value).__name__} {words[:36]}..."
+    return f"{name}({', '.join(map(shown, args))})"
 
 
 def number(value: Any) -> float:
@@ -282,11 +258,11 @@ def number(value: Any) -> float:
     Raises:
         TypeError, ValueError, OverflowError: It is none: a text that looks like one is not either.
     """
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(value, (bool, np.bool_, str, bytes)):
         raise TypeError
-    return float(value)
+    return float(value.item() if isinstance(value, np.ndarray) and value.size == 1 else value)
 
 
 def close(found: float, truth: float, share: float) -> bool:
     """Whether a number is within a share of the truth."""
-    return abs(found - truth) <= share * abs(truth)
+    return math.isfinite(truth) and abs(found - truth) <= share * abs(truth)

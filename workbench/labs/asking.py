@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import WorkbenchError
@@ -10,16 +11,17 @@ from .answers import Check, Stuck
 from .exercise import Exercise, exercises, find
 from .limit import last_end
 from .report import Finding, Report
+from .side import Side
 
 _reports: dict[str, Report] = {}
 
 
-def check(exercise: str, namespace: dict[str, Any] | None = None) -> Report:
+def check(exercise: str, namespace: Mapping[str, Any] | Side | None = None) -> Report:
     """Look at the answer to an exercise; the notebook shows what is right and what is not.
 
     Args:
         exercise: Its number, such as `"3.2"`.
-        namespace: Where the answer's names are; the notebook's by default.
+        namespace: Where the answer's names are, or whom to ask; the notebook's by default.
 
     Raises:
         PlanError: There is no such exercise.
@@ -73,7 +75,7 @@ def _up_to_date(looking: Check, asked: Exercise) -> None:
         "nothing of it was run.",
         "correct the line that the error points at, run the cell, and check again",
     )
-    there = asked.where == "the engines"
+    there = asked.cell == "the engines"
     ran = "on the engines" if ended.on_engines else "in the notebook"
     looking.need(
         ended.on_engines == there,

@@ -107,6 +107,11 @@ def cards(*names: str) -> Table:
     return _cards([_latest(name).case for name in names])
 
 
+def plays(name: str) -> list[Play]:
+    """Return all drawings of a case, the newest last."""
+    return _plays.get(name, [])
+
+
 def latest(name: str) -> Play | None:
     """Return the newest drawing of a case; None where it was not asked for."""
     return _plays[name][-1] if name in _plays else None

@@ -31,7 +31,8 @@ class Exercise:
     Attributes:
         number: Lab and exercise, such as `3.2`.
         title: What it is about, in a few words.
-        where: Where its cell runs.
+        where: Where its work is done.
+        cell: Where its cell runs; one of the notebook may give the engines work.
         look: Looks at the answer and says what it finds.
     """
 
@@ -39,18 +40,23 @@ class Exercise:
     title: str
     where: Where
     look: Callable[[Check], None]
+    cell: Where = "the notebook"
 
 
 _known: dict[str, Exercise] = {}
 
 
 def exercise(
-    number: str, title: str, *, where: Where = "the notebook"
+    number: str, title: str, *, where: Where = "the notebook", cell: Where | None = None
 ) -> Callable[[Callable[[Check], None]], Exercise]:
-    """Register the decorated function as the check of an exercise."""
+    """Register the decorated function as the check of an exercise.
+
+    Args:
+        cell: Where its cell runs; by default where its work is done.
+    """
 
     def register(look: Callable[[Check], None]) -> Exercise:
-        _known[number] = found = Exercise(number, title, where, look)
+        _known[number] = found = Exercise(number, title, where, look, cell or where)
         return found
 
     return register

@@ -71,6 +71,12 @@ def sums(c: Check, found: list[Any], trials: list[str]) -> bool:
     whole = sum(10**rank for rank in range(workers))
     for place, trial in enumerate(trials):
         parts = [_parts(worker[place][0]) for worker in found]
+        size = SIZES[place % len(SIZES)]
+        c.need(
+            all(one.shape == (size,) for one in parts),
+            f"{trial}: the tensor has another shape afterwards.",
+            "change the numbers of `x` in place, and not its shape",
+        )
         changed = any((parts[rank] != 10**rank).any() for rank in range(workers))
         for rank in range(workers):
             if not (parts[rank] == whole).all():

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...session.results import Results
 from ..answers import Check, close, number
 from ..exercise import exercise
+from ..runs import RunFacts
 
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""
@@ -126,7 +126,7 @@ def tight(c: Check) -> None:
     _waits(c, run)
 
 
-def _waits(c: Check, run: Results) -> None:
+def _waits(c: Check, run: RunFacts) -> None:
     steps = int(run.history["step"].max(initial=-1)) + 1
     c.need(
         steps >= STEPS,
@@ -199,7 +199,7 @@ def aware(c: Check) -> None:
     )
 
 
-def _trains_as(run: Results, other: Results) -> bool:
+def _trains_as(run: RunFacts, other: RunFacts) -> bool:
     """Whether two runs are of the same model and number of workers."""
     shapes, others = (
         {name: weight.shape for name, weight in one.weights().items()} for one in (run, other)
@@ -234,7 +234,7 @@ def _reached(c: Check, name: str) -> tuple[float, float]:
     return float(seconds[below[0]]), float(used[below[0]])
 
 
-def _by_time(run: Results) -> tuple[Floats, Floats, Floats]:
+def _by_time(run: RunFacts) -> tuple[Floats, Floats, Floats]:
     """Return the seconds, samples and smoothed loss of all workers' rows, as the lab's `curve`."""
     history: Any = run.history
     ends, ranks = history["start_s"] + history["step_s"], history["rank"]

@@ -163,7 +163,7 @@ def in_flight(c: Check) -> None:
         )
 
 
-@exercise("6.5", "The slowest stage as fast as can be", where="the engines")
+@exercise("6.5", "The slowest stage as fast as can be", where="the engines", cell="the notebook")
 def balanced(c: Check) -> None:
     """The run's own cuts, and what its slowest stage has to do."""
     text = c.text("cuts")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ...session.results import Results
 from ..answers import Check, close
 from ..exercise import exercise
+from ..runs import RunFacts
 
 _SHARE = 0.01
 """How far a ratio may be off: a student may round it."""
@@ -45,7 +45,7 @@ _MAPS = {
 }
 
 
-@exercise("7.1", "The global batch", where="the engines")
+@exercise("7.1", "The global batch", where="the engines", cell="the notebook")
 def global_batch(c: Check) -> None:
     """Each replica's samples, as the run recorded them."""
     batch = c.whole("batch")
@@ -166,7 +166,7 @@ def apart(c: Check) -> None:
         keras, torch = _made_up(draw, sizes)
         _compare(c, keras, torch, "layers of {} numbers".format(" x ".join(map(str, sizes))))
     c.expect(True, "it compares each number with its counterpart", "")
-    keras, torch = c.run("keras").weights(), c.run("torch").weights()
+    keras, torch = (dict(c.run(name).weights()) for name in ("keras", "torch"))
     _compare(c, keras, torch, "the two runs")
     c.expect(
         _largest({n: v.T for n, v in keras.items()}, dict(zip(keras, torch.values(), strict=True)))
@@ -203,7 +203,7 @@ def _made_up(draw: Any, sizes: tuple[int, ...]) -> tuple[dict[str, Any], dict[st
     return keras, torch
 
 
-def _by_step(run: Results) -> list[list[int]]:
+def _by_step(run: RunFacts) -> list[list[int]]:
     """Return the samples of each step, by rank."""
     history = run.history
     found: dict[int, dict[int, int]] = {}

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ...session.registry import runs
 from ..answers import Check
 from ..exercise import exercise
 
@@ -20,15 +19,19 @@ _TRAIN = """
 def _labs_answer():
     import torch
 
+    begun, batches = {begun!r}, {batches!r}
+
     def begin(seed):
-        torch.manual_seed(seed)
         model = torch.nn.Linear(8, 1).double()
+        with torch.no_grad():
+            given = torch.tensor(begun[seed], dtype=torch.float64)
+            model.weight.copy_(given[:8].reshape(1, 8))
+            model.bias.copy_(given[8:])
         return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
     def train(model, optimizer, first, last):
         for step in range(first, last):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(16, 8, generator=generator).double()
+            x = torch.tensor(batches[step], dtype=torch.float64)
             optimizer.zero_grad()
             (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
@@ -36,18 +39,15 @@ def _labs_answer():
     def weights(model):
         return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
-    def apart(one, other):
-        return (one - other).abs().max().item()
-
     def tried(what, function, *args):
         try:
             return function(*args), ""
         except Exception as error:
-            return None, f"{what} raised {type(error).__name__}: {error}"
+            return None, f"{{what}} raised {{type(error).__name__}}: {{error}}"
 
     missing = [name for name in ("save", "load") if not callable(globals().get(name))]
     if missing:
-        return {"missing": missing[0]}
+        return {{"missing": missing[0]}}
     model, optimizer = begin(0)
     train(model, optimizer, 0, 20)
     whole = weights(model)
@@ -56,21 +56,19 @@ def _labs_answer():
     then = weights(model)
     saved, error = tried("save", save, model, optimizer, 12)
     if error or saved is None or saved is Ellipsis:
-        return {"error": error, "saved": False}
+        return {{"error": error, "saved": False}}
     train(model, optimizer, 12, 17)
     fresh, optimizer = begin(1)
     unloaded = weights(fresh)
     step, error = tried("load", load, saved, fresh, optimizer)
     if error:
-        return {"error": error, "saved": True}
+        return {{"error": error, "saved": True}}
     back = weights(fresh)
-    found = {
-        "saved": True, "step": step if isinstance(step, (int, float)) else None,
-        "empty": apart(back, unloaded) == 0, "back": apart(back, then),
-    }
     train(fresh, optimizer, 12, 20)
-    found["end"] = apart(weights(fresh), whole)
-    return found
+    return {{
+        "saved": True, "step": step if isinstance(step, (int, float)) else None,
+        "unloaded": unloaded, "then": then, "back": back, "whole": whole, "end": weights(fresh),
+    }}
 _labs_answer = _labs_answer()
 """
 
@@ -78,7 +76,8 @@ _labs_answer = _labs_answer()
 @exercise("8.1", "What belongs in a checkpoint", where="the engines")
 def by_hand(c: Check) -> None:
     """A training that is saved, goes on, dies and is loaded ends like one that never stopped."""
-    found: dict[str, Any] = c.ask(_TRAIN)[0]
+    begun, batches = _task()
+    found: dict[str, Any] = c.ask(_TRAIN.format(begun=begun, batches=batches))[0]
     if name := found.get("missing"):
         c.wrong(
             f"The engines have no function `{name}`.",
@@ -91,13 +90,23 @@ def by_hand(c: Check) -> None:
         "`save` returns nothing.",
         "write its body in the cell of exercise 8.1, run the cell, and return what is needed",
     )
+    unloaded, then, back, whole, end = (
+        np.asarray(found[name], dtype=float)
+        for name in ("unloaded", "then", "back", "whole", "end")
+    )
     c.need(
-        not found["empty"],
+        _is_near(then, _trained(begun[0], batches, 12))
+        and _is_near(whole, _trained(begun[0], batches, 20)),
+        "The engines did not train as the check asked.",
+        "torch must be as it was: restart the engines (labs.begin(8)), and run the cell again",
+    )
+    c.need(
+        not _same(back, unloaded),
         "`load` leaves the fresh model as it is.",
         "model.load_state_dict(...) puts weights into a model",
     )
     c.expect(
-        found["back"] == 0,
+        _same(back, then),
         "the weights come back as they were when they were saved",
         "the weights that come back are not those of the moment of saving",
         "training went on after `save`: did what `save` returned change with it?",
@@ -108,11 +117,11 @@ def by_hand(c: Check) -> None:
         f"`load` returned {found['step']} as the step to go on from",
         "`save` is told the step; `load` has nothing but what was saved to know it from",
     )
-    if found["back"] == 0:
+    if _same(back, then):
         c.expect(
-            found["end"] == 0,
+            _same(end, whole),
             "the training ends with the same weights, to the last bit",
-            f"the weights at the end differ by {found['end']:.2g} from those of one go",
+            f"the weights at the end differ by {np.abs(end - whole).max():.2g} from one go's",
             "the next update depends on more than the weights: who else has a memory here?",
         )
 
@@ -145,7 +154,7 @@ def lost(c: Check) -> None:
 def resumed(c: Check) -> None:
     """The run `resumed`: two workers, from the checkpoint, as if nothing had happened."""
     c.need(
-        "resumed" in runs,
+        c.known_run("resumed") is not None,
         "There is no run named 'resumed' yet.",
         'wb.resume(..., name="resumed") makes one; .wait() waits for its end',
     )
@@ -251,3 +260,30 @@ def _apart(weights: Any, others: Any) -> float:
     if set(weights) != set(others):
         return math.inf
     return max(float(np.abs(weights[name] - others[name]).max()) for name in others)
+
+
+def _task() -> tuple[list[list[float]], list[list[list[float]]]]:
+    """Return the weights that two models begin with, and the batches of twenty steps."""
+    draw = np.random.default_rng(8)
+    begun = draw.uniform(-0.35, 0.35, (2, 9)).round(4).tolist()
+    return begun, draw.normal(size=(20, 16, 8)).round(2).tolist()
+
+
+def _trained(begun: list[float], batches: list[list[list[float]]], steps: int) -> Any:
+    """Return what so many steps make of the weights; reckoned here, and not where answers ran."""
+    weights, velocity = np.array(begun), np.zeros(9)
+    for batch in batches[:steps]:
+        x = np.array(batch)
+        inputs = np.c_[x, np.ones(len(x))]
+        error = inputs @ weights - x.sum(1)
+        velocity = 0.9 * velocity + 2 * error @ inputs / len(x)
+        weights = weights - 0.05 * velocity
+    return weights
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(np.array_equal(one, other))
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=0, atol=1e-9))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .. import blind
 from ..answers import Check
-from ..cases import PRACTICE, STRATEGIES, Case, expected
+from ..cases import PRACTICE, STRATEGIES, Case, choice_score, expected
 from ..exercise import exercise
 
 PROBED = 1.35
@@ -95,52 +94,53 @@ def apart(c: Check) -> None:
     c.expect(True, "each worker's own rate, added up", "")
 
 
-@exercise("9.4", "Case A, blind", where="the engines")
+@exercise("9.4", "Case A, blind", where="the engines", cell="the notebook")
 def case_a(c: Check) -> None:
     """An honest prediction, near what was measured; a choice near the best."""
     _played(c, "A")
 
 
-@exercise("9.5", "Case B, blind", where="the engines")
+@exercise("9.5", "Case B, blind", where="the engines", cell="the notebook")
 def case_b(c: Check) -> None:
     """An honest prediction, near what was measured; a choice near the best."""
     _played(c, "B")
 
 
 def _played(c: Check, name: str) -> None:
-    play = blind.latest(name)
-    if play is None or not play.sealed:
+    play = c.play(name)
+    if play is None or not play["strategy"]:
         c.wrong(
             f"Nothing is sealed for case {name}.",
             "give `strategy` and `samples_per_s` values before blind.seal, and run the cell",
         )
-        return
+    strategy, predicted = str(play["strategy"]), float(play["predicted"])
+    measured = {str(key): float(rate) for key, rate in dict(play["measured"]).items()}
     c.need(
-        play.complete,
+        strategy in STRATEGIES and set(measured) == set(STRATEGIES),
         f"Case {name} is sealed and was not run to its end.",
         "blind.run(case) runs your choice and the others",
     )
     if not c.expect(
-        play.honest,
+        play["honest"] is True,
         "the prediction was sealed before the case was run",
         "the prediction was sealed after the case had been run",
         f'blind.case("{name}") deals out new numbers: predict from probes, seal, and then run',
     ):
         return
-    factor = play.factor
+    factor = predicted / measured[strategy]
     c.expect(
         1 / PREDICTED <= factor <= PREDICTED,
         f"the prediction is within a factor of {PREDICTED:g} of what was measured",
-        f"{play.predicted:.3g} samples/s were predicted for {play.strategy}, "
-        f"{play.measured[play.strategy]:.3g} were measured",
+        f"{predicted:.3g} samples/s were predicted for {strategy}, "
+        f"{measured[strategy]:.3g} were measured",
         "what is left out: the messages, or a worker that is slower than the others?"
         if factor > 1
         else "samples per second: what is counted twice, or in another unit?",
     )
-    share = play.scores[1]
+    share = choice_score(strategy, measured)
     c.expect(
         share >= ENOUGH,
         f"the choice achieves at least {ENOUGH:.0%} of the best of the four",
-        f"{play.strategy} achieved {share:.0%} of the best of the four",
+        f"{strategy} achieved {share:.0%} of the best of the four",
         "predict all four from the same three numbers, and compare before you choose",
     )

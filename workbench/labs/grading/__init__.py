@@ -4,7 +4,9 @@
     merging      the student's exercise cells in the lab as it was handed out
     runner       a process for each notebook: reads, merges, and says what is known
     settling     its heart: runs the lab, again where a cell broke it, until all is settled
-    kernel       the kernel that students' cells run in; inside: what the grader does within it
+    kernel       the kernel that students' cells run in; inside: what it tells the grader
+    marking      the checks, made in the runner: a kernel is asked for plain data only
+    isolation    how a kernel is kept apart; jail: the program that makes such a place
     environment  what of ours a kernel sees, its folders, and their removal
     limits       what a notebook may use; watch: ends it when it uses more
     link         the runner's wire to a kernel

@@ -26,6 +26,15 @@ _SWEEPS = 20
 _PACKAGES = str(Path(__file__).resolve().parents[3])
 
 
+PLACES = {
+    "HOME": "home", "TMPDIR": "t", "WORKBENCH_HOME": "runs", "IPYTHONDIR": "ipython",
+    "JUPYTER_CONFIG_DIR": "jupyter", "JUPYTER_DATA_DIR": "jupyter", "MPLCONFIGDIR": "plots",
+    "JUPYTER_RUNTIME_DIR": "jupyter", "XDG_CACHE_HOME": "home", "XDG_CONFIG_HOME": "home",
+    "XDG_DATA_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "home", "KERAS_HOME": "home",
+}  # fmt: skip
+"""Where a notebook is told to keep what, in its own folder."""
+
+
 def kept() -> dict[str, str]:
     """Return what is taken over from our own environment."""
     found = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -40,17 +49,11 @@ def kept() -> dict[str, str]:
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
     """Return the environment of a notebook that lives in `folder`."""
-    places = {
-        "HOME": "home", "TMPDIR": "t", "WORKBENCH_HOME": "runs", "IPYTHONDIR": "ipython",
-        "JUPYTER_CONFIG_DIR": "jupyter", "JUPYTER_DATA_DIR": "jupyter", "MPLCONFIGDIR": "plots",
-        "JUPYTER_RUNTIME_DIR": "jupyter", "XDG_CACHE_HOME": "home", "XDG_CONFIG_HOME": "home",
-        "XDG_DATA_HOME": "home", "TORCHINDUCTOR_CACHE_DIR": "home", "KERAS_HOME": "home",
-    }  # fmt: skip
-    for place in {*places.values(), "work"}:
+    for place in {*PLACES.values(), "work"}:
         (folder / place).mkdir(parents=True, exist_ok=True)
-    ours = {name: str(folder / place) for name, place in places.items()}
+    ours = {name: str(folder / place) for name, place in PLACES.items()}
     fixed = {"PYTHONHASHSEED": "0", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    return {**kept(), **ours, **fixed, MARK: mark, "JPY_PARENT_PID": str(os.getpid())}
+    return {**kept(), **ours, **fixed, MARK: mark, "USER": "student"}
 
 
 def remove(folder: Path) -> None:

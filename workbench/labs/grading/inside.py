@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
 import os
 import sys
 import time
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import psutil
+
+from ..side import Here
+from .environment import PLACES
+
 _OTHERS = ("math", "cmath", "numbers", "operator", "itertools", "statistics", "json", "re", "numpy")
 _LABS = "workbench.labs"
 _KINDS = (FunctionType, BuiltinFunctionType, type)
 _IN_CLASSES = (FunctionType, property, staticmethod, classmethod)
-_MOST_FINDINGS, _MOST_CHARACTERS = 50, 2000
+_MOST_CHARACTERS = 2000
+_SETTLE_S = 0.05
+"""Until a process that was just killed is seen to be dead."""
 _NAMED = 6
 
 
-def load(lab: int) -> dict[str, str]:
-    """Import all that a lab's checks need; return the titles of its exercises."""
-    from .. import answers, asking, beginning  # noqa: F401 - they are put back later
-    from ..exercise import exercises
-
-    return {one.number: one.title for one in exercises(lab)}
+def load() -> None:
+    """Import what the lab's own cells need: it is put back later."""
+    from .. import answers, asking, beginning, blind  # noqa: F401
 
 
 class Guard:
@@ -103,11 +106,12 @@ class Inside:
         names: The notebook's names.
     """
 
-    def __init__(self, lab: int, names: dict[str, Any]) -> None:
+    def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
-        self.titles = load(lab)
+        load()
         self._guard = Guard()
         self._folder = os.getcwd()
+        self._places = [self._folder, *(os.environ[n] for n in PLACES if n in os.environ)]
         self._streams = (sys.stdout, sys.stderr)
         self._imported: dict[str, ModuleType] = {}
 
@@ -117,7 +121,7 @@ class Inside:
             name: value for name, value in self._names.items() if isinstance(value, ModuleType)
         }
         _without_limit()  # `labs.begin` has set one; the grader has its own
-        return {"engines": _engines()}
+        return {"engines": _engines(), "runs": _runs()}
 
     def mend(self) -> dict[str, Any]:
         """After a student's cell: put back what the lab's next cells need."""
@@ -125,42 +129,54 @@ class Inside:
         if (sys.stdout, sys.stderr) != self._streams:
             sys.stdout, sys.stderr = self._streams
             said.append("sys.stdout")
+        gone = [place for place in self._places if not os.path.isdir(place)]
         with contextlib.suppress(OSError):
-            os.makedirs(self._folder, exist_ok=True)
+            for place in gone:
+                os.makedirs(place, exist_ok=True)
             os.chdir(self._folder)
         for name, module in self._imported.items():
             if self._names.get(name) is not module:
                 self._names[name] = module
                 said.append(name)
         more = [f"and {len(said) - _NAMED} more"] if len(said) > _NAMED else []
-        return {"put_back": [*said[:_NAMED], *more], "engines": _engines()}
+        time.sleep(_SETTLE_S)
+        found = {"engines": _engines(), "runs": _runs(), "removed": bool(gone)}
+        return {"put_back": [*said[:_NAMED], *more], **found}
 
-    def check(self, number: str) -> dict[str, Any]:
-        """Look at an answer with the check as it was handed out."""
-        asking = importlib.import_module(f"{_LABS}.asking")
-        began = time.perf_counter()
+    # -- what a check asks for: plain data --------------------------------------------------------
+
+    def _here(self) -> Here:
+        return Here(dict(self._names))
+
+    def value(self, name: str) -> dict[str, Any]:
+        """See `side.Side`, as the next ones."""
+        return self._here().value(name)
+
+    def call(self, name: str, args: list[Any], limit_s: float) -> dict[str, Any]:
+        """Call a function of the answer."""
+        return self._here().call(name, args, limit_s)
+
+    def run_on_engines(self, source: str, limit_s: float, framework: str | None) -> dict[str, Any]:
+        """Run code of a check on the engines."""
+        return self._here().ask(source, limit_s, framework)
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Describe a run."""
+        return self._here().run(name)
+
+    def play(self, name: str) -> dict[str, Any]:
+        """Describe what was done with a blind case."""
+        return self._here().play(name)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do what the grader asks for."""
+        do = asked.pop("do")
         try:
-            report = asking.check(number, dict(self._names))
-            found = {"where": report.where, **report.to_wire()}
+            found: dict[str, Any] = getattr(self, do)(**asked)
         except KeyboardInterrupt:
             _free_engines()
-            words = "The check was stopped at the time limit: code of the answer did not end."
-            found = _refused(number, words, "does every loop and every receive end?")
-        except BaseException as error:  # SystemExit from an answer must not end the kernel
-            words = f"The answer could not be looked at: {type(error).__name__}: {error}"
-            found = _refused(number, words, "")
-        found["findings"] = [_cut(one) for one in found["findings"][:_MOST_FINDINGS]]
-        return {"report": found, "seconds": time.perf_counter() - began, **self.mend()}
-
-
-def _refused(number: str, words: str, hint: str) -> dict[str, Any]:
-    finding = {"right": False, "words": words, "hint": hint}
-    return {"exercise": number, "passed": False, "findings": [finding]}
-
-
-def _cut(finding: dict[str, Any]) -> dict[str, Any]:
-    texts = {key: str(finding[key])[:_MOST_CHARACTERS] for key in ("words", "hint")}
-    return {"right": bool(finding["right"]), **texts}
+            raise
+        return found
 
 
 def _without_limit() -> None:
@@ -172,12 +188,30 @@ def _without_limit() -> None:
 
 
 def _engines() -> int:
-    """How many engines live; -1 without a cluster."""
+    """How many engines live, by their processes; -1 without a cluster."""
     from ...session.state import session
 
     with contextlib.suppress(Exception):
-        return -1 if session.cluster is None else len(session.cluster.worker_ids)
+        if session.cluster is None:
+            return -1
+        known = set(session.cluster.worker_ids)
+        return sum(_lives(one.pid) for one in session.cluster.engines if one.id in known)
     return -1
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    return False
+
+
+def _runs() -> dict[str, float]:
+    """When each run that has finished began, by name."""
+    from ...session.registry import runs
+
+    with contextlib.suppress(Exception):
+        return {name: float(run.began) for name, run in runs.items() if run.state == "finished"}
+    return {}
 
 
 def _free_engines() -> None:

@@ -26,7 +26,7 @@ class GradingKernel(IPythonKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self._nonce, self._lab = _given.pop("nonce"), _given.pop("lab")
+        self._nonce = _given.pop("nonce")
         self._inside: Inside | None = None
 
     async def do_execute(
@@ -51,19 +51,17 @@ class GradingKernel(IPythonKernel):
             reply["traceback"] = []
         return {**reply, "payload": [], "user_expressions": {}}
 
-    def _answer(self, asked: dict[str, str]) -> dict[str, Any]:
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         try:
             if self._inside is None:
                 assert self.shell is not None
-                self._inside = Inside(self._lab, self.shell.user_ns)
-                answer = {"titles": self._inside.titles}
-            elif asked["do"] == "check":
-                answer = self._inside.check(asked["exercise"])
+                self._inside = Inside(self.shell.user_ns)
+                answer = {"ready": True}
             else:
-                answer = getattr(self._inside, asked["do"])()
+                answer = self._inside.answer(asked)
         except BaseException as error:  # without a reply the grader would wait for one
-            answer = {"failed": cut(error)}
+            answer = {"failed": cut(f"{type(error).__name__}: {error}")}
         return {
             "status": "ok", "execution_count": 0, "payload": [], "user_expressions": {},
             self._nonce: answer,

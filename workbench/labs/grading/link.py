@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,15 +19,19 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
+from ..exercise import exercises
 from . import processes
 from .environment import environment
+from .isolation import NOTHING, Isolation, Place
 from .limits import Limits
+from .marking import Away, Told, mark, write_stubs
 from .watch import Watch
 
 START_S = 90.0
 LEAVE_S = 8.0
 POLL_MS = 50
-MOST_REPLY_BYTES = 8_000_000
+MOST_REPLY_BYTES = 16_000_000
+MOST_RUNS = 200
 
 
 class Gone(Exception):
@@ -59,7 +62,10 @@ class Link:
         deadline: When all must be over, by `time.monotonic`.
     """
 
-    def __init__(self, folder: Path, lab: int, mark: str, limits: Limits, deadline: float) -> None:
+    def __init__(
+        self, folder: Path, lab: int, mark: str, limits: Limits, deadline: float,
+        isolation: Isolation = NOTHING,
+    ) -> None:  # fmt: skip
         self._limits, self._mark, self._deadline = limits, mark, deadline
         self._nonce = secrets.token_hex(16)
         env = environment(folder, mark)
@@ -73,13 +79,20 @@ class Link:
         connection.write_text(json.dumps(wire), encoding="utf-8")
         connection.chmod(0o600)
         self._log = folder / "kernel.log"
+        self.lab = lab
+        self.known: dict[str, dict[str, Any]] = {}
+        """Facts of the runs that the lab's own cells have made."""
+        self.workers = 0
+        """How many engines the lab's own cells have started."""
+        stubs = write_stubs(folder.parent / f"{folder.name}-checks", lab) if isolation.how else None
         with processes.starting, self._log.open("wb") as log:
+            place = Place(isolation, folder, stubs)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "workbench.labs.grading.kernel"],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=folder / "work", env=env,
-                start_new_session=True,
+                place.command("-m", "workbench.labs.grading.kernel"),
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True,
+                cwd="/" if isolation.how else folder / "work",
             )  # fmt: skip
-        given = {"nonce": self._nonce, "lab": lab, "limits": asdict(limits)}
+        given = {"nonce": self._nonce, "limits": asdict(limits)}
         assert self.process.stdin is not None
         with contextlib.suppress(OSError), self.process.stdin as stdin:
             stdin.write(json.dumps({**given, "connection": str(connection)}).encode() + b"\n")
@@ -132,18 +145,47 @@ class Link:
         except Gone as gone:
             tail = self._log.read_bytes()[-800:].decode("utf-8", "replace").strip()
             raise Gone(f"{gone} (its last words: {tail})" if tail else str(gone)) from None
-        if "titles" not in answer:
+        if "ready" not in answer:
             raise Gone(answer.get("failed") or "it did not answer")
-        titles: dict[str, str] = answer["titles"]
-        return titles
+        return {one.number: one.title for one in exercises(self.lab)}
 
-    def ask(self, do: str, exercise: str = "", *, limit_s: float = 30.0) -> Reply:
+    def ask(self, do: str, *, wait_s: float = 30.0, **what: Any) -> Reply:
         """Have `inside` do something.
 
         Raises:
             Gone: The kernel is no more.
         """
-        return self._run(self._nonce + json.dumps({"do": do, "exercise": exercise}), limit_s)
+        return self._run(self._nonce + json.dumps({"do": do, **what}), wait_s)
+
+    def remember(self, runs: object) -> None:
+        """Take the facts of runs that the lab's own cell has made: no later cell changes them."""
+        for name in runs if isinstance(runs, dict) else {}:
+            if name not in self.known and len(self.known) < MOST_RUNS:
+                answer = self.ask("run", name=name).answer or {}
+                if "facts" in answer:
+                    self.known[name] = {"facts": answer["facts"]}
+
+    def check(self, number: str, limit_s: float) -> Reply:
+        """Make the check of an exercise, here: the kernel is only asked for plain data.
+
+        Raises:
+            Gone: The kernel is no more.
+        """
+        began = time.monotonic()
+
+        def send(what: dict[str, Any], left_s: float) -> dict[str, Any] | None:
+            try:
+                reply = self.ask(what.pop("do"), wait_s=left_s, **what)
+            except Gone as gone:
+                raise Away(str(gone)) from None
+            return None if reply.interrupted else reply.answer or {}
+
+        try:
+            report, late = mark(number, Told(send, self.known, limit_s, self.workers))
+        except Away as away:
+            raise Gone(str(away)) from None
+        after = self.ask("mend").answer or {}
+        return Reply("", late, time.monotonic() - began, {**after, "report": report})
 
     def run(self, source: str, limit_s: float) -> Reply:
         """Run a cell.

@@ -39,6 +39,7 @@ class Outcome:
         findings: What the check looked at: `right`, `words`, `hint`.
         error: What the cell raised, or why it was stopped.
         put_back: Names of the lab's that the cell had redefined.
+        look_at: What in its cells no answer of the labs needs: a teacher should read them.
         seconds: Time of its cells and its check.
     """
 
@@ -48,6 +49,7 @@ class Outcome:
     findings: list[dict[str, Any]] = field(default_factory=list)
     error: str = ""
     put_back: list[str] = field(default_factory=list)
+    look_at: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -58,7 +60,7 @@ class Outcome:
     def begin_anew(self) -> None:
         """Forget what came out when its cells ran before."""
         self.state, self.error, self.seconds = "not graded", "", 0.0
-        self.findings, self.put_back = [], []
+        self.findings, self.put_back, self.look_at = [], [], []
 
     @property
     def reason(self) -> str:
@@ -134,7 +136,13 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "title": (str,), "error": (str,), "seconds": (int, float), "file": (str,),
     "lab": (int, type(None)), "restarts": (int,), "versions": (dict,),
 }  # fmt: skip
-_LISTS: dict[str, type] = {"findings": dict, "put_back": str, "notes": str, "problems": str}
+_LISTS: dict[str, type] = {
+    "findings": dict,
+    "put_back": str,
+    "look_at": str,
+    "notes": str,
+    "problems": str,
+}
 
 
 def from_wire(wire: Mapping[str, Any]) -> Graded:
@@ -143,7 +151,16 @@ def from_wire(wire: Mapping[str, Any]) -> Graded:
     Raises:
         KeyError, TypeError or ValueError: It is something else.
     """
-    names = ("exercise", "title", "state", "findings", "error", "put_back", "seconds")
+    names: tuple[str, ...] = (
+        "exercise",
+        "title",
+        "state",
+        "findings",
+        "error",
+        "put_back",
+        "look_at",
+        "seconds",
+    )
     outcomes = [Outcome(**_checked(one, names)) for one in wire["exercises"]]
     if any(one.state not in MARKS for one in outcomes):
         raise ValueError("an exercise has a state that is unknown")

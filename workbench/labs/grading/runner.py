@@ -19,6 +19,7 @@ from typing import Any
 
 from . import processes
 from .environment import remove
+from .isolation import NOTHING, Isolation
 from .limits import Limits
 from .merging import Merged, merge
 from .outcome import Graded, Outcome, from_wire
@@ -40,6 +41,7 @@ def grade(
     until: float,
     earlier: Mapping[str, Any] | None = None,
     tell: Tell = lambda graded, running: None,
+    isolation: Isolation = NOTHING,
 ) -> Graded:
     """Grade one notebook.
 
@@ -62,7 +64,7 @@ def grade(
         graded.outcomes, graded.problems = known.outcomes, known.problems
         graded.restarts = known.restarts + 1
     tell(graded, "")
-    Grading(merged, graded, folder, limits, until, tell).run()
+    Grading(merged, graded, folder, limits, until, tell, isolation).run()
     graded.seconds = time.monotonic() - began
     return graded
 
@@ -146,6 +148,7 @@ def _grade(given: dict[str, Any]) -> None:
         Path(given["path"]), None if canonical is None else Path(canonical),
         Path(given["notebooks"]), Path(given["folder"]), Limits(**given["limits"]),
         until=given["until"], earlier=given["earlier"], tell=_tell,
+        isolation=Isolation(**given["isolation"]),
     )  # fmt: skip
     _tell(graded, OVER)
 

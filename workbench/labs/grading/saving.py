@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .isolation import Isolation
 from .outcome import Graded
 from .showing import to_json
 
@@ -18,11 +19,18 @@ class Saved:
     Args:
         file: Where it is; what is no regular file, such as a pipe, is written at the end only.
         paths: All that is to be graded, in the order of the file.
-        limits: As the file names them.
+        limits, isolation: As the file names them.
     """
 
-    def __init__(self, file: Path, paths: Sequence[Path], limits: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        paths: Sequence[Path],
+        limits: dict[str, Any],
+        isolation: Isolation | None = None,
+    ) -> None:
         self._file, self._limits = Path(os.path.realpath(file)), limits
+        self._isolation = isolation
         self._known = [Graded(str(path), problems=["It was not reached."]) for path in paths]
         self._waiting = list(range(len(self._known)))
         self._lock = threading.Lock()
@@ -40,7 +48,7 @@ class Saved:
                     self._waiting.remove(i)
                     break
             if not self._file.exists() or self._file.is_file():
-                self._write(to_json(self._known, self._limits))
+                self._write(to_json(self._known, self._limits, self._isolation))
 
     def finish(self, content: str) -> None:
         """Write what came out of all.

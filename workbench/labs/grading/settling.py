@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .environment import remove
+from .isolation import NOTHING, Isolation
 from .limits import STEP_S, Limits
 from .link import Gone, Link, Reply
+from .marking import look_at
 from .merging import Item, Merged
 from .outcome import Graded, Outcome
 
+MOST_NAMES = 20
 Tell = Callable[[Graded, str], None]
 
 
@@ -44,9 +47,10 @@ class Grading:
         limits: Limits,
         until: float,
         tell: Tell,
+        isolation: Isolation = NOTHING,
     ) -> None:
         self._merged, self._graded, self._folder, self._limits = merged, graded, folder, limits
-        self._deadline, self._tell = until, tell
+        self._deadline, self._tell, self._isolation = until, tell, isolation
         self._outcomes = {one.exercise: one for one in graded.outcomes}
         states = {number: one.state for number, one in self._outcomes.items()}
         self._open = [number for number, state in states.items() if state == "not graded"]
@@ -70,7 +74,8 @@ class Grading:
     def _pass(self) -> None:
         self._ran, self._engines, self._lost_by = [], 0, ""
         folder, mark = self._kernel_folder(), self._folder.name
-        link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline)
+        link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline,
+                    self._isolation)  # fmt: skip
         try:
             self._begin(link)
             with contextlib.suppress(_Again):
@@ -114,6 +119,7 @@ class Grading:
         try:
             reply = link.run(item.sources[0], max(self._limits.cell_s, STEP_S))
             after = link.ask("after_step").answer or {}
+            link.remember(after.get("runs"))
         except Gone as gone:
             self._fell(item, str(gone))
         if reply.interrupted or reply.error:
@@ -121,7 +127,9 @@ class Grading:
             self._without_the_loser("")
             why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
             self._problem(f"The lab's step in cell {item.place} failed: {why}")
-        self._engines = after.get("engines", 0)
+        self._engines = _count(after, 0)
+        if not self._ran or "begin(" in item.sources[0] or "%cluster" in item.sources[0]:
+            link.workers = self._engines
 
     def _problem(self, words: str) -> None:
         if words not in self._graded.problems:
@@ -158,8 +166,8 @@ class Grading:
         """Begin again if cells of another exercise have cost engines that are needed here."""
         lost_by = self._lost_by
         if lost_by and lost_by != number and lost_by not in self._left_out:
-            self._problem(f"Exercise {lost_by} ended engines that later cells need: it was left "
-                          "out, and the lab run again.")  # fmt: skip
+            self._problem(f"Exercise {lost_by} ended engines, or removed files, that later cells "
+                          "need: it was left out, and the lab run again.")  # fmt: skip
             self._leave_out(lost_by)
 
     # -- exercises ---------------------------------------------------------------------------------
@@ -185,6 +193,9 @@ class Grading:
                 self._check_time()  # else the notebook's time would be taken for the cell's
                 if is_open:
                     self._take(outcome, reply)
+                    outcome.look_at += [
+                        one for one in look_at(source) if one not in outcome.look_at
+                    ]
             self._mended(link.ask("mend"), number if is_open else "")
         except Gone as gone:
             self._check_time()
@@ -208,10 +219,13 @@ class Grading:
     def _mended(self, reply: Reply, number: str) -> None:
         answer = reply.answer or {}
         if number:
-            self._outcomes[number].put_back += answer.get("put_back", [])
-        engines, before = answer.get("engines", self._engines), self._engines
+            put_back = answer.get("put_back")
+            said = [str(one) for one in put_back] if isinstance(put_back, list) else []
+            self._outcomes[number].put_back += said[:MOST_NAMES]
+        engines, before = _count(answer, self._engines), self._engines
         self._engines = engines
-        if engines < before and number and not self._lost_by:
+        is_less = engines < before or answer.get("removed") is True
+        if is_less and number and not self._lost_by:
             self._lost_by = number
 
     def _check(self, link: Link, item: Item) -> None:
@@ -220,7 +234,7 @@ class Grading:
             return
         outcome = self._outcomes[number]
         try:
-            reply = link.ask("check", number, limit_s=self._limits.cell_s)
+            reply = link.check(number, self._limits.cell_s)
         except Gone as gone:
             self._fell(item, f"in its check, {gone}")
         self._check_time()
@@ -242,3 +256,8 @@ class Grading:
             self._settle(number, "untouched")
         else:
             self._settle(number, "right" if passed else "wrong")
+
+
+def _count(answer: dict[str, Any], default: int) -> int:
+    found = answer.get("engines", default)
+    return found if type(found) is int else default

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...views.table import Column, Table
+from .isolation import Isolation
 from .outcome import MARKS, NOT_GRADED, RIGHT, Graded, Outcome, printable
 
 _WRAP = 72
@@ -21,13 +22,22 @@ def status(graded: Sequence[Graded]) -> int:
     return max((one.status for one in graded), default=RIGHT)
 
 
-def text(graded: Sequence[Graded]) -> str:
-    """Return a table for each lab, and what was found besides."""
+def text(graded: Sequence[Graded], isolation: Isolation | None = None) -> str:
+    """Return a table for each lab, and what was found besides.
+
+    Args:
+        isolation: Said first: how far what follows can be believed.
+    """
     labs = dict.fromkeys(_lab(one) for one in graded)
     names = names_of([one.file for one in graded])
     shown = [table([one for one in graded if _lab(one) == lab], names).text() for lab in labs]
     legend = ", ".join(f"{mark} {state}" for state, mark in MARKS.items())
-    return "\n\n".join(shown) + "\n" + "\n".join([legend, *_notes(graded, names)])
+    head = (
+        ""
+        if isolation is None
+        else f"{_line(isolation.words[:1].upper())}{_line(isolation.words[1:])}.\n\n"
+    )
+    return head + "\n\n".join(shown) + "\n" + "\n".join([legend, *_notes(graded, names)])
 
 
 def _lab(one: Graded) -> int | None:
@@ -103,15 +113,22 @@ def _notes(graded: Sequence[Graded], names: Mapping[str, str]) -> list[str]:
             "put back"
             for outcome in one.outcomes if outcome.put_back
         ]  # fmt: skip
+        found += [
+            f"{name}: look at {outcome.exercise}: it names {_line(', '.join(outcome.look_at))}"
+            for outcome in one.outcomes if outcome.look_at
+        ]  # fmt: skip
     return found
 
 
-def to_json(graded: Sequence[Graded], limits: dict[str, Any]) -> str:
+def to_json(
+    graded: Sequence[Graded], limits: dict[str, Any], isolation: Isolation | None = None
+) -> str:
     """Return everything that is known, as JSON."""
     content = {
         "format": _FORMAT,
         "status": status(graded),
         "ungraded": sum(one.status == NOT_GRADED for one in graded),
+        "isolation": None if isolation is None else isolation.to_wire(),
         "limits": limits,
         "notebooks": [one.to_wire() for one in graded],
     }

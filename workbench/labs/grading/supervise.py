@@ -20,6 +20,7 @@ import psutil
 
 from . import processes
 from .environment import kept, remove
+from .isolation import NOTHING, Isolation, find_out
 from .limits import Limits
 from .outcome import Graded, from_wire
 from .runner import OVER
@@ -37,6 +38,7 @@ def grade(
     canonical: Path | None = None,
     limits: Limits | None = None,
     jobs: int = 1,
+    isolation: Isolation | None = None,
     done: Callable[[Graded], None] = lambda graded: None,
 ) -> list[Graded]:
     """Grade notebooks, each in processes of its own; return what came out, in their order.
@@ -44,13 +46,14 @@ def grade(
     Args:
         notebooks: Where the labs as handed out are, `lab_N.ipynb`.
         canonical: The lab as handed out, for all of them.
+        isolation: How kernels are kept apart from the marks; found out by default.
         jobs: Notebooks at once; labs measure times, so more than one needs cores for each.
         done: Told of each notebook when it is graded; what it raises is dropped.
     """
     hidden = processes.hide()  # the environment that we were started with may hold secrets
     before = set(psutil.Process().children())
     ours = processes.adopt()
-    runners = _Runners(notebooks, canonical, limits or Limits())
+    runners = _Runners(notebooks, canonical, limits or Limits(), isolation or find_out())
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
@@ -77,11 +80,18 @@ def _new(me: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process
 class _Runners:
     """The runners that live, so that all can be ended."""
 
-    def __init__(self, notebooks: Path, canonical: Path | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        notebooks: Path,
+        canonical: Path | None,
+        limits: Limits,
+        isolation: Isolation = NOTHING,
+    ) -> None:
         self._given: dict[str, Any] = {
             "notebooks": str(notebooks.absolute()),
             "canonical": None if canonical is None else str(canonical.absolute()),
             "limits": asdict(limits),
+            "isolation": asdict(isolation),
         }
         self._limits = limits
         self._living: dict[int, subprocess.Popen[bytes]] = {}

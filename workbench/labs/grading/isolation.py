@@ -1,0 +1,206 @@
+"""What the system allows to keep students' code from the checks; starts kernels so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .environment import kept
+
+How = Literal["namespaces", "user", ""]
+
+_PACKAGES = Path(__file__).resolve().parents[3]
+_UIDS = range(58_000, 60_000)
+_PROBE_S = 60.0
+_PROBE = """
+import os, sys
+import workbench.labs.side
+seen = [path for path in sys.argv[2:] if os.path.exists(path)]
+try:
+    os.kill(int(sys.argv[1]), 0)
+    seen.append("the grader's process")
+except OSError:
+    pass
+print("seen: " + (seen[0] if seen else "nothing"))
+"""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How kernels are kept apart from the process that marks.
+
+    Attributes:
+        how: `namespaces`, `user`, or empty where there is nothing.
+        why: Why there is no more, in words.
+    """
+
+    how: How = ""
+    why: str = ""
+
+    @property
+    def words(self) -> str:
+        """One line for the head of the report."""
+        if self.how == "namespaces":
+            return "isolated: cells cannot read or signal the process that marks, nor see its files"
+        if self.how == "user":
+            return ("isolated as another user: cells cannot signal the process that marks, but "
+                    f"read what every user may ({self.why})")  # fmt: skip
+        return f"not isolated: a cell can read the checks, and end the marker ({self.why})"
+
+    def to_wire(self) -> dict[str, Any]:
+        """The same, JSON-ready."""
+        return {"isolated": bool(self.how), "how": self.how or "not isolated", "words": self.words}
+
+
+NOTHING = Isolation("", "it was not asked for")
+
+
+def find_out() -> Isolation:
+    """Return the best that works here: each is tried with a real process."""
+    if not sys.platform.startswith("linux"):
+        return Isolation("", f"{sys.platform} has no namespaces")
+    why = _tried("namespaces")
+    if not why:
+        return Isolation("namespaces")
+    if os.getuid() == 0:
+        more = _tried("user")
+        return Isolation("user", why) if not more else Isolation("", f"{why}; {more}")
+    return Isolation("", why)
+
+
+def _tried(how: How) -> str:
+    """Return why a place of this kind cannot be had; empty where it can."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="wbg-") as made:
+            folder = Path(made).resolve() / "probe"
+            folder.mkdir()
+            place = Place(Isolation(how), folder, stubs=None)
+            hidden = [] if how == "user" else [made + "/secret", *map(str, solutions())]
+            (folder.parent / "secret").touch()
+            command = place.command("-c", _PROBE, str(os.getpid()), *hidden)
+            ended = subprocess.run(
+                command, env=kept() | {"HOME": str(folder)}, capture_output=True, text=True,
+                timeout=_PROBE_S, cwd="/", start_new_session=True, check=False,
+            )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if ended.returncode == 0 and "seen: nothing" in ended.stdout:
+        return ""
+    said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+    return said[-1][:200] if said else f"exit status {ended.returncode}"
+
+
+class Place:
+    """Where one kernel is to run.
+
+    Args:
+        folder: Its own; it is handed to the user that the kernel becomes.
+        stubs: A folder that stands in for the checks; None leaves them there.
+    """
+
+    def __init__(self, isolation: Isolation, folder: Path, stubs: Path | None) -> None:
+        self._how, self._folder, self._stubs = isolation.how, folder, stubs
+        self.uid = _spare_uid() if isolation.how and os.getuid() == 0 else 0
+
+    def hand_over(self) -> None:
+        """Give the folder and all that is in it now to the kernel's user."""
+        if not self.uid:
+            return
+        for one in (self._folder, *self._folder.rglob("*")):
+            os.chown(one, self.uid, self.uid, follow_symlinks=False)
+        if self._how == "user":
+            self._folder.parent.chmod(0o711)
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that runs Python there."""
+        if not self._how:
+            return [sys.executable, *arguments]
+        self.hand_over()
+        work = self._folder / "work"
+        given: dict[str, Any] = {
+            "how": self._how, "uid": self.uid, "folder": str(self._folder),
+            "cwd": str(work if work.is_dir() else self._folder),
+        }  # fmt: skip
+        if self._how == "namespaces":
+            root = self._folder.parent / f"{self._folder.name}-root"
+            root.mkdir(mode=0o755)
+            given |= {"root": str(root), "readable": readable(), "instead": self._instead()}
+        launcher = [
+            os.path.realpath(sys.executable),
+            "-I",
+            "-S",
+            str(Path(__file__).with_name("jail.py")),
+        ]
+        return [*launcher, json.dumps(given), sys.executable, *arguments]
+
+    def _instead(self) -> list[tuple[str, str]]:
+        nothing = self._folder.parent / f"{self._folder.name}-none"
+        nothing.mkdir(mode=0o755)
+        found = [(str(one), str(nothing)) for one in solutions()]
+        if self._stubs is not None:
+            found += [(str(one), str(self._stubs)) for one in _checks()]
+        return found
+
+
+def _spare_uid() -> int:
+    """Return a user id that nobody has, and no process runs as."""
+    import pwd
+
+    taken = {int(entry.pw_uid) for entry in pwd.getpwall()}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                taken.add(os.stat(f"/proc/{name}").st_uid)
+            except OSError:
+                continue
+    start = os.getpid() % len(_UIDS)
+    order: list[int] = [*_UIDS[start:], *_UIDS[:start]]
+    for one in order:
+        if one not in taken:
+            return one
+    raise OSError("no user id is free for the students' code")
+
+
+def _paths() -> list[Path]:
+    return [Path(one).absolute() for one in dict.fromkeys([*sys.path, str(_PACKAGES)]) if one]
+
+
+def _checks() -> list[Path]:
+    found = [path / "workbench" / "labs" / "checks" for path in _paths()]
+    return [one for one in found if one.is_dir()]
+
+
+def solutions() -> list[Path]:
+    """Return the folders with solutions that lie beside a package on Python's path."""
+    found = [path / "notebooks" / "solutions" for path in _paths()]
+    return [one for one in found if one.is_dir()]
+
+
+def readable() -> list[str]:
+    """Return what Python needs beside the system: itself, its packages, Workbench."""
+    found: list[Path] = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.executable)]
+    found.append(Path(os.path.realpath(sys.executable)).parents[1])
+    for path in _paths():
+        own = (path / "workbench").is_dir() and path.name not in ("site-packages", "dist-packages")
+        found.append(path / "workbench" if own else path)
+    for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "CONDA_PREFIX"):
+        found += [Path(one) for one in os.environ.get(name, "").split(os.pathsep) if one]
+    return _outermost(
+        [one for one in found if one.is_absolute() and one.exists() and one != Path("/")]
+    )
+
+
+def _outermost(paths: Sequence[Path]) -> list[str]:
+    """Return the paths that lie in no other one."""
+    kept_: list[Path] = []
+    for path in sorted(set(paths), key=lambda one: len(one.parts)):
+        if not any(one in path.parents for one in kept_):
+            kept_.append(path)
+    return [str(path) for path in kept_]

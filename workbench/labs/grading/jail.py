@@ -1,0 +1,201 @@
+"""Where students' cells run: as another user, among no other processes, without the checks' files.
+
+Run as a program it makes that place and becomes the kernel in it; only Python's own modules are
+used, since it begins with the rights of whoever grades. `isolation` finds out what is possible.
+
+    namespaces  own mounts (an empty root with what Python needs, read-only), own processes; where
+                the grader is root another user id too, else a user namespace
+    user        another user id alone: files that every user may read can be read
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import stat
+import sys
+from typing import Any, NoReturn
+
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+_PDEATHSIG, _NO_NEW_PRIVS = 1, 38
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYSTEM = (
+    "bin",
+    "sbin",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+    "usr",
+    "etc",
+    "opt",
+    "nix",
+    "sys",
+    "run",
+)
+_MADE = ("null", "zero", "full", "random", "urandom")
+_COMPUTE = ("nvidia", "dri", "kfd")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    given = (source.encode(), target.encode(), kind.encode(), flags, data.encode())
+    _checked(_libc.mount(*given), f"mount {target}")
+
+
+def _bind(source: str, target: str, *, write: bool = False) -> None:
+    """Show a folder or a file at another place too."""
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "ab"):
+            pass
+    _mount(source, target, "", _BIND | _REC)
+    if not write:
+        for more in (_NOSUID | _NODEV, _NOSUID, 0):
+            if _libc.mount(b"", target.encode(), b"", _REMOUNT | _BIND | _RDONLY | more, b"") == 0:
+                break
+
+
+def _devices(root: str) -> None:
+    """Make the devices that every program needs, and show those that compute."""
+    os.mkdir(f"{root}/dev")
+    _mount("tmpfs", f"{root}/dev", "tmpfs", _NOSUID, "mode=0755,size=1m")
+    for name in os.listdir("/dev"):
+        place = f"{root}/dev/{name}"
+        if name in _MADE and os.getuid() == 0:
+            os.mknod(place, stat.S_IFCHR | 0o666, os.stat(f"/dev/{name}").st_rdev)
+            os.chmod(place, 0o666)
+        elif name in _MADE or name.startswith(_COMPUTE):
+            _bind(f"/dev/{name}", place, write=True)
+    for name, to in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{to}", f"{root}/dev/{name}")
+
+
+def _system(root: str) -> None:
+    """Show what every program needs."""
+    for name in os.listdir("/"):
+        place = f"/{name}"
+        if name not in _SYSTEM:
+            continue
+        if os.path.islink(place):
+            os.symlink(os.readlink(place), root + place)
+        elif os.path.isdir(place):
+            _bind(place, root + place)
+    _devices(root)
+    for place, mode in ((f"{root}/dev/shm", "1777"), (f"{root}/tmp", "1777")):
+        os.makedirs(place, exist_ok=True)
+        _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"mode={mode}")
+    os.makedirs(f"{root}/proc", exist_ok=True)
+
+
+def _enter(given: dict[str, Any]) -> None:
+    """Leave everything that is not named: mounts first, then the old root."""
+    root = given["root"]
+    _mount("none", "/", "", _REC | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "mode=0755,size=16m")
+    _system(root)
+    for place in given["readable"]:
+        if not os.path.lexists(root + place) or not os.path.samefile(place, root + place):
+            _bind(place, root + place)
+    for place, stand_in in given["instead"]:
+        if os.path.lexists(root + place):
+            _mount(stand_in, root + place, "", _BIND)
+    _bind(given["folder"], root + given["folder"], write=True)
+    os.chdir(root)
+    _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _checked(_libc.umount2(b".", _DETACH), "umount")
+    os.chdir("/")
+
+
+def _become(uid: int) -> None:
+    """Become another user, with no right beyond; nothing that is run gives one back."""
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _checked(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def _unshare(uid: int) -> None:
+    mine = (os.getuid(), os.getgid())
+    flags = _NEWNS | _NEWPID | _NEWIPC | (0 if uid else _NEWUSER)
+    _checked(_libc.unshare(flags), "unshare")
+    if not uid:
+        for name, words in (
+            ("setgroups", "deny"), ("uid_map", f"{mine[0]} {mine[0]} 1"),
+            ("gid_map", f"{mine[1]} {mine[1]} 1"),
+        ):  # fmt: skip
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(words)
+
+
+def _attend(pid: int) -> NoReturn:
+    """Hand interrupts on to a child, and end as it does; children of others are taken note of."""
+    signal.signal(signal.SIGINT, lambda *_: os.kill(pid, signal.SIGINT))
+    while True:
+        try:
+            ended, status = os.wait()
+        except ChildProcessError:
+            os._exit(1)
+        if ended != pid:
+            continue
+        if os.getpid() == 1:  # a first process cannot end by a signal of its own
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+        if os.WIFSIGNALED(status):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.waitstatus_to_exitcode(status))
+
+
+def main() -> None:
+    """Make the place that the first argument describes, and run the rest of them in it."""
+    given, command = json.loads(sys.argv[1]), sys.argv[2:]
+    _libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if given["how"] == "user":
+        os.chdir(given["cwd"])
+        _become(given["uid"])
+        os.execv(command[0], command)
+    os.setsid() if os.getpid() != os.getsid(0) else None
+    _unshare(given["uid"])
+    if first := os.fork():
+        _attend_first(first)
+    _libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _enter(given)
+    _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
+    if kernel := os.fork():
+        _become(given["uid"])
+        _attend(kernel)
+    os.chdir(given["cwd"])
+    _become(given["uid"])
+    os.execv(command[0], command)
+
+
+def _attend_first(first: int) -> NoReturn:
+    """Outside: hand interrupts on; say by our own end how the kernel inside has ended."""
+    signal.signal(signal.SIGINT, lambda *_: os.kill(first, signal.SIGINT))
+    while True:
+        _, status = os.waitpid(first, 0)
+        code = os.waitstatus_to_exitcode(status)
+        number = code - 128 if code > 128 else -code if code < 0 else 0
+        if number:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        os._exit(code if code >= 0 else 1)
+
+
+if __name__ == "__main__":
+    main()
