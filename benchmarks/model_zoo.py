@@ -9,10 +9,12 @@ float64, so that what strategies train can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -370,26 +372,36 @@ def vit() -> Case:
 # -- timm and torchvision --------------------------------------------------------------------------
 
 
-def _declare_missing_ops() -> None:
-    """Let torchvision be imported beside a torch that it was not built for.
+VISION = Path(sys.prefix) / "vision"
+"""Where `run-tests` has put timm and torchvision: apart from what others import."""
 
-    Its compiled ops do not load then, and the import ends at the two that it describes all the
-    same. Its models use none of them: a declaration is enough.
+
+@contextlib.contextmanager
+def _vision() -> Iterator[None]:
+    """Let timm and torchvision be imported, also beside a torch that they were not built for.
+
+    The compiled ops do not load then, and the import ends at the two that torchvision describes all
+    the same. The models use none of them: a declaration is enough.
     """
+    sys.path.append(str(VISION))
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        for op in ("nms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor",
-                   "qnms(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor"):  # fmt: skip
-            torch.library.define(f"torchvision::{op.partition('(')[0]}", op[op.index("(") :])
+        for op in ("nms", "qnms"):
+            schema = "(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{op}", schema)
+    try:
+        yield
+    finally:
+        sys.path.remove(str(VISION))
 
 
 def timm_vit() -> Case:
     """Return timm's vision transformer: most of its children do nothing here."""
-    _declare_missing_ops()
-    from timm.models.vision_transformer import VisionTransformer
+    with _vision():
+        from timm.models.vision_transformer import VisionTransformer
 
     model = VisionTransformer(
         img_size=16, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=CLASSES
@@ -399,8 +411,8 @@ def timm_vit() -> Case:
 
 def torchvision_resnet18() -> Case:
     """Return torchvision's ResNet-18; BatchNorm evaluates, since over shares it differs."""
-    _declare_missing_ops()
-    from torchvision.models import resnet18
+    with _vision():
+        from torchvision.models import resnet18
 
     model = resnet18(num_classes=CLASSES).double()
     for layer in model.modules():
@@ -411,8 +423,8 @@ def torchvision_resnet18() -> Case:
 
 def torchvision_vgg11() -> Case:
     """Return torchvision's VGG-11, without dropout."""
-    _declare_missing_ops()
-    from torchvision.models import vgg11
+    with _vision():
+        from torchvision.models import vgg11
 
     model = vgg11(num_classes=CLASSES, dropout=0.0).double()
     images = torch.nn.functional.interpolate(_images()[0], size=32), _images()[1]

@@ -23,8 +23,8 @@ def panel():
 
 
 def actions():
-    """What stands in the calls of `do`, also where it is chosen between two."""
-    calls = re.findall(r"\bdo\(([^;]*?\)?)[;)]", script())
+    """What stands in the calls of `do` and `ask`, also where it is chosen between two."""
+    calls = re.findall(r"\b(?:do|ask)\(([^;]*?\)?)[;)]", script())
     return {found for call in calls for found in ACTION.findall(call)} - {("panel", "dismiss")}
 
 

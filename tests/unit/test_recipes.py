@@ -35,7 +35,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 def ran(name: str, source: str, framework: str = "torch") -> None:
     """Have a run of that name."""
     plan = make_plan(Recipe(source, 2, "In[7]"), "mirrored", workers=1, framework=framework)
-    run: Any = SimpleNamespace(name=name, plan=plan)
+    run: Any = SimpleNamespace(name=name, plan=plan, color=1)
     registry.runs.add(run)
     session.recipes[name] = replace(plan.recipe, framework=framework)
 

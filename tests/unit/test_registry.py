@@ -6,7 +6,7 @@ from workbench.session.registry import MissingRunError, Runs
 
 class FakeRun:
     def __init__(self, name):
-        self.name = name
+        self.name, self.color = name, 1
 
     def __repr__(self):
         return f"<{self.name}>"
