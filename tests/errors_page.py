@@ -28,6 +28,7 @@ VARYING = [
     (r"/[\w./-]*/(\w[\w.-]*)", r"…/\1"),
     (r"\b\d+(\.\d+)? (s|ms|[kMG]i?B)\b", r"… \2"),
     (r"\bengine-\d+\b", "engine-…"),
+    (r"\bIn\[\d+\]", "In[…]"),
 ]
 """What differs from machine to machine and from run to run."""
 

@@ -110,7 +110,7 @@ def test_an_answer_of_the_wrong_kind_is_shown(begun, cell, words):
 def test_a_syntax_error_is_the_cells_own_and_the_next_answer_counts(begun):
     broken = begun.run("# YOUR CODE 1.5\ndef crossing_s(n, c_s:\n    return 1")
     assert isinstance(broken.error, SyntaxError)
-    assert "no `crossing_s`" in check(begun, "1.5")
+    assert "is not Python yet" in check(begun, "1.5")
     begun.ok("def crossing_s(n, c_s):\n    return c_s * n / (n - 1)")
     assert "right (" in check(begun, "1.5")
 

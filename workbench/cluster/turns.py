@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
     import fcntl  # here: the notebook's side must import where this does not exist
 
     end = time.monotonic() + wait_s
-    held = None
+    held, path = None, Path()
     try:
         while held is None:
             for path in _files(folder):
@@ -53,7 +54,17 @@ def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
         yield held is not None
     finally:
         if held is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
             os.close(held)
+            with contextlib.suppress(OSError):  # others are in there, or it is not ours
+                if folder is None and not _given():
+                    path.parent.rmdir()
+
+
+def _given() -> bool:
+    """Whether the system has a folder for what runs; platformdirs names one in TMPDIR otherwise."""
+    return tempfile.gettempdir() not in map(str, platformdirs.user_runtime_path().parents)
 
 
 def _files(folder: Path | None) -> list[Path]:
@@ -73,6 +84,8 @@ def _lock(path: Path, how: int) -> int | None:
         if os.fstat(held).st_uid != os.getuid():
             raise PermissionError(path)
         fcntl.flock(held, how)
+        if not os.path.samestat(os.fstat(held), path.stat()):  # its holder has just removed it
+            raise FileNotFoundError(path)
     except OSError:
         if held >= 0:
             os.close(held)

@@ -21,6 +21,7 @@ def exercise_of(source: str) -> str | None:
 
 
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+_ASKS = re.compile(r"\blabs\.")
 _ENGINES = re.compile(r"\s*%%(?:distributed|rank)\b(?!.*--local\b)")
 
 
@@ -102,9 +103,10 @@ class Limit:
         """Begin to count, if the cell is an exercise's."""
         self.after()
         number = exercise_of(info.raw_cell or "")
+        self._info = info
         if number is None:
             return
-        self._info, self._running, self._struck = info, number, False
+        self._running, self._struck = number, False
         self._timer = threading.Timer(self.limit_s, self._strike, (number,))
         self._timer.daemon = True
         self._timer.start()
@@ -114,8 +116,11 @@ class Limit:
         with self._lock:  # a strike that has begun is waited for: it must not hit the next cell
             number, self._running = self._running, None
             struck, self._struck = self._struck, False
-        if number is not None and result is not None:
-            self.ended[number] = _ended(self._info, result)
+        if result is not None and self._info is not None:
+            if number is not None:
+                self.ended[number] = _ended(self._info, result)
+            elif result.success and not _ASKS.search(self._info.raw_cell or ""):
+                self.ended.clear()  # an answer may stand in a cell without its line
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
