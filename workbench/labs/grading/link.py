@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
+from ...errors import WorkbenchError
 from ..exercise import exercises
 from . import processes
 from .environment import environment
@@ -147,7 +148,10 @@ class Link:
             raise Gone(f"{gone} (its last words: {tail})" if tail else str(gone)) from None
         if "ready" not in answer:
             raise Gone(answer.get("failed") or "it did not answer")
-        return {one.number: one.title for one in exercises(self.lab)}
+        try:
+            return {one.number: one.title for one in exercises(self.lab)}
+        except WorkbenchError as error:
+            raise Gone(str(error)) from None
 
     def ask(self, do: str, *, wait_s: float = 30.0, **what: Any) -> Reply:
         """Have `inside` do something.
