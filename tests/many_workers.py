@@ -63,6 +63,7 @@ class FakeRun:
     is_over: bool = False
     task: Any = None
     folder: Path = Path("/nowhere")
+    color: int = 1
 
     def __post_init__(self) -> None:
         self.engines, self.faults = tuple(range(self.workers)), ()
