@@ -95,7 +95,8 @@ def main() -> None:
             failed.append(command)
             print(error, flush=True)
             continue
-        given.to.write_text(json.dumps(rows, indent=1) + "\n")
+        lines = (f"{json.dumps(one)}: {json.dumps(entry)}" for one, entry in rows.items())
+        given.to.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         print(f"{command}: {rows[command]['seconds']} s", flush=True)
     print(json.dumps({"what": "rows taken", "taken": len(chosen) - len(failed), "failed": failed}))
     if failed:
