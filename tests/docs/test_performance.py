@@ -1,4 +1,4 @@
-"""Rows of docs/performance.md name commands that can be run, and dated ones have their raw figures."""
+"""docs/performance.md names commands that can be run, and its dated rows have their raw figures."""
 
 from __future__ import annotations
 
