@@ -132,6 +132,39 @@ def test_what_comes_while_nobody_flushes_is_read_too(stream):
     assert stream.printed == ["from a child"]
 
 
+class Hesitating(Stream):
+    """Its reader, once it knows that it is to go on, waits to be told so."""
+
+    hesitates, knows, goes_on = False, threading.Event(), threading.Event()
+
+    @property
+    def _should_watch(self):
+        should = self._should
+        if self.hesitates and threading.current_thread() is self.watch_fd_thread:
+            self.knows.set()
+            self.goes_on.wait(30)
+        return should
+
+    @_should_watch.setter
+    def _should_watch(self, should):
+        self._should = should
+
+
+def test_a_stream_that_is_closed_while_its_reader_is_at_it_ends(tmp_path):
+    stream = Hesitating(tmp_path / "log")
+    answers.brief(stream)
+    stream.hesitates = True
+    os.write(stream._original_stdstream_fd, b"x")
+    assert stream.knows.wait(30)
+    stream.flush()  # has read what woke the reader
+    stream._should_watch = False
+    os.write(stream._original_stdstream_fd, b"\0")
+    stream.goes_on.set()
+    stream.watch_fd_thread.join(10)
+    assert not stream.watch_fd_thread.is_alive()
+    stream.close()
+
+
 def test_streams_that_are_not_ipykernels_stay_as_they_are():
     plain = SimpleNamespace(flush=print)
     answers.brief(plain)
