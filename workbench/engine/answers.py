@@ -109,7 +109,7 @@ class _Pipe:
     def _watch(self) -> None:
         poller = select.poll()
         poller.register(self._stream._fid, select.POLLIN)
-        # Looked at after each reading too: what was read may have been the byte that `close` wakes with.
+        # Looked at after reading too: what was read may have been the byte that `close` wakes with.
         while self._stream._should_watch and poller.poll() and self._stream._should_watch:
             with self._lock:
                 if not self._take(PIPE_BYTES):
@@ -122,7 +122,7 @@ class _Pipe:
             fcntl.ioctl(self._stream._fid, termios.FIONREAD, waiting)
             if waiting[0]:
                 self._take(waiting[0])
-                if not self._stream._should_watch:  # that may have been the byte of `close`: once more
+                if not self._stream._should_watch:  # what was read may be what wakes the reader
                     os.write(self._stream._original_stdstream_fd, b"\0")
 
     def _take(self, most_bytes: int) -> bool:
