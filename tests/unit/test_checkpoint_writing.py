@@ -14,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.distributed.checkpoint import metadata  # noqa: E402
+
 from workbench import checkpoints  # noqa: E402
 from workbench.cookbook import Recipe  # noqa: E402
 from workbench.engine import torch_checkpoints  # noqa: E402
@@ -198,6 +200,38 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(RunError, match=r"posix\.system"):
         torch_checkpoints.read_state(tmp_path / "state")
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_index_of_python_3_11_2_is_read(tmp_path):
+    # Its enumerations are written as `getattr(class, name)`, as Debian 12's Python does.
+    torch_checkpoints.write_state(tmp_path / "state", {"value": torch.ones(3)})
+    index = tmp_path / "state" / ".metadata"
+    found = pickle.loads(index.read_bytes())
+    kind = metadata._MEM_FORMAT_ENCODING
+    packed = []
+
+    class AsIn3112(pickle._Pickler):
+        def reducer_override(self, thing):
+            if type(thing) is kind:
+                packed.append(thing)
+                return getattr, (type(thing), thing.name)
+            return NotImplemented
+
+    with index.open("wb") as file:
+        AsIn3112(file).dump(found)
+    assert packed
+    assert torch_checkpoints.read_state(tmp_path / "state")["value"].tolist() == [1, 1, 1]
+
+
+def test_an_index_gets_at_nothing_but_members_of_enumerations(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return getattr, (torch_checkpoints.Metadata, "__init__")
+
+    torch_checkpoints.write_state(tmp_path / "state", {"value": torch.ones(3)})
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(RunError, match=r"damaged"):
+        torch_checkpoints.read_state(tmp_path / "state")
 
 
 def flip(path, at=0.5):

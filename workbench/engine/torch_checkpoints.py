@@ -16,6 +16,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class _IndexUnpickler(pickle.Unpickler):
         Raises:
             RunError: The index names something else: it was not written by DCP.
         """
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 write enums so
+            return _member
         if name not in _ALLOWED.get(module, ()):
             raise RunError(
                 "The checkpoint's index refers to what no index needs; it is not read.",
@@ -68,6 +71,13 @@ class _IndexUnpickler(pickle.Unpickler):
                 next_step="use checkpoints from a source that you trust",
             )
         return super().find_class(module, name)
+
+
+def _member(of: Any, name: str) -> Any:
+    """Return a member of one of the index's enumerations; no other attribute of anything."""
+    if isinstance(of, EnumMeta) and name in of.__members__:
+        return of.__members__[name]
+    raise RunError("The checkpoint's index is damaged.", seen=f"{of!r}.{name}")
 
 
 class _Reader(FileSystemReader):

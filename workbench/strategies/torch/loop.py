@@ -242,16 +242,17 @@ class OwnLoop:
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
         """Note the loss; return what to begin backward from, and the hooks to take off after it."""
         hooks: list[Any] = []
+        reductions, begins = self._reductions, tensors
+        if reductions is not None:
+            begins = reductions.before_backward(tensors)
         if self._fed:
             self._note_loss(tensors)
             first = next((t for t in tensors if _needs_gradient(t)), None)
-            if self._communicates and first is not None:
-                hooks.append(self.timer.watch_backward(first))
-            else:
+            if not self._communicates or first is None:
                 self.timer.spend("backward")
-        if self._reductions is not None:
-            tensors = self._reductions.before_backward(tensors)
-        return tensors, hooks
+            elif reductions is None or not reductions.tells_begin(self.timer):
+                hooks.append(self.timer.watch_backward(first))
+        return begins, hooks
 
     def _note_loss(self, tensors: list[Any]) -> None:
         for tensor in tensors:
@@ -259,8 +260,11 @@ class OwnLoop:
             if self._scaled is not None and self._scaled[0] is tensor:
                 loss, self._scaled = self._scaled[1], None
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                value = loss.detach().reshape(())
-                self._loss = value if self._loss is None else self._loss + value
+                value = loss.detach()
+                if self._loss is None:
+                    self._loss = value
+                else:
+                    self._loss = self._loss.reshape(()) + value.reshape(())
 
     def _weighted_gradients(self, tensors: list[Any], gradients: list[Any]) -> list[Any]:
         """Return what backward begins with, so that a share counts by its samples."""
@@ -299,7 +303,9 @@ class OwnLoop:
         under_way = self._under_way_steps
         if optimizer in under_way:
             del under_way[under_way.index(optimizer) :]
-        if under_way or not self._ends_steps(optimizer):  # one inside another's, or another model's
+        if under_way:  # one inside another's
+            return
+        if optimizer is not self.optimizer and not self._ends_steps(optimizer):  # another model's
             return
         self._stepped()
         if not self._fed:
@@ -357,6 +363,8 @@ class OwnLoop:
         ) -> None:
             options = retain_graph, create_graph
             if loop._in_backward:  # one inside another (checkpointed activations)
+                if loop._reductions is not None:
+                    loop._reductions.nested = True
                 original(tensors, grad_tensors, *options, grad_variables, inputs)
                 return
             begun = _listed(tensors)

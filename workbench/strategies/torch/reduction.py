@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Reductions:
 
     Attributes:
         overlapped: Whether averaging goes on while backward runs.
+        nested: Whether a backward was begun within another one (checkpointed activations).
     """
 
     def __init__(self, context: RunContext, averaging: Averaging, guard: Guard) -> None:
@@ -63,6 +64,8 @@ class Reductions:
         self.overlapped = averaging.overlapped
         self._each: list[Reduction] = []
         self._together = True
+        self.nested = False
+        self._tell: Callable[[], object] | None = None  # told once that backward has begun
         self._alone = False  # whether gradients of a backward wait to be averaged
         self._strangers: set[torch.Tensor] = set()  # what some optimizer trains and no model has
         self._others: dict[tuple[int, ...], FlatGradients] = {}
@@ -83,10 +86,28 @@ class Reductions:
         if self._each:  # the first one was compared when the all-reduce was chosen
             check_alike(model)
         broadcast_model(model)
-        reduction = Reduction(self._averaging, model, self._context.spec.hosts)
+        reduction = Reduction(self._averaging, model, self._context.spec.hosts, self._reached)
         self._each.append(reduction)
         self.guard.add(model)
         return reduction
+
+    def _reached(self) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
+
+    def tells_begin(self, timer: Any) -> bool:
+        """Have the timer told when the coming backward is under way; return whether that can be.
+
+        A hook that stays on a parameter costs a fifth of one that comes and goes with each loss. It
+        cannot be told where a parameter may stay without a gradient, nor (as it may belong to the
+        inner one) where a backward begins another one.
+        """
+        active = [each for each in self._each if each.active]
+        if not (active and self._together and all(each.tells for each in active)) or self.nested:
+            return False
+        self._tell = timer.backward_begins
+        return True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -122,6 +143,7 @@ class Reductions:
             FitError: A parameter took no part in the loss, or the models differ.
         """
         self._alone = not self._together
+        self._tell = None
         if self._alone:
             for reduction in self._each:
                 reduction.averaged.clear()
@@ -213,29 +235,50 @@ class Reductions:
 class Reduction:
     """Averages the gradients of one model.
 
+    Args:
+        reached: Called within each backward that reaches the model, before it is averaged.
+
     Attributes:
         parameters: Those of the model, by name.
+        active: Whether the backward under way may reach it; not while all of it is frozen.
         averaged: Of each parameter the gradient that was averaged last.
         ddp: What does it, where DistributedDataParallel does.
         rewrapped: Called when that was made anew.
     """
 
-    def __init__(self, averaging: Averaging, model: torch.nn.Module, hosts: Sequence[str]) -> None:
-        self._averaging, self.model = averaging, model
+    def __init__(
+        self,
+        averaging: Averaging,
+        model: torch.nn.Module,
+        hosts: Sequence[str],
+        reached: Callable[[], None],
+    ) -> None:
+        self._averaging, self.model, self._reached = averaging, model, reached
         self._overlapped = averaging.overlapped
         self._find_unused = averaging.find_unused
         self.ddp: DistributedDataParallel | None = None
+        self._hook: Any = None
+        self._hit = False
         self._flat: FlatGradients | None = None
         self.averaged: dict[torch.Tensor, torch.Tensor] = {}
         self.rewrapped: Any = lambda: None
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
-        self._active = self._begun = False
+        self.active = self._begun = False
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.known: set[torch.Tensor] = set()
         self.look_again()
         self._trained = self._flags()
         self._sets = TrainedSets(hosts, list(self.parameters), self._trained)
         self._wrap()
+
+    def _first_reached(self, gradient: torch.Tensor) -> None:
+        self._hit = True
+        self._reached()
+
+    @property
+    def tells(self) -> bool:
+        """Whether `reached` will be called in a backward that reaches the model."""
+        return self._hook is not None
 
     def look_again(self) -> None:
         """See which parameters the model has now."""
@@ -256,7 +299,9 @@ class Reduction:
             return
         self._bytes = size_bytes(self._watched)
         if not self._find_unused:
-            self._watched = self._watched[:1]  # the reducer says whether all others came too
+            first: Any = self._watched[0]  # the reducer says whether all others came too
+            self._hook = first.register_hook(self._first_reached)
+            self._watched = []
         self.ddp = DistributedDataParallel(
             _Passing(self.model),
             bucket_cap_mb=self._averaging.bucket_mb,
@@ -270,13 +315,14 @@ class Reduction:
     def before_backward(self, tensors: list[Any]) -> list[Any]:
         """Make ready; return what to begin backward from."""
         flags = self._flags()
-        self._active = any(flags)
-        if not self._active:  # all frozen for the moment: another model's turn
+        self.active = any(flags)
+        if not self.active:  # all frozen for the moment: another model's turn
             return tensors
         if flags != self._trained:
             self._change(flags)
         else:
             self._sets.begin()
+        self._hit = False
         self._before = [
             (p, p.grad, -1 if p.grad is None else p.grad._version) for p in self._watched
         ]
@@ -301,9 +347,9 @@ class Reduction:
         Raises:
             FitError: A parameter took no part in the loss.
         """
-        if not self._active:
+        if not self.active:
             return
-        reached = any(
+        reached = self._hit or any(
             p.grad is not g or (g is not None and g._version != version)
             for p, g, version in self._before
         )
@@ -328,7 +374,7 @@ class Reduction:
         """Raise FitError where the reducer still waits for some parameter's gradient."""
         assert self.ddp is not None
         try:
-            self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
+            self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             named = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None]
             raise unused(named[0] if named else "one that an earlier backward reached") from error
@@ -343,6 +389,9 @@ class Reduction:
         self.rewrapped()
 
     def _unwrap(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self.ddp is not None:
             # A traceback may still hold the wrapper: empty it, so that its reducer goes now.
             self.ddp.__dict__.clear()

@@ -65,9 +65,10 @@ class CpuTimer:
         Returns:
             The hook, to be taken off when backward has ended.
         """
-        return loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
+    def backward_begins(self, *unused: Any) -> None:
+        """Note, from within backward, that it is under way and ends in communication."""
         _engine.queue_callback(self._own_work_done)
         self.spend("backward")
 
@@ -154,9 +155,10 @@ class CudaTimer:
         Returns:
             The hook, to be taken off when backward has ended.
         """
-        return loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        return loss.register_hook(self.backward_begins)  # type: ignore[no-untyped-call]
 
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
+    def backward_begins(self, *unused: Any) -> None:
+        """Note, from within backward, that it is under way and ends in communication."""
         _engine.queue_callback(self._own_work_done)
         self.spend("backward")
 
