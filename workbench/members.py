@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -63,7 +63,7 @@ class Member:
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return asdict(self)
+        return dict(self.__dict__)
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> Member:

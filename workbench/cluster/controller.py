@@ -89,6 +89,9 @@ def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, An
 
 def is_halted(pid: int) -> bool:
     """Whether a process was stopped by a signal (SIGSTOP), so that it does nothing."""
+    # Asked at each cell: the file itself is read in a tenth of the time that psutil takes.
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2][:1] == b"T"
     with suppress(psutil.Error):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False
