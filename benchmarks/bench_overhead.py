@@ -7,7 +7,9 @@ on        `wb.prepare` under `%%distributed mirrored`, recorded and drawn
 off       DistributedDataParallel over gloo, in a plain cell on the same engines: nothing recorded
 torchrun  DistributedDataParallel over gloo, in a torchrun job of its own
 
-Prints the ratios of steps/s, on / off and on / torchrun: median and 90 % interval over the rounds.
+Prints the ratios of steps/s, on / off and on / torchrun: median and 90 % interval over the rounds;
+and the CPU time that the training thread spends on a step, which says what recording costs it where
+the machine is too noisy for the wall clock to tell.
 `--allreduce auto` is what users get by default; what its faster all-reduce gains counts too then.
 
     python benchmarks/bench_overhead.py --step-ms 2 --pairs 15
@@ -65,12 +67,13 @@ def train(model, optimizer, loss_fn, loader, steps, warm_up=20):
     batches = cycle(loader)
     for i in range(steps + warm_up):
         if i == warm_up:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
         x, y = next(batches)
         optimizer.zero_grad()
         loss_fn(model(x), y).backward()
         optimizer.step()
-    return steps / (time.perf_counter() - began)
+    worked = time.thread_time() - worked
+    return steps / (time.perf_counter() - began), 1e6 * worked / steps
 """
 
 RIVAL = """
@@ -134,10 +137,11 @@ class Kernel:
         self.client.execute_interactive(code, output_hook=hear, timeout=600)
         return "".join(printed)
 
-    def turn(self, cell: str) -> float:
+    def turn(self, cell: str) -> tuple[float, float]:
         self.run(cell)
         self.run("%pull speed --rank 0")
-        return float(self.run("print(speed)"))
+        steps_per_s, cpu_us = self.run("print(*speed)").split()
+        return float(steps_per_s), float(cpu_us)
 
     def close(self) -> None:
         self.run("%cluster stop")
@@ -165,7 +169,7 @@ class Torchrun:
             stderr=subprocess.DEVNULL,
         )
 
-    def turn(self) -> float:
+    def turn(self) -> tuple[float, float]:
         done = self.folder / f"done-{self.count}"
         (self.folder / f"go-{self.count}").touch()
         self.count += 1
@@ -173,7 +177,8 @@ class Torchrun:
             if self.process.poll() is not None:
                 raise RuntimeError("torchrun ended")
             time.sleep(0.02)
-        return float(json.loads(done.read_text()))
+        steps_per_s, cpu_us = json.loads(done.read_text())
+        return steps_per_s, cpu_us
 
     def close(self) -> None:
         (self.folder / "end").touch()
@@ -199,19 +204,21 @@ def main() -> None:
         "off": lambda: kernel.turn(off),
         "torchrun": rival.turn,
     }
-    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    turns: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     names = list(ways)
     try:
         for turn in range(given.pairs + 1):  # the first warms up
             for way in names[turn % 3 :] + names[: turn % 3]:
-                speeds[way].append(ways[way]())
+                turns[way].append(ways[way]())
     finally:
         kernel.close()
         rival.close()
-    report(given.step_ms, given.allreduce, {way: found[1:] for way, found in speeds.items()})
+    report(given.step_ms, given.allreduce, {way: found[1:] for way, found in turns.items()})
 
 
-def report(step_ms: int, allreduce: str, speeds: dict[str, list[float]]) -> None:
+def report(step_ms: int, allreduce: str, turns: dict[str, list[tuple[float, float]]]) -> None:
+    speeds = {way: [speed for speed, _ in found] for way, found in turns.items()}
+    cpu_us = {way: [spent for _, spent in found] for way, found in turns.items()}
     step = 1e3 / statistics.median(speeds["off"])
     result: dict[str, object] = {
         "what": f"telemetry at {step_ms} ms steps",
@@ -220,6 +227,7 @@ def report(step_ms: int, allreduce: str, speeds: dict[str, list[float]]) -> None
         "off_step_ms": step,
         "goal": GOALS[step_ms],
         "steps_per_s": speeds,
+        "cpu_us": cpu_us,
     }
     for base in ("off", "torchrun"):
         ratios = sorted(a / b for a, b in zip(speeds["on"], speeds[base], strict=True))
@@ -233,6 +241,12 @@ def report(step_ms: int, allreduce: str, speeds: dict[str, list[float]]) -> None
             f"steps of {step:.2f} ms: on / {base} = {median:.3f} "
             f"(90 % of rounds {low:.3f} .. {high:.3f}{verdict})"
         )
+    median_us = {way: statistics.median(found) for way, found in cpu_us.items()}
+    result["cpu_us_more"] = more_us = median_us["on"] - median_us["off"]
+    print(
+        f"CPU time of rank 0's training thread: {median_us['on']:.0f} us a step on, "
+        f"{median_us['off']:.0f} off: {more_us:+.0f} us"
+    )
     print(json.dumps(result))
 
 
