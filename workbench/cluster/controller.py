@@ -53,12 +53,17 @@ def config(folder: Path) -> Config:
     )
 
 
+_abandoned = threading.Event()
+"""Set when nobody is left to serve: then its own end is what the controller's parts end of."""
+
+
 def watch(folder: Path) -> None:
     """Wait until the folder's owner is gone, then end this process group and the folder."""
     misses = 0
     while misses < PATIENCE:
         time.sleep(LOOK_S)
         misses = 0 if _in_use(folder) else misses + 1
+    _abandoned.set()
     profile.end_family(folder)  # its own children, and engines that nobody forked
     profile.remove(folder)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -141,7 +146,7 @@ def main() -> None:
             Their owner sees this process end, and who ended first.
             """
             lost = await_loss(parts)
-            if self.ending:
+            if self.ending or _abandoned.is_set():
                 return
             if folder:
                 with suppress(OSError):  # the disk may be full
