@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_notebook import LIMIT_S, Cell, Disks, Notebook, await_, press_interrupt
+from chaos_notebook import LIMIT_S, Attendant, Cell, Disks, Notebook, await_, press_interrupt
 
 from workbench import lifecycle
 from workbench.session import registry
@@ -219,31 +219,34 @@ class Chaos:
         quiet_s = {"halts": HALT_S, "disks": HALT_S, "errors": LIMIT_S}.get(one.group, QUIET_S)
         before = set(registry.runs.values())
         with contextlib.ExitStack() as later:
+
+            def strike(beside: Attendant) -> bool:
+                over = beside.over
+                begun = self._begun(one, before, over, 0 if early else STEPS, dice)
+                beside.now()
+                if one.fault == "raise":
+                    return begun
+                if "when idle" in one.fault or one.fault.endswith("full before"):
+                    return True
+                if not begun:
+                    return False
+                if one.fault in DISKS:
+                    assert small is not None
+                    full = later.enter_context(contextlib.ExitStack())
+                    full.enter_context(self.disks.full(small))
+                    over.wait(HALT_S)
+                    if dice.random() < 0.5:  # else there is no room until it has ended
+                        full.close()
+                else:
+                    self._strike(one, dice, beside)
+                return True
+
             if one.fault == "kill when idle":
                 self._kill_idle(one, dice)
-                cell = self.book.run(source, quiet_s)
             elif one.fault.endswith("full before"):
                 assert small is not None
-                with self.disks.full(small):
-                    cell = self.book.run(source, quiet_s)
-            else:
-
-                def strike(over: threading.Event) -> bool:
-                    begun = self._begun(one, before, over, 0 if early else STEPS, dice)
-                    if not begun or one.fault == "raise":
-                        return begun
-                    if one.fault in DISKS:
-                        assert small is not None
-                        full = later.enter_context(contextlib.ExitStack())
-                        full.enter_context(self.disks.full(small))
-                        over.wait(HALT_S)
-                        if dice.random() < 0.5:  # else there is no room until it has ended
-                            full.close()
-                    else:
-                        self._strike(one, dice, over)
-                    return True
-
-                cell = self.book.run(source, quiet_s, strike)
+                later.enter_context(self.disks.full(small))
+            cell = self.book.run(source, quiet_s, strike)
         made = [run for run in registry.runs.values() if run not in before]
         self._judge(one, cell, made)
         return cell
@@ -275,7 +278,8 @@ class Chaos:
         if not await_(gone, NOTICED_S):
             one.wrong.append(f"not noticed within {NOTICED_S:g} s")
 
-    def _strike(self, one: Round, dice: random.Random, over: threading.Event) -> None:
+    def _strike(self, one: Round, dice: random.Random, beside: Attendant) -> None:
+        over = beside.over
         verb, _, what = one.fault.partition(" ")
         cluster = session.cluster
         assert cluster is not None
@@ -295,11 +299,13 @@ class Chaos:
         else:
             busy.pause()
             over.wait(dice.uniform(0, 0.5))
+            beside.now()
             if one.fault == "pause, interrupt":
                 press_interrupt()
                 return
             busy.resume()
             over.wait(dice.uniform(0, 0.3))
+            beside.now()
             busy.stop()
 
     def _signal(self, verb: str, what: str, dice: random.Random) -> None:

@@ -33,9 +33,6 @@ NEXT = re.compile(r"^ *next: +(.*)$", re.MULTILINE)
 GAVE_UP = 3
 """Exit code where a cell hangs whatever is done."""
 
-Strike = Callable[[threading.Event], object]
-"""Does something to a cell; is given what is set when the cell is over."""
-
 
 @dataclass
 class Cell:
@@ -83,16 +80,20 @@ class Attendant(threading.Thread):
         self.fault: Exception | None = None
         self._patience_s, self._strike = patience_s, strike
 
+    def now(self) -> None:
+        """What is to be measured begins."""
+        self.since = time.perf_counter()
+
     def run(self) -> None:
         if self._strike is not None:
             try:
-                self.struck = bool(self._strike(self.over))
+                self.struck = bool(self._strike(self))
             except Exception as error:
                 self.fault = error
-            self.since = time.perf_counter()
         if self.over.wait(self._patience_s):
             return
-        self.by_itself, self.since = False, time.perf_counter()
+        self.by_itself = False
+        self.now()
         press_interrupt()
         if self.over.wait(LIMIT_S):
             return
@@ -106,6 +107,10 @@ class Attendant(threading.Thread):
                 child.kill()
         if not self.over.wait(LIMIT_S):
             os._exit(GAVE_UP)
+
+
+Strike = Callable[[Attendant], object]
+"""Does something to a cell, and says when; returns whether the cell was still going on."""
 
 
 class Notebook:
