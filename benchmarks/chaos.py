@@ -45,9 +45,6 @@ QUIET_S = 8.0
 """How long a fault is given to end the cell by itself, before it is interrupted."""
 HALT_S = 4.0
 """The same of faults that no cell need notice."""
-NEXT_S = 20.0
-"""How long the next cell may take before it is interrupted; `HALT_S` more than enough where
-something was halted, for then nobody answers it."""
 BEGIN_S = 90.0
 """How long a cell may take until it trains: it may have to import TensorFlow."""
 NOTICED_S = 5.0
@@ -379,11 +376,10 @@ class Chaos:
         """See that the next cell works, if need be after the one step that is named."""
         began = time.perf_counter()
         obeys, source = dice.random() < 0.5, dice.choice((SOUND, SOUND, TRAINS))
-        patience_s = HALT_S * 2 if one.group == "halts" else NEXT_S
         if obeys and cell.step:
             self._follow(one, cell.step)
         for _ in range(4):
-            done = self.book.run(source, patience_s)
+            done = self.book.run(source, LIMIT_S)
             if done.hung:
                 one.wrong.append(f"no end within {LIMIT_S:g} s of the interrupt of the next cell")
             if not done.by_itself and one.group != "halts":
