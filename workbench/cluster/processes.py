@@ -89,6 +89,14 @@ def signal_child(parent_pid: int, pid: int, sig: int) -> bool:
     return True
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that nobody has reaped yet has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def can_fork(framework: str = "torch") -> tuple[bool, str]:
     """Say whether a warm parent can work here, and if not, why."""
     asked = os.environ.get(FORK, "")

@@ -132,7 +132,7 @@ def _connect_store(spec: RunSpec) -> Any:
         raise ClusterError(
             "The store in which workers meet does not answer.",
             seen=f"{host}:{port}",
-            next_step="run the cell again, which then gets a fresh store",
+            next_step="run the cell again; where that does not help, %cluster restart",
         ) from error
     store.set_timeout(STORE_TIMEOUT)
     return store
