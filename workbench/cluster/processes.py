@@ -97,6 +97,14 @@ def lives(pid: int) -> bool:
         return False
 
 
+def is_halted(pid: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP), so that it does nothing."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
 def can_fork(framework: str = "torch") -> tuple[bool, str]:
     """Say whether a warm parent can work here, and if not, why."""
     asked = os.environ.get(FORK, "")
