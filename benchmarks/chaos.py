@@ -445,11 +445,19 @@ def write(path: Path, seed: int, disk: str, rounds: Sequence[Round]) -> None:
     """Write what is known of one seed, beside what the file says of others."""
     known = json.loads(path.read_text())["seeds"] if path.exists() else []
     mine = {"seed": seed, "disk": disk, **figures(rounds)}
-    mine["each"] = [asdict(one) for one in rounds]
+    mine["each"] = [{**asdict(one), "said": one.said.partition("\n")[0]} for one in rounds]
     known = [*(one for one in known if one["seed"] != seed), mine]
     fresh = path.with_name(f".{path.name}")
-    fresh.write_text(json.dumps({"seeds": known}, indent=1) + "\n")
+    fresh.write_text(json.dumps(_rounded({"seeds": known}), indent=1) + "\n")
     fresh.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
 def tell(one: Round) -> None:
