@@ -1,13 +1,15 @@
-"""Random faults in one kernel, round after round: does every cell end, does the next one work?
+"""Random faults in one notebook, round after round: does every cell end, does the next one work?
 
-A round starts a cell or a run, breaks something while it goes on, and looks: whether the cell ended
-within 30 s (of the interrupt, where the fault alone does not end it), whether the run's state fits,
-whether the next cell works after at most the step that its message names. What the kernel holds
-(threads, files, memory) is counted after each round. A seed gives the same rounds.
+A round runs a cell or trains in an IPython shell, breaks something while it goes on, and looks:
+whether the cell ended within 30 s (of the interrupt, where the fault alone does not end it),
+whether its message and the run's state fit, whether the next cell works after at most the step that
+a message names, which is read there and followed. What the kernel holds (threads, files, memory) is
+counted after each round. A seed gives the same rounds.
 
     python benchmarks/chaos.py [--rounds 40] [--seed 0] [--without disks halts] [--json FILE]
 
-With `--json` what is known is written after every round. The last line is JSON: the figures.
+With `--json` what is known is written after every round, beside what the file says of other seeds.
+The last line is JSON: the figures.
 """
 
 from __future__ import annotations
@@ -15,60 +17,106 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import random
-import resource
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from chaos_notebook import LIMIT_S, Attendant, Cell, Disks, Notebook, await_, press_interrupt
 
-import workbench as wb
 from workbench import lifecycle
-from workbench.errors import WorkbenchError
+from workbench.session import registry
+from workbench.session.run import Run
+from workbench.session.state import session
 
-LIMIT_S = 30.0
-QUIET_S = 6.0
+QUIET_S = 8.0
 """How long a fault is given to end the cell by itself, before it is interrupted."""
-PLAIN = (
-    "import time, torch\nx = torch.ones(1)\nwhile True:\n    dist.all_reduce(x); time.sleep(0.01)"
-)
-SOUND = "import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nassert float(x) == world_size"
-TRAIN = """
+HALT_S = 4.0
+"""The same of faults that no cell need notice."""
+BEGIN_S = 90.0
+"""How long a cell may take until it trains: it may have to import TensorFlow."""
+NOTICED_S = 5.0
+STEPS = 3
+
+PLAIN = """
 import time, torch
-from torch import nn
+x, at = torch.ones(1), 0
+while True:
+    dist.all_reduce(x); time.sleep(0.01)
+    at += 1
+    if rank == {who} and at == {at}: raise ValueError("provoked")
+"""
+BREAK = """
+def pace(step, logs):
+    time.sleep(0.002)
+    if rank == {who} and step >= {at}: raise ValueError("provoked")
+"""
+TORCH = (
+    "import time, torch\nfrom torch import nn"
+    + BREAK
+    + """
 wb.fit(nn.Linear(16, 4), wb.data.synthetic(256, shape=(16,), classes=4), loss=nn.CrossEntropyLoss(),
        optimizer=lambda p: torch.optim.SGD(p, 0.1), batch_size=16, steps=1_000_000,
-       callbacks=[lambda step, logs: time.sleep(0.002)])
+       callbacks=[pace])
 """
-KINDS = (
-    "",
-    "mirrored",
-    "one_device",
-    "central_storage",
-    "parameter_server",
-    "local_sgd",
-    "sharded",
 )
-"""What is going on: a plain cell, or a run under a strategy."""
+KERAS = (
+    "import time, keras"
+    + BREAK
+    + """
+wb.fit(keras.Sequential([keras.layers.Dense(4)]), wb.data.synthetic(256, shape=(16,), classes=4),
+       loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+       optimizer=keras.optimizers.SGD(0.1), batch_size=16, steps=1_000_000, callbacks=[pace])
+"""
+)
+SOUND = """%%distributed
+import torch
+x = torch.ones(1)
+dist.all_reduce(x)
+assert float(x) == world_size
+print(f"works on {rank} of {world_size};")
+"""
+TRAINS = "%%distributed mirrored --plot text --steps 5\n" + TORCH.format(who=-1, at=0)
+
+KINDS = {
+    "cell": "",
+    "mirrored": "mirrored",
+    "one_device": "one_device -n 1",
+    "central_storage": "central_storage",
+    "parameter_server": "parameter_server",
+    "local_sgd": "local_sgd",
+    "sharded": "sharded",
+    "continue": "mirrored --on-failure continue",
+    "checkpoints": "mirrored --checkpoint {disk}/kept --checkpoint-every 20",
+    "keras": "mirrored --framework tensorflow",
+    "keras, workers": "multi_worker_mirrored --framework tensorflow",
+}
+"""The line of what is going on: a plain cell, or a run."""
+DISKS = ("disk fills", "disk full before", "checkpoint disk fills", "checkpoint disk full before")
 GROUPS = {
     "kills": ("kill engine", "kill engines", "kill controller", "kill part", "kill warm parent",
               "kill keeper", "kill when idle"),
     "halts": ("halt engine", "halt controller", "halt part", "halt warm parent", "halt keeper"),
     "interrupts": ("interrupt", "interrupt twice"),
     "controls": ("stop", "pause, resume, stop", "pause, interrupt", "restart"),
-    "disks": ("disk full",),
+    "errors": ("raise",),
+    "disks": DISKS,
 }  # fmt: skip
-FIGURES = ("threads", "files", "memory_mb")
+GOES_ON = {"continue": "continue", "checkpoints": "replace"}
+"""Kinds whose run goes on where a worker dies."""
+FIGURES = ("threads", "files", "processes", "memory_mb")
 
 
 @dataclass
@@ -76,9 +124,12 @@ class Round:
     """One round and what was seen of it.
 
     Attributes:
-        kind: Strategy; empty: a plain cell.
+        kind: What was going on.
         ended_s: From the fault, or the interrupt that ended it, to the cell's end.
-        step: What its message said was to be done; empty: nothing.
+        by_itself: Whether the cell ended without an interrupt of ours.
+        state: Of its run; empty: there was none.
+        said: The cell's error.
+        steps: What was done because a message said so.
         after_s: Until the next cell had worked, the step included.
         wrong: What was not as promised.
     """
@@ -86,222 +137,337 @@ class Round:
     number: int
     kind: str
     fault: str
+    group: str
     ended_s: float = 0.0
+    by_itself: bool = True
     state: str = ""
     said: str = ""
-    step: str = ""
+    steps: list[str] = field(default_factory=list)
     after_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
     threads: int = 0
     files: int = 0
+    processes: int = 0
     memory_mb: float = 0.0
+
+    @property
+    def hung(self) -> bool:
+        return any("no end within" in text for text in self.wrong)
 
 
 class Chaos:
-    """One cluster, and the dice."""
+    """One notebook, and the dice."""
 
-    def __init__(self, seed: int, groups: Sequence[str]) -> None:
-        self.dice = random.Random(seed)
-        self.faults = [fault for group in groups for fault in GROUPS[group]]
-        self.cluster = wb.Cluster(2)
+    def __init__(
+        self, seed: int, faults: Sequence[str], kinds: Sequence[str], engines: int, place: Path
+    ) -> None:
+        self.seed, self.faults, self.kinds, self.engines = seed, faults, kinds, engines
+        self.disks = Disks(place)  # before a process is started that must see them
+        self.home = place / "home"
+        self.book = Notebook(engines)
+        self._runs = 0
 
     def close(self) -> None:
-        self.cluster.stop()
+        """End the cluster, then the disks it may use."""
+        try:
+            self.book.close()
+        finally:
+            self.disks.close()
 
     def round(self, number: int) -> Round:
         """Do one round."""
-        one = Round(number, self.dice.choice(KINDS), self.dice.choice(self.faults))
-        try:
-            self._break(one)
-        except WorkbenchError as error:
-            one.said, one.step = str(error), str(error.next_step or "")
-        self._after(one)
+        dice = random.Random(f"{self.seed}/{number}")  # so that a round can be done again alone
+        fault = dice.choice(self.faults)
+        one = Round(number, dice.choice(self._kinds_for(fault)), fault, _group(fault))
+        os.environ["WORKBENCH_HOME"] = str(self.home)
+        small = self.disks.fresh() if fault in DISKS or "{disk}" in KINDS[one.kind] else None
+        if fault in DISKS:
+            os.environ["WORKBENCH_HOME"] = str(small)
+        cell = self._break(one, dice, small)
+        self._look(one, cell)
+        self._after(one, cell, dice)
         me = psutil.Process()
         one.threads, one.files = me.num_threads(), me.num_fds()
+        one.processes = len(me.children(recursive=True))
         one.memory_mb = me.memory_full_info().uss / 1e6
         return one
 
-    def _break(self, one: Round) -> None:
-        cluster = self.cluster
-        idle = one.fault == "kill when idle"
-        if idle:
-            self._strike("kill", self.dice.choice(("part", "controller", "warm parent")))
-            await_(lambda: not cluster.ids, 2.0) or one.wrong.append("not noticed within 2 s")
-        busy = self._begin(one.kind)
-        began = time.perf_counter()
-        if not idle:
-            with self._fault(one.fault, busy):
-                await_(lambda: busy.is_over, QUIET_S if one.fault != "restart" else LIMIT_S)
-        if not busy.is_over:
-            began = time.perf_counter()
-            end(busy)
-        if not await_(lambda: busy.is_over, LIMIT_S):
-            one.wrong.append(f"no end within {LIMIT_S:g} s")
-        one.ended_s = time.perf_counter() - began
-        error = busy.error if one.kind else busy.failure()
-        one.said, one.step = str(error or ""), str(getattr(error, "next_step", "") or "")
-        if one.kind:
-            one.state = busy.state
-            fits = one.state in lifecycle.OVER and (one.state == "failed") == (error is not None)
-            if not fits:
-                one.wrong.append(f"state {one.state} with {error!r}")
+    def _kinds_for(self, fault: str) -> list[str]:
+        if fault.startswith("checkpoint disk"):
+            return ["checkpoints"]
+        unfit = {"cell"} if fault.startswith("pause") or fault == "stop" else set()
+        if fault in DISKS:
+            unfit = {"cell", "checkpoints"}  # which have a disk of their own
+        return [kind for kind in self.kinds if kind not in unfit]
 
-    def _begin(self, kind: str) -> Any:
-        if not kind:
-            task = self.cluster.execute(PLAIN)
-            time.sleep(self.dice.uniform(0.0, 0.5))
-            return task
-        workers = 1 if kind == "one_device" else 2
-        run = self.cluster.run(TRAIN, strategy=kind, workers=workers)
-        if self.dice.random() < 0.8:  # else it is struck while it begins
-            await_(lambda: run.is_over or run.history.totals.steps > 3, LIMIT_S)
-        return run
+    # -- the fault ---------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _fault(self, fault: str, busy: Any) -> Iterator[None]:
-        verb, _, what = fault.partition(" ")
+    def _break(self, one: Round, dice: random.Random, small: Path | None) -> Cell:
+        """Run the round's cell, and break something while it goes on, or before."""
+        who, at = (-1, 0) if one.fault != "raise" else (dice.randrange(self.engines), 50)
+        if KINDS[one.kind].endswith("-n 1") or one.kind == "keras":
+            who = min(who, 0)  # one engine has them all
+        body = {"cell": PLAIN}.get(one.kind, KERAS if "keras" in one.kind else TORCH)
+        line = f"%%distributed {KINDS[one.kind].format(disk=small)}"
+        if one.kind != "cell":
+            line += f" --plot {dice.choice(('off', 'off', 'text'))}"
+        source = f"{line}\n{body.format(who=who, at=at)}"
+        early = dice.random() < 0.2 and one.fault not in DISKS  # nothing is written yet
+        quiet_s = {"halts": HALT_S, "disks": HALT_S, "errors": LIMIT_S}.get(one.group, QUIET_S)
+        before = set(registry.runs.values())
+        with contextlib.ExitStack() as later:
+
+            def strike(beside: Attendant) -> bool:
+                over = beside.over
+                begun = self._begun(one, before, over, 0 if early else STEPS, dice)
+                beside.now()
+                if one.fault == "raise":
+                    return begun
+                if "when idle" in one.fault or one.fault.endswith("full before"):
+                    return True
+                if not begun:
+                    return False
+                if one.fault in DISKS:
+                    assert small is not None
+                    full = later.enter_context(contextlib.ExitStack())
+                    full.enter_context(self.disks.full(small))
+                    over.wait(HALT_S)
+                    if dice.random() < 0.5:  # else there is no room until it has ended
+                        full.close()
+                else:
+                    self._strike(one, dice, beside)
+                return True
+
+            if one.fault == "kill when idle":
+                self._kill_idle(one, dice)
+            elif one.fault.endswith("full before"):
+                assert small is not None
+                later.enter_context(self.disks.full(small))
+            cell = self.book.run(source, quiet_s, strike)
+        made = [run for run in registry.runs.values() if run not in before]
+        self._judge(one, cell, made)
+        return cell
+
+    def _begun(
+        self, one: Round, before: set[Run], over: threading.Event, steps: int, dice: random.Random
+    ) -> bool:
+        """Wait until the cell is where it is struck; return whether it still goes on then."""
+
+        def there() -> bool:
+            if one.kind == "cell":
+                return session.cluster is not None and session.cluster.is_busy
+            made = [run for run in registry.runs.values() if run not in before]
+            return bool(made) and (made[-1].history.totals.steps >= steps or made[-1].is_over)
+
+        await_(lambda: over.is_set() or there(), BEGIN_S)
+        if one.kind == "cell" or not steps:
+            over.wait(dice.uniform(0.0, 0.5))
+        return not over.is_set()
+
+    def _kill_idle(self, one: Round, dice: random.Random) -> None:
+        cluster = session.cluster
+        assert cluster is not None
+        what = dice.choice(("engine", "part", "controller", "warm parent"))
+        one.fault = f"kill {what} when idle"
+        lived = len(cluster.ids)
+        self._signal("kill", what, dice)
+        gone = (lambda: len(cluster.ids) < lived) if what == "engine" else (lambda: not cluster.ids)
+        if not await_(gone, NOTICED_S):
+            one.wrong.append(f"not noticed within {NOTICED_S:g} s")
+
+    def _strike(self, one: Round, dice: random.Random, beside: Attendant) -> None:
+        over = beside.over
+        verb, _, what = one.fault.partition(" ")
+        cluster = session.cluster
+        assert cluster is not None
+        busy: Any = cluster.busy
         if verb in ("kill", "halt"):
-            self._strike(verb, what)
-        elif fault.startswith("interrupt"):
-            end(busy)
-            if fault.endswith("twice"):
-                time.sleep(self.dice.uniform(0, 0.3))
-                busy._interrupt() if hasattr(busy, "_interrupt") else busy.interrupt()
-        elif fault == "restart":
-            self.cluster.restart()
-        elif fault == "disk full":
-            with full_disk():
-                yield
-            return
-        elif not hasattr(busy, "pause") or fault == "stop":
-            end(busy)
+            self._signal(verb, what, dice)
+            if GOES_ON.get(one.kind) and one.fault == "kill engine":
+                await_(lambda: over.is_set() or getattr(busy, "recoveries", ()), LIMIT_S)
+        elif verb == "interrupt":
+            press_interrupt()
+            if what and not over.wait(dice.uniform(0, 0.3)):
+                press_interrupt()
+        elif one.fault == "restart":
+            cluster.restart()
+        elif one.fault == "stop":
+            busy.stop()
         else:
             busy.pause()
-            time.sleep(self.dice.uniform(0, 0.5))
-            if "resume" in fault:
-                busy.resume()
-                time.sleep(self.dice.uniform(0, 0.3))
-            end(busy)
-        yield
+            over.wait(dice.uniform(0, 0.5))
+            beside.now()
+            if one.fault == "pause, interrupt":
+                press_interrupt()
+                return
+            busy.resume()
+            over.wait(dice.uniform(0, 0.3))
+            beside.now()
+            busy.stop()
 
-    def _strike(self, verb: str, what: str) -> None:
+    def _signal(self, verb: str, what: str, dice: random.Random) -> None:
         """Send a signal to a process of the cluster, or to several."""
-        ground = self.cluster._engines._ground
-        engines = [e.pid for e in self.cluster.engines if e.state != "dead"]
+        cluster = session.cluster
+        assert cluster is not None
+        ground = cluster._engines._ground
+        task = cluster.last_task if cluster.is_busy else None
+        engines = [
+            e.pid for e in cluster.engines
+            if e.state != "dead" and (task is None or what == "engines" or e.id in task.ids)
+        ]  # fmt: skip
+        pids: list[int | None]
         if what == "engines":
-            pids = engines
+            pids = [*engines]
         elif what == "engine":
-            pids = [self.dice.choice(engines)]
+            pids = [dice.choice(engines)]
         elif what == "controller":
             pids = [ground.hub.controller.pid]
         elif what == "part":
-            pids = [self.dice.choice(psutil.Process(ground.hub.controller.pid).children()).pid]
+            pids = [dice.choice(psutil.Process(ground.hub.controller.pid).children()).pid]
+        elif what == "warm parent":
+            pids = [None if ground.warm is None else ground.warm.pid]
         else:
-            pids = [ground.warm.pid if what == "warm parent" else ground.store.pid]
+            pids = [ground.store.pid]
         for pid in filter(None, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
 
-    def _after(self, one: Round) -> None:
-        """See that the next cell works, if need be after the step that is named."""
+    # -- what is seen ------------------------------------------------------------------------------
+
+    def _look(self, one: Round, cell: Cell) -> None:
+        """Note how a cell ended that was not to end by itself."""
+        one.ended_s, one.by_itself = cell.ended_s, cell.by_itself
+        one.said = str(cell.error or "")
+        if cell.hung:
+            one.wrong.append(f"no end within {LIMIT_S:g} s")
+        if not cell.struck and one.group != "errors":
+            one.wrong.append("the cell had ended before the fault")
+        if cell.raw:
+            one.wrong.append(f"an error that is not ours: {cell.error!r}")
+        if "did not clear away" in cell.text:
+            one.wrong.append("a rank did not clear away")
+        if session.cluster is not None and session.cluster.is_busy:
+            one.wrong.append("the cluster is busy although its cell has ended")
+
+    def _judge(self, one: Round, cell: Cell, made: Sequence[Run]) -> None:
+        """Compare the run's state, and what is said, with what was done."""
+        if one.kind != "cell" and not made and cell.error is None:
+            one.wrong.append("neither a run nor an error")
+        for run in made:
+            one.state = run.state
+            fits = run.is_over and run.state in lifecycle.OVER and run.state != "finished"
+            fits = fits and (run.state == "failed") == (run.error is not None)
+            if not fits or (run.state == "failed" and cell.error is None):
+                one.wrong.append(f"state {run.state} with {run.error!r} and {cell.error!r}")
+        if one.fault == "raise" and "ValueError: provoked" not in str(cell.error):
+            one.wrong.append("the error that was raised is not named")
+        if one.kind == "cell" and cell.error is None:
+            one.wrong.append("a cell without end has ended well")
+        on_disk = [note for run in made for note in run.snapshot().notes if _no_room(note)]
+        if one.group == "disks" and not on_disk and not _no_room(cell.text):
+            one.wrong.append("the full disk is not named")
+        if one.group == "disks" and cell.by_itself and one.fault != "checkpoint disk full before":
+            one.wrong.append("the full disk ended the run")
+        going = GOES_ON.get(one.kind)
+        if going and one.fault == "kill engine" and cell.by_itself:
+            one.wrong.append(f"the run did not go on, although --on-failure {going}")
+
+    def _after(self, one: Round, cell: Cell, dice: random.Random) -> None:
+        """See that the next cell works, if need be after the one step that is named."""
         began = time.perf_counter()
-        for attempt in range(3):
-            step = self._works()
-            if step is None:
+        obeys, source = dice.random() < 0.5, dice.choice((SOUND, SOUND, TRAINS))
+        if obeys and cell.step:
+            self._follow(one, cell.step)
+        for _ in range(4):
+            done = self.book.run(source, LIMIT_S)
+            if done.hung:
+                one.wrong.append(f"no end within {LIMIT_S:g} s of the interrupt of the next cell")
+            if not done.by_itself and one.group != "halts":
+                one.wrong.append("the next cell had to be interrupted")
+            if done.raw:
+                one.wrong.append(f"an error that is not ours: {done.error!r}")
+            if self._works(source, done):
                 break
-            if attempt == 2:
-                one.wrong.append(f"the next cell does not work: {step or 'it hangs'}")
-                self.cluster.stop()
-                self.cluster = wb.Cluster(2)
+            if len(one.steps) >= 1 or not done.step:
+                one.wrong.append(f"the next cell does not work: {done.text[-1500:]}")
+                self.book.follow("%cluster stop")
                 break
-            if attempt == 1:
-                one.wrong.append(f"it works only after a second step: {step}")
-            self._do(step)
+            self._follow(one, done.step)
         one.after_s = time.perf_counter() - began
 
-    def _works(self) -> str | None:
-        """Return None where a cell works, else the step that its message names."""
-        try:
-            task = self.cluster.execute(SOUND)
-            if not task.over.wait(QUIET_S):
-                task.interrupt()
-                if not task.over.wait(LIMIT_S):
-                    return ""
-            error = task.failure()
-        except WorkbenchError as failure:
-            error = failure
-        if error is None:
-            if len(self.cluster.worker_ids) >= 2:
-                return None
-            return "%cluster restart"  # said by the note that the cluster is short of workers
-        return str(error.next_step or "")
+    def _follow(self, one: Round, step: str) -> None:
+        one.steps.append(step)
+        done = self.book.follow(step)
+        if done.error is not None or not done.by_itself:
+            one.wrong.append(f"the step {step} failed: {done.text[-1500:]}")
 
-    def _do(self, step: str) -> None:
-        with contextlib.suppress(WorkbenchError):
-            if step.startswith("%cluster restart"):
-                words = step.partition(",")[0].split()[2:]
-                self.cluster.restart([int(word) for word in words] or None)
-            elif step.startswith("%cluster stop"):
-                self.cluster.stop()
-                self.cluster = wb.Cluster(2)
+    def _works(self, source: str, done: Cell) -> bool:
+        if done.error is not None:
+            return False
+        if source == SOUND:
+            said = [f"works on {rank} of {self.engines};" for rank in range(self.engines)]
+            return all(text in done.text for text in said)
+        run = registry.runs[-1]
+        if any(map(_no_room, run.snapshot().notes)):
+            return False
+        return run.state == "finished" and len(run.engines) == self.engines
 
 
-def end(busy: Any) -> None:
-    """Ask a run, or a cell, to end."""
-    busy.stop() if hasattr(busy, "stop") else busy.interrupt()
+def _no_room(text: str) -> bool:
+    return "No space left" in text or "File too large" in text
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Let no file of this kernel and its descendants grow, for a while.
-
-    A limit on the size of files is what a full disk is to the one who writes: the write fails. It
-    needs no rights, and leaves other processes of the machine alone.
-    """
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    mine = psutil.Process()
-    pids = [mine.pid, *(child.pid for child in mine.children(recursive=True))]
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        _limit(pids, (0, before[1]))
-        yield
-    finally:
-        _limit(pids, before)
-
-
-def _limit(pids: Sequence[int], limit: tuple[int, int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-
-
-def await_(true: Callable[[], object], limit_s: float) -> bool:
-    """Return whether something became true in time."""
-    end_at = time.monotonic() + limit_s
-    while time.monotonic() < end_at:
-        if true():
-            return True
-        time.sleep(0.01)
-    return bool(true())
+def _group(fault: str) -> str:
+    return next(name for name, faults in GROUPS.items() if fault in faults)
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """Return what is said of them."""
     first = rounds[len(rounds) // 4] if len(rounds) > 3 else rounds[0]
-    wrong = [one for one in rounds if one.wrong]
     return {
         "what": "chaos",
         "rounds": len(rounds),
-        "hung": sum("within" in text for one in wrong for text in one.wrong),
-        "wrong": len(wrong),
+        "hung": sum(one.hung for one in rounds),
+        "wrong": sum(bool(one.wrong) for one in rounds),
+        "followed": sum(bool(one.steps) for one in rounds),
         "ended_median_s": statistics.median(one.ended_s for one in rounds),
         "ended_worst_s": max(one.ended_s for one in rounds),
         "after_median_s": statistics.median(one.after_s for one in rounds),
         "after_worst_s": max(one.after_s for one in rounds),
         "faults": dict(Counter(one.fault for one in rounds)),
+        "kinds": dict(Counter(one.kind for one in rounds)),
         **{f"{name}_then": getattr(first, name) for name in FIGURES},
         **{f"{name}_now": getattr(rounds[-1], name) for name in FIGURES},
     }
+
+
+def write(path: Path, seed: int, disk: str, rounds: Sequence[Round]) -> None:
+    """Write what is known of one seed, beside what the file says of others."""
+    known = json.loads(path.read_text())["seeds"] if path.exists() else []
+    mine = {"seed": seed, "disk": disk, **figures(rounds)}
+    mine["each"] = [{**asdict(one), "said": one.said.partition("\n")[0]} for one in rounds]
+    known = [*(one for one in known if one["seed"] != seed), mine]
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(json.dumps(_rounded({"seeds": known}), indent=1) + "\n")
+    fresh.replace(path)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def tell(one: Round) -> None:
+    """Print a round in a line, and what was said where it went wrong."""
+    ended = "" if one.by_itself else "i"
+    print(f"{one.number:4d} {one.kind:17} {one.fault:28} {one.ended_s:5.1f} s{ended:1} "
+          f"{one.state:8} next {one.after_s:5.1f} s {', '.join(one.steps):20} "
+          f"{'; '.join(one.wrong)}", flush=True)  # fmt: skip
+    if one.wrong:
+        print(f"     said: {one.said}", file=sys.stderr, flush=True)
 
 
 async def main() -> None:
@@ -309,32 +475,31 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first round")
+    parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--without", nargs="*", choices=GROUPS, default=())
-    parser.add_argument("--only", help="one fault alone")
+    parser.add_argument("--only", nargs="*", help="these faults alone")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=tuple(KINDS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    faults = [one for name in GROUPS if name not in given.without for one in GROUPS[name]]
+    kinds = [one for one in given.kinds if "keras" not in one or _installed("tensorflow")]
     rounds: list[Round] = []
-    with tempfile.TemporaryDirectory(prefix="chaos-") as place:
-        os.environ["WORKBENCH_HOME"] = place
-        chaos = Chaos(given.seed, [name for name in GROUPS if name not in given.without])
-        if given.only:
-            chaos.faults = [given.only]
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as place:
+        chaos = Chaos(given.seed, given.only or faults, kinds, given.engines, Path(place))
         try:
-            for number in range(given.rounds):
-                one = chaos.round(number)
-                rounds.append(one)
-                said = "; ".join(one.wrong)
-                print(f"{number:4d} {one.kind or 'cell':17} {one.fault:20} {one.ended_s:5.1f} s, "
-                      f"next {one.after_s:5.1f} s  {said}", flush=True)  # fmt: skip
-                if one.wrong:
-                    print(f"     said: {one.said}", file=sys.stderr, flush=True)
+            for number in range(given.first, given.first + given.rounds):
+                rounds.append(chaos.round(number))
+                tell(rounds[-1])
                 if given.json:
-                    report = {**figures(rounds), "seed": given.seed}
-                    report["each"] = [asdict(each) for each in rounds]
-                    given.json.write_text(json.dumps(report, indent=1) + "\n")
+                    write(given.json, given.seed, chaos.disks.kind, rounds)
         finally:
             chaos.close()
-    print(json.dumps(figures(rounds)))
+    print(json.dumps({**figures(rounds), "disk": chaos.disks.kind}))
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ python benchmarks/bench_faults.py --json docs/measured/faults.json
 python benchmarks/rivals.py --json docs/measured/rivals.json
 python benchmarks/soak.py --json docs/measured/soak.json
 python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
+python benchmarks/chaos.py --rounds 50 --seed 1 --json docs/measured/chaos.json  # and 2, 3, 4
 python docs/make_reliability.py
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,30 @@ GROWTH = {
     "shared_memory": "shared memory files",
     "temporary": "temporary folders",
 }
+
+CHAOS = {
+    "an engine killed, or all": ("kill engine", "kill engines"),
+    "the controller killed, or a process of its own": ("kill controller", "kill part"),
+    "the warm parent killed": ("kill warm parent",),
+    "the store's keeper killed": ("kill keeper",),
+    "one of these killed before the cell": (
+        "kill engine when idle", "kill part when idle", "kill controller when idle",
+        "kill warm parent when idle",
+    ),
+    "an engine halted": ("halt engine",),
+    "another process halted": (
+        "halt controller", "halt part", "halt warm parent", "halt keeper",
+    ),
+    "interrupted, once or twice": ("interrupt", "interrupt twice"),
+    "stopped, paused, or its engines restarted": (
+        "stop", "pause, resume, stop", "pause, interrupt", "restart",
+    ),
+    "a rank raises": ("raise",),
+    "the disk full, before or while it trains": ("disk fills", "disk full before"),
+    "the same of the checkpoints' disk": (
+        "checkpoint disk fills", "checkpoint disk full before",
+    ),
+}  # fmt: skip
 
 
 def seconds(value: float | None) -> str:
@@ -106,6 +132,32 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def chaos(seeds: list[dict[str, Any]]) -> str:
+    """Return the table of what became of rounds of random faults."""
+    lines = [
+        "| broken | rounds | the cell ends: median | worst | the next cell works at once "
+        "| after the step named | until it has: median | worst | not as promised |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rounds = [one for seed in seeds for one in seed["each"]]
+    for words, names in (*CHAOS.items(), ("all", None)):
+        found = [one for one in rounds if names is None or one["fault"] in names]
+        if not found:
+            continue
+        stepped = sum(bool(one["steps"]) for one in found)
+        wrong = sum(bool(one["wrong"]) for one in found)
+        times = [
+            seconds(of(one[name] for one in found))
+            for name in ("ended_s", "after_s")
+            for of in (statistics.median, max)
+        ]
+        lines.append(
+            f"| {words} | {len(found)} | {times[0]} | {times[1]} | {len(found) - stepped} "
+            f"| {stepped} | {times[2]} | {times[3]} | {wrong} |"
+        )
+    return "\n".join(lines)
+
+
 def growth(value: float | None) -> str:
     """Return a slope; what rounds to nothing is 0."""
     if value is None:
@@ -132,6 +184,7 @@ def filled(page: str) -> str:
     """Return a page with its tables as they were measured."""
     page = put(page, "faults", faults(measured("faults")["rows"]))
     page = put(page, "rivals", rivals(measured("rivals")))
+    page = put(page, "chaos", chaos(measured("chaos")["seeds"]))
     return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
 
 

@@ -22,9 +22,10 @@ from needs import need
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIMIT_S = 240.0
 PARTS = {
-    "fault_scenarios.py", "fault_scenarios_cells.py", "fault_scenarios_death.py", "model_zoo.py",
+    "chaos_notebook.py", "fault_scenarios.py", "fault_scenarios_cells.py",
+    "fault_scenarios_death.py", "model_zoo.py",
 }  # fmt: skip
-"""What bench_faults.py and bench_models.py are made of."""
+"""What chaos.py, bench_faults.py and bench_models.py are made of."""
 ELSEWHERE = {"soak.py": "cluster/test_soak.py"}
 """Benchmarks that a test file of their own runs."""
 
@@ -128,9 +129,9 @@ ON_ENGINES = {
     ),
     "record_waits.py": Short("--steps 30 --to waits.npz", {"runs": (14, 14), "size_bytes": SIZE}),
     "chaos.py": Short(
-        "--rounds 3 --seed 1 --without disks",
+        "--rounds 5 --seed 2763 --kinds cell mirrored continue checkpoints",
         {
-            "rounds": (3, 3),
+            "rounds": (5, 5),
             "hung": NONE,
             "wrong": NONE,
             "ended_worst_s": (0.0, 30.0),

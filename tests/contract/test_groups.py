@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from typing import Any
 
 import group_cells
 import pytest
+from needs import need
 from worker_reports import failures
 from workers import Workers
 
+from workbench.errors import ClusterError
+from workbench.protocol import RunSpec
+
 pytestmark = pytest.mark.torch
+need("torch")
+WAIT_S = 20
+
+
+def joins_at(listener: socket.socket) -> RunSpec:
+    """What a rank is told whose store is to be found there."""
+    host, port = listener.getsockname()
+    return RunSpec(mode="run", rank=0, world_size=2, ranks=(0, 1), store=(host, port), prefix="x/")
+
+
+def test_a_store_that_is_gone_is_not_waited_for() -> None:
+    from workbench.engine import torch_group
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        spec = joins_at(listener)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"does not answer.*\n.*\n  next: +run the cell again"):
+        torch_group.ensure_group(spec)
+    assert time.monotonic() - began < torch_group.CONNECT_S
+
+
+def test_an_interrupt_ends_the_wait_for_a_store_that_is_halted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from workbench.engine import torch_group
+
+    monkeypatch.setattr(torch_group, "CONNECT_S", 0.2)
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            torch_group.ensure_group(joins_at(listener))
+        except ClusterError as error:
+            failed.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        waits = threading.Thread(target=join)
+        waits.start()
+        waits.join(1.0)  # connected: the system takes connections of who is halted
+        assert waits.is_alive()
+        end_s = time.monotonic() + WAIT_S
+        while waits.is_alive() and time.monotonic() < end_s:
+            torch_group.shutdown_group_sockets(store=True)
+            waits.join(0.2)
+    waits.join(WAIT_S)
+    assert "does not answer" in str(failed[0])
 
 
 @pytest.mark.parametrize(

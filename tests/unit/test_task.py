@@ -1,5 +1,6 @@
 """A cell on several engines, with engines that are made up."""
 
+import signal
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -37,6 +38,9 @@ class FakeEngines:
     def signal(self, engine, sig):
         self.interrupted.append((engine, sig))
 
+    def give_up(self, engine):
+        self.calls[engine].finish(ClusterError("Engine died."))
+
 
 @pytest.fixture
 def engines():
@@ -68,6 +72,21 @@ def test_a_cell_is_over_when_every_engine_is_done(engines):
     assert task.is_over
     assert over == [task]
     assert task.failure() is None
+
+
+def test_a_cell_is_over_although_nobody_tells_of_the_end_of_an_engine_that_was_killed(
+    engines, monkeypatch
+):
+    monkeypatch.setattr("workbench.session.task.KILL_S", 0.05)
+    monkeypatch.setattr("workbench.session.task.HEARD_S", 0.05)
+    engines.engines = {0: SimpleNamespace(pid=4711)}
+    task, over = start(engines, 0, 1)
+    engines.calls[1].finish({"status": "ok"})
+    task.interrupt()
+    assert task.over.wait(20)
+    assert (0, signal.SIGKILL) in engines.interrupted
+    assert over == [task]
+    assert "%cluster restart 0" in str(task.failure())
 
 
 def test_the_reason_is_shown_and_what_followed_from_it_is_not(engines):

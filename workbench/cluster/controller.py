@@ -18,12 +18,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import psutil
 import zmq
 from traitlets.config import Config
 
 from .. import scratch
 from . import profile
+from .processes import is_halted
 
 LOOK_S = 1.0
 TOPICS = (b"heartmonitor", b"tracktask", b"intask", b"outtask", b"inbcast", b"outbcast")
@@ -90,16 +90,6 @@ def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, An
             halted[name] = halted[name] + 1 if is_halted(part.pid) else 0
             if halted[name] >= PATIENCE:
                 return {"name": name, "pid": part.pid, "code": None}
-
-
-def is_halted(pid: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP), so that it does nothing."""
-    # Asked at each cell: the file itself is read in a tenth of the time that psutil takes.
-    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b") ")[2][:1] == b"T"
-    with suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
 
 
 def lost_part(folder: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from .engine_info import NOBODY, EngineInfo, Listeners
 from .ground import Ground
 from .handover import Handover
 from .pending import NoAnswerError, Pending, gather
+from .processes import lives
 from .router import ControlRouter
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
@@ -240,6 +241,17 @@ class Engines(Handover):
         info = self.engines.get(engine)
         if info is not None and info.state != "dead":
             self._ground.signal(engine, info.pid, sig)
+
+    def give_up(self, engine: int) -> None:
+        """Settle an engine that has been killed, where nobody tells us that it has ended.
+
+        Its warm parent would, but may be halted; the hub's heartbeats are slow, or halted too.
+        """
+        info = self.engines.get(engine)
+        if info is None or info.state == "dead" or self.launcher != "local":
+            return
+        if not lives(info.pid):
+            self._lost(info, deaths.Ending(signal="SIGKILL", hint="nobody has said how it ended"))
 
     def interrupt(self, ids: Iterable[int]) -> None:
         """Send SIGINT to engines."""

@@ -23,6 +23,7 @@ from ..errors import ClusterError
 from . import controller, deaths, profile, progress
 from .hub import Hub
 from .parents import Parents
+from .processes import is_halted
 from .starter import Starter
 from .store import Store
 from .warm_client import Exit, WarmParent
@@ -285,10 +286,10 @@ class Ground:
         reached any more; of the others fresh ones are started.
         """
         running = self.hub.controller
-        if not self.broken and running is not None and controller.is_halted(running.pid):
+        if not self.broken and running is not None and is_halted(running.pid):
             self.broken = f"ipyparallel's controller (pid {running.pid}) was halted by SIGSTOP"
         for pid in [*self.parents.living.values(), self.store.pid]:
-            if pid and controller.is_halted(pid):
+            if pid and is_halted(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signals.SIGKILL)
                 self._gone_soon(pid)

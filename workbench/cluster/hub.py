@@ -185,7 +185,10 @@ class Hub:
     def _left(self, end: Exit) -> None:
         if end.code is None and end.signal is None:  # ipyparallel has reaped it before we looked
             with contextlib.suppress(Exception):
-                code = self.cluster.controller.process.wait(timeout=REAPED_S)
+                running = self.cluster.controller
+                # Of two that wait for a process at once, who comes second learns no code.
+                running._wait_thread.join(REAPED_S)
+                code = running.process.wait(timeout=REAPED_S)
                 end = Exit(end.pid, code if code >= 0 else None, -code if code < 0 else None)
         self._on_left(end)
 

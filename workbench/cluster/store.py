@@ -15,9 +15,8 @@ import psutil
 
 from ..errors import ClusterError
 from . import deaths
-from .controller import is_halted
 from .parents import Parents
-from .processes import ExitCallback
+from .processes import ExitCallback, is_halted
 from .warm_client import start_keeper
 
 END_S = 10.0

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -23,13 +24,16 @@ from typing import Any
 import psutil
 
 from ..errors import ClusterError
-from .processes import Exit, ExitCallback
+from .processes import Exit, ExitCallback, is_halted
 
 log = logging.getLogger("workbench.cluster")
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 30.0
 LOG_TAIL_LINES = 20
+LOOK_S = 1.0
+PATIENCE = 3
+"""Looks in a row that must find a silent parent halted (SIGSTOP) before it is given up."""
 
 
 class WarmWire:
@@ -87,12 +91,34 @@ class WarmWire:
             timeout_s = ANSWER_TIMEOUT_S if self.ready.is_set() else START_TIMEOUT_S
         future = self.tell(cmd, **fields)
         try:
-            answer = future.result(timeout_s)
+            answer = self._await(future, timeout_s)
         except FutureTimeout:
             raise self._error(f"The warm parent did not answer {cmd} in {timeout_s:g} s.") from None
         if "error" in answer:
             raise self._error(f"The warm parent refused {cmd}: {answer['error']}")
         return answer
+
+    def _await(self, future: Future[dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+        """Return an answer; one that is halted gives none, so that is not waited for to the end.
+
+        Raises:
+            ClusterError: The parent is halted.
+            FutureTimeout: There is no answer in time.
+        """
+        end_s, halted = time.monotonic() + timeout_s, 0
+        while True:
+            try:
+                return future.result(max(0.0, min(LOOK_S, end_s - time.monotonic())))
+            except FutureTimeout:
+                if time.monotonic() >= end_s:
+                    raise
+            pid = 0 if self._process is None else self._process.pid
+            halted = halted + 1 if is_halted(pid) else 0
+            if halted >= PATIENCE:
+                raise ClusterError(
+                    f"The warm parent that forks engines (pid {pid}) was halted by SIGSTOP.",
+                    next_step="%cluster restart",
+                )
 
     def tell(self, cmd: str, **fields: Any) -> Future[dict[str, Any]]:
         """Send one command without waiting; the answer is the future's result.

@@ -35,6 +35,10 @@ from .marks import GROUP, doing, waits_in
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
+STORE_TIMEOUT = timedelta(seconds=60)
+CONNECT_S = 5.0
+"""How long torch tries to reach the store. It waits in C++, where an interrupt only breaks the
+connection, and would try again until then. What listens is there at once, however busy it is."""
 
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
@@ -83,11 +87,8 @@ def ensure_group(spec: RunSpec) -> None:
 
 @waits_in(GROUP)
 def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
-    global _store_port
     stores: Any = dist  # the stores are there, but not declared as exported
     store = _connect_store(spec)
-    assert spec.store is not None
-    _store_port = spec.store[1]
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
@@ -117,18 +118,24 @@ def has_group() -> bool:
 
 
 def _connect_store(spec: RunSpec) -> Any:
+    global _store_port
     if spec.store is None:
         raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
     host, port = spec.store
+    _store_port = port  # an interrupt breaks the connection to it while it is being made, too
     stores: Any = dist  # the stores are there, but not declared as exported
     try:
-        return stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-    except (RuntimeError, ValueError) as error:
+        # Where nobody listens torch would go on trying.
+        socket.create_connection((host, port), CONNECT_S).close()
+        store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+    except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
             "The store in which workers meet does not answer.",
             seen=f"{host}:{port}",
-            next_step="%cluster restart",
+            next_step="run the cell again; where that does not help, %cluster restart",
         ) from error
+    store.set_timeout(STORE_TIMEOUT)
+    return store
 
 
 def open_store(spec: RunSpec) -> Any:

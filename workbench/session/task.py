@@ -24,6 +24,8 @@ from .failure import CellEnd, Names
 log = logging.getLogger("workbench.session")
 GRACE_S = 0.5
 KILL_S = 8.0
+HEARD_S = 3.0
+"""How long the end of an engine that we killed may take to be heard of, before it is looked for."""
 CELL = "workbench.engine.entry:cell"
 AGAIN_S = 1.5
 """A cell may catch an interrupt and go on; so it is sent again until the engine is ended."""
@@ -248,6 +250,12 @@ class Task:
         for engine in self.unfinished():
             self._ended.add(engine)
             self.engines.signal(engine, signal.SIGKILL)
+        self._later(HEARD_S, self._give_up_rest)
+
+    def _give_up_rest(self) -> None:
+        """See to it that the cell is over, also where nobody can tell us of an engine's end."""
+        for engine in self.unfinished():
+            self.engines.give_up(engine)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         timer = threading.Timer(delay_s, action)

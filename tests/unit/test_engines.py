@@ -1,0 +1,31 @@
+"""Engines that have ended without anybody telling us."""
+
+import subprocess
+import sys
+
+import pytest
+
+from workbench.cluster.engine_info import EngineInfo
+from workbench.cluster.engines import Engines
+
+
+@pytest.fixture
+def child():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+def test_only_an_engine_that_has_ended_is_given_up(child, monkeypatch):
+    lost = []
+    monkeypatch.setattr(Engines, "_lost", lambda self, info, how: lost.append((info.id, str(how))))
+    engines = Engines.__new__(Engines)
+    engines.launcher = "local"
+    engines.engines = {3: EngineInfo(id=3, uuid="u", pid=child.pid)}
+    engines.give_up(3)
+    engines.give_up(4)  # there is none
+    assert lost == []
+    child.kill()
+    while "zombie" not in open(f"/proc/{child.pid}/status").read():  # noqa: SIM115
+        pass
+    engines.give_up(3)  # nobody has reaped it: its parent may be halted
+    assert lost == [(3, "killed by SIGKILL (nobody has said how it ended)")]
