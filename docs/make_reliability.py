@@ -4,6 +4,7 @@ python benchmarks/bench_faults.py --json docs/measured/faults.json
 python benchmarks/rivals.py --json docs/measured/rivals.json
 python benchmarks/soak.py --json docs/measured/soak.json
 python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
+python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
 python docs/make_reliability.py
 """
 
@@ -35,6 +36,18 @@ GROWTH = {
     "engine_files": "files of the engines and their helpers",
     "shared_memory": "shared memory files",
     "temporary": "temporary folders",
+}
+
+HELD = {
+    "threads": "threads",
+    "files": "open files",
+    "sockets": "of these sockets",
+    "pipes": "pipes",
+    "events": "event counters and polls",
+    "paths": "files and devices by path",
+    "rss_mb": "memory (RSS), MB",
+    "pss_mb": "memory (PSS), MB",
+    "processes": "processes started by it",
 }
 
 
@@ -106,6 +119,20 @@ def soak(found: dict[str, Any], without_kills: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def restarts(found: dict[str, Any]) -> str:
+    """Return the table of what a kernel held after restarts."""
+    behind, count = found["behind"], found["restarts"]
+    lines = [
+        f"| the kernel's | after {behind + 1} restarts | after {count} | per 100 | later half |",
+        "|---|---|---|---|---|",
+    ]
+    for name, words in HELD.items():
+        then, now = (found[f"{name}_{when}"] for when in ("then", "now"))
+        slopes = " | ".join(growth(found[part][name]) for part in ("slopes", "later"))
+        lines.append(f"| {words} | {then:.0f} | {now:.0f} | {slopes} |")
+    return "\n".join(lines)
+
+
 def growth(value: float | None) -> str:
     """Return a slope; what rounds to nothing is 0."""
     if value is None:
@@ -132,6 +159,7 @@ def filled(page: str) -> str:
     """Return a page with its tables as they were measured."""
     page = put(page, "faults", faults(measured("faults")["rows"]))
     page = put(page, "rivals", rivals(measured("rivals")))
+    page = put(page, "restarts", restarts(measured("restarts")))
     return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
 
 

@@ -147,7 +147,9 @@ def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
                 made = stack.enter_context(
                     tempfile.NamedTemporaryFile(prefix="wb-sets-", dir=scratch.folder())
                 )
-                made.truncate(size_bytes)
+                # A hole in a file on a full disk would end whoever writes to it by SIGBUS.
+                made.write(bytes(size_bytes))
+                made.flush()
                 path[0] = made.name
         dist.broadcast_object_list(path, src=0)
         if path[0] is not None:
