@@ -148,9 +148,8 @@ def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
                     tempfile.NamedTemporaryFile(prefix="wb-sets-", dir=scratch.folder())
                 )
                 # A hole in a file on a full disk would end whoever writes to it by SIGBUS.
-                made.write(bytes(size_bytes))
-                made.flush()
-                path[0] = made.name
+                if os.write(made.fileno(), bytes(size_bytes)) == size_bytes:
+                    path[0] = made.name
         dist.broadcast_object_list(path, src=0)
         if path[0] is not None:
             with contextlib.suppress(OSError):
