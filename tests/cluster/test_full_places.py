@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,18 +55,23 @@ print("all is well")
 """
 
 
-def test_cells_and_runs_go_on_where_temporary_files_and_shared_memory_are_full(tmp_path):
+@pytest.fixture
+def place():
+    """A folder whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="wb-full-") as folder:
+        yield folder
+
+
+def test_cells_and_runs_go_on_where_temporary_files_and_shared_memory_are_full(tmp_path, place):
     unshare = shutil.which("unshare")
     apart = [unshare, *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "-m"]
-    place = tmp_path / "small"
-    place.mkdir()
-    tried = [*apart, "mount", "-t", "tmpfs", "tmpfs", str(place)]
+    tried = [*apart, "mount", "-t", "tmpfs", "tmpfs", place]
     if not unshare or subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a small disk of their own (unshare -m)")
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "WORKBENCH_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [*apart, sys.executable, "-c", NOTEBOOK, str(place), str(tmp_path / "kept")],
+        [*apart, sys.executable, "-c", NOTEBOOK, place, str(tmp_path / "kept")],
         capture_output=True,
         text=True,
         timeout=150,
