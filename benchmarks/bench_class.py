@@ -4,7 +4,8 @@ Each notebook is a process of its own, as a kernel is: it pre-warms, starts its 
 Measured are the seconds until each is ready, the memory of all processes together (PSS: shared
 pages are divided among those who share them) before and while they train, and how evenly they
 train: the steps per second of each, and Jain's index of them (1: all equal, 1/n: one has all).
-With `--without-turns` no notebook sees the others' turns to import the framework.
+Other work on the machine spoils this; how many cores it took meanwhile is measured too. With
+`--without-turns` no notebook sees the others' turns to import the framework.
 
     python benchmarks/bench_class.py [--notebooks 12] [--engines 3] [--seconds 10]
 
@@ -82,13 +83,30 @@ def jain(rates):
     return sum(rates) ** 2 / (len(rates) * squares) if squares else 0.0
 
 
-def pss_bytes(processes):
-    """Return the PSS of all that descends from the notebooks, and how many processes there are."""
+def family_of(processes):
+    """Return all that descends from the notebooks, by pid."""
     family = {}
     for process in processes:
         root = psutil.Process(process.pid)
         for member in (root, *root.children(recursive=True)):
             family[member.pid] = member
+    return family
+
+
+def busy_s(processes):
+    """Return the seconds of CPU that the machine has spent so far, and the class of them."""
+    machine = psutil.cpu_times()
+    ours = 0.0
+    for member in family_of(processes).values():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = member.cpu_times()
+            ours += times.user + times.system
+    return sum(machine) - machine.idle - machine.iowait, ours
+
+
+def pss_bytes(processes):
+    """Return the PSS of all that descends from the notebooks, and how many processes there are."""
+    family = family_of(processes)
     total = 0
     for member in family.values():
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -127,7 +145,10 @@ def main():
             for book in books:
                 said(book, "trains")
             go_on(books)
+            before, began = busy_s(books), time.monotonic()
             time.sleep(given.seconds)
+            after, window_s = busy_s(books), time.monotonic() - began
+            others = (after[0] - before[0] - after[1] + before[1]) / window_s
             busy_bytes, _ = pss_bytes(books)
             print(f"training, {busy_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
             taken = used - psutil.virtual_memory().available
@@ -146,8 +167,9 @@ def main():
         "notebook_pss_mb": busy_bytes / MB / given.notebooks, "machine_mb": taken / MB,
         "first_ready_s": ready_s[0], "median_ready_s": statistics.median(ready_s),
         "last_ready_s": ready_s[-1], "all_steps_per_s": sum(rates),
-        "least_steps_per_s": rates[0], "median_steps_per_s": statistics.median(rates),
-        "most_steps_per_s": rates[-1], "jain": jain(rates),
+        "others_cores": max(0.0, others), "least_steps_per_s": rates[0],
+        "median_steps_per_s": statistics.median(rates), "most_steps_per_s": rates[-1],
+        "jain": jain(rates),
         "least_over_most": rates[0] / rates[-1] if rates[-1] else 0.0,
     }  # fmt: skip
     print(f"{given.notebooks} notebooks: ready after {ready_s[0]:.1f} to {ready_s[-1]:.1f} s, ")

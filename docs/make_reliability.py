@@ -158,6 +158,7 @@ def a_class(found: dict[str, Any]) -> str:
         ),
         "steps/s of all together": lambda one: f"{one['all_steps_per_s']:.0f}",
         "Jain's index of fairness (1: all equal)": lambda one: f"{one['jain']:.3f}",
+        "cores that other work took meanwhile": lambda one: f"{one['others_cores']:.1f}",
     }
     one = ways[0]
     each_gb = one["training_pss_mb"] / 1e3 / one["notebooks"]
