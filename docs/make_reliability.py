@@ -5,8 +5,8 @@ python benchmarks/rivals.py --json docs/measured/rivals.json
 python benchmarks/soak.py --json docs/measured/soak.json
 python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
-python benchmarks/bench_class.py --seconds 30 --json docs/measured/class.json
-python benchmarks/bench_class.py --seconds 30 --without-turns --json docs/measured/class.json
+python benchmarks/bench_class.py --seconds 20 --json docs/measured/class.json
+python benchmarks/bench_class.py --seconds 20 --without-turns --json docs/measured/class.json
 python docs/make_reliability.py
 """
 
