@@ -50,7 +50,7 @@ with notebook(2, fresh=True) as book:
     book.refused(f"%%distributed mirrored --checkpoint {place}/kept\n{TRAIN}",
                  "cannot be written there", "No space left on device", "name another folder")
     book.ok("%cluster restart")
-    assert "[rank 1] 2" in book.ok("%%distributed\nprint(world_size)").text
+    assert "[rank 1] 1 2" in book.ok("%%distributed\nprint(rank, world_size)").text
 print("all is well")
 """
 
