@@ -2,15 +2,21 @@
 
 Each notebook is a process of its own, as a kernel is: it pre-warms, starts its engines and trains.
 Measured are the seconds until each is ready, the memory of all processes together (PSS: shared
-pages are divided among those who share them), and how evenly they train.
+pages are divided among those who share them) before and while they train, and how evenly they
+train: the steps per second of each, and Jain's index of them (1: all equal, 1/n: one has all).
+Other work on the machine spoils this; how many cores it took meanwhile is measured too. With
+`--without-turns` no notebook sees the others' turns to import the framework.
 
     python benchmarks/bench_class.py [--notebooks 12] [--engines 3] [--seconds 10]
+
+With `--json` the figures are put beside those of the other way in the file.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,13 +77,36 @@ def go_on(processes):
         process.stdin.flush()
 
 
-def pss_bytes(processes):
-    """Return the PSS of all that descends from the notebooks, and how many processes there are."""
+def jain(rates):
+    """Return Jain's index of fairness: the square of the mean over the mean of the squares."""
+    squares = sum(rate * rate for rate in rates)
+    return sum(rates) ** 2 / (len(rates) * squares) if squares else 0.0
+
+
+def family_of(processes):
+    """Return all that descends from the notebooks, by pid."""
     family = {}
     for process in processes:
         root = psutil.Process(process.pid)
         for member in (root, *root.children(recursive=True)):
             family[member.pid] = member
+    return family
+
+
+def busy_s(processes):
+    """Return the seconds of CPU that the machine has spent so far, and the class of them."""
+    machine = psutil.cpu_times()
+    ours = 0.0
+    for member in family_of(processes).values():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            times = member.cpu_times()
+            ours += times.user + times.system
+    return sum(machine) - machine.idle - machine.iowait, ours
+
+
+def pss_bytes(processes):
+    """Return the PSS of all that descends from the notebooks, and how many processes there are."""
+    family = family_of(processes)
     total = 0
     for member in family.values():
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -90,6 +119,7 @@ def main():
     parser.add_argument("--notebooks", type=int, default=12)
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--without-turns", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -101,7 +131,12 @@ def main():
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         env = {**os.environ, "WORKBENCH_HOME": home}
         used = psutil.virtual_memory().available
-        books = [subprocess.Popen(command, env=env, **pipes) for _ in range(given.notebooks)]
+        books = []
+        for number in range(given.notebooks):
+            if given.without_turns:  # turns are taken in there
+                env["XDG_RUNTIME_DIR"] = os.path.join(home, f"runtime-{number}")
+                os.mkdir(env["XDG_RUNTIME_DIR"], mode=0o700)
+            books.append(subprocess.Popen(command, env=env, **pipes))
         try:
             ready_s = sorted(said(book, "ready_s") for book in books)
             idle_bytes, processes = pss_bytes(books)
@@ -110,7 +145,10 @@ def main():
             for book in books:
                 said(book, "trains")
             go_on(books)
+            before, began = busy_s(books), time.monotonic()
             time.sleep(given.seconds)
+            after, window_s = busy_s(books), time.monotonic() - began
+            others = (after[0] - before[0] - after[1] + before[1]) / window_s
             busy_bytes, _ = pss_bytes(books)
             print(f"training, {busy_bytes / MB:.0f} MB", file=sys.stderr, flush=True)
             taken = used - psutil.virtual_memory().available
@@ -123,17 +161,24 @@ def main():
     each = {"ready_s": [round(s, 2) for s in ready_s], "steps_per_s": [round(r, 2) for r in rates]}
     result = {
         "what": f"a class of {given.notebooks} notebooks x {given.engines} engines",
+        "turns": not given.without_turns, "seconds": given.seconds,
         "notebooks": given.notebooks, "engines": given.engines, "cores": os.cpu_count(),
         "processes": processes, "idle_pss_mb": idle_bytes / MB, "training_pss_mb": busy_bytes / MB,
         "notebook_pss_mb": busy_bytes / MB / given.notebooks, "machine_mb": taken / MB,
-        "first_ready_s": ready_s[0], "median_ready_s": ready_s[len(ready_s) // 2],
+        "first_ready_s": ready_s[0], "median_ready_s": statistics.median(ready_s),
         "last_ready_s": ready_s[-1], "all_steps_per_s": sum(rates),
+        "others_cores": max(0.0, others), "least_steps_per_s": rates[0],
+        "median_steps_per_s": statistics.median(rates), "most_steps_per_s": rates[-1],
+        "jain": jain(rates),
         "least_over_most": rates[0] / rates[-1] if rates[-1] else 0.0,
     }  # fmt: skip
     print(f"{given.notebooks} notebooks: ready after {ready_s[0]:.1f} to {ready_s[-1]:.1f} s, ")
-    print(f"{busy_bytes / MB:.0f} MB in all, slowest/fastest {result['least_over_most']:.2f}")
+    print(f"{busy_bytes / MB:.0f} MB in all, slowest/fastest {result['least_over_most']:.2f}, ")
+    print(f"Jain's index {result['jain']:.3f}")
     if given.json:
-        given.json.write_text(json.dumps({**result, **each}, indent=1))
+        known = json.loads(given.json.read_text()) if given.json.exists() else {}
+        known["without_turns" if given.without_turns else "with_turns"] = {**result, **each}
+        given.json.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps(result))
 
 

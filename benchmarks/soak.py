@@ -11,12 +11,21 @@ A killed engine gives way to a fresh one, which is smaller; so how engines grow 
 kills:
 
     python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
+
+What restarts leave behind is counted by itself: single engines, all engines, a killed controller or
+warm parent with the restart that follows, and a cluster stopped for a new one take turns, each
+followed by a small run. Counted is what the kernel holds: threads, open files by kind, memory. The
+last line is JSON: the figures.
+
+    python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -46,6 +55,9 @@ wb.fit(model, wb.data.synthetic(256, shape=(16,), classes=4), loss=nn.CrossEntro
 """
 FAULTS = ("interrupt", "kill", "raise")
 WARM_UP = 0.25  # of the runs: pools, caches and the first of everything
+RESTARTS = ("engine", "all", "engine", "controller", "warm parent", "stop and start")
+"""What is restarted, in turn."""
+KINDS = {"socket:": "sockets", "pipe:": "pipes", "anon_inode:": "events", "/": "paths"}
 
 
 @dataclass
@@ -63,7 +75,35 @@ class Count:
     temporary: int
 
 
+@dataclass
+class Held:
+    """What the kernel holds after a restart and the run that followed.
+
+    Attributes:
+        files: Open files; `sockets`, `pipes`, `events` (of polls) and `paths` are the kinds.
+        seconds: The restart and the run.
+        end: How the run ended.
+    """
+
+    run: int
+    kind: str
+    threads: int
+    files: int
+    sockets: int
+    pipes: int
+    events: int
+    paths: int
+    rss_mb: float
+    pss_mb: float
+    uss_mb: float
+    processes: int
+    seconds: float
+    end: str
+
+
 FIGURES = tuple(one.name for one in fields(Count))[1:]
+HELD = ("threads", "files", "sockets", "pipes", "events", "paths", "rss_mb", "pss_mb", "uss_mb",
+        "processes")  # fmt: skip
 
 
 def count(run: int) -> Count:
@@ -137,14 +177,14 @@ def one(cluster: wb.Cluster, what: Round, dice: random.Random) -> str:
     return f"{what.fault}: {run.state}"
 
 
-def slopes(counts: list[Count]) -> dict[str, float]:
+def slopes(counts: Sequence[Count | Held], figures: Sequence[str] = FIGURES) -> dict[str, float]:
     """Return what each figure grows by per 100 runs; NaN where there are fewer than two runs."""
     if len(counts) < 2:
-        return dict.fromkeys(FIGURES, float("nan"))
+        return dict.fromkeys(figures, float("nan"))
     at = [one.run for one in counts]
     return {
         name: float(np.polyfit(at, [getattr(one, name) for one in counts], 1)[0] * 100)
-        for name in FIGURES
+        for name in figures
     }
 
 
@@ -193,6 +233,96 @@ def soak(runs: int, seed: int, faults: Sequence[str] = FAULTS, path: Path | None
     return seen
 
 
+def open_files() -> Counter[str]:
+    """Return how many files of each kind this process has open."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            target = os.readlink(f"/proc/self/fd/{number}")
+            kind = next((name for start, name in KINDS.items() if target.startswith(start)), "")
+            found[kind] += 1
+    return found
+
+
+def thread_names() -> dict[str, int]:
+    """Return how many threads this process has by name, those of libraries too."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            found[(task / "comm").read_text().strip()] += 1
+    return dict(sorted(found.items()))
+
+
+def held(number: int, kind: str, seconds: float, end: str) -> Held:
+    """Count what this kernel holds; what is garbage is let go of first."""
+    gc.collect()
+    me, files = psutil.Process(), open_files()
+    memory = me.memory_full_info()
+    return Held(
+        number, kind, me.num_threads(), files.total(), files["sockets"], files["pipes"],
+        files["events"], files["paths"], memory.rss / 1e6, memory.pss / 1e6, memory.uss / 1e6,
+        len(me.children(recursive=True)), seconds, end,
+    )  # fmt: skip
+
+
+def restarted(cluster: wb.Cluster, kind: str, number: int) -> wb.Cluster:
+    """Restart a part of the cluster, or all of it; return the one to go on with."""
+    if kind == "stop and start":
+        cluster.stop()
+        return wb.Cluster(2)
+    ground = cluster._engines._ground
+    killed = {"controller": ground.hub.controller, "warm parent": ground.warm}.get(kind)
+    if killed is not None:
+        os.kill(killed.pid, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while cluster.ids and time.monotonic() < end:
+            time.sleep(0.01)
+    cluster.restart([cluster.ids[number % len(cluster.ids)]] if kind == "engine" else None)
+    return cluster
+
+
+async def restarts(count: int, path: Path | None = None) -> dict[str, Any]:
+    """Restart so many times, in a running event loop as a kernel has one; return what was held.
+
+    What is known is written to `path` after each.
+    """
+    seen: list[Held] = []
+    names: dict[str, dict[str, int]] = {}
+    cluster = wb.Cluster(2)
+    try:
+        for number in range(count):
+            kind, began = RESTARTS[number % len(RESTARTS)], time.perf_counter()
+            cluster = restarted(cluster, kind, number)
+            end = one(cluster, Round("mirrored", 2, "none"), random.Random(number))
+            seen.append(held(number, kind, time.perf_counter() - began, end))
+            kept = seen[int(len(seen) * WARM_UP) :]
+            half = len(kept) // 2
+            names.setdefault("first", thread_names())
+            names["last"] = thread_names()
+            found = {
+                "what": "what a kernel holds after restarts", "restarts": len(seen),
+                "behind": len(seen) - len(kept),
+                "kinds": dict(Counter(each.kind for each in seen)),
+                "ends": dict(Counter(each.end for each in seen)),
+                "median_s": statistics.median(each.seconds for each in seen),
+                "worst_s": max(each.seconds for each in seen),
+                "slopes": slopes(kept, HELD), "earlier": slopes(kept[:half], HELD),
+                "later": slopes(kept[half:], HELD),
+                **{f"{name}_then": getattr(kept[0], name) for name in HELD},
+                **{f"{name}_now": getattr(kept[-1], name) for name in HELD},
+            }  # fmt: skip
+            print(*(f"{value:.4g}" if isinstance(value, float) else value
+                    for value in asdict(seen[-1]).values()), flush=True)  # fmt: skip
+            if path is not None:
+                each = [list(asdict(this).values()) for this in seen]
+                path.write_text(
+                    json.dumps(_rounded({**found, "thread_names": names, "each": each})) + "\n"
+                )
+    finally:
+        cluster.stop()
+    return found
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return None if value != value else round(value, 3)
@@ -207,11 +337,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--restarts", type=int, default=0, help="so many restarts instead")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     # A place of our own, so that other clusters' files are not counted.
     with tempfile.TemporaryDirectory(prefix="soak-") as place:
         os.environ["TMPDIR"] = tempfile.tempdir = place
+        if given.restarts:
+            print(json.dumps(_rounded(asyncio.run(restarts(given.restarts, given.json)))))
+            return
         found = soak(given.runs, given.seed, given.faults, given.json).found()
     print(f"{found['runs']} runs, median {found['median_s']:.2f} s, most {found['worst_s']:.1f} s")
     for end, times in found["ends"].items():

@@ -5,6 +5,7 @@ python benchmarks/rivals.py --json docs/measured/rivals.json
 python benchmarks/soak.py --json docs/measured/soak.json
 python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 python benchmarks/chaos.py --rounds 50 --seed 1 --json docs/measured/chaos.json  # and 2, 3, 4
+python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
 python docs/make_reliability.py
 """
 
@@ -62,6 +63,18 @@ CHAOS = {
         "checkpoint disk fills", "checkpoint disk full before",
     ),
 }  # fmt: skip
+
+HELD = {
+    "threads": "threads",
+    "files": "open files",
+    "sockets": "of these sockets",
+    "pipes": "pipes",
+    "events": "event counters and polls",
+    "paths": "files and devices by path",
+    "rss_mb": "memory (RSS), MB",
+    "pss_mb": "memory (PSS), MB",
+    "processes": "processes started by it",
+}
 
 
 def seconds(value: float | None) -> str:
@@ -158,6 +171,20 @@ def chaos(seeds: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def restarts(found: dict[str, Any]) -> str:
+    """Return the table of what a kernel held after restarts."""
+    behind, count = found["behind"], found["restarts"]
+    lines = [
+        f"| the kernel's | after {behind + 1} restarts | after {count} | per 100 | later half |",
+        "|---|---|---|---|---|",
+    ]
+    for name, words in HELD.items():
+        then, now = (found[f"{name}_{when}"] for when in ("then", "now"))
+        slopes = " | ".join(growth(found[part][name]) for part in ("slopes", "later"))
+        lines.append(f"| {words} | {then:.0f} | {now:.0f} | {slopes} |")
+    return "\n".join(lines)
+
+
 def growth(value: float | None) -> str:
     """Return a slope; what rounds to nothing is 0."""
     if value is None:
@@ -185,6 +212,7 @@ def filled(page: str) -> str:
     page = put(page, "faults", faults(measured("faults")["rows"]))
     page = put(page, "rivals", rivals(measured("rivals")))
     page = put(page, "chaos", chaos(measured("chaos")["seeds"]))
+    page = put(page, "restarts", restarts(measured("restarts")))
     return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
 
 

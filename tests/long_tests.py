@@ -811,6 +811,17 @@ RULES: list[Rule] = [
         "labs/test_grading_command.py",
         ("test_*", ["test_arguments_that_make_no_sense_are_status_2*", "test_what_was_graded*"]),
     ),
+    *_rules(
+        "cluster/test_figure_interrupted.py",
+        (
+            "test_an_interrupted_first_figure_leaves_matplotlib_whole[*",
+            ["test_an_interrupted_first_figure*[matplotlib.font_manager]"],
+        ),
+    ),
+    *_rules(
+        "cluster/test_full_places.py",
+        ("test_*", ["unit/test_full_places.py::test_workers_without_room*"]),
+    ),
     *_rules("binder/test_image.py", ("test_*", ["binder/test_recipe.py::test_*"])),
     *_rules(
         "benchmarks/test_short.py",

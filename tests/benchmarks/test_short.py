@@ -121,7 +121,12 @@ ON_ENGINES = {
     ),
     "bench_class.py": Short(
         "--notebooks 2 --engines 1 --seconds 1",
-        {"last_ready_s": SECONDS, "training_pss_mb": SIZE, "least_over_most": SHARE},
+        {
+            "last_ready_s": SECONDS,
+            "training_pss_mb": SIZE,
+            "least_over_most": SHARE,
+            "jain": (0.0, 1.0 + 1e-9),
+        },
     ),
     "bench_cells.py": Short(
         "--engines 2 --cells 3",
@@ -184,6 +189,16 @@ ON_ENGINES = {
         "--workers 2 --steps 12",
         {"read_ms": (-1e3, 1e3), "own_ms": (-1e3, 1e3), "named": SHARE, "steps": (7, 7)},
         results=3,
+    ),
+    "soak.py": Short(
+        "--restarts 4",
+        {
+            "restarts": (4, 4),
+            "worst_s": SECONDS,
+            "threads_now": (1, 1e3),
+            "files_now": (1, 1e4),
+            "rss_mb_now": (1.0, 1e5),
+        },
     ),
     "rivals.py": Short(
         "--tool workbench --only listens --repeats 1", {"median": NONE, "worst": NONE}

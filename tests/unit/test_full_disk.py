@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from history_rows import make_rows
 
 from workbench import scratch
 from workbench.cluster.router import ControlRouter
@@ -24,6 +25,7 @@ from workbench.plan import make_plan
 from workbench.protocol import RECORD, RunSpec, Topic, records_from
 from workbench.session import checkpoints, logging_to, registry, show
 from workbench.session.launch import Launch
+from workbench.session.load import load
 from workbench.session.run import Run
 from workbench.session.show import RunView
 
@@ -159,8 +161,8 @@ def test_a_runs_description_that_cannot_be_written_costs_one_note(nowhere):
     assert len(run.snapshot().notes) == 1
     with pytest.raises(RunError, match="no weights: they could not be written"):
         run.weights()
-    with pytest.raises(RunError, match="cannot be copied"):
-        run.save(nowhere.parent.with_name("copy"))
+    with pytest.raises(RunError, match="cannot be saved there"):
+        run.save(nowhere / "copy")
 
 
 @pytest.mark.parametrize("part", ["_halting.close", "history.finish", "_conclude", "record"])
@@ -199,6 +201,61 @@ def test_a_home_that_cannot_be_made_keeps_runs_in_memory(nowhere, monkeypatch):
         assert not run.folder.exists()
     finally:
         registry.runs.clear()
+
+
+def test_a_run_whose_rows_are_in_memory_only_is_saved_whole(tmp_path):
+    run = a_run(tmp_path / "full")
+    rows = make_rows(40, 2, slow_rank=1, slow_s=0.02)
+    writer = disk.RunWriter(run.folder, 0)  # what there was room for
+    writer.append_records(rows[:5, 0].tobytes())
+    writer.close()
+    run.history.event("run_started", {"rank": 0, "t_s": 99.0, "device": "cpu", "total_steps": 40})
+    run.history.append(rows.reshape(-1))
+    for step in (9, 19):
+        run.history.event("log", {"rank": 1, "step": step, "values": {"lr": 0.1 * step}})
+        run.history.event("eval", {"step": step, "epoch": 0, "values": {"accuracy": step / 40}})
+    run.history.event("note", disk.unwritten(run.folder, FULL))
+    run.history.event("note", {"text": "chosen", "topic": Topic.ALLREDUCE_CHOSEN, "value": "ring"})
+    for rank in (0, 1):
+        run.history.event("run_finished", {"rank": rank, "t_s": 120.0, "steps": 40})
+    run.finish(None)
+    for target in (tmp_path / "elsewhere", run.folder):  # or there, when there is room again
+        saved = load(run.save(target))
+        assert saved.history.columns == run.history.columns
+        for name in run.history.columns:
+            np.testing.assert_allclose(saved.history[name], run.history[name], rtol=1e-6, atol=1e-7)
+        ours, theirs = run.history.totals, saved.history.totals
+        np.testing.assert_allclose(theirs.blame_s, ours.blame_s, rtol=1e-6)
+        assert (theirs.steps, theirs.samples) == (ours.steps, ours.samples) == (40, 640)
+        assert saved.history.evals == run.history.evals
+        assert saved.history.story.notes == run.history.story.notes
+        assert saved.history.story.facts == {Topic.ALLREDUCE_CHOSEN: "ring"}
+        assert saved.history.story.finished.keys() == {0, 1}
+
+
+def test_a_run_saved_from_memory_keeps_who_waited_for_whom_among_fewer(tmp_path):
+    run = a_run(tmp_path / "none")
+    run.history.append(make_rows(10, 2).reshape(-1))
+    run.history.rewind(10, run.folder, [1])
+    later = make_rows(5, 1, first=10)
+    later["rank"], later["wait_s"], later["waited_for"] = 1, 0.003, 0
+    run.history.append(later.reshape(-1))
+    run.history.event("note", disk.unwritten(run.folder, FULL))
+    run.finish(None)
+    assert run.history["blamed_rank"].tolist() == [-1] * 20 + [1] * 5
+    saved = load(run.save(tmp_path / "elsewhere"))
+    assert saved.history["blamed_rank"].tolist() == run.history["blamed_rank"].tolist()
+
+
+def test_a_long_run_that_is_saved_from_memory_says_which_steps_it_has(tmp_path):
+    run = a_run(tmp_path / "none")
+    run.history = RunHistory([0, 1], memory_limit_bytes=1)
+    run.history.append(make_rows(40_000, 2).reshape(-1))
+    run.history.event("note", disk.unwritten(run.folder, FULL))
+    run.finish(None)
+    saved = load(run.save(tmp_path / "elsewhere"))
+    assert saved.history["step"].tolist() == run.history["step"].tolist()
+    assert f"every {run.history.stride}th step" in saved.history.story.notes[-1]
 
 
 def test_rows_stay_in_memory_where_a_rewind_finds_no_room(tmp_path, monkeypatch):

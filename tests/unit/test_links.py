@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,3 +246,19 @@ def test_a_worker_that_is_gone_is_told_once(serve: Callable[[int], Server]) -> N
     second.close()
     server.thread.join(10)
     assert server.seen.count("gone") == 2
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_leaves_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(address.scratch, "folder", lambda: str(long))
+    listeners = address.Listeners("127.0.0.1")
+    try:
+        assert "unix" not in listeners.about
+        with address.dial(listeners.about, "auto") as sock:
+            assert sock.family == socket.AF_INET
+    finally:
+        listeners.close()
+    assert not list(long.iterdir())

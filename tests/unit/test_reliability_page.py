@@ -15,7 +15,7 @@ def test_the_tables_are_those_of_the_figures_that_were_measured(maker):
 
 def test_what_stands_between_the_marks_comes_from_the_figures(maker):
     page = (DOCS / "reliability.md").read_text()
-    for name in ("faults", "rivals", "chaos", "soak"):
+    for name in ("faults", "rivals", "chaos", "soak", "restarts"):
         edited = maker.put(page, name, "| made up |")
         assert "| made up |" in edited
         assert maker.filled(edited) == page

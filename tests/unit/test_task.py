@@ -1,15 +1,19 @@
 """A cell on several engines, with engines that are made up."""
 
+import gc
 import signal
 import threading
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from workbench.cluster.calls import Call
+from workbench.cookbook import Recipe
 from workbench.errors import ClusterError, RunError
 from workbench.members import Member
+from workbench.plan import make_plan
 from workbench.session import show
 from workbench.session.run import Run
 from workbench.session.show import CellView, tell
@@ -318,3 +322,23 @@ def test_a_view_says_when_its_cell_lasts_and_a_short_one_begins_no_thread(
     ends.join()
     assert told.is_set() == lasts
     assert threading.active_count() == threads
+
+
+def test_a_run_that_is_over_keeps_nothing_of_its_cluster(tmp_path):
+    class Router:
+        def send(self, engine, message):
+            sent.append(engine)
+
+    sent, router = [], Router()
+    run = Run(
+        make_plan(Recipe("wb.fit()"), "mirrored", workers=2), number=1, name="base",
+        engines=[0, 1], devices=["cpu", "cpu"], folder=tmp_path,
+    )  # fmt: skip
+    run.open_board(router.send, [0, 1])
+    gone = weakref.ref(router)
+    del router
+    run.inject("slow=1:5ms")
+    assert sent == [0, 1]
+    run.finish(None)
+    gc.collect()
+    assert gone() is None

@@ -34,8 +34,10 @@ def test_nobody_waits_without_end(tmp_path):
 
 def test_a_folder_that_cannot_be_written_hinders_nobody(tmp_path):
     (tmp_path / "file").touch()
-    with turns.turn(0, tmp_path / "file") as mine:
+    began = time.monotonic()
+    with turns.turn(folder=tmp_path / "file") as mine:
         assert not mine
+    assert time.monotonic() - began < turns.WAIT_S / 4  # there is nobody to wait for
 
 
 def test_a_link_that_somebody_left_is_not_followed(tmp_path):

@@ -43,12 +43,15 @@ def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
     held, path = None, Path()
     try:
         while held is None:
+            there_is_one = False
             for path in _files(folder):
-                held = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(OSError):
+                    held = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    there_is_one = True
                 if held is not None:
                     break
             else:
-                if time.monotonic() >= end:
+                if not there_is_one or time.monotonic() >= end:
                     break
                 time.sleep(POLL_S)
         yield held is not None
@@ -75,7 +78,11 @@ def _files(folder: Path | None) -> list[Path]:
 
 
 def _lock(path: Path, how: int) -> int | None:
-    """Lock a file of this user's; None where somebody holds it, or it cannot be had."""
+    """Lock a file of this user's; None where somebody holds it.
+
+    Raises:
+        OSError: It cannot be had: a full or read-only disk, a file of another user.
+    """
     import fcntl
 
     held = -1
@@ -84,13 +91,19 @@ def _lock(path: Path, how: int) -> int | None:
         if os.fstat(held).st_uid != os.getuid():
             raise PermissionError(path)
         fcntl.flock(held, how)
-        if not os.path.samestat(os.fstat(held), path.stat()):  # its holder has just removed it
-            raise FileNotFoundError(path)
+        if os.path.samestat(os.fstat(held), path.stat()):
+            return held
+    except (BlockingIOError, FileNotFoundError):  # its holder may just have removed it
+        if held < 0:
+            raise
+        os.close(held)
+        return None
     except OSError:
         if held >= 0:
             os.close(held)
-        return None
-    return held
+        raise
+    os.close(held)
+    return None
 
 
 def too_little(framework: str) -> str:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
+import tempfile
+
+SHARED = "/dev/shm"
+_NO_ROOM_BYTES = 64 << 10
+"""With less room than this a place counts as full."""
 
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
@@ -107,6 +115,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "end a cell early with raise, or put the rest under if",
     ),
     (
+        r"shared memory\(shm\)|insufficient shared memory|Unexpected bus error",
+        f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
+        "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
+        "--shm-size=2g)",
+    ),
+    (
         r"No space left on device|Disk quota exceeded",
         "make room there, or write to another folder",
     ),
@@ -127,6 +141,27 @@ def plain(text: str) -> str:
 
 def advice(words: str) -> str | None:
     """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    step = _known(words)
+    if step is not None and "No space left" in words and (places := _full_places()):
+        return f"{' and '.join(places)}: {step}"
+    return step
+
+
+def _full_places() -> list[str]:
+    """Return where no room is left, of the places that are written to without naming them."""
+    found = []
+    for place, what in (
+        (SHARED, "the shared memory that processes of a DataLoader use"),
+        (tempfile.gettempdir(), "the folder for temporary files"),
+        (os.getcwd(), "the present folder"),
+    ):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free < _NO_ROOM_BYTES:
+                found.append(f"{place} ({what}) is full")
+    return found
+
+
+def _known(words: str) -> str | None:
     for pattern, text in _KNOWN:
         if found := re.search(pattern, words):
             return text.format(*found.groups())

@@ -40,7 +40,8 @@ META = "run.json"
 _ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
 FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
 PROFILES = "profiles"
-_SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", "weights*.npz", "weights*.pt")
+_WEIGHTS = ("weights*.npz", "weights*.pt")
+_SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", *_WEIGHTS)
 
 
 class RunWriter:
@@ -225,6 +226,7 @@ def save(
     run_dir: str | os.PathLike[str],
     target: str | os.PathLike[str],
     meta: Mapping[str, Any] | None = None,
+    memory: RunHistory | None = None,
 ) -> Path:
     """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
 
@@ -232,6 +234,7 @@ def save(
 
     Args:
         meta: What the copy's `run.json` says; by default what the run's own says.
+        memory: Has the rows and events where `run_dir` does not have all of them.
 
     Returns:
         The target's path.
@@ -248,10 +251,10 @@ def save(
             seen=str(goal),
             allowed="a new path, an empty folder, or a run saved before",
         )
-    if goal.exists() and goal.samefile(source):
+    if memory is None and goal.exists() and goal.samefile(source):
         return goal
     try:
-        _copy(source, goal, meta)
+        _copy(source, goal, meta, memory)
     except OSError as error:
         raise RunError(
             f"The run cannot be saved there: {reason_of(error)}.",
@@ -262,12 +265,19 @@ def save(
     return goal
 
 
-def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None) -> None:
+def _copy(
+    source: Path, goal: Path, meta: Mapping[str, Any] | None, memory: RunHistory | None
+) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
     try:
         fresh.mkdir()
-        for pattern in _SAVED:
+        if memory is not None:
+            memory.write(fresh)
+            sums = dict((meta or {}).get(FILES) or {})
+            left = {name: sums[name] for name in sums if name.startswith("weights")}
+            meta = {**(meta or {}), FILES: left}  # those of rows are of what was cut off
+        for pattern in _SAVED if memory is None else _WEIGHTS:
             for path in source.glob(pattern):
                 shutil.copy2(path, fresh / path.name)
         if (source / PROFILES).is_dir():

@@ -25,6 +25,8 @@ from .story import Story
 from .table import RowTable
 
 _FOLD_ROWS = 1 << 13
+_FIRST_HEARD, _MOST_HEARD = 100, 20_000
+"""Of more events than both together, the first and the newest are kept."""
 
 
 class Intake:
@@ -63,6 +65,7 @@ class Intake:
         self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
         self._slow: tuple[int, tuple[int | None, float, int]] | None = None  # as of so many rows
         self._counted = 0  # rows of earlier steps are left out: they are there already
+        self._heard: list[tuple[str, dict[str, Any]]] = []  # what a copy of the run needs
 
     def append(self, rows: Rows) -> None:
         """Take in RECORD rows of shape (rows,), of any ranks and steps."""
@@ -81,6 +84,7 @@ class Intake:
                     self._log(fields, t_s)
                 return
             self.story.fold(name, fields, t_s)
+            self._keep(name, {**fields, "t_s": t_s})
             self._tell_totals()
 
     def read(self, folder: Path, phases: Sequence[rewind.Phase] = ()) -> None:
@@ -127,6 +131,7 @@ class Intake:
             except OSError:  # a full disk: another notebook might prune what is not marked
                 return False
             self._live, self._rests_in = None, folder
+            self._heard.clear()  # the disk has them
             return True
 
     def on_disk(self, folder: Path) -> bool:
@@ -173,6 +178,7 @@ class Intake:
                 self._rebuild(folder)
                 self._reduced.settle()
                 self.story.rewind(step)
+                self._heard = [one for one in self._heard if rewind.stays(*one, step)]
             else:
                 self._counted = self._reduced.last[0] + 1
                 step = max(step, self._counted)
@@ -225,6 +231,15 @@ class Intake:
         except OSError as error:
             self.event("note", disk.unwritten(folder, error))
             return False
+
+    def _keep(self, name: str, fields: dict[str, Any]) -> None:
+        """Keep an event as long as rows are in memory; of epochs the newest says all."""
+        if self._live is None:
+            return
+        if name == "epoch":
+            self._heard = [one for one in self._heard if one[0] != "epoch"]
+        self._heard.append((name, fields))
+        del self._heard[_FIRST_HEARD:-_MOST_HEARD]
 
     def _tell_totals(self) -> None:
         if self._live is not None:

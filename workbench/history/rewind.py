@@ -9,7 +9,7 @@ keep them there), the history keeps what it has, and rows of repeated steps are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,17 @@ def cut(folder: Path, ranks: Iterable[int], step: int) -> bool:
 
 
 def _stays(line: bytes, step: int) -> bool:
-    """Whether an event is still true of a run that goes on from `step`."""
+    """Whether a line's event is still true of a run that goes on from `step`."""
     try:
         fields = json.loads(line)
-        name = fields["name"]
-        return name != "run_finished" and (name not in _OF_STEPS or int(fields["step"]) < step)
+        return stays(fields["name"], fields, step)
     except (ValueError, KeyError, TypeError):
         return False  # the line a killed engine was writing
+
+
+def stays(name: str, fields: Mapping[str, Any], step: int) -> bool:
+    """Whether an event is still true of a run that goes on from `step`."""
+    return name != "run_finished" and (name not in _OF_STEPS or int(fields["step"]) < step)
 
 
 def replay(folder: Path, ranks: Sequence[int], first: int, end: int | None) -> Iterator[Any]:

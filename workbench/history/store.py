@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..lifecycle import OVER
-from . import columns, views
+from ..protocol import Topic
+from . import columns, disk, views
 from .blame import Waits
 from .intake import Intake
+from .logged import LoggedColumn
 from .reducer import Rows
 from .snapshot import Snapshot
+from .table import unreduced
 from .totals import Totals
 
 if TYPE_CHECKING:
@@ -156,6 +160,35 @@ class RunHistory(Intake, Mapping[str, NDArray[Any]]):
         with self._lock:
             return pd.DataFrame({name: self[name] for name in self.columns})
 
+    def write(self, folder: Path) -> None:
+        """Write what is in memory to a folder, as the engines write it where a disk has room.
+
+        What could not be measured stays NaN. Of a run so long that memory keeps every second step,
+        or fewer, those are written, and a note says so.
+
+        Raises:
+            OSError: It cannot be written there.
+        """
+        with self._lock:
+            self._fold()
+            rows = unreduced(self._table, self._phases, skewed=self._reduced.skewed)
+            events = [event for one in self._heard if (event := _of_copy(*one)) is not None]
+            events += _logged_events(self._logged, rows)
+            if self.stride > 1:
+                text = (
+                    f"This copy has every {self.stride}th step: the run could not be written to "
+                    "disk while it went on, and memory holds no more of it."
+                )
+                events.append(("note", {"text": text}))
+        for rank in range(len(self.engines)):
+            writer = disk.RunWriter(folder, rank)
+            try:
+                writer.append_records(rows[rows["rank"] == rank].tobytes())
+                for name, fields in events if rank == 0 else ():
+                    writer.append_event(name, fields)
+            finally:
+                writer.close()
+
     def snapshot(
         self,
         *,
@@ -200,3 +233,22 @@ class RunHistory(Intake, Mapping[str, NDArray[Any]]):
             self.engines, self.data_parallel, reduced.totals, reduced.recent, reduced.curves,
             logged, self.story, reduced.origin_s(), *reduced.last,
         )  # fmt: skip
+
+
+def _of_copy(name: str, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return an event as a whole copy has it; None where it is of no account there."""
+    if Topic.of(fields.get("topic")) is Topic.NOT_ON_DISK:  # the copy is
+        fields = {key: value for key, value in fields.items() if key not in ("topic", "value")}
+    return (name, dict(fields)) if name != "post" else None
+
+
+def _logged_events(
+    logged: Mapping[str, LoggedColumn], rows: Rows
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what `wb.log` added as events; their times are those at which the steps began."""
+    ranks = int(rows["rank"].max(initial=0)) + 1
+    for name, column in logged.items():
+        for step, rank, value in column.since(np.full(ranks, -1)):
+            at = min(int(np.searchsorted(rows["step"], step)), len(rows) - 1)
+            t_s = float(rows["start_s"][at])
+            yield "log", {"rank": rank, "step": step, "values": {name: value}, "t_s": t_s}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..protocol import FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK, RECORD
 
 STORED = np.dtype(
     [
@@ -28,6 +31,10 @@ STORED = np.dtype(
 )
 """One stored row (72 bytes). `other_s` is the residual of the others and is not stored."""
 
+_AS_THEY_WERE = (
+    "step", "rank", "samples", "start_s", "data_wait_s", "compute_s", "local_loss", "sent_bytes",
+    "staleness", "bubble_s",
+)  # fmt: skip
 CHUNK_ROWS = 1 << 14
 _FEW_ROWS = 64
 
@@ -121,3 +128,35 @@ class RowTable:
             return []
         used = self._rows - (len(self._chunks) - 1) * CHUNK_ROWS
         return [*self._chunks[:-1], self._chunks[-1][:used]]
+
+
+def unreduced(
+    table: RowTable, phases: Sequence[tuple[int, tuple[int, ...]]], *, skewed: bool
+) -> NDArray[Any]:
+    """Return RECORD rows that reduce to what a table holds, ordered by step and rank.
+
+    Waits and whom they were for are written down as measured by the strategy: the stamps that they
+    were derived from are gone.
+
+    Args:
+        phases: From which step on the run had which ranks, where that changed: those whom somebody
+            waited for are counted among them.
+    """
+    order = table.order()
+    rows = np.zeros(len(order), RECORD)
+    for name in _AS_THEY_WERE:
+        rows[name] = table.column(name)[order]
+    wait, transfer = (table.column(name)[order] for name in ("sync_wait_s", "transfer_s"))
+    rows["end_s"] = rows["start_s"] + table.column("step_s")[order]
+    rows["ready_s"], rows["wait_s"] = np.nan, wait
+    rows["exposed_s"] = transfer + np.nan_to_num(wait)
+    rows["flags"] = np.where(np.isnan(rows["local_loss"]), 0, FLAG_LOSS_SEEN)
+    rows["flags"] |= FLAG_SKEWED_CLOCK if skewed else 0
+    blamed = table.column("blamed_rank")[order].astype(np.int64)
+    for first, ranks in phases:
+        among = np.full(max(int(blamed.max(initial=0)), *ranks) + 2, -1)  # the last is for nobody
+        among[list(ranks)] = np.arange(len(ranks))
+        later = rows["step"] >= first
+        blamed[later] = among[table.column("blamed_rank")[order][later]]
+    rows["waited_for"] = blamed
+    return rows

@@ -59,6 +59,7 @@ class Keeping:
         self._lock = threading.Lock()
         self._page: Page | None = None
         self._noted: dict[str, Any] | None = {}  # what it says; nothing yet
+        self._unwritten = ""  # what was said of a folder that cannot be written to
         self._described: object = None  # what cluster.json says that no engine's change tells
         engines = cluster._engines
         if keep and not engines.kept:
@@ -111,14 +112,28 @@ class Keeping:
                     self._page, self._noted, whole = None, {}, True
                 if whole or changing != self._described:
                     kept.write(folder, self.about())
-                    self._described = changing
+                    self._described, self._unwritten = changing, ""
                 if self._noted != self.task:
                     if self._page is None:
                         self._page = Page(folder / kept.TASK)
                     self._page.write(self.task)
                     self._noted = self.task
+            except OSError as error:
+                self._tell_unwritten(error)
             except Exception:
                 log.warning("The cluster could not be described in its folder", exc_info=True)
+
+    def _tell_unwritten(self, error: OSError) -> None:
+        """Say once why the folder cannot be written to: with every cell it would bury the rest."""
+        why = error.strerror or str(error)
+        if why != self._unwritten:
+            self._unwritten = why
+            log.warning(
+                "The cluster's folder cannot be written to: %s (%s). Cells and runs go on, but "
+                "workbench ps and %%cluster attach may not know of them: make room there.",
+                why,
+                self._cluster._engines.folder(),
+            )
 
     def _changing(self) -> object:
         """Return what may have changed since the last cell, of which nobody is told."""

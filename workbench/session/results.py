@@ -242,20 +242,17 @@ class Results(ABC):
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
 
+        Where the disk was full, rows and events are written from memory; weights that could not
+        be written then are not in the copy either.
+
         Raises:
-            RunError: It cannot be written there, or the run was not all written to disk itself.
+            RunError: It cannot be written there.
         """
-        why = self.history.story.facts.get(Topic.NOT_ON_DISK)
-        if why is not None and not self.history.on_disk(self.folder):
-            raise RunError(
-                f"Run {self.name} cannot be copied: not all of it could be written to disk.",
-                seen=why,
-                allowed="a run whose rows are all on disk",
-                next_step="run.history.to_pandas() and wb.compare(run) still have its rows",
-            )
+        unwritten = Topic.NOT_ON_DISK in self.history.story.facts
+        memory = None if not unwritten or self.history.on_disk(self.folder) else self.history
         with contextlib.suppress(OSError):  # the copy says it in any case
             disk.write_meta(self.folder, self.meta())
-        return disk.save(self.folder, Path(path), self.meta())
+        return disk.save(self.folder, Path(path), self.meta(), memory)
 
     def rest(self) -> None:
         """Leave what a run that is over holds on the disk; it is read again when asked for."""

@@ -85,7 +85,7 @@ class Run(Results):
         self._over = threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
-        self._deliver: Callable[[int, Message], None] = lambda engine, message: None
+        self._deliver: Callable[[int, Message], None] = _to_nobody
         self.began = time.time()
 
     def _make_halting(self) -> Halting:
@@ -168,6 +168,7 @@ class Run(Results):
                 except Exception:  # noqa: PERF203 - one that fails keeps no other back
                     log.exception("The end of run %r went wrong", self.name)
         finally:
+            self._deliver = _to_nobody  # else the run would keep its cluster's client for good
             self._over.set()
 
     def _conclude(self, error: RunError | None) -> None:
@@ -347,6 +348,10 @@ class Run(Results):
         from ..views.blocks import show
 
         show(self.summary())
+
+
+def _to_nobody(engine: int, message: Message) -> None:
+    """Deliver nothing."""
 
 
 def _lasting(faults: Sequence[Fault]) -> tuple[str, ...]:

@@ -47,17 +47,11 @@ class Listeners:
     """
 
     def __init__(self, store_host: str) -> None:
-        self._folder = tempfile.mkdtemp(
-            prefix="wb-link-", dir=scratch.folder()
-        )  # made with mode 0700
+        self._folder = ""
         self.sockets: list[socket.socket] = []
         self.about: dict[str, Any] = {"host": host_token(), "pid": os.getpid()}
-        if hasattr(socket, "AF_UNIX"):
-            path = os.path.join(self._folder, "s")
-            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            unix.bind(path)
-            self.about["unix"] = path
-            self.sockets.append(unix)
+        with contextlib.suppress(OSError):  # no folder, or a long name: TCP is left
+            self._bind_nearby()
         tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         own = _own_address(store_host)
         _bound_buffers(tcp, own)  # accepted connections take after it
@@ -67,6 +61,22 @@ class Listeners:
         for sock in self.sockets:
             sock.listen(BACKLOG)
             sock.setblocking(False)
+
+    def _bind_nearby(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        self._folder = tempfile.mkdtemp(
+            prefix="wb-link-", dir=scratch.folder()
+        )  # made with mode 0700
+        path = os.path.join(self._folder, "s")
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            unix.bind(path)
+        except OSError:
+            unix.close()
+            raise
+        self.about["unix"] = path
+        self.sockets.append(unix)
 
     def close(self) -> None:
         """Stop listening."""

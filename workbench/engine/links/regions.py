@@ -19,6 +19,7 @@ from .wire import Bytes, LinkError
 
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _F_ADD_SEALS = 1033
+_CHUNK_BYTES = 1 << 20
 
 
 class Region:
@@ -43,7 +44,7 @@ class Region:
             _seal(fd)
         else:
             with tempfile.TemporaryFile() as file:
-                file.truncate(max(1, size_bytes))
+                _reserve(file.fileno(), max(1, size_bytes))
                 fd = os.dup(file.fileno())
         return Region(fd, size_bytes)
 
@@ -55,6 +56,15 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Have room for a file's bytes now: writing to a hole of it on a full disk ends by SIGBUS."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size_bytes)
+        return
+    for at in range(0, size_bytes, _CHUNK_BYTES):
+        os.write(fd, bytes(min(_CHUNK_BYTES, size_bytes - at)))
 
 
 def _seal(fd: int) -> None:

@@ -147,8 +147,9 @@ def _shared(size_bytes: int, rank: int) -> mmap.mmap | None:
                 made = stack.enter_context(
                     tempfile.NamedTemporaryFile(prefix="wb-sets-", dir=scratch.folder())
                 )
-                made.truncate(size_bytes)
-                path[0] = made.name
+                # A hole in a file on a full disk would end whoever writes to it by SIGBUS.
+                if os.write(made.fileno(), bytes(size_bytes)) == size_bytes:
+                    path[0] = made.name
         dist.broadcast_object_list(path, src=0)
         if path[0] is not None:
             with contextlib.suppress(OSError):
