@@ -1,5 +1,7 @@
 """The panel's Run tab in a real JupyterLab: the live dashboard, and faults while it trains."""
 
+import re
+
 import pytest
 from panel_hands import opened, press, slide, turn
 
@@ -31,7 +33,10 @@ def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_
     book.screenshot(tmp_path / "faults-dark.png", ".wbp")
     press(book, "Take all back")
     book.page.wait_for_function("() => document.querySelector('.wbp-same').hidden")
-    press(book, "Stop", ".wbp-live")
+    buttons = book.page.locator(".wbp").get_by_role("button")
+    for name in ("Pause", "Stop: "):  # one of each, on every tab
+        assert buttons.filter(has_text=re.compile(f"^{name.rstrip(': ')}$")).count() == 1
+    press(book, "Stop: ")
     book.page.wait_for_function(
         "() => document.querySelector('.wbp-live .wb-state').textContent === 'stopped'"
     )

@@ -171,6 +171,9 @@ class RunView:
                 f"{self.run.history.totals.steps} steps.",
                 next_step="its history is kept in wb.runs",
             ) from None
+        except RunError as error:
+            error.shown = self.run.task is not None and self.run.task.explained
+            raise
         finally:
             self._finish()
         return self.run
@@ -213,6 +216,7 @@ class CellView:
             self._finish()
         error = self.task.failure()
         if error is not None:
+            error.shown = self.task.explained
             raise error
         return self.task
 

@@ -41,6 +41,8 @@ SHARE_STYLES = {
 """Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
 
 _LABELLED_IN, _WIDE_IN = 0.4, 3.2
+_GAP_IN = 6 / 72
+"""Between the end of a bar and its number."""
 _APART = 0.05
 """How far the rate of all steps is from that after warm-up before it is drawn."""
 _MOST_BINS = 33
@@ -71,8 +73,17 @@ def relative(axes: Axes, comparison: Comparison) -> None:
     frame(axes, "Speed-up" if comparison.has_one_device else "Relative speed")
     values = [row.relative for row in comparison.rows]
     ends = [(row.relative_low, row.relative_high) for row in comparison.rows]
-    _bars(axes, comparison, values, [times(value) for value in values], ends)
-    axes.axvline(1, color=INK["any"], lw=1, ls=(0, (3, 2)), zorder=2)
+    words = [times(value) for value in values]
+    _bars(axes, comparison, values, words, ends)
+    per_in = axes.get_xlim()[1] / panel_in(axes)
+    for at, (value, (_, high), text) in enumerate(zip(values, ends, words, strict=True)):
+        begin = np.nanmax([value, high, 0.0]) + _GAP_IN * per_in
+        if (
+            not begin < 1 < begin + words_in(text, LABEL_PT) * per_in
+        ):  # it would strike a number out
+            axes.plot(
+                [1, 1], [at - 0.5, at + 0.5], color=INK["any"], lw=1, ls=(0, (3, 2)), zorder=2
+            )
     if not comparison.has_one_device:
         name = clipped(comparison.baseline, TICK_PT, panel_in(axes) - 0.3)
         axes.set_xlabel(f"1 = {name}", fontsize=TICK_PT, color=MUTED["any"], parse_math=False)

@@ -58,7 +58,7 @@ _RUNS = (7, 5, 3, 6, 4, 0, 1, 2)
 """Which of `SERIES` is a run's, by the number of its colour: grey for one device, which others are
 measured against, and first those that no phase of a step uses."""
 
-INK = {"light": "#1F2328", "dark": "#E6E8EB", "any": "#6F7680"}
+INK = {"light": "#1F2328", "dark": "#E6E8EB", "any": "#757C86"}
 MUTED = {"light": "#62676F", "dark": "#A4ABB5", "any": INK["any"]}
 GRID = {"light": "#E4E7EB", "dark": "#383E47", "any": "#80879047"}
 PAPER = {"light": "#FFFFFF", "dark": "#111418", "any": "none"}
