@@ -22,7 +22,7 @@ def illegible(figure: Any) -> list[str]:
         for words in figure.findobj(Text)
         if words.get_text().strip() and not _stands_in_a_bar(words)
         for page in PAGES
-        if contrast(str(words.get_color()), page) < LEAST
+        if contrast(words.get_color(), page) < LEAST
     ]
 
 
@@ -38,13 +38,13 @@ def is_on_paper(png: bytes) -> bool:
     return bool((imread(io.BytesIO(png))[..., 3] == 1).all())
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one: Any, other: Any) -> float:
     """Return the contrast of two colours (WCAG 2.2)."""
     light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
-def _luminance(color: str) -> float:
+def _luminance(color: Any) -> float:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -176,6 +176,7 @@ def test_an_error_is_told_once_and_names_the_users_line(book: Notebook) -> None:
     number = book.shell.execution_count - 1  # it counts on after each cell
     assert f"[ranks 0-1] Cell In[{number}], line 3" in cell.lines()
     assert "[ranks 0-1] ----> 3 wb.fit(None)" in cell.lines()
+    assert not book["_run"].error.shown  # asked for elsewhere, it is told whole
 
 
 @pytest.mark.parametrize("line", ["?len", "len?"])

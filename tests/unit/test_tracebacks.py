@@ -89,12 +89,11 @@ def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
     monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 3}])
     source = "def train():\n    check('x')\ntrain()"
     linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
-
-    def check(name):
-        raise FitError("No.", seen=name, next_step="this")
-
+    names = {"FitError": FitError}
+    library = "def check(name):\n    raise FitError('No.', seen=name, next_step='this')"
+    exec(compile(library, "/x/site-packages/lib.py", "exec"), names)
     try:
-        exec(compile(source, CELL, "exec"), {"check": check})
+        exec(compile(source, CELL, "exec"), names)
     except FitError as error:
         lines = tracebacks.told(error, error.__traceback__)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
@@ -172,8 +173,9 @@ class RunView:
                 next_step="its history is kept in wb.runs",
             ) from None
         except RunError as error:
-            error.shown = self.run.task is not None and self.run.task.explained
-            raise
+            here = copy.copy(error)  # the run keeps one that is told whole, where it is asked for
+            here.shown = self.run.task is not None and self.run.task.explained
+            raise here from None
         finally:
             self._finish()
         return self.run
