@@ -16,6 +16,23 @@ wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEnt
 """
 
 
+FAILS = """%%distributed mirrored --background --plot off --name fails
+raise ValueError("mine")
+"""
+
+
+def test_a_run_that_failed_before_its_first_step_shows_why_and_no_empty_charts(notebook, tmp_path):
+    start = "%load_ext workbench\nimport workbench as wb\n%cluster start 2"
+    book = opened(notebook, "panel-fails.ipynb", cells=[start, FAILS, "wb.panel()"], height=1200)
+    turn(book, "Run")
+    page = book.page
+    page.locator(".wbp-live .wb-state", has_text="failed").wait_for()
+    page.locator(".wbp-failure summary").filter(has_text="ValueError: mine").wait_for()
+    page.locator(".wbp-live .wb-none").wait_for()
+    assert not any(one.is_visible() for one in page.locator(".wbp-live canvas").all())
+    book.screenshot(tmp_path / "failed.png", ".wbp")
+
+
 def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_path):
     cells = ["%load_ext workbench\nimport workbench as wb\n%cluster start 2", TRAIN, "wb.panel()"]
     book = opened(notebook, "panel-faults.ipynb", cells=cells, height=1700)

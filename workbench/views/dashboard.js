@@ -687,6 +687,7 @@ class View {
     const { head } = this.store;
     if (!head.state) return;
     this.drawHead(head);
+    this.root.classList.toggle("wb-none", Boolean(head.over) && !this.store.table("timeline").rows); // nothing to draw will come
     const evals = head.evals ?? [], seen = evals.at(-1)?.loss;
     const evaluated = Number.isFinite(seen) ? ` · ◆ evaluation ${number(seen)}` : "";
     this.drawChart(this.loss, "loss", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], evals, unit: "", after: evaluated });
