@@ -107,6 +107,8 @@ def trains():
          ["labels and output differ", "[16,2] and [16,3]"]),
         ("model.compile('sgd', 'sparse_categorical_crossentropy', metrics=['accuracy'])\n"
          "model.fit(np.ones((64, 8, 8), 'float32'), classes)", ["keras.layers.Flatten()"]),
+        ("model.compile('sgd', 'sparse_categorical_crossentropy')\n"
+         "model.fit(np.ones((64, 8, 8), 'float32'), classes)", ["(16, 8, 3)", "Flatten()"]),
         ("model.compile('sgd', 'mse')\nmodel.fit(x, y[:60])", ["64 samples and 60 labels"]),
         ("model.compile('sgd', 'mse', metrics=['acuracy'])\nmodel.fit(x, y)", ["metrics=["]),
         ("model.compile('sgd', 'msee')\nmodel.fit(x, y)", ["spelling", "'mse'"]),

@@ -34,6 +34,12 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "loss='categorical_crossentropy', or labels y.argmax(-1)",
     ),
     (
+        r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
+        r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
+        "the model's output {0} has axes too many for class numbers: begin with "
+        "keras.layers.Flatten()",
+    ),
+    (
         r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
         r"(\[[\d,?]*\]), (\[[\d,?]*\])",
         "labels and output differ in shape, {0} and {1}: give the last layer as many outputs as a "
