@@ -53,11 +53,6 @@ class Failures:
         if key not in keys:
             keys.append(key)
 
-    @property
-    def shown(self) -> list[tuple[Failure, list[int]]]:
-        """Those that are no consequence of another one, with their workers."""
-        return [(failures[0][0], keys) for failures, keys in _alike(self._shown)]
-
     def lines(self, names: Names) -> list[str]:
         """Return them as text, each line with its ranks; of what is folded only the headline."""
         lines = []

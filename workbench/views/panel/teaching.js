@@ -54,7 +54,7 @@ SECTIONS.push((() => {
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
     const calibrate = kit.button("Check the measurement", "Calibration: slow worker 1 by 50 ms in a small run of its own and show what was measured", doCalibrate);
     const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "What calibration read" });
-    const stepper = kit.h("div", { class: "wbp-row wbp-stepper" }, which.root, again, hint);
+    const stepper = kit.h("div", { class: "wbp-row" }, which.root, again, hint);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
       kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay: what was put in, and what was measured")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
