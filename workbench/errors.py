@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -56,7 +57,20 @@ class EngineSpentError(ClusterError):
 
 
 class RunError(WorkbenchError, RuntimeError):
-    """A run failed or was interrupted; the cell that started it is marked as an error."""
+    """A run failed or was interrupted; the cell that started it is marked as an error.
+
+    Attributes:
+        brief: What a notebook shows in place of the message where the failure stands above it.
+        shown: Whether it does.
+    """
+
+    brief: str | None = None
+    shown = False
+
+    def _render_traceback_(self) -> list[str]:
+        if self.brief is None or not self.shown:
+            return super()._render_traceback_()
+        return [f"{type(self).__name__}: {self.brief}"]
 
 
 class DataError(WorkbenchError, ValueError):
@@ -69,6 +83,14 @@ class RunStopped(Exception):
 
 class RunDamagedWarning(UserWarning):
     """A run was loaded from a folder that lacks a part of what was written there."""
+
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+def without_numbers(text: str) -> str:
+    """Return what messages share that differ in numbers alone: sizes, samples, addresses."""
+    return _NUMBERS.sub("#", text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

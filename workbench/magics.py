@@ -249,11 +249,12 @@ def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
         step = f"%push {name}, or define it in a %%distributed cell"
         if isinstance(namespace[name], ModuleType):
             step = f"import {namespace[name].__name__} in the cell"
-        return RunError(
-            f"{error.what}\n  The name exists in the notebook, but not on the engines.",
-            seen=name,
-            next_step=step,
-        )
+        here = "The name exists in the notebook, but not on the engines."
+        found = RunError(f"{error.what}\n  {here}", seen=name, next_step=step)
+        if error.brief is not None:
+            head = error.brief.partition("\n")[0]
+            found.brief, found.shown = f"{head}\n  {here}\n  next:    {step}", error.shown
+        return found
     return error
 
 

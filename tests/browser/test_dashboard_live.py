@@ -59,7 +59,7 @@ def test_buttons_work_while_the_cell_blocks_and_a_picture_stays(notebook):
     assert all(drawn(nb.page, index) > 500 for index in shown)
     button(nb, "Pause").click()
     nb.page.locator(".wb-state", has_text="paused").wait_for(timeout=10_000)
-    button(nb, "Step").click()
+    button(nb, "One step").click()
     button(nb, "Resume").press("Enter")
     nb.page.locator(".wb-state", has_text="running").wait_for(timeout=10_000)
     button(nb, "Stop").focus()

@@ -35,6 +35,13 @@ def test_a_cluster_is_started_grown_looked_into_and_stopped(notebook, tmp_path):
     count.fill("3")
     press(book, "Add engines")
     page.wait_for_function(ENGINES, arg=3)
+    for width in (632, 1100):  # of a window of 800 px, and of a wide one
+        be_wide(page, width)
+        tops = [
+            page.locator(".wbp-clusterrow").get_by_role("button", name=name).bounding_box()["y"]
+            for name in ("Add engines", "Restart: ", "Stop cluster")
+        ]
+        assert (width, len(set(tops))) == (width, 1)
     page.locator(".wbp-engine summary").first.click()
     page.wait_for_function("() => document.querySelector('.wbp-log').textContent.length > 1")
     book.screenshot(tmp_path / "cluster.png", ".wbp")
@@ -95,10 +102,12 @@ def test_a_hand_that_has_only_keys_starts_picks_runs_and_stops(notebook):
     keys.press("Space")
     page.locator(".wbp-tabs [aria-selected=true]").filter(has_text="Run").wait_for()
     page.wait_for_selector(".wbp-live canvas", timeout=60_000)
-    page.get_by_role("button", name="Stop cluster").press("Enter")
-    page.get_by_role("alertdialog").filter(has_text="goes on").wait_for()
-    assert page.evaluate(NAME).startswith("Cancel")
-    keys.press("Enter")
+    page.locator(".wbp-engine summary").first.click()
+    for ends in ("Stop cluster", "Restart: Replace engine 0"):
+        page.get_by_role("button", name=ends).press("Enter")
+        page.get_by_role("alertdialog").filter(has_text="goes on").wait_for()
+        assert page.evaluate(NAME).startswith("Cancel")
+        keys.press("Enter")
     go_to("Stop: End the run")
     keys.press("Enter")
     page.locator(".wbp-live .wb-state", has_text="stopped").wait_for()

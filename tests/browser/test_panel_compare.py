@@ -17,6 +17,8 @@ wb.fit(model, wb.data.digits("train"), loss=nn.CrossEntropyLoss(), batch_size=12
        optimizer=lambda p: torch.optim.SGD(p, 0.1), eval_data=wb.data.digits("test"),
        metrics={"accuracy": lambda out, y: (out.argmax(1) == y).float().mean()})
 """
+CUT = """() => [...document.querySelectorAll(".wbp-barrow > span")]
+  .filter((name) => name.scrollWidth > name.clientWidth).map((name) => name.textContent)"""
 
 
 def test_runs_are_compared_sorted_exported_and_kept(notebook, tmp_path):
@@ -39,6 +41,10 @@ def test_runs_are_compared_sorted_exported_and_kept(notebook, tmp_path):
     book.dark()
     page.wait_for_timeout(1000)
     book.screenshot(tmp_path / "compare-dark.png", ".wbp")
+    for width in (1280, 800):
+        page.set_viewport_size({"width": width, "height": 1900})
+        page.wait_for_timeout(300)
+        assert (width, page.evaluate(CUT)) == (width, [])
     page.set_viewport_size({"width": 520, "height": 1900})
     page.wait_for_timeout(500)
     book.screenshot(tmp_path / "compare-narrow.png", ".wbp")

@@ -1,5 +1,7 @@
 """The panel's Run tab in a real JupyterLab: the live dashboard, and faults while it trains."""
 
+import re
+
 import pytest
 from panel_hands import opened, press, slide, turn
 
@@ -12,6 +14,23 @@ model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
        optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32)
 """
+
+
+FAILS = """%%distributed mirrored --background --plot off --name fails
+raise ValueError("mine")
+"""
+
+
+def test_a_run_that_failed_before_its_first_step_shows_why_and_no_empty_charts(notebook, tmp_path):
+    start = "%load_ext workbench\nimport workbench as wb\n%cluster start 2"
+    book = opened(notebook, "panel-fails.ipynb", cells=[start, FAILS, "wb.panel()"], height=1200)
+    turn(book, "Run")
+    page = book.page
+    page.locator(".wbp-live .wb-state", has_text="failed").wait_for()
+    page.locator(".wbp-failure summary").filter(has_text="ValueError: mine").wait_for()
+    page.locator(".wbp-live .wb-none").wait_for()
+    assert not any(one.is_visible() for one in page.locator(".wbp-live canvas").all())
+    book.screenshot(tmp_path / "failed.png", ".wbp")
 
 
 def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_path):
@@ -31,7 +50,10 @@ def test_a_worker_is_slowed_in_mid_run_and_the_others_wait_for_it(notebook, tmp_
     book.screenshot(tmp_path / "faults-dark.png", ".wbp")
     press(book, "Take all back")
     book.page.wait_for_function("() => document.querySelector('.wbp-same').hidden")
-    press(book, "Stop", ".wbp-live")
+    buttons = book.page.locator(".wbp").get_by_role("button")
+    for name in ("Pause", "Stop: "):  # one of each, on every tab
+        assert buttons.filter(has_text=re.compile(f"^{name.rstrip(': ')}$")).count() == 1
+    press(book, "Stop: ")
     book.page.wait_for_function(
         "() => document.querySelector('.wbp-live .wb-state').textContent === 'stopped'"
     )

@@ -32,9 +32,9 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     page, lessons = book.page, ".wbp-teaching"
     turn(book, "Understand")
     page.wait_for_selector(".wbp-lesson svg")
-    press(book, "Pause", lessons)
+    press(book, "Pause: ")
     step = page.get_by_role("button", name="One step")
-    page.wait_for_function("() => !document.querySelector('.wbp-teaching .wbp-primary').disabled")
+    step.wait_for()
     for _ in range(2):
         page.wait_for_function(SETTLED)
         before = page.evaluate(STEP)
@@ -46,7 +46,7 @@ def test_one_step_at_a_time_who_waited_what_if_and_can_it_be_believed(notebook, 
     ghost.filter(has_text="What if: without worker 1").wait_for()
     ghost.get_by_role("combobox").select_option("0")
     ghost.filter(has_text="What if: without worker 0").wait_for()
-    page.get_by_label("Step", exact=True).fill("2")
+    page.get_by_label("Step number", exact=True).fill("2")
     page.keyboard.press("Tab")
     page.wait_for_function(f"() => ({STEP})() === 2")
     book.screenshot(tmp_path / "teach.png", ".wbp")

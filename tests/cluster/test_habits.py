@@ -168,6 +168,17 @@ def test_warnings_and_groups_of_errors_name_the_cell(book: Notebook) -> None:
         assert "ipykernel_" not in cell.text
 
 
+def test_an_error_is_told_once_and_names_the_users_line(book: Notebook) -> None:
+    cell = book.refused("%%distributed\nraise ValueError('mine')", "ValueError: mine")
+    assert cell.text.count("ValueError: mine") == 1
+    assert "RunError: Ranks 0-1 failed with the ValueError above." in cell.text
+    cell = book.refused("%%distributed mirrored --plot off\nx = 1\nwb.fit(None)", "FitError")
+    number = book.shell.execution_count - 1  # it counts on after each cell
+    assert f"[ranks 0-1] Cell In[{number}], line 3" in cell.lines()
+    assert "[ranks 0-1] ----> 3 wb.fit(None)" in cell.lines()
+    assert not book["_run"].error.shown  # asked for elsewhere, it is told whole
+
+
 @pytest.mark.parametrize("line", ["?len", "len?"])
 def test_help_is_shown_below_the_cell(book: Notebook, line: str) -> None:
     assert "[ranks 0-1] Signature: len(obj, /)" in book.ok(f"%%distributed\n{line}").lines()

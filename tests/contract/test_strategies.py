@@ -124,6 +124,13 @@ def test_buffers_end_equal(
     assert any(reports[0].value)
 
 
+@pytest.mark.parametrize("own_loop", [False, True], ids=["fit", "prepare"])
+def test_mirrored_says_that_batchnorm_sees_shares(workers: Workers, own_loop: bool) -> None:
+    reports = clean(workers.run("mirrored", model_cells.batchnorm, own_loop, workers=2))
+    told = [note["text"] for note in reports[0].emitted("note")]
+    assert any("BatchNorm sees each worker's share of the batch" in text for text in told)
+
+
 WRONG = {
     "no data": "not given data", "no model": "not given model", "no module": "no torch.nn.Module",
     "a class": "no torch.nn.Module", "frozen": "no parameter", "no loss": "not clear",

@@ -68,6 +68,13 @@ TORCH = (
             ["loss is PyTorch's", "MSELoss", "keras.losses"],
         ),
         (COMPILED + "wb.prepare(model, None)", ["wb.prepare", "use model.fit"]),
+        (COMPILED + "model.fit(epochs=2)", ["no data", "model.fit(x, y, ...)"]),
+        (COMPILED + "model.fit(x)", ["no labels", "(64, 4)", "model.fit(x, y, ...)"]),
+        (COMPILED + "model.fit(x.tolist(), y)", ["x is a list", "a list of 64", "numpy.array(x)"]),
+        (
+            COMPILED + "model.fit(x, y, epoch=2)",
+            ["no argument", "'epoch'", "did you mean 'epochs'"],
+        ),
     ],
 )
 def test_a_mistake_is_named_with_the_next_step(cell, words):
@@ -87,6 +94,40 @@ def test_a_mistake_is_named_with_the_next_step(cell, words):
 def trains():
     report = clean(run("mirrored", COMPILED + "model.fit(x, y, batch_size=32)", 4))
     assert report.trained == 2
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [  # the others' messages are in unit/test_advice.py
+        ("model.compile('sgd', 'categorical_crossentropy')\nmodel.fit(x, classes)",
+         ["class numbers", "has 3 values", "sparse_categorical_crossentropy"]),
+        ("model.compile('sgd', 'mse')\nmodel.fit(x, y[:, :2])",
+         ["labels and output differ", "[16,2] and [16,3]"]),
+        ("model = keras.Sequential([keras.layers.Conv2D(4, 3)])\nmodel.compile('sgd', 'mse')\n"
+         "model.fit(np.ones((64, 8, 8), 'float32'), y)", ["4 axes", "x[..., None]"]),
+    ],
+)  # fmt: skip
+def test_what_keras_names_without_a_way_out_gets_a_next_step(cell, words):
+    from workbench.engine.advice import advice
+
+    report = run("mirrored", HEAD + "classes = np.arange(64) % 3\n" + cell, 2)
+    assert report.error is not None
+    step = advice(report.error)
+    assert step is not None, report.error
+    assert all(word in step for word in words), step
+
+
+def test_a_model_that_needs_no_labels_trains_without():
+    cell = HEAD + (
+        "class Own(keras.Model):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = keras.layers.Dense(4)\n"
+        "    def call(self, x):\n        return self.layer(x)\n"
+        "    def compute_loss(self, x=None, y=None, y_pred=None, **more):\n"
+        "        return keras.ops.mean((x - y_pred) ** 2)\n"
+        "model = Own()\nmodel.compile('sgd', 'mse')\nmodel.fit(x, batch_size=32)"
+    )
+    assert clean(run("mirrored", cell, 2)).trained == 2
 
 
 def test_torch_tensors_are_as_good_as_arrays():

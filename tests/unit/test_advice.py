@@ -53,3 +53,43 @@ def test_no_room_is_said_of_the_place_that_is_full(monkeypatch: pytest.MonkeyPat
     assert str(advice(error)).startswith("/dev/shm (the shared memory")
     rooms["/dev/shm"] = 10**9
     assert advice(error) == "make room there, or write to another folder"
+
+
+RANKS = "Argument `output` must have rank (ndim) `target.ndim - 1`. Received: "
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        ("ValueError: Arguments `target` and `output` must have the same rank (ndim). Received: "
+         "target.shape=(16,), output.shape=(16, 3)", "to_categorical(y, 3)"),
+        (f"ValueError: {RANKS}target.shape=(16, 3), output.shape=(16, 3)", "y.argmax(-1)"),
+        (f"ValueError: {RANKS}target.shape=(16,), output.shape=(16, 8, 3)",
+         "output (16, 8, 3) has axes too many"),
+        ("ValueError: Dimensions must be equal, but are 16 and 3 for '{{node compile_loss/mse/sub}}"
+         " = Sub[T=DT_FLOAT](Placeholder_1, Placeholder_2)' with input shapes: [16], [16,3].",
+         "differ in shape, [16] and [16,3]"),
+        ("ValueError: Dimensions must be equal, but are 16 and 8 for '{{node Equal_1}} = "
+         "Equal[T=DT_FLOAT, incompatible_shape_error=true](Cast, Cast_1)' with input shapes: "
+         "[16], [16,8].", "keras.layers.Flatten()"),
+        ("ValueError: Dimensions must be equal, but are 2 and 3 for '{{node my/add}} = "
+         "Add[T=DT_FLOAT](a, b)' with input shapes: [2], [3].", None),
+        ("ValueError: Data cardinality is ambiguous. Make sure all arrays contain the same number "
+         "of samples.'x' sizes: 64\n'y' sizes: 60\n", "64 samples and 60 labels"),
+        ("ValueError: Could not interpret metric identifier: acuracy", "metrics=['accuracy']"),
+        ("ValueError: Could not interpret loss identifier: msee", "'mse'"),
+        ("ValueError: Could not interpret optimizer identifier: adamm", "'adam'"),
+        ("ValueError: Invalid dtype: str32", "astype('float32')"),
+        ("ValueError: Invalid dtype: object", "astype('float32')"),
+        ("ValueError: Input 0 with name 'None' of layer 'conv2d' is incompatible with the layer: "
+         "expected min_ndim=4, found ndim=3. Full shape received: (16, 8, 8)", "x[..., None]"),
+        ("ValueError: Computed output size would be zero or negative. Received `inputs "
+         "shape=(16, 8, 8, 1)`, `kernel shape=(9, 9, 1, 4)`, `dilation_rate=[1 1]`",
+         "the image (16, 8, 8, 1) is smaller"),
+        ("ValueError: Argument `validation_split` is only supported for tensors or NumPy "
+         "arrays.Found incompatible type in the input: [...]", "validation_data="),
+    ],
+)  # fmt: skip
+def test_what_keras_says_to_beginners_gets_a_next_step(error: str, step: str | None) -> None:
+    found = advice(error)
+    assert (found is None) if step is None else (step in str(found))

@@ -10,6 +10,7 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
+from any_page import illegible, is_on_paper, is_transparent
 from made_up_runs import CASES, compared, eight, make_run
 from matplotlib.figure import Figure
 
@@ -138,6 +139,27 @@ def test_runs_without_measurements_say_so() -> None:
     assert texts.count("not measured") >= 3
     assert "0" not in {text for text in texts if text}
     assert len(comparison_figure.comparison_png(comparison)) > 1000
+
+
+def test_what_stays_in_a_notebook_fits_white_and_dark_pages_and_files_have_paper() -> None:
+    comparison = compare(eight())
+    assert is_transparent(comparison_figure.comparison_bundle(comparison)["image/png"])
+    assert is_on_paper(comparison_figure.comparison_png(comparison))
+    assert illegible(comparison_figure.draw(comparison)) == []
+
+
+def test_the_line_of_the_baseline_strikes_no_number_out() -> None:
+    runs = [make_run("one_device", 1, compute_s=0.02, transfer_s=0.0)]
+    runs += [make_run(f"run{k}", 2, compute_s=0.02, transfer_s=0.004 * k) for k in range(1, 6)]
+    axes = panel(comparison_figure.draw(compare(runs)), "Speed-up")
+    boxes = {round(t.xy[1]): t for t in axes.texts}
+    renderer = axes.figure.canvas.get_renderer()
+    rows = [line for line in axes.lines if list(line.get_xdata()) == [1, 1]]
+    assert 0 < len(rows) < len(runs)
+    at = axes.transData.transform((1, 0))[0]
+    for line in rows:
+        box = boxes[round(float(np.mean(line.get_ydata())))].get_window_extent(renderer)
+        assert not box.x0 + 3 < at < box.x1 - 3
 
 
 def test_many_runs_get_a_figure_that_fits_them() -> None:

@@ -32,6 +32,15 @@ def test_notebooks_show_the_message_without_our_stack() -> None:
     assert PlanError("No.")._render_traceback_() == ["PlanError: No."]
 
 
+def test_a_failure_that_stands_above_is_not_told_twice() -> None:
+    error = errors.RunError("Rank 1 failed: ValueError: mine.", next_step="this")
+    error.brief = "Rank 1 failed with the ValueError above."
+    assert error._render_traceback_() == [f"RunError: {error}"]
+    error.shown = True
+    assert error._render_traceback_() == ["RunError: Rank 1 failed with the ValueError above."]
+    assert "mine" in str(error)
+
+
 def test_mistakes_in_values_are_value_errors() -> None:
     assert issubclass(PlanError, ValueError)
     assert issubclass(errors.FitError, ValueError)

@@ -42,6 +42,21 @@ def test_ranks_that_failed_alike_are_named_by_their_ranks_also_where_only_some_r
     assert str(error) == "Ranks 1-2 failed: ValueError: mine"
 
 
+def test_ranks_whose_errors_differ_in_numbers_alone_failed_alike():
+    error = end_of({0: mine("336x8"), 1: mine("344x8"), 2: OK}, first=1).failure()
+    assert str(error) == "Ranks 0-1 failed: ValueError: 344x8"
+
+
+def test_where_the_error_is_shown_above_its_message_is_not_repeated():
+    advised = mine() | {"advice": "do this"}
+    error = end_of({0: CUT, 1: advised}, first=0).failure()
+    assert error.brief == (
+        "Rank 1 (engine 1) failed with the ValueError above.\n  next:    do this"
+    )
+    died = {"status": "died", "ename": "EngineError", "evalue": "killed"}
+    assert end_of({0: died, 1: OK}, first=0).failure().brief is None
+
+
 def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
     end = end_of({0: CUT, 1: mine(), 2: OK, 3: CUT}, first=0, lost=frozenset([3]))
     assert end.cause == 1

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import matplotlib
 import pytest
+from any_page import illegible, is_on_paper, is_transparent
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 from matplotlib.image import imread
 
@@ -77,6 +78,17 @@ def test_the_users_matplotlib_settings_are_neither_used_nor_changed():
         styled = figure.run_png(fake_snapshot(2, 20))
         assert dict(matplotlib.rcParams) == before
     assert styled == plain
+
+
+@pytest.mark.parametrize("shot", [
+    pytest.param(fake_snapshot(3, 60, extra=True, logged=True), id="run"),
+    pytest.param(fake_pipeline(3, 60), id="pipeline"),
+    pytest.param(empty_snapshot(2, "failed"), id="without steps"),
+])  # fmt: skip
+def test_what_stays_in_a_notebook_fits_white_and_dark_pages_and_files_have_paper(shot):
+    assert is_transparent(figure.run_bundle(shot)["image/png"])
+    assert is_on_paper(figure.run_png(shot))
+    assert illegible(figure.run_figure(shot)) == []
 
 
 def test_the_placeholder_is_a_valid_picture_with_the_given_text():

@@ -5,6 +5,8 @@ import pytest
 from history_rows import make_history, make_rows
 
 from workbench.history.gaps import closed
+from workbench.history.store import RunHistory
+from workbench.history.summary import summarise
 
 
 def test_a_pause_is_cut_to_one_step_and_named() -> None:
@@ -31,7 +33,8 @@ def test_what_is_not_there_is_left_alone() -> None:
     assert not cut.any()
 
 
-def test_a_paused_run_shows_its_steps_and_the_time_it_trained() -> None:
+def paused_history() -> RunHistory:
+    """Return 100 steps of two workers, ten minutes of pause before the 96th."""
     rows = make_rows(100, 2)
     for name in ("start_s", "end_s"):
         rows[name][rows["step"] >= 96] += 600.0
@@ -39,11 +42,24 @@ def test_a_paused_run_shows_its_steps_and_the_time_it_trained() -> None:
     ended_s = float(rows["start_s"][rows["step"] == 96].min())
     history.event("paused", {"rank": 0, "step": 96, "t_s": ended_s - 600.0})
     history.event("resumed", {"rank": 0, "step": 96, "t_s": ended_s})
+    return history
+
+
+def test_a_paused_run_shows_its_steps_and_the_time_it_trained() -> None:
+    history = paused_history()
     shot = history.snapshot()
     line = shot.timeline
     assert line.cuts == (96,)
     assert np.ptp(line.start_s) < 10.0
     assert shot.elapsed_s < 10.0 < 600.0 < history.totals.wall_s
+
+
+def test_a_comparison_leaves_the_pauses_out_of_the_time_and_of_the_loss_by_time() -> None:
+    history = paused_history()
+    found = summarise(history, {"name": "base"})
+    assert found.wall_s == pytest.approx(history.totals.wall_s - 600.0)
+    assert (np.diff(found.curve.t_s) > 0).all()
+    assert found.curve.t_s[-1] < found.wall_s < 10.0
 
 
 def test_a_pause_counts_once_its_next_step_is_there() -> None:

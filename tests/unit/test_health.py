@@ -42,3 +42,4 @@ def test_the_first_step_without_a_number_is_named(losses, step):
     watch = looked(*losses)
     assert watch.step == step
     assert (f"since step {step}" in watch.note) if step is not None else watch.note == ""
+    assert ("NaN in the data" in watch.note) is (step is not None)

@@ -140,6 +140,19 @@ def test_an_error_is_shown_once_with_all_ranks_that_had_it(board):
     assert "rank 2 · cpu · ValueError" in board.html()
 
 
+def test_errors_that_differ_in_numbers_alone_are_one_with_what_each_says(board):
+    for key, value in ((10, "336x8 at 0x7f01"), (11, "344x8 at 0x7e02"), (12, "344x8 at 0x7e02")):
+        fail(board, key, value)
+    assert board.text().splitlines() == [
+        "[ranks 0-2] ValueError: 336x8 at 0x7f01",
+        "[ranks 0-2] ranks 1-2: ValueError: 344x8 at 0x7e02",
+    ]
+    html = board.html()
+    assert "ranks 0-2 · same error, 3 times · ValueError" in html
+    assert html.count("border-left") == 1
+    assert "ranks 1-2: ValueError: 344x8" in html
+
+
 def test_output_before_an_error_stays(board):
     out(board, 10, "before\n")
     fail(board, 10, "x")

@@ -61,6 +61,12 @@ def test_an_unknown_strategy_has_no_term_and_still_a_title():
     assert text.title(shot) == "base · nonesuch · 4 workers"
 
 
+def test_a_worker_whose_device_is_not_known_yet_is_its_rank():
+    (worker,) = fake_snapshot(1).workers
+    assert text.worker_label(replace(worker, device="cuda:0 NVIDIA H200")) == "rank 0 · cuda:0"
+    assert text.worker_label(replace(worker, device="")) == "rank 0"
+
+
 def test_with_two_workers_there_is_one_other():
     assert text.slow(fake_snapshot(2)) == "rank 1 makes the other wait 48 ms a step"
     assert text.slow(fake_snapshot(2, slow=None)) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import sys
 from types import SimpleNamespace, TracebackType
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import pytest
 
 from workbench.engine import generated, places, tracebacks
 from workbench.engine.outcomes import outcome_of
+from workbench.errors import FitError
 
 CELL = "/tmp/ipykernel_1/7.py"
 
@@ -81,6 +83,31 @@ def test_a_line_that_was_generated_is_the_users(monkeypatch):
     monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 3}])
     assert isinstance(shown[1], tracebacks.Written)
     assert shown[1].text() == "Cell In[3], line 5, in step\n----> 5 y = x @ w\n"
+
+
+def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
+    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 3}])
+    source = "def train():\n    check('x')\ntrain()"
+    linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
+    names = {"FitError": FitError}
+    library = "def check(name):\n    raise FitError('No.', seen=name, next_step='this')"
+    exec(compile(library, "/x/site-packages/lib.py", "exec"), names)
+    try:
+        exec(compile(source, CELL, "exec"), names)
+    except FitError as error:
+        lines = tracebacks.told(error, error.__traceback__)
+    finally:
+        del linecache.cache[CELL]
+    assert "\n".join(lines).splitlines() == [
+        "Cell In[3], line 3",
+        "----> 3 train()",
+        "Cell In[3], line 2, in train",
+        "----> 2 check('x')",
+        "",
+        "FitError: No.",
+        "  seen:    'x'",
+        "  next:    this",
+    ]
 
 
 def test_messages_name_cells_by_their_number(monkeypatch):

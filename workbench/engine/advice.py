@@ -25,6 +25,66 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "or reshape the data",
     ),
     (
+        r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
+        "the layer takes data of {0} axes, the batch is the first, and got {1}: {2}; x[..., None] "
+        "adds the channels of grey images, keras.layers.Flatten() takes axes away",
+    ),
+    (
+        r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
+        r"output\.shape=\((?:\d+|None), (\d+)\)",
+        "the labels are class numbers and the output has {1} values: take "
+        "loss='sparse_categorical_crossentropy', or labels keras.utils.to_categorical(y, {1})",
+    ),
+    (
+        r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
+        r"target\.shape=\((?:\d+|None), (\d+)\)",
+        "the labels have {0} values each, as one-hot ones have, and the loss takes class numbers: "
+        "loss='categorical_crossentropy', or labels y.argmax(-1)",
+    ),
+    (
+        r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
+        r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
+        "the model's output {0} has axes too many for class numbers: begin with "
+        "keras.layers.Flatten()",
+    ),
+    (
+        r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
+        r"(\[[\d,?]*\]), (\[[\d,?]*\])",
+        "labels and output differ in shape, {0} and {1}: give the last layer as many outputs as a "
+        "label has values, and begin with keras.layers.Flatten() where the data are images",
+    ),
+    (
+        r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
+        "there are {0} samples and {1} labels: cut both at the same place",
+    ),
+    (
+        r"Could not interpret metric identifier",
+        "look at its spelling: metrics=['accuracy'], or an object of keras.metrics",
+    ),
+    (
+        r"Could not interpret loss identifier",
+        "look at its spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
+        "'sparse_categorical_crossentropy', or an object of keras.losses",
+    ),
+    (
+        r"Could not interpret optimizer identifier",
+        "look at its spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
+    ),
+    (
+        r"Invalid dtype: (str|object|bytes)",
+        "the data holds text or objects, and models take numbers: x.astype('float32'); classes "
+        "named by text: numpy.unique(y, return_inverse=True)[1]",
+    ),
+    (
+        r"Computed output size would be zero or negative[^\n]*`inputs shape=(\([\d, None]+\))`",
+        "the image {0} is smaller than the layer's window: a smaller kernel, padding='same', or "
+        "fewer layers that pool",
+    ),
+    (
+        r"`validation_split` is only supported for tensors or NumPy arrays",
+        "divide the data set yourself: fit(data.skip(10), validation_data=data.take(10))",
+    ),
+    (
         r"Target (-?\d+) is out of bounds",
         "class {0} needs an output of its own: the last layer has too few outputs, or the labels "
         "do not begin at 0",

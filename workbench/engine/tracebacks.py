@@ -29,6 +29,7 @@ from typing import Any
 # parent of all engines.
 import stack_data  # noqa: F401
 
+from ..errors import WorkbenchError
 from . import generated, places
 from .advice import plain
 
@@ -203,6 +204,27 @@ def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any
     return records
 
 
+def told(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """Return an error of ours as it is shown: the user's lines that led to it, then what it says.
+
+    Its message says what to do, so there is nothing to read in the lines around.
+    """
+    shown, _ = fold(trace)
+    lines: list[str] = []
+    for one in shown:
+        if isinstance(one, Written):
+            lines += one.text().splitlines()
+        else:
+            lines += [line for frame in traceback.extract_tb(one) for line in _place(frame)]
+    return [*lines, *([""] if lines else []), f"{type(error).__name__}: {error}"]
+
+
+def _place(frame: traceback.FrameSummary) -> list[str]:
+    where = places.name_cells(f'File "{frame.filename}", line {frame.lineno}')
+    inside = "" if frame.name == _MODULE else f", in {frame.name}"
+    return [f"{where}{inside}", f"----> {frame.lineno} {frame.line}"]
+
+
 _PLACE_OF_MAGIC = re.compile(r"\s+1 #\s*$")
 
 
@@ -221,12 +243,13 @@ def install(shell: Any) -> None:
         tb_offset: int | None = None,
     ) -> list[str]:
         interrupt = issubclass(kind, KeyboardInterrupt)
-        lines = short(kind, error, trace, chain=not interrupt)
+        ours = isinstance(error, WorkbenchError) and all(one.kind != FULL for one in _folding)
+        lines = told(error, trace) if ours else short(kind, error, trace, chain=not interrupt)
         shell._showtraceback(kind, str(error), lines)
         return lines
 
     places.number_cells(numbers)
-    shell.set_custom_exc((KeyboardInterrupt, *_GROUPS), show)
+    shell.set_custom_exc((KeyboardInterrupt, WorkbenchError, *_GROUPS), show)
     if not _folding:
         _folding.append(Folding(shell))
     _name_cells_in_warnings(numbers)

@@ -63,6 +63,7 @@ class LossWatch:
                 "output; training goes on."
             )
         return (
-            f"The loss is no number since step {self.step}, so nothing is learned any more: lower "
-            "the learning rate, or wb.fit(..., clip_norm=1.0); training goes on."
+            f"The loss is no number since step {self.step}, so nothing is learned any more: "
+            "look for NaN in the data; else lower the learning rate, or wb.fit(..., "
+            "clip_norm=1.0); training goes on."
         )

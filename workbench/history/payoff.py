@@ -104,7 +104,7 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
         return _undivided(payoff, one, plan)
     if payoff.kind == "far":
         return (
-            f"A larger batch alone would hardly make {plan.name} pay: it takes one more than "
+            f"{plan.name} would become faster than {one.name} only with a batch more than "
             f"{FAR:.0f} times as large as this one."
         )
     time, batch = milliseconds(payoff.step_s), _batch(payoff)
@@ -118,15 +118,15 @@ def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
 
 def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
     measured = (
-        f"with 1/{plan.workers} of the batch a worker computes {milliseconds(payoff.work_s)} a "
-        f"step, {one.name} {milliseconds(payoff.one_work_s)} with all of it"
+        f"a worker computes {milliseconds(payoff.work_s)} a step for 1/{plan.workers} of the "
+        f"batch, {one.name} {milliseconds(payoff.one_work_s)} for all of it"
     )
     if _share_cores(one, plan):
         return (
-            f"Nothing here says that a larger batch would make {plan.name} pay: {measured}; its "
-            f"{plan.workers} workers share the cores that {one.name} has to itself."
+            f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
+            f"the cores that {one.name} has to itself, so {measured}."
         )
-    return f"When {plan.name} would begin to pay cannot be read from these runs: {measured}."
+    return f"These runs do not show when {plan.name} would begin to pay: {measured}."
 
 
 def _share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:

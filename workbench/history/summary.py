@@ -27,6 +27,7 @@ class LossCurve:
     """A run's loss along three axes; each array is (points,).
 
     Attributes:
+        t_s: Seconds since the first step began, without pauses.
         samples: Samples seen by then (of all workers).
         low, high: Least and greatest loss within the point's steps.
     """
@@ -47,6 +48,7 @@ class RunSummary:
         state: `finished`, `stopped` or `failed`.
         recipe: Digest of the recipe; runs of one recipe can be compared.
         samples_per_s: Of all workers, over the steps after warm-up (`steady`).
+        wall_s: From the first step's start to the last one's end, without pauses.
         low_per_s, high_per_s: Ends of its 95 % interval; NaN with too few steps for one.
         warm_up: Steps left out at the beginning.
         all_per_s: Samples per second over all steps, the first ones included.
@@ -162,7 +164,7 @@ def summarise(history: RunHistory, meta: Mapping[str, Any]) -> RunSummary:
         steps=totals.steps,
         samples=totals.samples,
         samples_per_s=rate.mean,
-        wall_s=totals.wall_s if totals.rows.any() else float("nan"),
+        wall_s=totals.active_s if totals.rows.any() else float("nan"),
         step_s=rate.step_s,
         parts_s=parts,
         share=tuple(part / whole if whole > 0 else float("nan") for part in parts),
@@ -219,7 +221,7 @@ def _loss_curve(history: RunHistory) -> LossCurve:
     first = curve.step[0] if len(curve) else 0.0
     return LossCurve(
         curve.step,
-        curve.t_s,
+        totals.without_pauses(curve.t_s + history.origin_s) - history.origin_s,
         (curve.step - first + 1) * per_step,
         curve.mean,
         curve.low,

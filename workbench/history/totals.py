@@ -91,6 +91,12 @@ class Totals:
         """As `wall_s`, without the pauses."""
         return max(self.wall_s - self.paused_s, 0.0)
 
+    def without_pauses(self, t_s: Floats) -> Floats:
+        """Return times, on the clock of steps, less the pauses that had ended by then."""
+        ends_s = np.array([end_s for end_s, _ in self.pauses])
+        taken_s = np.cumsum([0.0, *(seconds for _, seconds in self.pauses)])
+        return np.asarray(t_s - taken_s[np.searchsorted(ends_s, t_s, side="right")])
+
     @property
     def train_s(self) -> float:
         """Seconds inside steps of the busiest rank: pauses and evaluations lie between steps."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import RunError
+from ..errors import RunError, without_numbers
 from ..members import Member, called
 from . import gone, reasons
 
@@ -103,6 +103,10 @@ class CellEnd:
             what += f"\n  with it: {self.say(others)}"
         step = gone.next_step(self.outcomes) or outcome.get("advice") or self._elsewhere(outcome)
         error = RunError(what, next_step=step)
+        if outcome["status"] == "error" and not outcome.get("ended"):
+            who = self._who(told)
+            error.brief = f"{who} failed with the {outcome['ename']} above."
+            error.brief += f"\n  next:    {step}" if step else ""
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
 
@@ -130,13 +134,17 @@ class CellEnd:
             died = [i for i in gone.of(outcomes) if i == cause or not outcomes[i].get("ended")]
             return gone.words(cause, outcomes, self.names.member), died
         words = reasons.words(outcome)
-        same = [i for i in self._bad if reasons.words(outcomes[i]) == words]
+        kind = without_numbers(words)
+        same = [i for i in self._bad if without_numbers(reasons.words(outcomes[i])) == kind]
         same = [i for i in same if i == cause or not outcomes[i].get("ended")]
-        who = f"{self.names.of(cause)} (engine {cause})"
-        if len(same) > 1:
-            several = self.names.several(same)
-            who = several[:1].upper() + several[1:]
-        return f"{who} failed: {words}", same
+        return f"{self._who(same)} failed: {words}", same
+
+    def _who(self, engines: Sequence[int]) -> str:
+        """Return `Rank 1 (engine 1)`, or `Ranks 0-2`, as a sentence begins."""
+        if len(engines) == 1:
+            return f"{self.names.of(engines[0])} (engine {engines[0]})"
+        several = self.names.several(engines)
+        return several[:1].upper() + several[1:]
 
     def _interruption(self) -> RunError | None:
         """The error of a cell that ended because it was interrupted; None when all went well."""

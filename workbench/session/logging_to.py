@@ -216,7 +216,7 @@ def _ending(run: Results) -> Ending:
         "loss": snapshot.loss,
         "samples_per_s": totals.samples_per_s,
         "compute_share": snapshot.compute_share,
-        "wall_s": totals.wall_s,
+        "wall_s": totals.active_s,
         "steps": float(totals.steps),
         "samples": float(totals.samples),
     }

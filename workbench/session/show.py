@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 import threading
@@ -171,6 +172,10 @@ class RunView:
                 f"{self.run.history.totals.steps} steps.",
                 next_step="its history is kept in wb.runs",
             ) from None
+        except RunError as error:
+            here = copy.copy(error)  # the run keeps one that is told whole, where it is asked for
+            here.shown = self.run.task is not None and self.run.task.explained
+            raise here from None
         finally:
             self._finish()
         return self.run
@@ -213,6 +218,7 @@ class CellView:
             self._finish()
         error = self.task.failure()
         if error is not None:
+            error.shown = self.task.explained
             raise error
         return self.task
 

@@ -55,19 +55,19 @@ _AXES = (("t_s", "Loss by time", "seconds"), ("samples", "by samples", "samples 
 def comparison_bundle(comparison: Comparison) -> dict[str, Any]:
     """Return `{"image/png": bytes, "text/plain": str}` of the same content."""
     return {
-        "image/png": comparison_png(comparison),
+        "image/png": comparison_png(comparison, PAPER["any"]),
         "text/plain": comparison_table(comparison).text(),
     }
 
 
-def comparison_png(comparison: Comparison) -> bytes:
-    """Return the picture as PNG bytes, on a white page."""
-    return _written(comparison, "png")
+def comparison_png(comparison: Comparison, paper: str = PAPER["light"]) -> bytes:
+    """Return the picture as PNG bytes; `paper` is what it is drawn on."""
+    return _written(comparison, "png", paper)
 
 
 def comparison_svg(comparison: Comparison) -> bytes:
     """Return the picture as SVG; its words are text, which can be searched and copied."""
-    return _written(comparison, "svg")
+    return _written(comparison, "svg", PAPER["light"])
 
 
 def draw(comparison: Comparison) -> Figure:
@@ -85,7 +85,7 @@ def draw(comparison: Comparison) -> Figure:
         sum(line.height_in for line in head) + KEYS_IN * (1 + keys[-1].line)
         + _TITLE_IN + _CURVES_IN + 0.48 + legend_in + len(bands) * (band_in + 0.12) + 0.15
     )  # fmt: skip
-    figure = Figure(figsize=(WIDTH_IN, height_in), facecolor=PAPER["light"])
+    figure = Figure(figsize=(WIDTH_IN, height_in))
     FigureCanvasAgg(figure)
     page = Page(figure, height_in)
     for line in head:
@@ -112,7 +112,7 @@ def _draw_curves(page: Page, comparison: Comparison) -> None:
         axes = page.axes(left_in + index * (each_in + gap_in), each_in, _CURVES_IN)
         frame(axes, title, "both")
         _losses(axes, comparison, field)
-        axes.set_xlabel(unit, fontsize=TICK_PT, color=MUTED["light"])
+        axes.set_xlabel(unit, fontsize=TICK_PT, color=MUTED["any"])
         axes.locator_params(axis="x", nbins=5)
         axes.xaxis.set_major_formatter(tick)
         if first is not None:
@@ -225,7 +225,7 @@ def _draw_names(page: Page, comparison: Comparison, gutter_in: float, rows_in: f
         right_in = EDGE_IN + gutter_in
         page.text(right_in, 0.03, name, size=NAME_PT, weight="bold",
                   color=color_of(comparison, at), right=True)  # fmt: skip
-        page.text(right_in, -0.12, _subtitle(row), size=_SUBTITLE_PT, color=MUTED["light"],
+        page.text(right_in, -0.12, _subtitle(row), size=_SUBTITLE_PT, color=MUTED["any"],
                   right=True)  # fmt: skip
     page.down_in = top_in
 
@@ -239,12 +239,12 @@ def _subtitle(row: ComparisonRow) -> str:
     return clipped(" · ".join(parts), _SUBTITLE_PT, _MOST_NAME_IN)
 
 
-def _written(comparison: Comparison, form: str) -> bytes:
+def _written(comparison: Comparison, form: str, paper: str) -> bytes:
     buffer = io.BytesIO()
     with own_style(_STYLE):
         metadata = {"Date": None} if form == "svg" else None
         figure = draw(comparison)
         if form != "svg":  # a browser has more letters than matplotlib finds
             spell(figure)
-        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata)
+        figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata, facecolor=paper)
     return buffer.getvalue()

@@ -40,7 +40,7 @@ class Page:
 
     def text(
         self, left_in: float, up_in: float, words: str, *, size: float = LABEL_PT,
-        weight: str = "normal", color: str = INK["light"], right: bool = False,
+        weight: str = "normal", color: str = INK["any"], right: bool = False,
     ) -> None:  # fmt: skip
         """Write a line that stands `up_in` above where the page is."""
         self.figure.text(

@@ -41,6 +41,8 @@ SHARE_STYLES = {
 """Colour and hatch of each of `rows.SHARES`: what is waiting is hatched."""
 
 _LABELLED_IN, _WIDE_IN = 0.4, 3.2
+_GAP_IN = 6 / 72
+"""Between the end of a bar and its number."""
 _APART = 0.05
 """How far the rate of all steps is from that after warm-up before it is drawn."""
 _MOST_BINS = 33
@@ -62,7 +64,7 @@ def throughput(axes: Axes, comparison: Comparison) -> None:
     if apart:
         axes.plot(*zip(*apart, strict=True), "o", ms=5, color=PAPER["light"], mec=INK["light"],
                   mew=1.1, zorder=6)  # fmt: skip
-        axes.set_xlabel("ring: with the first steps", fontsize=TICK_PT, color=MUTED["light"])
+        axes.set_xlabel("ring: with the first steps", fontsize=TICK_PT, color=MUTED["any"])
     axes.xaxis.set_major_formatter(tick)
 
 
@@ -71,11 +73,20 @@ def relative(axes: Axes, comparison: Comparison) -> None:
     frame(axes, "Speed-up" if comparison.has_one_device else "Relative speed")
     values = [row.relative for row in comparison.rows]
     ends = [(row.relative_low, row.relative_high) for row in comparison.rows]
-    _bars(axes, comparison, values, [times(value) for value in values], ends)
-    axes.axvline(1, color=INK["light"], lw=1, ls=(0, (3, 2)), zorder=2)
+    words = [times(value) for value in values]
+    _bars(axes, comparison, values, words, ends)
+    per_in = axes.get_xlim()[1] / panel_in(axes)
+    for at, (value, (_, high), text) in enumerate(zip(values, ends, words, strict=True)):
+        begin = np.nanmax([value, high, 0.0]) + _GAP_IN * per_in
+        if (
+            not begin < 1 < begin + words_in(text, LABEL_PT) * per_in
+        ):  # it would strike a number out
+            axes.plot(
+                [1, 1], [at - 0.5, at + 0.5], color=INK["any"], lw=1, ls=(0, (3, 2)), zorder=2
+            )
     if not comparison.has_one_device:
         name = clipped(comparison.baseline, TICK_PT, panel_in(axes) - 0.3)
-        axes.set_xlabel(f"1 = {name}", fontsize=TICK_PT, color=MUTED["light"], parse_math=False)
+        axes.set_xlabel(f"1 = {name}", fontsize=TICK_PT, color=MUTED["any"], parse_math=False)
 
 
 def efficiency(axes: Axes, comparison: Comparison) -> None:
@@ -83,7 +94,7 @@ def efficiency(axes: Axes, comparison: Comparison) -> None:
     frame(axes, "Efficiency")
     values = [_nan(row.efficiency) for row in comparison.rows]
     at = [index for index, value in enumerate(values) if math.isfinite(value)]
-    axes.barh(at, [1.0] * len(at), height=BAR, color=GRID["light"], zorder=1)
+    axes.barh(at, [1.0] * len(at), height=BAR, color=GRID["any"], zorder=1)
     _bars(axes, comparison, values, [percent(value) for value in values], least=1.0)
     axes.set_xticks([0, 1.0], ["0", "100 %"])
 
@@ -109,7 +120,7 @@ def shares(axes: Axes, comparison: Comparison) -> None:
         words = milliseconds(row.step_s * 1e3) if left else "not measured"
         axes.annotate(
             words, (1.0 if left else 0.0, at), xytext=(6, 0), va="center",
-            textcoords="offset points", fontsize=LABEL_PT, color=INK["light"],
+            textcoords="offset points", fontsize=LABEL_PT, color=INK["any"],
         )  # fmt: skip
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25 %", "50 %", "75 %", "100 %"])
 
@@ -155,7 +166,7 @@ def late(axes: Axes, comparison: Comparison) -> None:
     axes.set_xlim(-0.6 * width, longest / max(room, 0.3))
     for at, (row, text) in enumerate(zip(comparison.rows, words, strict=True)):
         axes.text(1, at, text, transform=axes.get_yaxis_transform(), ha="right", va="center",
-                  fontsize=LABEL_PT, color=INK["light"])  # fmt: skip
+                  fontsize=LABEL_PT, color=INK["any"])  # fmt: skip
         if row.staleness is None:
             continue
         found = row.staleness.shares
@@ -178,12 +189,12 @@ def outcome(title: str, pick: Callable[[ComparisonRow], Spread]) -> Draw:
         for at, (one, text) in enumerate(zip(spreads, words, strict=True)):
             color = color_of(comparison, at)
             axes.text(1, at, text, transform=axes.get_yaxis_transform(), ha="right", va="center",
-                      fontsize=LABEL_PT, color=INK["light"])  # fmt: skip
+                      fontsize=LABEL_PT, color=INK["any"])  # fmt: skip
             if one.count > 1:
                 axes.errorbar(one.mean, at, xerr=one.std, color=color, lw=1.6, capsize=3, zorder=3)
                 axes.plot(one.values, [at] * one.count, "o", ms=3.5, color=color, alpha=0.45, mew=0)
             if one.count:
-                axes.plot(one.mean, at, "o", ms=7, color=color, mec=PAPER["light"], zorder=4)
+                axes.plot(one.mean, at, "o", ms=7, color=color, mec=PAPER["any"], zorder=4)
 
     return draw
 
@@ -236,16 +247,17 @@ def _bars(
     has = np.flatnonzero(high > low)
     if len(has):
         errors = np.maximum([known[has] - low[has], high[has] - known[has]], 0.0)
-        axes.errorbar(known[has], has, xerr=errors, fmt="none", ecolor=INK["light"], lw=1.2,
-                      capsize=3, zorder=5)  # fmt: skip
+        for ink, wide in ((PAPER["light"], 3.0), (INK["light"], 1.2)):  # seen on bars and any page
+            axes.errorbar(known[has], has, xerr=errors, fmt="none", ecolor=ink, capsize=3,
+                          zorder=5, lw=wide, capthick=wide)  # fmt: skip
     tracks = np.maximum(high, [least if math.isfinite(value) else 0.0 for value in values])
     top = _top(tracks, words, panel_in(axes))
     axes.set_xlim(0, top)
     for at, (end, text) in enumerate(zip(tracks, words, strict=True)):
         axes.annotate(
             text, (end, at), xytext=(6, 0), textcoords="offset points", va="center", zorder=6,
-            fontsize=LABEL_PT, color=INK["light"],
-            bbox={"facecolor": PAPER["light"], "edgecolor": "none", "pad": 1.2},
+            fontsize=LABEL_PT, color=INK["any"],
+            bbox={"facecolor": PAPER["any"], "edgecolor": "none", "pad": 1.2},
         )  # fmt: skip
     axes.locator_params(axis="x", nbins=4)
     reached = float(tracks.max(initial=0.0))

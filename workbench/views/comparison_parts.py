@@ -30,7 +30,7 @@ LINES = ("-", "--", "-.", ":")
 
 def color_of(comparison: Comparison, row: int) -> str:
     """Return the colour of a row, the same in all panels."""
-    return run_color(comparison.rows[row].color or 0)
+    return run_color(comparison.rows[row].color or 0, "any")
 
 
 def line_of(comparison: Comparison, row: int) -> str:
@@ -91,13 +91,13 @@ def wrapped(text: str, size_pt: float, most_in: float, weight: str = "normal") -
 
 def frame(axes: Axes, title: str, grid: str = "x") -> None:
     """Give axes a title, muted ticks, and grid lines in one direction or `both`."""
-    axes.set_title(title, loc="left", fontsize=TITLE_PT, fontweight="bold", color=INK["light"],
+    axes.set_title(title, loc="left", fontsize=TITLE_PT, fontweight="bold", color=INK["any"],
                    parse_math=False)  # fmt: skip
-    axes.set_facecolor(PAPER["light"])
+    axes.set_facecolor(PAPER["any"])
     axes.set_axisbelow(True)
     axes.grid(visible=False)
-    axes.grid(visible=True, axis=grid, color=GRID["light"], lw=0.8)  # type: ignore[arg-type]
-    axes.tick_params(colors=MUTED["light"], labelsize=TICK_PT, length=0)
+    axes.grid(visible=True, axis=grid, color=GRID["any"], lw=0.8)  # type: ignore[arg-type]
+    axes.tick_params(colors=MUTED["any"], labelsize=TICK_PT, length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
 
@@ -108,7 +108,7 @@ def row_axis(axes: Axes, comparison: Comparison) -> None:
     axes.set_yticks([])
     axes.set_ylim(count - 0.5, -0.5)
     for between in range(1, count):
-        axes.axhline(between - 0.5, color=GRID["light"], lw=0.6, zorder=0)
+        axes.axhline(between - 0.5, color=GRID["any"], lw=0.6, zorder=0)
 
 
 def tick(value: float, _: object = None) -> str:
@@ -137,4 +137,4 @@ def panel_in(axes: Axes) -> float:
 def say(axes: Axes, text: str = "not measured") -> None:
     """Write into axes that have nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center",
-              fontsize=LABEL_PT, color=MUTED["light"])  # fmt: skip
+              fontsize=LABEL_PT, color=MUTED["any"])  # fmt: skip

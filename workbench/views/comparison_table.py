@@ -19,7 +19,7 @@ SHARE_NAMES = {**PHASE_NAMES, "bubble_s": "bubble"}
 
 
 FOLDED = frozenset({
-    "framework", "steps", "95 % interval", "all steps", "data wait", "transfer", "other", "wall",
+    "framework", "steps", "95 % interval", "all steps", "data wait", "transfer", "other", "elapsed",
     "sent/step", "sent", "a worker holds",
 })  # fmt: skip
 """Columns that notebooks show folded below the others: all together are wider than a page."""
@@ -113,7 +113,7 @@ def _columns(comparison: Comparison) -> list[_Shown]:
         _Shown("final loss", lambda row: _spread(row.final_loss, loss), ("final_loss",)),
         *(_metric(name) for name in comparison.metrics),
         _Shown("staleness", staleness, ("staleness_mean",)),
-        _Shown("wall", lambda row: _spread(row.wall_s, duration), ("wall_s",)),
+        _Shown("elapsed", lambda row: _spread(row.wall_s, duration), ("wall_s",)),
         _Shown("sent/step", lambda row: size(row.sent_step_bytes), ("sent_bytes_per_step",)),
         _Shown("sent", lambda row: size(row.sent_bytes), ("sent_bytes",)),
         _Shown("a worker holds", lambda row: size(fields.largest_memory(row)),

@@ -608,7 +608,7 @@ class View {
     this.state = make("span", "wb-state", title);
     this.state.setAttribute("role", "status");
     const buttons = make("div", "wb-buttons", head);
-    this.stepButton = this.button(buttons, "wb-step", "Step", "Do one more step, then pause again", () => this.command("step", { steps: 1 }));
+    this.stepButton = this.button(buttons, "wb-step", "One step", "Do one more step, then pause again", () => this.command("step", { steps: 1 }));
     this.pauseButton = this.button(buttons, "wb-pause", "Pause", "Pause training", () => this.command(this.isPaused() ? "resume" : "pause"));
     this.stopButton = this.button(buttons, "wb-stop", "Stop", "Stop training after the present step", () => this.command("stop"));
     const progress = make("div", "wb-progress", this.root);
@@ -687,6 +687,7 @@ class View {
     const { head } = this.store;
     if (!head.state) return;
     this.drawHead(head);
+    this.root.classList.toggle("wb-none", Boolean(head.over) && !this.store.table("timeline").rows); // nothing to draw will come
     const evals = head.evals ?? [], seen = evals.at(-1)?.loss;
     const evaluated = Number.isFinite(seen) ? ` · ◆ evaluation ${number(seen)}` : "";
     this.drawChart(this.loss, "loss", { color: this.ink.runs[(head.color ?? 0) % this.ink.runs.length], evals, unit: "", after: evaluated });
@@ -704,7 +705,8 @@ class View {
     if (this.pending && (this.pending.state !== head.state || head.over)) this.pending = null;
     const busy = this.pending && { stop: "stopping…", pause: "pausing…", resume: "resuming…" }[this.pending.name];
     setText(this.name, head.title);
-    setText(this.strategy, head.term ? `${head.strategy} · ${head.term}` : head.strategy);
+    const known = head.title === head.strategy ? [] : [head.strategy]; // unnamed runs have the strategy's name
+    setText(this.strategy, [...known, head.term].filter(Boolean).join(" · "));
     setText(this.state, busy || (head.state === "stopping" ? "stopping…" : head.state));
     this.state.dataset.state = busy === "stopping…" ? "stopping" : head.state;
     setText(this.steps, head.progress);

@@ -18,6 +18,7 @@ from ..history.comparison import Comparison
 from ..scratch import export
 from .comparison_table import comparison_table
 from .table import Table
+from .theme import PAPER
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +99,7 @@ def kept_bundle(comparison: Comparison) -> dict[str, str]:
     from .comparison_figure import comparison_png
 
     table, names = comparison_table(comparison), ", ".join(row.name for row in comparison.rows)
-    picture = base64.b64encode(comparison_png(comparison)).decode()
+    picture = base64.b64encode(comparison_png(comparison, PAPER["any"])).decode()
     return {
         "text/html": f"<details><summary>Kept with the notebook: {html.escape(names)}</summary>"
         f'{table.html()}<img alt="Comparison of {html.escape(names, quote=True)}" '

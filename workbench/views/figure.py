@@ -20,7 +20,7 @@ from .drawing import own_style, spell
 from .figure_parts import draw_percent, stack, style, worker_axis
 from .figure_pipeline import draw_bubbles, draw_stages, stages_height_in
 from .letters import readable, shortened
-from .theme import GRID, HATCHED, INK, MUTED, PHASE_NAMES, phase_colors, run_color, series
+from .theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_NAMES, phase_colors, run_color, series
 
 if TYPE_CHECKING:  # matplotlib takes a third of a second to import; only the end of a run needs it
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def run_bundle(snapshot: Snapshot) -> dict[str, Any]:
     Returns:
         A MIME bundle with `image/png` (bytes) and `text/plain` of the same content.
     """
-    return {"image/png": run_png(snapshot), "text/plain": text.report(snapshot)}
+    return {"image/png": run_png(snapshot, PAPER["any"]), "text/plain": text.report(snapshot)}
 
 
 class RunPicture:
@@ -72,13 +72,13 @@ def placeholder_bundle(title: str) -> dict[str, Any]:
     return {"image/png": _blank_png(), "text/plain": title}
 
 
-def run_png(snapshot: Snapshot) -> bytes:
-    """Return the picture of a run as PNG."""
+def run_png(snapshot: Snapshot, paper: str = PAPER["light"]) -> bytes:
+    """Return the picture of a run as PNG; `paper` is what it is drawn on."""
     target = io.BytesIO()
     with own_style({"hatch.linewidth": 1.0}):
         figure = run_figure(snapshot)
         spell(figure)
-        figure.savefig(target, format="png", dpi=_DPI)
+        figure.savefig(target, format="png", dpi=_DPI, facecolor=paper)
     return target.getvalue()
 
 
@@ -94,11 +94,11 @@ def run_figure(snapshot: Snapshot) -> Figure:
     if snapshot.split is not None:
         heights += [rows + 0.2, stages_height_in(snapshot.split)]
     heights += [_SMALL_IN] * more_rows
-    figure = Figure(figsize=(_WIDTH_IN, sum(heights)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(_WIDTH_IN, sum(heights)), layout="constrained")
     bands: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     head.draw(bands[0])
     left, right = bands[1].subplots(1, 2)
-    own = run_color(snapshot.color)
+    own = run_color(snapshot.color, "any")
     _draw_curve(left, snapshot.loss_curve, "Loss", own)
     _mark_evals(left, snapshot)
     _draw_curve(right, snapshot.throughput_curve, "Throughput, samples/s", own)
@@ -133,7 +133,7 @@ class _Head:
         return len(self.title) * self._TITLE_IN + lines * self._LINE_IN + 3.3 * self._GAP_IN
 
     def draw(self, band: SubFigure) -> None:
-        at_in, color = self._GAP_IN, INK["light"]
+        at_in, color = self._GAP_IN, INK["any"]
         for lines, size_pt, weight, line_in in (
             (self.title, 11, "bold", self._TITLE_IN),
             (self.facts, 9, "normal", self._LINE_IN),
@@ -178,11 +178,11 @@ def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
         style(axes, title, "no steps")
         return
     style(axes, title, units.number(float(curve.mean[-1])))
-    axes.grid(axis="y", color=GRID["light"], linewidth=0.8)
+    axes.grid(axis="y", color=GRID["any"], linewidth=0.8)
     axes.fill_between(curve.step, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
     axes.plot(curve.step, curve.mean, color=color, linewidth=1.6)
     axes.plot(curve.step[-1:], curve.mean[-1:], "o", color=color, markersize=3.5)
-    axes.set_xlabel("step", fontsize=8, color=MUTED["light"], loc="right", labelpad=1)
+    axes.set_xlabel("step", fontsize=8, color=MUTED["any"], loc="right", labelpad=1)
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)
     axes.margins(x=0.01)
 
@@ -197,11 +197,11 @@ def _mark_evals(axes: Axes, snapshot: Snapshot) -> None:
     points = [(e["step"], e["loss"]) for e in snapshot.evals if "step" in e and "loss" in e]
     for evaluation in snapshot.evals:
         if "step" in evaluation:
-            axes.axvline(evaluation["step"], color=MUTED["light"], linewidth=0.8, linestyle=":")
+            axes.axvline(evaluation["step"], color=MUTED["any"], linewidth=0.8, linestyle=":")
     if points:
         steps, losses = zip(*points, strict=True)
-        axes.plot(steps, losses, "D", color=INK["light"], markersize=3.5, label="eval loss")
-        axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["light"])
+        axes.plot(steps, losses, "D", color=INK["any"], markersize=3.5, label="eval loss")
+        axes.legend(fontsize=8, frameon=False, labelcolor=MUTED["any"])
 
 
 def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:
@@ -222,8 +222,8 @@ def _draw_timeline(axes: Axes, snapshot: Snapshot) -> None:
     for index, part in enumerate(PARTS):
         stack(axes, rows, parts[:, :, index].ravel(), begin.ravel(), part)
         begin = begin + parts[:, :, index]
-    axes.vlines(starts.ravel(), rows - 0.42, rows + 0.42, color="white", linewidth=1.6)
-    axes.set_xlabel("ms", fontsize=8, color=MUTED["light"], loc="right", labelpad=1)
+    axes.vlines(starts.ravel(), rows - 0.42, rows + 0.42, color=INK["any"], linewidth=1.0)
+    axes.set_xlabel("ms", fontsize=8, color=MUTED["any"], loc="right", labelpad=1)
     worker_axis(axes, snapshot)
     axes.margins(x=0.005)
 
@@ -244,7 +244,7 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
         begin = begin + share[:, index]
     for row, worker in enumerate(snapshot.workers):
         words = f"{units.number(worker.potential_per_s)}/s · {units.milliseconds(worker.wait_ms)}"
-        axes.text(1.01, row, words, va="center", fontsize=8, color=INK["light"])
+        axes.text(1.01, row, words, va="center", fontsize=8, color=INK["any"])
     axes.set_xlim(0, 1.17)
     axes.set_xticks([])
     worker_axis(axes, snapshot)
@@ -262,6 +262,7 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
     axes.legend(
         handles=keys, loc="upper left", bbox_to_anchor=(0, 0), ncols=len(keys), fontsize=8,
         frameon=False, borderaxespad=0.1, handlelength=1.3, columnspacing=1.4,
+        labelcolor=INK["any"],
     )  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def _draw_more(bands: Any, curves: dict[str, Curve]) -> None:
         for column, axes in enumerate(band.subplots(1, 3)):
             index = row * 3 + column
             if index < len(names):
-                _draw_curve(axes, curves[names[index]], names[index], series(index + 3))
+                _draw_curve(axes, curves[names[index]], names[index], series(index + 3, "any"))
             else:
                 axes.set_visible(False)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..history.snapshot import Snapshot
 from . import text, units
-from .theme import HATCHED, INK, MUTED, phase_colors
+from .theme import HATCHED, INK, MUTED, PAPER, phase_colors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 def style(axes: Axes, title: str, value: str = "") -> None:
     """Give axes a title, and what is said on its right; no frame, no ticks."""
-    axes.set_title(title, loc="left", fontsize=9.5, weight="bold", color=INK["light"])
-    axes.set_title(value, loc="right", fontsize=9, color=MUTED["light"])
-    axes.tick_params(labelsize=8, length=0, colors=MUTED["light"])
+    axes.set_title(title, loc="left", fontsize=9.5, weight="bold", color=INK["any"])
+    axes.set_title(value, loc="right", fontsize=9, color=MUTED["any"])
+    axes.tick_params(labelsize=8, length=0, colors=MUTED["any"])
     axes.spines[:].set_visible(False)
+    axes.set_facecolor(PAPER["any"])
     axes.set_axisbelow(True)
 
 
@@ -43,7 +44,7 @@ def worker_axis(axes: Axes, snapshot: Snapshot) -> None:
     axes.set_ylim(len(snapshot.workers) - 0.4, -0.6)
     for label, worker in zip(axes.get_yticklabels(), snapshot.workers, strict=True):
         blamed = worker.rank == snapshot.slow_rank
-        label.set_color(phase_colors()[HATCHED] if blamed else INK["light"])
+        label.set_color(phase_colors()[HATCHED] if blamed else INK["any"])
         label.set_fontweight("bold" if blamed else "normal")
 
 

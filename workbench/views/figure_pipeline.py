@@ -39,8 +39,8 @@ def draw_bubbles(axes: Axes, snapshot: Snapshot, split: Split) -> None:
                     draw_percent(axes, begin + size / 2, row, size, part or "transfer_s")
                 begin += size
         words = " · ".join(found.words)
-        axes.text(1.01, row, words, va="center", fontsize=8, color=INK["light"])
-    axes.axvline(split.ideal_bubble, color=INK["light"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.text(1.01, row, words, va="center", fontsize=8, color=INK["any"])
+    axes.axvline(split.ideal_bubble, color=INK["any"], linewidth=1, linestyle=(0, (3, 2)))
     axes.set_xlim(0, 1.17)
     axes.set_xticks([])
     worker_axis(axes, snapshot)
@@ -52,7 +52,7 @@ def draw_bubbles(axes: Axes, snapshot: Snapshot, split: Split) -> None:
     axes.legend(
         handles=keys, labels=list(stages.NAMES), loc="upper left", bbox_to_anchor=(0, 0),
         ncols=len(keys), fontsize=8, frameon=False, borderaxespad=0.1, handlelength=1.3,
-        columnspacing=1.4,
+        columnspacing=1.4, labelcolor=INK["any"],
     )  # fmt: skip
 
 
@@ -70,12 +70,12 @@ def draw_stages(band: SubFigure, split: Split) -> None:
     ) -> None:
         band.text(
             x, 1 - (0.06 + line * _LINE_IN) / height_in, words, fontsize=8, va="top",
-            ha="right" if right else "left", color=MUTED["light"] if muted else INK["light"],
+            ha="right" if right else "left", color=MUTED["any"] if muted else INK["any"],
         )  # fmt: skip
 
     band.text(
         0.012, 1 - 0.04 / height_in, stages.caption(split), fontsize=9.5, weight="bold", va="top",
-        color=INK["light"],
+        color=INK["any"],
     )  # fmt: skip
     for line, cells in enumerate([stages.COLUMNS, *stages.rows(split)]):
         for x, name, cell in zip(_COLUMNS_AT, stages.COLUMNS, cells, strict=True):

@@ -166,6 +166,7 @@ class OutputBoard:
             ]
             blocks.append(
                 self._failures.html(
+                    self._names,
                     lambda keys: self._heading(keys, failed=True),
                     lambda heading, body, keys: _block(
                         heading, _pre(body), self._place(keys[0]), failed=True

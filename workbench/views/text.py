@@ -30,7 +30,8 @@ def term(snapshot: Snapshot) -> str:
 
 def worker_label(worker: Worker) -> str:
     """Return what stands before a worker's row: `rank 1 · cuda:0`."""
-    return f"rank {worker.rank} · {worker.device.split(' ')[0]}"
+    where = worker.device.split(" ")[0]  # not known before its first word
+    return f"rank {worker.rank}" + (f" · {where}" if where else "")
 
 
 def progress(snapshot: Snapshot) -> str:

@@ -1,5 +1,8 @@
 """The colours that every view shares, safe for colour-blind readers, light and dark.
 
+Pictures that stay in a notebook as PNG cannot know on which page they will lie: they have no
+background, and the colours of `any` page, with a contrast of at least 3.4 on white and on dark.
+
 The hues are Okabe and Ito's (Color Universal Design, 2008), lightened for dark backgrounds.
 Waiting is hatched as well, so that it can be told apart without colour.
 """
@@ -10,7 +13,7 @@ from typing import Literal
 
 from ..metrics import PARTS
 
-Mode = Literal["light", "dark"]
+Mode = Literal["light", "dark", "any"]
 
 PHASE_COLORS_LIGHT: dict[str, str] = {
     "data_wait_s": "#E69F00",
@@ -47,6 +50,7 @@ SERIES_LIGHT = (
 SERIES_DARK = (
     "#56A8E0", "#F07F4A", "#2FBF98", "#E08FBD", "#F2B632", "#9A9EE8", "#9CCB62", "#A9AFB8",
 )  # fmt: skip
+SERIES_ANY = tuple("#686DC4" if color == "#4A4E8C" else color for color in SERIES_LIGHT)
 SERIES = SERIES_LIGHT
 """Colours of curves, in order; repeat from the start beyond the eighth."""
 
@@ -54,10 +58,10 @@ _RUNS = (7, 5, 3, 6, 4, 0, 1, 2)
 """Which of `SERIES` is a run's, by the number of its colour: grey for one device, which others are
 measured against, and first those that no phase of a step uses."""
 
-INK = {"light": "#1F2328", "dark": "#E6E8EB"}
-MUTED = {"light": "#62676F", "dark": "#A4ABB5"}
-GRID = {"light": "#E4E7EB", "dark": "#383E47"}
-PAPER = {"light": "#FFFFFF", "dark": "#111418"}
+INK = {"light": "#1F2328", "dark": "#E6E8EB", "any": "#757C86"}
+MUTED = {"light": "#62676F", "dark": "#A4ABB5", "any": INK["any"]}
+GRID = {"light": "#E4E7EB", "dark": "#383E47", "any": "#80879047"}
+PAPER = {"light": "#FFFFFF", "dark": "#111418", "any": "none"}
 
 
 def phase_colors(mode: Mode = "light") -> dict[str, str]:
@@ -73,5 +77,5 @@ def run_color(number: int, mode: Mode = "light") -> str:
 
 def series(index: int, mode: Mode = "light") -> str:
     """Return the colour of the `index`-th curve."""
-    table = SERIES_DARK if mode == "dark" else SERIES_LIGHT
+    table = {"light": SERIES_LIGHT, "dark": SERIES_DARK, "any": SERIES_ANY}[mode]
     return table[index % len(table)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -41,7 +40,7 @@ from .feeds import Fed, dealt
 from .keras_closures import Graphs, Sums, logs_of
 from .keras_data import Data, Reader
 from .keras_fit import check_model
-from .mistakes import check_callbacks, check_steps
+from .mistakes import bound, check_callbacks, check_steps
 
 clock = time.perf_counter
 
@@ -83,12 +82,9 @@ class CoordinatedFit:
             setattr(self._owner.TensorFlowTrainer, name, original)
 
     def _replaced(self, original: Any, carry: Callable[[Any, dict[str, Any]], Any]) -> Any:
-        signature = inspect.signature(original)
-
         @functools.wraps(original)
         def call(model: Any, *args: Any, **keywords: Any) -> Any:
-            given = signature.bind(model, *args, **keywords)
-            given.apply_defaults()
+            given = bound(original, model, args, keywords)
             check_model(model, self.closures.coordinator.strategy)
             check_steps(model)
             return carry(model, given.arguments)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -37,7 +36,7 @@ from ..base import NAN, Strategy
 from .fit_place import FitPlace
 from .keras_batches import Batches
 from .markers import Measured
-from .mistakes import check_call
+from .mistakes import bound, check_call
 from .steps import Steps
 
 clock = time.perf_counter
@@ -95,8 +94,7 @@ class KerasFit:
         """
         if self.under_way:  # a callback of the user's trains another model
             return self._original(model, *args, **keywords)
-        given = inspect.signature(self._original).bind(model, *args, **keywords)
-        given.apply_defaults()
+        given = bound(self._original, model, args, keywords)
         call = given.arguments
         settings.check_supported(self.context.entry, "keras", ())
         check_model(model, self.distribution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from ...engine.context import RunContext
 from ...engine.tensorflow_models import foreign
-from ...errors import FitError
+from ...errors import FitError, nearest
 
 
 def check_call(model: Any, call: Mapping[str, Any], distribution: Any) -> None:
@@ -21,6 +22,7 @@ def check_call(model: Any, call: Mapping[str, Any], distribution: Any) -> None:
         FitError: Naming what is wrong and the next step; nothing was trained.
     """
     check_compiled(model, distribution)
+    check_given(model, call)
     check_kind(call["x"])
 
 
@@ -40,6 +42,69 @@ def check_compiled(model: Any, distribution: Any) -> None:
             allowed=f"made under {type(distribution).__name__}",
             next_step="make it in the cell that trains: that cell runs in the strategy's scope",
         )
+
+
+def check_given(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise FitError where data or labels are missing, or are lists of numbers."""
+    data, labels = call["x"], call["y"]
+    if data is None:
+        raise FitError(
+            "fit was given no data.",
+            seen=f"{model.name}.fit(...) without x",
+            allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
+            next_step="model.fit(x, y, ...)",
+        )
+    for name, one in (("x", data), ("y", labels)):
+        if _is_of_numbers(one):
+            raise FitError(
+                f"fit takes arrays, and {name} is a list of numbers.",
+                seen=f"{name}: a {type(one).__name__} of {len(one)}",
+                next_step="numpy.array(x), numpy.array(y)",
+            )
+    own = any(_is_own(model, name) for name in ("train_step", "compute_loss"))
+    loss = getattr(model, "loss", None)
+    if labels is None and hasattr(data, "shape") and loss is not None and not own:
+        raise FitError(
+            "fit was given no labels, and the model's loss needs them.",
+            seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
+            next_step="model.fit(x, y, ...); a model that learns its own input: model.fit(x, x)",
+        )
+
+
+def _is_of_numbers(data: Any) -> bool:
+    while isinstance(data, (list, tuple)) and len(data):
+        data = data[0]
+        if isinstance(data, (int, float)):
+            return True
+    return False
+
+
+def _is_own(model: Any, method: str) -> bool:
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _named(loss: Any) -> str:
+    return loss if isinstance(loss, str) else str(getattr(loss, "name", type(loss).__name__))
+
+
+def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
+    """Return what a method of Keras' trainer is called with, defaults included.
+
+    Raises:
+        FitError: It has no argument of that name.
+    """
+    signature = inspect.signature(original)
+    for name in keywords:
+        if name not in signature.parameters:
+            guess = nearest(name, signature.parameters)
+            raise FitError(
+                f"{original.__name__} takes no argument of that name.",
+                seen=name,
+                next_step=f"did you mean {guess!r}?" if guess else f"leave {name} out",
+            )
+    given = signature.bind(model, *args, **keywords)
+    given.apply_defaults()
+    return given
 
 
 def check_kind(data: Any) -> None:

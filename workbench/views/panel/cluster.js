@@ -3,14 +3,14 @@
 SECTIONS.push((() => {
   const MOST = 256; // as workbench/session/checks.py has it
 
-  function line(app) {
+  function line(app, ask) {
     return (e) => {
       const parts = Object.fromEntries(["id", "state", "device", "cpu", "memory", "gpu", "log"].map((n) => [n, kit.h("span", { class: `wbp-e-${n}` })]));
       const meter = kit.h("i", {}), bar = kit.h("span", { class: "wbp-meter", "aria-hidden": "true" }, meter);
       parts.cpu.append(bar, kit.h("b", {}));
       const summary = kit.h("summary", { title: "Show its log" }, Object.values(parts));
       const log = kit.h("pre", { class: "wbp-log", tabindex: "0" }, "…");
-      const restart = kit.button("Restart", `Replace engine ${e.engine} by a fresh one`, () => app.do("cluster.restart", { engine: e.engine }));
+      const restart = kit.button("Restart", `Replace engine ${e.engine} by a fresh one`, () => ask(`Restart engine ${e.engine}?`, "cluster.restart", { engine: e.engine }));
       const again = kit.button("Reload", "Read the log again", () => load());
       const element = kit.h("details", { class: "wbp-engine" }, summary, kit.h("div", { class: "wbp-row" }, again, restart), log);
       const load = async () => { kit.text(log, (await app.do("cluster.log", { engine: e.engine })) || "The log is empty."); log.scrollTop = log.scrollHeight; };
@@ -58,7 +58,7 @@ SECTIONS.push((() => {
     const words = kit.h("span", { class: "wbp-muted", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
     const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });
-    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, restart, stop, track, words), sure, engines);
+    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, kit.h("span", { class: "wbp-together" }, restart, stop), track, words), sure, engines);
     let latest = { count: 0, running: false };
     count.input.value = 2;
 
@@ -68,10 +68,10 @@ SECTIONS.push((() => {
     }
 
     /** Where something goes on, ask before it is ended. */
-    function ask(question, name) {
-      if (!latest.at_work) return void app.do(name);
+    function ask(question, name, fields = {}) {
+      if (!latest.at_work) return void app.do(name, fields);
       const close = () => { kit.show(sure, false); sure.replaceChildren(); };
-      const yes = kit.button("End it", "Yes: what goes on is lost", () => { close(); app.do(name); }, "wbp-danger");
+      const yes = kit.button("End it", "Yes: what goes on is lost", () => { close(); app.do(name, fields); }, "wbp-danger");
       const no = kit.button("Cancel", "Leave everything as it is", close);
       sure.replaceChildren(kit.h("b", {}, question), kit.h("span", {}, `${latest.at_work}: that would be lost.`), yes, no);
       kit.show(sure, true);
@@ -100,7 +100,7 @@ SECTIONS.push((() => {
         if (value.progress) track.value = value.progress.fraction;
         kit.text(words, value.progress?.text ?? (busy ? "one moment…" : whole(value)));
         redraw();
-        kit.list(engines, value.engines, (e) => e.engine, line(app), update);
+        kit.list(engines, value.engines, (e) => e.engine, line(app, ask), update);
         engines.classList.toggle("wbp-many", value.engines.length > 8);
       },
       always: true,

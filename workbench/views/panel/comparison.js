@@ -31,7 +31,7 @@ SECTIONS.push((() => {
     ["step_s", "step", kit.seconds], ["compute_share", "compute", percent], ["data_wait_share", "data wait", percent],
     ["sync_wait_share", "sync wait", percent], ["transfer_share", "transfer", percent], ["bubble_share", "bubble", percent],
     ["staleness_mean", "staleness", plain], ["sent_bytes_per_step", "sent/step", kit.bytes],
-    ["memory_bytes_per_worker", "memory", kit.bytes], ["final_loss", "final loss", plain], ["wall_s", "wall time", kit.seconds],
+    ["memory_bytes_per_worker", "memory", kit.bytes], ["final_loss", "final loss", plain], ["wall_s", "elapsed", kit.seconds],
     ["state", "state", String],
   ];
 

@@ -4,11 +4,12 @@ SECTIONS.push((() => {
   function make(app, root) {
     const run = kit.button("Run", "Train what is picked, one run after the other", begin, "wbp-primary wbp-run");
     const pause = kit.button("Pause", "Hold the run after the present step", () => app.do(paused ? "live.resume" : "live.pause"));
+    const one = kit.button("One step", "Do one more step, then pause again", () => app.do("live.step", { steps: 1 }));
     const stop = kit.button("Stop", "End the run after the present step", () => app.do("live.stop"), "wbp-danger");
     const all = kit.button("Stop all", "End the run, and let none of the others begin", () => app.do("queue.stop_all"), "wbp-danger");
     const words = kit.h("span", { class: "wbp-summary", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", "aria-label": "Progress of all runs" });
-    root.append(kit.h("div", { class: "wbp-row" }, run, pause, stop, all, words, track));
+    root.append(kit.h("div", { class: "wbp-row" }, run, pause, one, stop, all, kit.h("span", { class: "wbp-together" }, words, track)));
     let paused = false, problem = "";
 
     /** What is wrong stands on the Choose tab, so it is there that one is left. */
@@ -33,6 +34,7 @@ SECTIONS.push((() => {
         else kit.rename(pause, "Pause", "Hold the run after the present step");
         for (const button of [pause, stop]) { kit.show(button, going); button.disabled = live?.state === "stopping"; }
         pause.disabled ||= !["running", "paused"].includes(live?.state);
+        kit.show(one, paused);
         kit.show(all, value.busy && waiting > 0);
         kit.show(track, value.busy);
         track.value = value.progress;

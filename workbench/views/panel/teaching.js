@@ -44,10 +44,9 @@ SECTIONS.push((() => {
 
   function make(app, root) {
     const none = kit.h("p", { class: "wbp-empty" }, "Run something first; then look at it step by step here.");
-    const pause = kit.button("Pause", "Hold the run, to go on step by step", () => app.do(latest.state === "paused" ? "live.resume" : "live.pause"));
-    const one = kit.button("One step", "Do one step and show what happened in it", () => app.do("live.step", { steps: 1 }), "wbp-primary");
-    const which = kit.field({ kind: "int", label: "Step", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
+    const which = kit.field({ kind: "int", label: "Step number", min: 0, placeholder: "latest", onchange: () => { seen.step = ""; ask(); } });
     const again = kit.button("Play again", "Show the messages of this step again", () => play(drawn, picture?.diagram));
+    const hint = kit.h("span", { class: "wbp-muted" }, "Pause the run at the top, then press One step there: each step is shown here.");
     const step = frame("What happened in this step", "who sent what to whom; sizes and times as measured");
     const blame = frame("Who waited for whom");
     const victim = kit.h("select", { class: "wbp-input", "aria-label": "Worker that would be as fast as the others", onchange: () => { seen.what = ""; ask(); } });
@@ -55,7 +54,7 @@ SECTIONS.push((() => {
     what.place.before(kit.h("label", { class: "wbp-victimpick" }, "What if ", victim, " were as fast as the others?"));
     const calibrate = kit.button("Check the measurement", "Calibration: slow worker 1 by 50 ms in a small run of its own and show what was measured", doCalibrate);
     const said = kit.h("span", { class: "wbp-muted", role: "status" }), read = kit.h("div", { class: "wbp-read wbp-scroll", tabindex: "0", role: "region", "aria-label": "What calibration read" });
-    const stepper = kit.h("div", { class: "wbp-row" }, pause, one, which.root, again);
+    const stepper = kit.h("div", { class: "wbp-row" }, which.root, again, hint);
     const lessons = kit.h("div", { class: "wbp-lessons" }, kit.h("div", {}, stepper, step.root), kit.h("div", { class: "wbp-column" }, blame.root, what.root));
     root.append(none, lessons, kit.h("figure", { class: "wbp-lesson" },
       kit.h("figcaption", {}, kit.h("b", {}, "Are the measured times right?"), kit.h("span", {}, "a test run with a known delay: what was put in, and what was measured")), kit.h("div", { class: "wbp-row" }, calibrate, said), read));
@@ -103,11 +102,8 @@ SECTIONS.push((() => {
         kit.show(none, !value.run);
         kit.show(lessons, Boolean(value.run));
         kit.show(what.root, value.workers > 1 && value.steps > 0);
-        if (value.state === "paused") kit.rename(pause, "Resume", "Go on with the run");
-        else kit.rename(pause, "Pause", "Hold the run, to go on step by step");
-        pause.disabled = !["running", "paused"].includes(value.state);
+        kit.show(hint, ["running", "paused"].includes(value.state));
         kit.attr(which.input, "max", value.steps ? value.steps - 1 : null);
-        one.disabled = value.state !== "paused";
         const going = Boolean(value.run) && !value.over;
         calibrate.disabled = measuring || going;
         if (!measuring && going !== held) kit.text(said, going ? "It needs the engines: once this run is over." : "");
