@@ -25,6 +25,16 @@ def test_who_comes_second_waits_for_the_first(tmp_path):
         assert third
 
 
+def test_who_ends_in_the_midst_of_its_turn_leaves_no_file(tmp_path):
+    with turns.turn(folder=tmp_path) as free:
+        assert free
+        assert list(tmp_path.iterdir())
+        turns.leave()
+        assert not list(tmp_path.iterdir())
+    with turns.turn(wait_s=0, folder=tmp_path) as free:
+        assert free
+
+
 def test_nobody_waits_without_end(tmp_path):
     began = time.monotonic()
     with turns.turn(folder=tmp_path), turns.turn(0.2, tmp_path) as mine:

@@ -54,15 +54,32 @@ def turn(wait_s: float = WAIT_S, folder: Path | None = None) -> Iterator[bool]:
                 if not there_is_one or time.monotonic() >= end:
                     break
                 time.sleep(POLL_S)
+        if held is not None:
+            _taken.append(path)
         yield held is not None
     finally:
         if held is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _taken.remove(path)
+            _clear(path)
             os.close(held)
-            with contextlib.suppress(OSError):  # others are in there, or it is not ours
-                if folder is None and not _given():
-                    path.parent.rmdir()
+
+
+_taken: list[Path] = []
+"""The files of the places that this process holds."""
+
+
+def leave() -> None:
+    """Leave no file behind: for who is about to end in the midst of its turn."""
+    for path in _taken:
+        _clear(path)
+
+
+def _clear(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    with contextlib.suppress(OSError):  # others are in there, or it is not ours
+        if path.parent == platformdirs.user_runtime_path() and not _given():
+            path.parent.rmdir()
 
 
 def _given() -> bool:

@@ -193,6 +193,7 @@ class WarmServer:
             self._nanny.end()
         with contextlib.suppress(OSError):
             os.unlink(self._log_path)
+        turns.leave()
         os._exit(0)
 
     def _drain_guards(self) -> None:
