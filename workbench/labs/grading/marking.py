@@ -43,7 +43,8 @@ _LOOK_AT = {
     "imports": r"\bimportlib\b|__import__|sys\.modules|meta_path",
     "code of others": r"__code__|__globals__|__closure__|setattr\s*\(|__dict__",
     "other processes": r"os\.(?:kill|fork|exec|_exit)|subprocess|\bsignal\b|getppid",
-    "the history of a run": r"\.(?:summarise|history|weights|_runs)\s*=[^=]",
+    "the history of a run": r"\.(?:summarise|history|weights|plan|_runs)\s*=[^=]",
+    "how runs are kept": r"session\.(?:registry|results|run)\b|RunHistory|run\.json|copy\.copy",
     "the post office": r"class\s+Mail\b|Mail\.\w+\s*=|sent_bytes\s*=[^=]|sent_to\s*=[^=]",
 }
 
