@@ -79,7 +79,10 @@ def _bind(source: str, target: str, *, write: bool = False) -> None:
             pass
     _mount(source, target, "", _BIND | _REC)
     if not write:
-        for place, flags in _mounts(target):
+        found = _mounts(os.path.realpath(target))
+        if not found:
+            raise OSError(f"{target} stays writable: it is no mount")
+        for place, flags in found:
             _read_only(place, flags)
 
 
