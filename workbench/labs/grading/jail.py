@@ -166,7 +166,7 @@ def _enter(given: dict[str, Any]) -> None:
     _checked(_libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
     for place in ("/dev", "/"):  # without root they belong to the kernel's user
-        _read_only(place, _NOSUID)
+        _mount("", place, "", _REMOUNT | _BIND | _RDONLY | _NOSUID)  # devices stay devices
 
 
 def _become(uid: int) -> None:
