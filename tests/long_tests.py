@@ -804,7 +804,9 @@ RULES: list[Rule] = [
     *_rules(
         "labs/test_grading_exploits.py",
         ("test_no_lie_is_marked*", ["test_answers_that_say_nothing*"]),
-        ("test_solutions_checks*", ["test_a_place_shows_the_system*"]),
+        ("test_solutions_checks*", ["test_a_place_shows_the_system*else]"]),
+        ("test_a_place_shows*root*", ["test_a_place_shows*else]"]),
+        ("test_whoever_grades*root*", ["test_whoever_grades*else]"]),
         ("test_a_cell_that_kills_engines*", ["labs/test_grading_settling.py::test_a_cell_that_*"]),
     ),
     *_rules(

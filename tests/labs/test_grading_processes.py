@@ -153,6 +153,33 @@ def test_too_many_files_are_too_much(tmp_path, monkeypatch):
     assert watch.broken == "it had more than 20 files and folders"
 
 
+def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
+    ended, top = [], os.open(tmp_path, os.O_RDONLY)
+    for _ in range(30):
+        os.mkdir("d" * 200, dir_fd=top)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=top)
+        os.close(top)
+        top = below
+    os.close(top)
+    watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
+    until(lambda: ended)
+    watch.stop()
+    environment.remove(tmp_path)
+    assert watch.broken == "its folders were nested deeper than 3500 characters"
+
+
+def test_answers_that_fill_the_graders_own_memory_are_too_much(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.labs.grading.watch.MOST_OWN_BYTES", 20_000_000)
+    ended = []
+    watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
+    answers = os.urandom(60_000_000)
+    until(lambda: ended)
+    watch.stop()
+    assert len(answers) > 0
+    assert watch.broken.startswith("its answers filled 0.")
+
+
 def test_files_are_measured_as_the_disk_holds_them_and_links_are_not_followed(tmp_path):
     (folder := tmp_path / "folder").mkdir()
     (tmp_path / "outside").write_bytes(os.urandom(3_000_000))

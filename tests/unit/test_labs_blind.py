@@ -10,7 +10,8 @@ import pytest
 
 from workbench.errors import PlanError
 from workbench.labs import asking, blind, probing
-from workbench.labs.cases import STRATEGIES, expected
+from workbench.labs.cases import STRATEGIES
+from workbench.labs.checks.lab_9 import expected
 
 
 def history(rate, workers=1, steps=9, batch=96):

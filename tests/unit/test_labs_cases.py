@@ -10,10 +10,10 @@ from workbench.labs.cases import (
     STRATEGIES,
     choice_score,
     draw,
-    expected,
     prediction_score,
     size_of,
 )
+from workbench.labs.checks.lab_9 import expected
 
 SEEDS = range(60)
 

@@ -75,7 +75,10 @@ def test_values_that_do_not_end_or_raise_are_described_too():
     [{}, {"k": "x", "v": []}, {"k": "array", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
      {"k": "array", "dtype": "<f8", "shape": [2], "data": ""}, {"k": "int", "v": 3},
      {"k": "array", "dtype": "<f8", "shape": [-1], "data": "AAAAAAAAAAA="},
-     {"k": "dict", "v": [1]}],
+     {"k": "dict", "v": [1]},
+     {"k": "array", "dtype": "<f4", "shape": [10**10, 0], "data": ""},
+     {"k": "set", "v": [i * (2**61 - 1) for i in range(50_000)]},
+     {"k": "dict", "v": [[i * (2**61 - 1), 0] for i in range(50_000)]}, [0] * 500_000],
 )  # fmt: skip
 def test_what_pack_never_makes_is_refused(wire):
     with pytest.raises(Senseless):

@@ -158,23 +158,6 @@ def draw(seed: int, name: str, attempt: int = 0) -> Case:
     return Case(name, workers, width, tuple(factors), whole_s, latency_s, size_of(width) / carry_s)
 
 
-def expected(case: Case) -> dict[str, float]:
-    """Return the samples per second that the labs' formulae give for each strategy."""
-    n, share_s = case.workers, case.whole_s / case.workers
-    carry_s = case.size_bytes / case.bytes_per_s
-    ring_s = 2 * (n - 1) * (case.latency_s + carry_s / n)
-    server_s = 2 * (case.latency_s + carry_s)
-    slowest_s = share_s * max(case.factors)
-    pushes = (case.batch / n / (share_s * factor + server_s) for factor in case.factors)
-    rates = (
-        case.batch / case.whole_s,
-        case.batch / (slowest_s + ring_s),
-        case.batch / (slowest_s + server_s),
-        sum(pushes),
-    )
-    return dict(zip(STRATEGIES, rates, strict=True))
-
-
 def prediction_score(predicted: float, measured: float) -> float:
     """Return 1 for a prediction that is right, 0 for one that is off by a factor of 2 or more."""
     if not (0 < predicted < math.inf and 0 < measured < math.inf):

@@ -20,6 +20,8 @@ import numpy as np
 _PLAIN_KINDS = "biufc"
 _DEPTH, _ITEMS, _BYTES, _BITS, _CHARACTERS = 24, 100_000, 4_000_000, 20_000, 1_000_000
 _WORDS = 400
+_READ_ITEMS, _READ_KEYS, _READ_BYTES = 4 * _ITEMS, 5000, 16_000_000
+"""What is read of one description: keys that all have one hash take time by their square."""
 
 
 class Other:
@@ -208,53 +210,70 @@ def unpack(wire: Any) -> Any:
     """Return the value that `pack` described; nothing in it is believed.
 
     Raises:
-        Senseless: It is no description.
+        Senseless: It is no description, or a larger one than `pack` makes.
     """
     try:
-        return _unpack(wire, 0)
+        return _Unpacker().unpack(wire, 0)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise Senseless(str(error)) from None
 
 
-def _unpack(wire: Any, depth: int) -> Any:
-    if depth > 2 * _DEPTH:
-        raise Senseless("nested too deeply")
-    if wire is None or isinstance(wire, (bool, float, str)):
-        return wire
-    if isinstance(wire, int):
-        return wire if wire.bit_length() <= _BITS else Other("int", "a large number", None, False)
-    if isinstance(wire, list):
-        return [_unpack(one, depth + 1) for one in wire]
-    if not isinstance(wire, dict):
-        raise Senseless("no description")
-    return _of_kind(wire, depth)
+class _Unpacker:
+    def __init__(self) -> None:
+        self._items, self._keys = _READ_ITEMS, _READ_KEYS
 
+    def unpack(self, wire: Any, depth: int) -> Any:
+        self._items -= 1
+        if depth > 2 * _DEPTH or self._items < 0:
+            raise Senseless("nested too deeply, or too much of it")
+        if wire is None or isinstance(wire, (bool, float, str)):
+            return wire
+        if isinstance(wire, int):
+            large = wire.bit_length() > _BITS
+            return Other("int", "a large number", None, False) if large else wire
+        if isinstance(wire, list):
+            return [self.unpack(one, depth + 1) for one in wire]
+        if not isinstance(wire, dict):
+            raise Senseless("no description")
+        return self._of_kind(wire, depth)
 
-def _of_kind(wire: dict[str, Any], depth: int) -> Any:
-    kind = wire["k"]
-    if kind == "none":
-        return Ellipsis if wire["v"] == "Ellipsis" else NotImplemented
-    if kind == "int":
-        return _unpack(int(_text(wire["v"]), 16), depth)
-    if kind == "float":
-        return float(_text(wire["v"]))
-    if kind == "run":
-        name, workers, sent_bytes = _list(wire["v"])
-        return NamedRun(_text(name), int(workers), float(sent_bytes))
-    if kind in ("array", "scalar"):
-        return _array(wire, kind)
-    if kind == "other":
-        return _described(wire, depth)
-    items = _list(wire["v"])
-    if kind == "dict":
-        pairs = [[_unpack(one, depth + 1) for one in _list(pair)] for pair in items]
-        return {_hashable(key): value for key, value in pairs}
-    values = [_unpack(one, depth + 1) for one in items]
-    if kind == "tuple":
-        return tuple(values)
-    if kind == "set":
-        return {_hashable(one) for one in values}
-    raise Senseless("an unknown kind")
+    def _of_kind(self, wire: dict[str, Any], depth: int) -> Any:
+        kind = wire["k"]
+        if kind == "none":
+            return Ellipsis if wire["v"] == "Ellipsis" else NotImplemented
+        if kind == "int":
+            return self.unpack(int(_text(wire["v"]), 16), depth)
+        if kind == "float":
+            return float(_text(wire["v"]))
+        if kind == "run":
+            name, workers, sent_bytes = _list(wire["v"])
+            return NamedRun(_text(name), int(workers), float(sent_bytes))
+        if kind in ("array", "scalar"):
+            return _array(wire, kind)
+        if kind == "other":
+            return self._described(wire, depth)
+        items = _list(wire["v"])
+        if kind in ("dict", "set"):
+            self._keys -= len(items)
+            if self._keys < 0:
+                raise Senseless("too many keys")
+        if kind == "dict":
+            pairs = [[self.unpack(one, depth + 1) for one in _list(pair)] for pair in items]
+            return {_hashable(key): value for key, value in pairs}
+        values = [self.unpack(one, depth + 1) for one in items]
+        if kind == "tuple":
+            return tuple(values)
+        if kind == "set":
+            return {_hashable(one) for one in values}
+        raise Senseless("an unknown kind")
+
+    def _described(self, wire: dict[str, Any], depth: int) -> Other:
+        number = None if wire["number"] is None else float(_text(wire["number"]))
+        kind, words = (_text(wire[name])[:_WORDS] for name in ("kind", "words"))
+        if "items" in wire:
+            items = [self.unpack(one, depth + 1) for one in _list(wire["items"])]
+            return Items(kind, words, number, items)
+        return Other(kind, words, number, wire["callable"] is True)
 
 
 def _array(wire: dict[str, Any], kind: str) -> Any:
@@ -264,18 +283,11 @@ def _array(wire: dict[str, Any], kind: str) -> Any:
     shape = tuple(_list(wire["shape"]))
     if not all(type(one) is int and one >= 0 for one in shape):
         raise Senseless("no shape")
+    if math.prod(max(one, 1) for one in shape) * dtype.itemsize > _READ_BYTES:
+        raise Senseless("too large")  # also where another axis is empty: a sum along it would be
     data = base64.b64decode(_text(wire["data"]), validate=True)
     found = np.frombuffer(data, dtype).reshape(shape).copy()
     return found if kind == "array" else found.reshape(())[()]
-
-
-def _described(wire: dict[str, Any], depth: int) -> Other:
-    number = None if wire["number"] is None else float(_text(wire["number"]))
-    kind, words = (_text(wire[name])[:_WORDS] for name in ("kind", "words"))
-    if "items" in wire:
-        items = [_unpack(one, depth + 1) for one in _list(wire["items"])]
-        return Items(kind, words, number, items)
-    return Other(kind, words, number, wire["callable"] is True)
 
 
 def _hashable(value: Any) -> Any:

@@ -134,6 +134,11 @@ def through_server(c: Check) -> None:
         )
     run = c.run((names or ["central-3"])[0])
     gradient_bytes = _step_bytes(run) / run.plan.workers
+    c.need(
+        gradient_bytes > 0,
+        f"In the run {run.name!r} nothing was sent.",
+        "run its cell again: its workers send their gradients to a server",
+    )
     for workers in (2, 5):
         value = c.number_from("through_server", NamedRun(run.name, workers, gradient_bytes))
         c.need(

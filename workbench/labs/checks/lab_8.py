@@ -259,7 +259,8 @@ def interval(c: Check) -> None:
 def _apart(weights: Any, others: Any) -> float:
     if set(weights) != set(others):
         return math.inf
-    return max(float(np.abs(weights[name] - others[name]).max()) for name in others)
+    apart = [np.abs(weights[name] - others[name]).max() for name in others]
+    return float(np.max(apart))  # NaN stays NaN
 
 
 def _task() -> tuple[list[list[float]], list[list[list[float]]]]:

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .environment import kept
+from .limits import GB
 
 How = Literal["namespaces", "user", ""]
 
 _PACKAGES = Path(__file__).resolve().parents[3]
+_CHECKS = Path("workbench", "labs", "checks")
+_INSTALLED = ("lib*/python3*/*-packages", "lib*/python3/*-packages", "python3*/*-packages",
+              "*/lib/python3*/site-packages", "*/*/lib/python3*/site-packages",
+              "pkgs/*/site-packages")  # fmt: skip
 _UIDS = range(58_000, 60_000)
 _PROBE_S = 60.0
 _PROBE = """
@@ -39,16 +44,22 @@ class Isolation:
     Attributes:
         how: `namespaces`, `user`, or empty where there is nothing.
         why: Why there is no more, in words.
+        network: Whether kernels reach the network that we reach.
+        hidden: Files and folders that no kernel is to see, such as what others have handed in.
     """
 
     how: How = ""
     why: str = ""
+    network: bool = True
+    hidden: Sequence[str] = ()
 
     @property
     def words(self) -> str:
         """One line for the head of the report."""
         if self.how == "namespaces":
-            return "isolated: cells cannot read or signal the process that marks, nor see its files"
+            said = "isolated: cells cannot read or signal the process that marks, nor see its files"
+            more = f" (but they reach the network: {self.why})"
+            return said + more if self.network else said
         if self.how == "user":
             return ("isolated as another user: cells cannot signal the process that marks, but "
                     f"read what every user may ({self.why})")  # fmt: skip
@@ -56,7 +67,10 @@ class Isolation:
 
     def to_wire(self) -> dict[str, Any]:
         """The same, JSON-ready."""
-        return {"isolated": bool(self.how), "how": self.how or "not isolated", "words": self.words}
+        return {
+            "isolated": bool(self.how), "how": self.how or "not isolated",
+            "network": self.network, "words": self.words,
+        }  # fmt: skip
 
 
 NOTHING = Isolation("", "it was not asked for")
@@ -66,22 +80,25 @@ def find_out() -> Isolation:
     """Return the best that works here: each is tried with a real process."""
     if not sys.platform.startswith("linux"):
         return Isolation("", f"{sys.platform} has no namespaces")
-    why = _tried("namespaces")
+    why = _tried(Isolation("namespaces", network=False))
     if not why:
-        return Isolation("namespaces")
+        return Isolation("namespaces", network=False)
+    if not _tried(Isolation("namespaces")):
+        return Isolation("namespaces", why)
     if os.getuid() == 0:
-        more = _tried("user")
+        more = _tried(Isolation("user"))
         return Isolation("user", why) if not more else Isolation("", f"{why}; {more}")
     return Isolation("", why)
 
 
-def _tried(how: How) -> str:
+def _tried(isolation: Isolation) -> str:
     """Return why a place of this kind cannot be had; empty where it can."""
+    how = isolation.how
     try:
         with tempfile.TemporaryDirectory(prefix="wbg-") as made:
             folder = Path(made).resolve() / "probe"
             folder.mkdir()
-            place = Place(Isolation(how), folder, stubs=None)
+            place = Place(isolation, folder, stubs=None)
             hidden = [] if how == "user" else [made + "/secret", *map(str, solutions())]
             (folder.parent / "secret").touch()
             command = place.command("-c", _PROBE, str(os.getpid()), *hidden)
@@ -103,10 +120,14 @@ class Place:
     Args:
         folder: Its own; it is handed to the user that the kernel becomes.
         stubs: A folder that stands in for the checks; None leaves them there.
+        memory_bytes: What may be held in shared memory.
     """
 
-    def __init__(self, isolation: Isolation, folder: Path, stubs: Path | None) -> None:
-        self._how, self._folder, self._stubs = isolation.how, folder, stubs
+    def __init__(
+        self, isolation: Isolation, folder: Path, stubs: Path | None, memory_bytes: int = GB
+    ) -> None:
+        self._isolation, self._how = isolation, isolation.how
+        self._folder, self._stubs, self._memory_bytes = folder, stubs, memory_bytes
         self.uid = _spare_uid() if isolation.how and os.getuid() == 0 else 0
 
     def hand_over(self) -> None:
@@ -131,7 +152,10 @@ class Place:
         if self._how == "namespaces":
             root = self._folder.parent / f"{self._folder.name}-root"
             root.mkdir(mode=0o755)
-            given |= {"root": str(root), "readable": readable(), "instead": self._instead()}
+            given |= {
+                "root": str(root), "readable": readable(), "instead": self._instead(),
+                "network": self._isolation.network, "memory_bytes": self._memory_bytes,
+            }  # fmt: skip
         launcher = [
             os.path.realpath(sys.executable),
             "-I",
@@ -143,7 +167,14 @@ class Place:
     def _instead(self) -> list[tuple[str, str]]:
         nothing = self._folder.parent / f"{self._folder.name}-none"
         nothing.mkdir(mode=0o755)
-        found = [(str(one), str(nothing)) for one in solutions()]
+        (empty := nothing.with_name(f"{nothing.name}-file")).touch(mode=0o644)
+        hidden = [*solutions(), *_beside(), *map(Path, self._isolation.hidden)]
+        needed = [Path(one) for one in (*readable(), str(self._folder))]
+        found = [
+            (str(one), str(nothing if one.is_dir() else empty))
+            for one in hidden
+            if not one.is_symlink() and not any(one in (at, *at.parents) for at in needed)
+        ]
         if self._stubs is not None:
             found += [(str(one), str(self._stubs)) for one in _checks()]
         return found
@@ -169,12 +200,29 @@ def _spare_uid() -> int:
 
 
 def _paths() -> list[Path]:
-    return [Path(one).absolute() for one in dict.fromkeys([*sys.path, str(_PACKAGES)]) if one]
+    found = [Path(one).absolute() for one in dict.fromkeys([*sys.path, str(_PACKAGES)]) if one]
+    return [one for one in found if one != Path("/")]  # it is there where `-m` runs in it
 
 
 def _checks() -> list[Path]:
-    found = [path / "workbench" / "labs" / "checks" for path in _paths()]
-    return [one for one in found if one.is_dir()]
+    """Return the folders with checks, also those of other installations that can be read."""
+    found = {path / _CHECKS for path in _paths()}
+    for place in {*readable(), "/usr", "/usr/local"}:
+        for pattern in _INSTALLED:
+            found |= set(Path(place).glob(f"{pattern}/{_CHECKS}"))
+    return sorted(one for one in found if one.is_dir())
+
+
+def _is_clone(path: Path) -> bool:
+    """Whether a path of Python's holds a clone of Workbench, and not installed packages."""
+    installed = path.name in ("site-packages", "dist-packages")
+    return not installed and (path / _CHECKS).parent.is_dir()
+
+
+def _beside() -> list[Path]:
+    """Return what lies in a clone beside its package: its history holds solutions too."""
+    clones = [path for path in _paths() if _is_clone(path)]
+    return [one for path in clones for one in path.iterdir() if one.name != "workbench"]
 
 
 def solutions() -> list[Path]:
@@ -187,9 +235,7 @@ def readable() -> list[str]:
     """Return what Python needs beside the system: itself, its packages, Workbench."""
     found: list[Path] = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.executable)]
     found.append(Path(os.path.realpath(sys.executable)).parents[1])
-    for path in _paths():
-        own = (path / "workbench").is_dir() and path.name not in ("site-packages", "dist-packages")
-        found.append(path / "workbench" if own else path)
+    found += [path / "workbench" if _is_clone(path) else path for path in _paths()]
     for name in ("LD_LIBRARY_PATH", "CUDA_HOME", "CONDA_PREFIX"):
         found += [Path(one) for one in os.environ.get(name, "").split(os.pathsep) if one]
     return _outermost(

@@ -3,22 +3,31 @@
 Run as a program it makes that place and becomes the kernel in it; only Python's own modules are
 used, since it begins with the rights of whoever grades. `isolation` finds out what is possible.
 
-    namespaces  own mounts (an empty root with what Python needs, read-only), own processes; where
-                the grader is root another user id too, else a user namespace
+    namespaces  own mounts (an empty root with what Python needs, read-only), own processes, and
+                where that can be had a network of its own, which leads nowhere; where the grader
+                is root another user id too, else a user namespace
     user        another user id alone: files that every user may read can be read
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import glob
 import json
 import os
+import re
 import signal
+import socket
 import stat
+import struct
 import sys
 from typing import Any, NoReturn
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
+_NEWNET = 0x40000000
+_SIOCSIFFLAGS, _UP_AND_RUNNING = 0x8914, 0x41
+_KEYCTL, _JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _PDEATHSIG, _NO_NEW_PRIVS = 1, 38
@@ -32,11 +41,17 @@ _SYSTEM = (
     "libx32",
     "usr",
     "etc",
-    "opt",
     "nix",
     "sys",
-    "run",
 )
+_LIBRARIES = ("/opt/rocm*", "/opt/cuda*", "/opt/nvidia*", "/opt/intel*", "/run/opengl-driver*")
+"""No more of `/run`: its sockets (a session's bus, containers) start processes outside; nor of
+`/opt`, where courses lie."""
+_FLAGS = {
+    "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1 << 10, "nodiratime": 1 << 11,
+    "relatime": 1 << 21,
+}  # fmt: skip
+_TMP_BYTES = 256_000_000
 _MADE = ("null", "zero", "full", "random", "urandom")
 _COMPUTE = ("nvidia", "dri", "kfd")
 
@@ -64,9 +79,35 @@ def _bind(source: str, target: str, *, write: bool = False) -> None:
             pass
     _mount(source, target, "", _BIND | _REC)
     if not write:
-        for more in (_NOSUID | _NODEV, _NOSUID, 0):
-            if _libc.mount(b"", target.encode(), b"", _REMOUNT | _BIND | _RDONLY | more, b"") == 0:
-                break
+        found = _mounts(os.path.realpath(target))
+        if not found:
+            raise OSError(f"{target} stays writable: it is no mount")
+        for place, flags in found:
+            _read_only(place, flags)
+
+
+def _mounts(below: str) -> list[tuple[str, int]]:
+    """Return what is mounted at a place and below it, with the flags it has."""
+    found: dict[str, int] = {}
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            words = line.split()
+            place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), words[4])
+            if place == below or place.startswith(below + "/"):
+                found[place] = sum(_FLAGS.get(word, 0) for word in words[5].split(","))
+    return list(found.items())
+
+
+def _read_only(place: str, flags: int) -> None:
+    """Let nothing be written there: a remount holds for one mount, not for those in it."""
+    as_it_is = _REMOUNT | _BIND | _RDONLY | flags
+    for more in (_NOSUID | _NODEV, _NOSUID, 0):
+        if _libc.mount(b"", os.fsencode(place), b"", as_it_is | more, b"") == 0:
+            return
+    if os.path.isdir(place):  # what cannot be made so is covered
+        _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV | _RDONLY, "size=4k")
+        return
+    raise OSError(f"{place} stays writable")
 
 
 def _devices(root: str) -> None:
@@ -84,8 +125,8 @@ def _devices(root: str) -> None:
         os.symlink(f"/proc/self/fd{to}", f"{root}/dev/{name}")
 
 
-def _system(root: str) -> None:
-    """Show what every program needs."""
+def _system(root: str, memory_bytes: int) -> None:
+    """Show what every program needs; what is kept in memory has a bound."""
     for name in os.listdir("/"):
         place = f"/{name}"
         if name not in _SYSTEM:
@@ -95,9 +136,12 @@ def _system(root: str) -> None:
         elif os.path.isdir(place):
             _bind(place, root + place)
     _devices(root)
-    for place, mode in ((f"{root}/dev/shm", "1777"), (f"{root}/tmp", "1777")):
+    for found in _LIBRARIES:
+        for place in glob.glob(found):
+            _bind(place, root + place)
+    for place, size_bytes in ((f"{root}/dev/shm", memory_bytes), (f"{root}/tmp", _TMP_BYTES)):
         os.makedirs(place, exist_ok=True)
-        _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"mode={mode}")
+        _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={size_bytes}")
     os.makedirs(f"{root}/proc", exist_ok=True)
 
 
@@ -106,22 +150,28 @@ def _enter(given: dict[str, Any]) -> None:
     root = given["root"]
     _mount("none", "/", "", _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "mode=0755,size=16m")
-    _system(root)
+    _system(root, given["memory_bytes"])
     for place in given["readable"]:
         if not os.path.lexists(root + place) or not os.path.samefile(place, root + place):
             _bind(place, root + place)
     for place, stand_in in given["instead"]:
-        if os.path.lexists(root + place):
+        if os.path.exists(root + place):
             _mount(stand_in, root + place, "", _BIND)
+            _read_only(root + place, 0)
     _bind(given["folder"], root + given["folder"], write=True)
+    # While the old one is in sight: a user namespace may not mount it otherwise.
+    _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV)
     os.chdir(root)
     _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
+    for place in ("/dev", "/"):  # without root they belong to the kernel's user
+        _mount("", place, "", _REMOUNT | _BIND | _RDONLY | _NOSUID)  # devices stay devices
 
 
 def _become(uid: int) -> None:
-    """Become another user, with no right beyond; nothing that is run gives one back."""
+    """Become another user, with no right or key beyond; nothing that is run gives one back."""
+    _libc.syscall(_KEYCTL.get(os.uname().machine, -1), _JOIN_SESSION_KEYRING, None)
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -129,9 +179,9 @@ def _become(uid: int) -> None:
     _checked(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
-def _unshare(uid: int) -> None:
+def _unshare(uid: int, *, network: bool) -> None:
     mine = (os.getuid(), os.getgid())
-    flags = _NEWNS | _NEWPID | _NEWIPC | (0 if uid else _NEWUSER)
+    flags = _NEWNS | _NEWPID | _NEWIPC | (0 if uid else _NEWUSER) | (0 if network else _NEWNET)
     _checked(_libc.unshare(flags), "unshare")
     if not uid:
         for name, words in (
@@ -140,6 +190,10 @@ def _unshare(uid: int) -> None:
         ):  # fmt: skip
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(words)
+    if not network:  # the kernel and its engines talk to each other
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+            up = struct.pack("16sh22x", b"lo", _UP_AND_RUNNING)
+            fcntl.ioctl(any_.fileno(), _SIOCSIFFLAGS, up)
 
 
 def _attend(pid: int) -> NoReturn:
@@ -170,12 +224,11 @@ def main() -> None:
         _become(given["uid"])
         os.execv(command[0], command)
     os.setsid() if os.getpid() != os.getsid(0) else None
-    _unshare(given["uid"])
+    _unshare(given["uid"], network=given["network"])
     if first := os.fork():
         _attend_first(first)
     _libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _enter(given)
-    _mount("proc", "/proc", "proc", _NOSUID | _NODEV)
     if kernel := os.fork():
         _become(given["uid"])
         _attend(kernel)

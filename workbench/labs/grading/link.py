@@ -32,7 +32,9 @@ START_S = 90.0
 LEAVE_S = 8.0
 POLL_MS = 50
 MOST_REPLY_BYTES = 16_000_000
+MOST_ERROR_CHARACTERS = 5000
 MOST_RUNS = 200
+MOST_FACTS_BYTES = 100_000_000
 
 
 class Gone(Exception):
@@ -80,6 +82,7 @@ class Link:
         connection.write_text(json.dumps(wire), encoding="utf-8")
         connection.chmod(0o600)
         self._log = folder / "kernel.log"
+        self._facts_bytes = 0
         self.lab = lab
         self.known: dict[str, dict[str, Any]] = {}
         """Facts of the runs that the lab's own cells have made."""
@@ -87,7 +90,7 @@ class Link:
         """How many engines the lab's own cells have started."""
         stubs = write_stubs(folder.parent / f"{folder.name}-checks", lab) if isolation.how else None
         with processes.starting, self._log.open("wb") as log:
-            place = Place(isolation, folder, stubs)
+            place = Place(isolation, folder, stubs, limits.memory_bytes)
             self.process = subprocess.Popen(
                 place.command("-m", "workbench.labs.grading.kernel"),
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True,
@@ -164,10 +167,12 @@ class Link:
     def remember(self, runs: object) -> None:
         """Take the facts of runs that the lab's own cell has made: no later cell changes them."""
         for name in runs if isinstance(runs, dict) else {}:
-            if name not in self.known and len(self.known) < MOST_RUNS:
+            room = len(self.known) < MOST_RUNS and self._facts_bytes < MOST_FACTS_BYTES
+            if name not in self.known and room:
                 answer = self.ask("run", name=name).answer or {}
                 if "facts" in answer:
                     self.known[name] = {"facts": answer["facts"]}
+                    self._facts_bytes += len(json.dumps(answer["facts"]))
 
     def check(self, number: str, limit_s: float) -> Reply:
         """Make the check of an exercise, here: the kernel is only asked for plain data.
@@ -216,8 +221,10 @@ class Link:
             raise Gone(f"it took longer than {limit_s:g} s and heeded no interrupt")
         error = ""
         if content.get("status") == "error":
-            error = f"{content.get('ename')}: {content.get('evalue')}"
+            error = f"{content.get('ename')}: {content.get('evalue')}"[:MOST_ERROR_CHARACTERS]
         answer = content.get(self._nonce)
+        if not isinstance(answer, dict):  # a kernel may answer with anything
+            answer = None
         return Reply(error, interrupted, time.monotonic() - began, answer)
 
     def _send(self, socket: zmq.Socket[bytes], kind: str, content: dict[str, Any]) -> str:
@@ -228,12 +235,14 @@ class Link:
 
     def _reply(self, number: str, until: float) -> dict[str, Any] | None:
         """Return the reply to a message; None when it has not come by then."""
-        while True:
-            while self._shell.poll(POLL_MS):
+        while True:  # a look at the time after each message: a kernel may send without end
+            if self._shell.poll(POLL_MS):
                 with contextlib.suppress(Exception):  # what is no message of Jupyter's
                     _, message = self._session.recv(self._shell, mode=zmq.NOBLOCK)
                     if message and message["parent_header"].get("msg_id") == number:
                         return dict(message["content"])
+                if time.monotonic() < until and not self.watch.broken:
+                    continue  # what was sent before an end comes before the end
             if self.watch.broken:
                 raise Gone(self.watch.broken)
             if self.process.poll() is not None:

@@ -12,9 +12,12 @@ from typing import Any
 from ...errors import WorkbenchError
 from ..asking import check as look
 from ..exercise import exercises
+from ..limit import Late, at_most
 from ..side import Wire
 
 _MOST_FINDINGS, _MOST_CHARACTERS = 50, 2000
+_OWN_S = 30.0
+"""For what a check reckons itself, beyond the time that answers may take and are waited for."""
 
 _STUB = '''"""In place of the checks of lab {lab}, which another process makes."""
 
@@ -34,12 +37,14 @@ _LOOK_AT = {
     "the grader's names": r"_inside\b|_labs_|\bGuard\b|\bgrading\b",
     "frames": r"_getframe|f_locals|f_back|tb_frame|currentframe",
     "solutions": r"solutions|lab_\d+\.md",
-    "the memory": r"gc\.get_|\bctypes\b|id\s*\(.*\)\s*\)\s*\.contents",
+    "the memory": r"gc\.get_|\bctypes\b|\.contents\b",
     "/proc": r"/proc\b",
+    "a case's hidden numbers": r"\.(?:whole_s|latency_s|bytes_per_s|faults|link)\b|labs\.cases",
     "imports": r"\bimportlib\b|__import__|sys\.modules|meta_path",
     "code of others": r"__code__|__globals__|__closure__|setattr\s*\(|__dict__",
     "other processes": r"os\.(?:kill|fork|exec|_exit)|subprocess|\bsignal\b|getppid",
-    "the history of a run": r"\.(?:summarise|history|weights|_runs)\s*=[^=]",
+    "the history of a run": r"\.(?:summarise|history|weights|plan|_runs)\s*=[^=]",
+    "how runs are kept": r"session\.(?:registry|results|run)\b|RunHistory|run\.json|copy\.copy",
     "the post office": r"class\s+Mail\b|Mail\.\w+\s*=|sent_bytes\s*=[^=]|sent_to\s*=[^=]",
 }
 
@@ -88,8 +93,13 @@ class Told:
         self._send, self._known, self._workers = send, known, workers
         self._until = time.monotonic() + limit_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the answers must have come."""
+        return self._until - time.monotonic()
+
     def _told(self, do: str, **what: Any) -> Wire:
-        left_s = self._until - time.monotonic()
+        left_s = self.left_s
         found = None if left_s <= 0 else self._send({"do": do, **what}, left_s)
         if found is None:
             raise OutOfTime
@@ -129,8 +139,9 @@ def mark(number: str, told: Told) -> tuple[dict[str, Any], bool]:
     """Return what a check says of an answer, and whether its time was over."""
     late = False
     try:
-        report = look(number, told).to_wire()
-    except OutOfTime:
+        with at_most(max(told.left_s, 0) + _OWN_S):
+            report = look(number, told).to_wire()
+    except (OutOfTime, Late):
         late = True
         words = "The check was stopped at the time limit: code of the answer did not end."
         finding = {"right": False, "words": words, "hint": "does every loop and every receive end?"}

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,7 +53,8 @@ def grade(
     hidden = processes.hide()  # the environment that we were started with may hold secrets
     before = set(psutil.Process().children())
     ours = processes.adopt()
-    runners = _Runners(notebooks, canonical, limits or Limits(), isolation or find_out())
+    kept_apart = replace(isolation or find_out(), hidden=_not_for_students(paths, canonical))
+    runners = _Runners(notebooks, canonical, limits or Limits(), kept_apart)
     try:
         with ThreadPoolExecutor(jobs) as pool:
             try:
@@ -71,6 +72,12 @@ def grade(
             processes.adopt(False)
         if hidden:
             processes.hide(False)
+
+
+def _not_for_students(paths: Sequence[Path], canonical: Path | None) -> list[str]:
+    """Return where notebooks lie that were handed in, and their files."""
+    files = {path.absolute() for path in (*paths, *filter(None, [canonical])) if path.exists()}
+    return [str(one) for one in (*sorted({file.parent for file in files}), *sorted(files))]
 
 
 def _new(me: psutil.Process, before: set[psutil.Process]) -> list[psutil.Process]:

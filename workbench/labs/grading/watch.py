@@ -18,6 +18,10 @@ EVERY_S = 0.25
 SOON_S = 0.05
 """The pause while more than half of the memory is used."""
 DISK_EVERY_S = 2.0
+MOST_OWN_BYTES = GB
+"""What answers may fill of the grader's own memory."""
+MOST_PATH = 3500
+"""Characters; the system takes 4096, and what lies deeper could not be counted."""
 SHARE = 3
 """A pause is at least so many times as long as the look before it."""
 
@@ -35,6 +39,7 @@ class Watch:
         self._limits, self._family, self._end, self._folder = limits, family, end, folder
         self._disk_at = time.monotonic() + DISK_EVERY_S
         self._over = threading.Event()
+        self._own_bytes = _own_bytes()
         self.broken = ""
         """Which limit was passed, in words; empty while none was."""
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -64,10 +69,14 @@ class Watch:
         """See whether they hold too much memory; return the pause until the next look."""
         most_bytes, began = self._limits.memory_bytes, time.monotonic()
         held = processes.memory_bytes(family, most_bytes)
+        own = _own_bytes() - self._own_bytes
         if held > most_bytes:
             allowed = f"{self._limits.memory_gb:g} GB are allowed"
             self.broken = f"it used {held / GB:.1f} GB of memory: {allowed}"
-        pause_s = SOON_S if held > most_bytes / 2 else EVERY_S
+        elif own > MOST_OWN_BYTES:
+            self.broken = f"its answers filled {own / GB:.1f} GB of the grader's memory"
+        soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
+        pause_s = SOON_S if soon else EVERY_S
         return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times beside us
 
     def _measure(self) -> float:
@@ -77,16 +86,26 @@ class Watch:
         if size_bytes > self._limits.disk_bytes:
             allowed = f"{self._limits.disk_gb:g} GB are allowed"
             self.broken = f"its files held {size_bytes / GB:.1f} GB or more: {allowed}"
+        elif files == TOO_DEEP:
+            self.broken = f"its folders were nested deeper than {MOST_PATH} characters"
         elif files > MOST_FILES:
             self.broken = f"it had more than {MOST_FILES} files and folders"
         self._disk_at = time.monotonic() + DISK_EVERY_S
         return SHARE * (self._disk_at - DISK_EVERY_S - began)
 
 
+TOO_DEEP = -1
+
+
+def _own_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
 def on_disk(folder: Path, enough_bytes: int, enough_files: int) -> tuple[int, int]:
     """Return what the files below a folder hold on disk, and how many there are.
 
-    A count ends when it comes to more than enough, so a look takes a bounded time.
+    A count ends when it comes to more than enough, so a look takes a bounded time; and where a
+    folder lies too deep to be looked into, with `TOO_DEEP` files.
     """
     waiting, size_bytes, files = [os.fspath(folder)], 0, 0
     while waiting:
@@ -96,6 +115,8 @@ def on_disk(folder: Path, enough_bytes: int, enough_files: int) -> tuple[int, in
                 with contextlib.suppress(OSError):
                     size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
+                        if len(os.fsencode(entry.path)) > MOST_PATH:
+                            return size_bytes, TOO_DEEP
                         waiting.append(entry.path)
                 if size_bytes > enough_bytes or files > enough_files:
                     return size_bytes, files
