@@ -1,5 +1,6 @@
 """A warm parent that gives no answer."""
 
+import queue
 import signal
 import socket
 import subprocess
@@ -26,3 +27,27 @@ def test_a_parent_that_is_halted_is_not_waited_for(monkeypatch):
         with pytest.raises(ClusterError, match=halted):
             wire.ask("status", timeout_s=20)
         child.kill()
+
+
+def test_the_end_of_a_process_is_told_although_its_parent_is_halted(monkeypatch):
+    monkeypatch.setattr(warm_wire, "LOOK_S", 0.05)
+    wire, told = warm_wire.WarmWire(), queue.Queue()
+    wire.on_exit(told.put)
+    ours, theirs = socket.socketpair()
+    parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with theirs, parent, child:
+        wire._sock, wire._process = ours, parent
+        wire._forked.add(child.pid)
+        wire._begin_to_read()
+        parent.send_signal(signal.SIGSTOP)
+        child.kill()  # and nobody reaps it
+        end = told.get(timeout=30)
+        assert (end.pid, end.code, end.signal) == (child.pid, None, signal.SIGKILL)
+        wire._take({"event": "exit", "pid": child.pid, "code": None, "signal": 9})
+        assert told.empty()
+        wire._stopped = True
+        ours.shutdown(socket.SHUT_RDWR)
+        wire._reader.join(10)
+        ours.close()
+        parent.kill()

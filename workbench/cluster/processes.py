@@ -98,6 +98,20 @@ def lives(pid: int) -> bool:
         return False
 
 
+def left_unreaped(pid: int) -> Exit | None:
+    """Return how a process ended that its parent has not reaped; None where it lives, or is gone.
+
+    Source: proc_pid_stat(5), `state` and `exit_code`, which is a status as waitpid(2) gives it.
+    """
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+        if fields[0] != b"Z":
+            return None
+        code = os.waitstatus_to_exitcode(int(fields[49]))
+        return Exit(pid, code if code >= 0 else None, -code if code < 0 else None)
+    return None
+
+
 def is_halted(pid: int) -> bool:
     """Whether a process was stopped by a signal (SIGSTOP), so that it does nothing."""
     # Asked at each cell: the file itself is read in a tenth of the time that psutil takes.

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from ..errors import ClusterError
-from .processes import Exit, ExitCallback, is_halted
+from .processes import Exit, ExitCallback, is_halted, left_unreaped
 
 log = logging.getLogger("workbench.cluster")
 
@@ -59,6 +59,7 @@ class WarmWire:
         self._log_path = ""
         self._failure = ""
         self._stopped = self._released = False
+        self._over = threading.Event()
         self.on_taken: Callable[[int], None] = lambda pid: None
         """Called with the pid of a kernel that took the kept cluster over from us."""
 
@@ -145,6 +146,17 @@ class WarmWire:
     def _begin_to_read(self) -> None:
         self._reader = threading.Thread(target=self._read, name="workbench-warm", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._look, name="workbench-warm-look", daemon=True).start()
+
+    def _look(self) -> None:
+        """Tell of the ends of processes while the parent, which is halted, does not."""
+        while not self._over.wait(LOOK_S):
+            process = self._process
+            if process is None or not is_halted(process.pid):
+                continue
+            for pid in list(self._forked - self._exits.keys()):
+                if (end := left_unreaped(pid)) is not None:
+                    self._ended(end)
 
     def _read(self) -> None:
         sock = self._sock
@@ -152,6 +164,7 @@ class WarmWire:
         with contextlib.suppress(OSError), sock.makefile("rb") as lines:
             for line in lines:
                 self._take(json.loads(line))
+        self._over.set()
         with self._lock:
             if not self._stopped:
                 self._failure = self._failure or "The warm parent ended."
@@ -196,6 +209,8 @@ class WarmWire:
 
     def _ended(self, end: Exit) -> None:
         with self._lock:
+            if end.pid in self._exits:  # told already, while the parent was halted
+                return
             self._exits[end.pid] = end
             callbacks = list(self._callbacks)
         for callback in callbacks:
