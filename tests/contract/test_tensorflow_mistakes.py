@@ -123,7 +123,7 @@ def test_a_model_that_needs_no_labels_trains_without():
         "    def __init__(self):\n        super().__init__()\n"
         "        self.layer = keras.layers.Dense(4)\n"
         "    def call(self, x):\n        return self.layer(x)\n"
-        "    def compute_loss(self, x=None, y=None, y_pred=None, **more):\n"
+        "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **more):\n"
         "        return keras.ops.mean((x - y_pred) ** 2)\n"
         "model = Own()\nmodel.compile('sgd', 'mse')\nmodel.fit(x, batch_size=32)"
     )
