@@ -36,9 +36,11 @@ from .marks import GROUP, doing, waits_in
 GROUP_TIMEOUT = timedelta(minutes=30)
 DESTROY_S = 5.0
 STORE_TIMEOUT = timedelta(seconds=60)
-CONNECT_S = 5.0
+PROBE_S = 5.0
+CONNECT_S = 12.0
 """How long torch tries to reach the store. It waits in C++, where an interrupt only breaks the
-connection, and would try again until then. What listens is there at once, however busy it is."""
+connection, and would try again until then. What listens is there at once, however busy it is; but
+torch asks DNS for the name of what it reached (pytorch#159007): 5 s where an answer is lost."""
 
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
@@ -126,7 +128,7 @@ def _connect_store(spec: RunSpec) -> Any:
     stores: Any = dist  # the stores are there, but not declared as exported
     try:
         # Where nobody listens torch would go on trying.
-        socket.create_connection((host, port), CONNECT_S).close()
+        socket.create_connection((host, port), PROBE_S).close()
         store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
