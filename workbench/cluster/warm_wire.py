@@ -56,6 +56,7 @@ class WarmWire:
         self._process: subprocess.Popen[bytes] | psutil.Process | None = None
         self._sock: socket.socket | None = None
         self._reader: threading.Thread | None = None
+        self._looker: threading.Thread | None = None
         self._log_path = ""
         self._failure = ""
         self._stopped = self._released = False
@@ -146,7 +147,8 @@ class WarmWire:
     def _begin_to_read(self) -> None:
         self._reader = threading.Thread(target=self._read, name="workbench-warm", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._look, name="workbench-warm-look", daemon=True).start()
+        self._looker = threading.Thread(target=self._look, name="workbench-warm-look", daemon=True)
+        self._looker.start()
 
     def _look(self) -> None:
         """Tell of the ends of processes while the parent, which is halted, does not."""
@@ -165,6 +167,8 @@ class WarmWire:
             for line in lines:
                 self._take(json.loads(line))
         self._over.set()
+        if self._looker is not None:
+            self._looker.join(LOOK_S)
         with self._lock:
             if not self._stopped:
                 self._failure = self._failure or "The warm parent ended."
