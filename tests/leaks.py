@@ -64,7 +64,7 @@ FILES = {
     r"^/memfd:": "memory that a library maps, for the process",
 }
 """Open files, by pattern, that stay, and why."""
-GROUND = re.compile(r"^workbench-(router|warm|watch-\d+|engines|prewarm|idle|vitals)$")
+GROUND = re.compile(r"^workbench-(router|warm|warm-look|watch-\d+|engines|prewarm|idle|vitals)$")
 """Threads that serve a cluster as long as it lives, and come and go with its engines."""
 
 
