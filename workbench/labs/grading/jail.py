@@ -223,7 +223,8 @@ def main() -> None:
         os.chdir(given["cwd"])
         _become(given["uid"])
         os.execv(command[0], command)
-    os.setsid() if os.getpid() != os.getsid(0) else None
+    if os.getpid() != os.getsid(0):
+        os.setsid()
     _unshare(given["uid"], network=given["network"])
     if first := os.fork():
         _attend_first(first)
