@@ -129,6 +129,7 @@ class Round:
         by_itself: Whether the cell ended without an interrupt of ours.
         state: Of its run; empty: there was none.
         said: The cell's error.
+        before: The step that was named and done because an earlier round had broken something.
         steps: What was done because a message said so.
         after_s: Until the next cell had worked, the step included.
         wrong: What was not as promised.
@@ -142,6 +143,7 @@ class Round:
     by_itself: bool = True
     state: str = ""
     said: str = ""
+    before: str = ""
     steps: list[str] = field(default_factory=list)
     after_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -183,7 +185,13 @@ class Chaos:
         small = self.disks.fresh() if fault in DISKS or "{disk}" in KINDS[one.kind] else None
         if fault in DISKS:
             os.environ["WORKBENCH_HOME"] = str(small)
-        cell = self._break(one, dice, small)
+        cell, made = self._break(one, dice, small)
+        if not made and cell.step and one.kind != "cell" and "when idle" not in one.fault:
+            # What an earlier round halted is met where another engine is needed: it is named, too.
+            one.before = cell.step
+            self._follow(one, one.before)
+            cell, made = self._break(one, dice, small)
+        self._judge(one, cell, made)
         self._look(one, cell)
         self._after(one, cell, dice)
         me = psutil.Process()
@@ -202,8 +210,12 @@ class Chaos:
 
     # -- the fault ---------------------------------------------------------------------------------
 
-    def _break(self, one: Round, dice: random.Random, small: Path | None) -> Cell:
-        """Run the round's cell, and break something while it goes on, or before."""
+    def _break(self, one: Round, dice: random.Random, small: Path | None) -> tuple[Cell, list[Run]]:
+        """Run the round's cell, and break something while it goes on, or before.
+
+        Returns:
+            The cell as it ended, and the runs it has made.
+        """
         who, at = (-1, 0) if one.fault != "raise" else (dice.randrange(self.engines), 50)
         if KINDS[one.kind].endswith("-n 1") or one.kind == "keras":
             who = min(who, 0)  # one engine has them all
@@ -244,9 +256,7 @@ class Chaos:
                 assert small is not None
                 later.enter_context(self.disks.full(small))
             cell = self.book.run(source, quiet_s, strike)
-        made = [run for run in registry.runs.values() if run not in before]
-        self._judge(one, cell, made)
-        return cell
+        return cell, [run for run in registry.runs.values() if run not in before]
 
     def _begun(
         self, one: Round, before: set[Run], over: threading.Event, steps: int, dice: random.Random
@@ -377,6 +387,7 @@ class Chaos:
         began = time.perf_counter()
         obeys, source = dice.random() < 0.5, dice.choice((SOUND, SOUND, TRAINS))
         if obeys and cell.step:
+            one.steps.append(cell.step)
             self._follow(one, cell.step)
         for _ in range(4):
             done = self.book.run(source, LIMIT_S)
@@ -392,11 +403,11 @@ class Chaos:
                 one.wrong.append(f"the next cell does not work: {done.text[-1500:]}")
                 self.book.follow("%cluster stop")
                 break
+            one.steps.append(done.step)
             self._follow(one, done.step)
         one.after_s = time.perf_counter() - began
 
     def _follow(self, one: Round, step: str) -> None:
-        one.steps.append(step)
         done = self.book.follow(step)
         if done.error is not None or not done.by_itself:
             one.wrong.append(f"the step {step} failed: {done.text[-1500:]}")
