@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reliability.md from what benchmarks measured.
+"""Writes the tables of docs/reliability.md, and a class's in docs/shared-machines.md, as measured.
 
 python benchmarks/bench_faults.py --json docs/measured/faults.json
 python benchmarks/rivals.py --json docs/measured/rivals.json
@@ -6,6 +6,8 @@ python benchmarks/soak.py --json docs/measured/soak.json
 python benchmarks/soak.py --faults interrupt raise --json docs/measured/soak-no-kills.json
 python benchmarks/chaos.py --rounds 50 --seed 1 --json docs/measured/chaos.json  # and 2, 3, 4
 python benchmarks/soak.py --restarts 150 --json docs/measured/restarts.json
+python benchmarks/bench_class.py --seconds 20 --json docs/measured/class.json
+python benchmarks/bench_class.py --seconds 20 --without-turns --json docs/measured/class.json
 python docs/make_reliability.py
 """
 
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE / "reliability.md"
+PAGE, SHARED = HERE / "reliability.md", HERE / "shared-machines.md"
+STUDENTS, SERVER_CORES = 60, 16
+"""What a class's figures are extrapolated to."""
 MEASURED = HERE / "measured"
 BEGIN, END = "<!-- {}: written by make_reliability.py -->", "<!-- end of {} -->"
 
@@ -192,6 +196,47 @@ def growth(value: float | None) -> str:
     return f"{value:+.1f}" if abs(value) >= 0.05 else "0"
 
 
+def a_class(found: dict[str, Any]) -> str:
+    """Return the table of a class of notebooks, and what follows from it for a larger one."""
+    ways = [found["with_turns"], found["without_turns"]]
+    rows = {
+        "ready: first, median, last": lambda one: " / ".join(
+            f"{one[f'{which}_ready_s']:.1f} s" for which in ("first", "median", "last")
+        ),
+        "memory (PSS) of all, ready": lambda one: f"{one['idle_pss_mb'] / 1e3:.1f} GB",
+        "memory (PSS) of all, training": lambda one: f"{one['training_pss_mb'] / 1e3:.1f} GB",
+        "steps/s of a notebook: least, median, most": lambda one: " / ".join(
+            f"{one[f'{which}_steps_per_s']:.1f}" for which in ("least", "median", "most")
+        ),
+        "steps/s of all together": lambda one: f"{one['all_steps_per_s']:.0f}",
+        "Jain's index of fairness (1: all equal)": lambda one: f"{one['jain']:.3f}",
+        "cores that other work took meanwhile": lambda one: f"{one['others_cores']:.1f}",
+    }
+    one = ways[0]
+    each_gb = one["training_pss_mb"] / 1e3 / one["notebooks"]
+    last_s = STUDENTS / one["notebooks"] * one["last_ready_s"]
+    server_s = last_s * one["cores"] / SERVER_CORES
+    lines = [
+        "| | with turns | without |",
+        "|---|---|---|",
+        *(f"| {words} | " + " | ".join(map(say, ways)) + " |" for words, say in rows.items()),
+        "",
+        f"{one['notebooks']} notebooks of {one['engines']} engines on {one['cores']} cores, one "
+        "measurement of each way. Extrapolated, not run: "
+        f"{STUDENTS} such notebooks that train hold {STUDENTS} × {each_gb:.2f} = "
+        f"{STUDENTS * each_gb:.0f} GB. The last is ready after {STUDENTS} / {one['notebooks']} × "
+        f"{one['last_ready_s']:.0f} s = {last_s:.0f} s on {one['cores']} cores, after about "
+        f"{server_s:.0f} s on {SERVER_CORES} cores if starts go on scaling with cores. So take a "
+        f"server with {SERVER_CORES} cores and {server_gb(STUDENTS * each_gb)} GB.",
+    ]
+    return "\n".join(lines)
+
+
+def server_gb(needed_gb: float) -> int:
+    """Return the usual size of memory that leaves a quarter free for the system and for data."""
+    return next(size for size in (16, 32, 64, 128, 256, 512, 1024) if size >= needed_gb / 0.75)
+
+
 def put(page: str, name: str, table: str) -> str:
     """Return the page with a table put between its marks."""
     begin, end = BEGIN.format(name), END.format(name)
@@ -216,6 +261,11 @@ def filled(page: str) -> str:
     return put(page, "soak", soak(measured("soak"), measured("soak-no-kills")))
 
 
+def shared() -> str:
+    """Return the page on shared machines with its table as it was measured."""
+    return put(SHARED.read_text(), "class", a_class(measured("class")))
+
+
 def measured(name: str) -> Any:
     """Return what a benchmark wrote."""
     return json.loads((MEASURED / f"{name}.json").read_text())
@@ -223,3 +273,4 @@ def measured(name: str) -> Any:
 
 if __name__ == "__main__":
     PAGE.write_text(written())
+    SHARED.write_text(shared())

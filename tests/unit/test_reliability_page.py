@@ -13,6 +13,14 @@ def test_the_tables_are_those_of_the_figures_that_were_measured(maker):
     assert (DOCS / "reliability.md").read_text() == maker.written()
 
 
+def test_a_class_is_described_as_it_was_measured(maker):
+    page = (DOCS / "shared-machines.md").read_text()
+    assert page == maker.shared()
+    once = maker.measured("class")["with_turns"]
+    larger = {**once, "training_pss_mb": 2 * once["training_pss_mb"]}
+    assert maker.a_class({"with_turns": larger, "without_turns": once}) not in page
+
+
 def test_what_stands_between_the_marks_comes_from_the_figures(maker):
     page = (DOCS / "reliability.md").read_text()
     for name in ("faults", "rivals", "chaos", "soak", "restarts"):

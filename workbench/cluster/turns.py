@@ -30,8 +30,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def places() -> int:
-    """Return how many import at the same time: one for each core but one, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    """Return how many import at the same time: one for each core, which an import keeps busy."""
+    return len(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
