@@ -2,9 +2,10 @@
 
     python docs/make_magics.py
 
-What a flag is called, what it takes and what it is for come from `workbench/line.py` and
-`workbench/cluster_line.py`. What a parser does not know (the default in words, an example) stands
-here, per flag; a flag that is missing here is an error, and a test parses every example.
+What a flag is called, what it takes and what it is for come from `workbench/run_request.py` and
+`workbench/cluster_line.py`. What the parser of `%cluster` does not know (the default in words, an
+example) stands here, per flag; a flag that is missing here is an error, and a test parses every
+example.
 """
 
 from __future__ import annotations
@@ -17,46 +18,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "magics.md"
 BEGIN, END = "<!-- {}: written by make_magics.py -->", "<!-- end of {} -->"
-
-CELL: dict[str, tuple[str, str]] = {
-    "strategy": ("none: the cell runs on every worker", "%%distributed one_device,mirrored"),
-    "--workers": ("all engines", "%%distributed mirrored -n 4"),
-    "--ranks": ("all workers", "%%distributed --ranks 0,2"),
-    "--framework": ("the recipe's, else the cluster's", "%%distributed --framework tensorflow"),
-    "--option": ("each option's own", "%%distributed parameter_server -o max_staleness=4"),
-    "--epochs": ("what `wb.fit` is passed, else 1", "%%distributed mirrored --epochs 2"),
-    "--steps": ("what `wb.fit` is passed", "%%distributed mirrored --steps 200"),
-    "--batch-size": ("what `wb.fit` is passed", "%%distributed mirrored --batch-size 256"),
-    "--seed": ("what `wb.fit` is passed, else 0", "%%distributed mirrored --seed 7"),
-    "--seeds": ("one run, with one seed", "%%distributed mirrored --seeds 3"),
-    "--name": ("the strategy's name", "%%distributed mirrored --name base"),
-    "--recipe": ("the cell below", "%distributed sharded --recipe base"),
-    "--init-from": ("the cell's own initial weights", "%%distributed mirrored --init-from base"),
-    "--local": ("off", "%%distributed --local"),
-    "--background": ("off: the cell ends with the run", "%%distributed mirrored --background"),
-    "--inject": ("no faults", "%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms"),
-    "--plot": (
-        "`auto`: the widget in a notebook, else text; `text` and `off` leave out a comparison's "
-        "figure",
-        "%%distributed mirrored --plot off",
-    ),
-    "--traceback": (
-        "`short`: your own lines; `full`: every frame",
-        "%%distributed --traceback full",
-    ),
-    "--profile": ("nothing is profiled", "%%distributed mirrored --profile 10:15"),
-    "--log": ("nowhere else", "%%distributed mirrored --log tensorboard:runs"),
-    "--checkpoint": ("no checkpoints", "%%distributed mirrored --checkpoint kept"),
-    "--checkpoint-every": (
-        "100, with `--checkpoint`",
-        "%%distributed mirrored --checkpoint kept --checkpoint-every 50",
-    ),
-    "--on-failure": (
-        "`replace` with `--checkpoint`, else `stop`",
-        "%%distributed mirrored --on-failure continue",
-    ),
-}
-"""Per flag of `%%distributed`: its default in words, a line that uses it."""
 
 CLUSTER: dict[str, tuple[str, str]] = {
     "action": ("`status`", "%cluster"),
@@ -73,7 +34,7 @@ CLUSTER: dict[str, tuple[str, str]] = {
     "--follow": ("off", "%cluster logs 1 -f"),
     "--lines": ("40", "%cluster logs 1 -n 100"),
 }
-"""The same for `%cluster`."""
+"""Per flag of `%cluster`: its default in words, a line that uses it."""
 
 ACTIONS: dict[str, tuple[str, str]] = {
     "start": ("%cluster start 4", "starts engines, or adds some until there are so many (2)"),
@@ -192,11 +153,13 @@ def make_page(page: str) -> str:
     """Return the page with all its tables made anew."""
     from workbench.cluster_line import cluster_parser
     from workbench.line import cell_parser
+    from workbench.run_request import FLAGS
 
+    cell = {flag.long: (flag.without, flag.example) for flag in FLAGS.values()}
     parts = {
         "actions of %cluster": actions(),
         "flags of %cluster": flags(cluster_parser(), CLUSTER),
-        "flags of %%distributed": flags(cell_parser(), CELL),
+        "flags of %%distributed": flags(cell_parser(), cell),
         "injected names": names(),
     }
     for name, content in parts.items():

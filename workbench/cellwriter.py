@@ -3,8 +3,8 @@
 The line holds only what differs from the defaults, always in the same order, so equal plans give
 equal text:
 
-    strategy  -n  --framework  -o ..  --epochs --steps --batch-size --seed  --inject ..
-    --init-from  --checkpoint --checkpoint-every --on-failure  --profile  --log ..  --name
+    strategy  -n  --framework  -o ..  --epochs --steps --batch-size --seed
+    and then the settings, in the order of `RunSettings`: --inject .. to --name
 
 Every line is read again before it is handed out, so what it says is the plan or an error.
 """
@@ -18,8 +18,9 @@ from typing import Any
 
 from . import checkpoints
 from .errors import PlanError
-from .line import CellLine, parse_cell_line
-from .plan import OVERRIDES, Plan
+from .line import parse_cell_line
+from .plan import Plan
+from .run_request import FLAGS, OVERRIDES, UNSAID, RunRequest, RunSettings
 
 MAGIC = "%%distributed"
 Part = tuple[str, object]
@@ -77,29 +78,19 @@ def _parts(plan: Plan, framework: str) -> Iterator[Part]:
             yield "-o", f"{option.name}={_option(value)}"
     for name in OVERRIDES:
         if name in plan.overrides:
-            yield f"--{name.replace('_', '-')}", plan.overrides[name]
-    for fault in plan.faults:
-        yield "--inject", fault.text
-    if plan.init_from:
-        yield "--init-from", plan.init_from
-    yield from _saving(plan)
-    if plan.profile is not None:
-        yield "--profile", f"{plan.profile[0]}:{plan.profile[1]}"
-    if plan.traceback != "short":
-        yield "--traceback", plan.traceback
-    for target in plan.log:
-        yield "--log", target
-    if plan.name:
-        yield "--name", plan.name
+            yield from FLAGS[name].words(plan.overrides[name])
+    for name, value in plan.settings.items():
+        if value != _implied(name, plan):
+            yield from FLAGS[name].words(value)
 
 
-def _saving(plan: Plan) -> Iterator[Part]:
-    if plan.checkpoint:
-        yield "--checkpoint", plan.checkpoint
-        if plan.checkpoint_every != checkpoints.EVERY:
-            yield "--checkpoint-every", plan.checkpoint_every
-    if plan.on_failure != ("replace" if plan.checkpoint else "stop"):
-        yield "--on-failure", plan.on_failure
+def _implied(name: str, settings: RunSettings) -> object:
+    """Return what a plan has where its line does not say it."""
+    if name == "checkpoint_every":
+        return checkpoints.EVERY if settings.checkpoint else 0
+    if name == "on_failure":
+        return "replace" if settings.checkpoint else "stop"
+    return UNSAID[name]
 
 
 def _option(value: Any) -> str:
@@ -120,20 +111,18 @@ def _quoted(text: str) -> str:
     return f'"{text}"' if plain else shlex.quote(text)
 
 
-def _check_said(plan: Plan, said: CellLine, framework: str) -> None:
+def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
     """Raise PlanError where the line, read again, asks for something else."""
     entry = plan.entry
-    workers = said.workers or entry.max_workers
-    saving = (said.checkpoint, said.checkpoint_every, said.on_failure)
     read: dict[str, object] = {
         "strategy": said.strategies[0] if len(said.strategies) == 1 else said.strategies,
         "framework": said.framework or framework,
-        "workers": workers,
+        "workers": said.workers or entry.max_workers,
         "options": entry.settings(dict(said.options)),
-        "checkpoint": said.checkpoint,
-        "checkpoint_every": (said.checkpoint_every or checkpoints.EVERY) if saving[0] else 0,
-        "on_failure": said.on_failure or ("replace" if said.checkpoint else "stop"),
     }
+    every = said.checkpoint_every if said.checkpoint else 0
+    read["checkpoint_every"] = every or _implied("checkpoint_every", said)
+    read["on_failure"] = said.on_failure or _implied("on_failure", said)
     for field in dataclasses.fields(plan):
         if field.name == "recipe":
             continue

@@ -12,7 +12,8 @@ from . import catalog
 from .cluster_line import ACTIONS, ClusterLine, cluster_parser, parse_cluster_line
 from .cookbook import Recipe
 from .errors import PlanError, RunError
-from .line import PLOTS, CellLine, cell_parser, parse_cell_line
+from .line import cell_parser, parse_cell_line
+from .run_request import FLAGS, RunRequest
 from .session import registry
 from .session.attach import kept_words, show_attached
 from .session.debug import debug
@@ -145,7 +146,7 @@ class WorkbenchMagics(Magics):
         """Copy variables of the engines into the notebook: `%pull loss [--rank 0] [--as l]`."""
         pull_values(session.need_cluster(), line, self.shell.user_ns)
 
-    def _cell(self, asked: CellLine, recipe: Recipe, cell: str) -> None:
+    def _cell(self, asked: RunRequest, recipe: Recipe, cell: str) -> None:
         if asked.recipe and recipe.source == cell and asked.strategies:
             named = session.recipe_named
             recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
@@ -169,7 +170,7 @@ class WorkbenchMagics(Magics):
             result = self.shell.run_cell(cell, store_history=False)
             result.raise_error()
 
-    def _conclude(self, asked: CellLine, runs: list[Any]) -> None:
+    def _conclude(self, asked: RunRequest, runs: list[Any]) -> None:
         if asked.background:
             return
         if len(runs) > 1:
@@ -281,8 +282,9 @@ def _complete(shell: Any, event: Any) -> list[str]:
         chosen = [e for e in catalog.strategies() if any(e.name in w.split(",") for w in words)]
         options = [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
         return list(dict.fromkeys(options))
-    if previous == "--plot":
-        return list(PLOTS)
+    for flag in FLAGS.values():
+        if previous in flag.names and flag.choices:
+            return list(flag.choices)
     if previous == "--recipe":
         return recipes.names()
     if previous == "--framework":

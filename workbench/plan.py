@@ -10,16 +10,15 @@ from typing import Any
 from . import catalog, checkpoints, targets, windows
 from .cookbook import Recipe
 from .errors import PlanError
-from .faults import Fault, parse_fault
+from .run_request import OVERRIDES, RunRequest, RunSettings, settings_from_wire
 
 MOST_NAME = 100
 """Letters of a run's name: it stands in tables, in pictures and in the names of folders."""
-OVERRIDES = ("epochs", "steps", "batch_size", "seed")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that is decided before a run begins.
+class Plan(RunSettings):
+    """Everything that is decided before a run begins: its settings, and these.
 
     Attributes:
         recipe: What is trained.
@@ -28,14 +27,6 @@ class Plan:
         options: Value of every option of the strategy.
         overrides: `epochs`, `steps`, `batch_size`, `seed` as given on the line; they win over
             what the cell passes to `wb.fit`.
-        name: Name of the run; empty for one made from the strategy.
-        init_from: Name of the run whose final weights the model starts from; empty: none.
-        checkpoint: Folder that checkpoints are written to; empty: none are.
-        checkpoint_every: Steps between two checkpoints; 0 without.
-        on_failure: What the death of an engine does: `stop`, `continue` or `replace`.
-        profile: First step to profile, and the step before which it ends.
-        log: Where the run is written to besides its folder, as `targets.Target.text`.
-        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
     """
 
     recipe: Recipe
@@ -44,15 +35,6 @@ class Plan:
     workers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, int] = field(default_factory=dict)
-    faults: tuple[Fault, ...] = ()
-    name: str = ""
-    init_from: str = ""
-    checkpoint: str = ""
-    checkpoint_every: int = 0
-    on_failure: str = "stop"
-    profile: windows.Window | None = None
-    log: tuple[str, ...] = ()
-    traceback: str = "short"
 
     @property
     def entry(self) -> catalog.Strategy:
@@ -107,19 +89,15 @@ class Plan:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data (function arguments do not travel here)."""
-        data = asdict(self)
+        data = asdict(self) | self.settings_to_wire()
         data["recipe"].pop("args")
-        data["faults"] = [fault.text for fault in self.faults]
         return data
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> Plan:
         """Rebuild what `to_wire` gave."""
-        known = dict(data)
+        known = dict(data) | settings_from_wire(data)
         known["recipe"] = Recipe(**known["recipe"])
-        known["profile"] = tuple(known["profile"]) if known.get("profile") else None
-        known["log"] = tuple(known.get("log") or ())
-        known["faults"] = tuple(parse_fault(text) for text in known["faults"])
         return Plan(**known)
 
 
@@ -131,60 +109,70 @@ def make_plan(
     workers: int,
     options: dict[str, Any] | None = None,
     overrides: dict[str, Any] | None = None,
-    faults: tuple[Fault, ...] = (),
-    name: str = "",
-    init_from: str = "",
-    checkpoint: str = "",
-    checkpoint_every: int | None = None,
-    on_failure: str = "",
-    profile: windows.Window | None = None,
-    log: Sequence[str] = (),
-    traceback: str = "short",
+    **settings: Any,
 ) -> Plan:
     """Validate what was asked for and return it as a plan.
 
     Args:
         workers: Engines at hand or asked for; a strategy with a lower limit takes fewer.
-        checkpoint: Folder for checkpoints; a path is taken from the notebook's folder.
-        on_failure: By default `replace` with checkpoints, `stop` without.
-        profile: First step to profile, and the step before which it ends.
-        log: `tensorboard:DIR`, `mlflow:URI`; paths are taken from the notebook's folder.
+        settings: Fields of `RunSettings`. Paths are taken from the notebook's folder; by default
+            `on_failure` is `replace` with checkpoints, `stop` without.
 
     Raises:
         PlanError: Naming the value seen, what is allowed and the next step.
     """
     entry = catalog.lookup(strategy, framework)
-    check_name(name)
+    asked = RunSettings(**settings)
+    check_name(asked.name)
     count = check_count("workers", workers)
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
-    settings = entry.settings(options or {})
+    chosen = entry.settings(options or {})
     given = _check_overrides(overrides or {})
-    _check_layout(entry, settings, count, given.get("batch_size"))
-    for fault in faults:
+    _check_layout(entry, chosen, count, given.get("batch_size"))
+    for fault in asked.faults:
         fault.check(count, links=entry.links)
     if not recipe.source.strip():
         raise PlanError(
             "The cell is empty: there is nothing to train.",
             next_step="write the training below the magic",
         )
-    windows.check_window(profile, given.get("steps"))
-    saving = checkpoints.settings(checkpoint, checkpoint_every, on_failure)
-    _check_on_failure(entry, saving[2], count)
-    return Plan(
+    windows.check_window(asked.profile, given.get("steps"))
+    folder, every, on_failure = checkpoints.settings(
+        asked.checkpoint, asked.checkpoint_every, asked.on_failure
+    )
+    _check_on_failure(entry, on_failure, count)
+    decided = {
+        **asked.settings,
+        "checkpoint": folder,
+        "checkpoint_every": every,
+        "on_failure": on_failure,
+        "log": targets.parse_targets(asked.log),
+    }
+    return Plan(recipe, entry.name, framework, count, chosen, given, **decided)
+
+
+def plan_of(
+    request: RunRequest, recipe: Recipe, *, strategy: str = "", framework: str, workers: int
+) -> Plan:
+    """Return the plan of a request.
+
+    Args:
+        strategy: One of the request's, where it names several.
+        framework: Used where neither the request nor the recipe names one.
+        workers: Used where the request gives no number.
+
+    Raises:
+        PlanError: Naming the value seen, what is allowed and the next step.
+    """
+    return make_plan(
         recipe,
-        entry.name,
-        framework,
-        count,
-        settings,
-        given,
-        faults,
-        name,
-        init_from,
-        *saving,
-        profile=profile,
-        log=targets.parse_targets(log),
-        traceback=traceback,
+        strategy or request.strategies[0],
+        framework=request.framework or recipe.framework or framework,
+        workers=workers if request.workers is None else request.workers,
+        options=request.options,
+        overrides=request.overrides,
+        **request.settings,
     )
 
 

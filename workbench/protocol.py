@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from .run_request import RunSettings, settings_from_wire
+
 VERSION = 2
 
 RECORD = np.dtype(
@@ -219,27 +221,24 @@ def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(RunSettings):
     """What one engine is told about the run (or the cell without strategy) it takes part in.
+
+    Besides the run's settings, of which `init_from` names a folder here:
 
     Attributes:
         run: Sequence number; the `run` field of records. 0 for SPMD cells.
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
-        init_from: Folder of the run whose final weights the model starts from; empty: none.
-        checkpoint: Folder that checkpoints are written to every `checkpoint_every` steps; empty:
-            none.
         resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
         lane: Rank under which this engine's rows are kept, where the run has gone on with fewer
             workers and ranks were given anew; -1: its own.
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
-        profile: First step to profile, and the step before which it ends; empty: none.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks.
         threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
-        faults: `Fault.text` of each fault.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
             Its rank is world_size + its index among the engines that run no cell.
@@ -260,19 +259,14 @@ class RunSpec:
     run: int = 0
     run_id: str = ""
     run_dir: str = ""
-    name: str = ""
     strategy: str = ""
     backend: str = "gloo"
     options: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
-    faults: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     role: Literal["worker", "server"] = "worker"
     servers: int = 0
     key: str = field(default="", repr=False)
-    init_from: str = ""
-    checkpoint: str = ""
-    checkpoint_every: int = 0
     resume: str = ""
     lane: int = -1
     rows_from: int = 0
@@ -281,7 +275,6 @@ class RunSpec:
     devices: tuple[str, ...] = ()
     part: str = ""
     cores: int = 0
-    profile: tuple[int, ...] = ()
 
     @property
     def host_ranks(self) -> list[int]:
@@ -308,13 +301,13 @@ class RunSpec:
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return dict(self.__dict__)
+        return self.__dict__ | self.settings_to_wire()
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
-        known = dict(data)
-        for key in ("ranks", "faults", "hosts", "devices", "profile"):
+        known = dict(data) | settings_from_wire(data)
+        for key in ("ranks", "hosts", "devices"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

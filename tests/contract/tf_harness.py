@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from workbench.engine.testing import CollectingLink, EngineHarness
+from workbench.faults import parse_fault
 
 _numbers = itertools.count(1)
 
@@ -70,7 +71,8 @@ def run(
         mode="run", rank=rank, world_size=workers, framework="tensorflow",
         ranks=(0,) * workers if entry.one_engine else tuple(range(workers)),
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
-        options=entry.settings(options or {}), overrides=overrides or {}, faults=faults,
+        options=entry.settings(options or {}), overrides=overrides or {},
+        faults=tuple(map(parse_fault, faults)),
         init_from=init_from, replicas=held, devices=("cpu",) * held,
         hosts=("here",) * workers, **(told or {}),
     )  # fmt: skip

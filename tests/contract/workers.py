@@ -24,6 +24,7 @@ from worker_reports import Report, clean
 
 from workbench import catalog
 from workbench.engine.testing import EngineHarness
+from workbench.faults import parse_fault
 
 # What runs would import otherwise, each process for itself.
 PRELOAD = [
@@ -132,7 +133,8 @@ class Workers:
                 mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
                 store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
                 run_id=f"run{self.runs}", strategy=entry.name,
-                options=settings, overrides=overrides or {}, faults=faults, servers=servers,
+                options=settings, overrides=overrides or {},
+                faults=tuple(map(parse_fault, faults)), servers=servers,
                 key=key, init_from=init_from, role="worker" if rank < workers else "server",
                 run_dir=folder, **told,
             )  # fmt: skip

@@ -9,6 +9,7 @@ from doc_pages import REPOSITORY, generator
 
 from workbench.cluster_line import cluster_parser, parse_cluster_line
 from workbench.line import cell_parser, parse_cell_line
+from workbench.run_request import FLAGS
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +31,19 @@ def test_every_flag_and_action_is_on_the_page(maker: ModuleType) -> None:
 
 
 def test_a_flag_that_the_page_does_not_explain_is_an_error(maker: ModuleType) -> None:
-    known = {flag: what for flag, what in maker.CELL.items() if flag != "--steps"}
-    with pytest.raises(ValueError, match="--steps"):
-        maker.flags(cell_parser(), known)
+    known = {flag: what for flag, what in maker.CLUSTER.items() if flag != "--lines"}
+    with pytest.raises(ValueError, match="--lines"):
+        maker.flags(cluster_parser(), known)
 
 
 def test_examples_are_understood_and_use_their_flag(maker: ModuleType) -> None:
-    for flag, (_, line) in maker.CELL.items():
+    for flag in FLAGS.values():
+        line = flag.example
         plain = line.lstrip("%").removeprefix("distributed")
         asked = parse_cell_line(plain)
         assert asked != parse_cell_line(""), line
         given = vars(cell_parser().parse_args(plain.split()))
-        assert given[flag.lstrip("-").replace("-", "_")], line
+        assert given[flag.long.lstrip("-").replace("-", "_")], line
     for flag, (_, line) in maker.CLUSTER.items():
         asked = parse_cluster_line(line.removeprefix("%cluster"))
         assert flag in ("action",) or asked != parse_cluster_line(""), line

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from workbench import protocol
 from workbench.engine import stacks
 from workbench.engine.recorder import Recorder
+from workbench.faults import parse_fault
 from workbench.protocol import (
     DOWN,
     EVENTS,
@@ -123,7 +124,8 @@ def test_the_recorders_rows_are_the_protocols() -> None:
 def test_a_run_spec_travels_as_json() -> None:
     spec = RunSpec(
         mode="run", rank=1, world_size=2, ranks=(4, 5), store=("127.0.0.1", 29500),
-        run_id="r", strategy="mirrored", options={"bucket_mb": 25.0}, faults=("slow=1:50ms",),
+        run_id="r", strategy="mirrored", options={"bucket_mb": 25.0},
+        faults=(parse_fault("slow=1:50ms"),), profile=(10, 15), log=("tensorboard:/a",),
         hosts=("a", "b"),
     )  # fmt: skip
     assert RunSpec.from_wire(json.loads(json.dumps(spec.to_wire()))) == spec

@@ -26,23 +26,23 @@ class FaultInjector:
             `forward` or `backward` of one of them is spent by it.
     """
 
-    def __init__(self, rank: int, texts: Iterable[str] = (), held: int = 1) -> None:
+    def __init__(self, rank: int, faults: Iterable[Fault | str] = (), held: int = 1) -> None:
         self._ranks = range(rank, rank + held)
         self.replicas = [FaultInjector(one) for one in self._ranks] if held > 1 else [self]
         self._random = random.Random(rank)
         self._active: tuple[Fault, ...] = ()
         self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
-        self.set(texts)
+        self.set(faults)
 
-    def set(self, texts: Iterable[str]) -> None:
-        """Replace the faults by those in `texts`."""
-        faults = [parse_fault(text) for text in texts]
+    def set(self, faults: Iterable[Fault | str]) -> None:
+        """Replace the faults by these, or by those that texts say."""
+        known = [parse_fault(one) if isinstance(one, str) else one for one in faults]
         self._active = tuple(
-            f for f in faults if f.kind != "clear" and (f.rank is None or f.rank in self._ranks)
+            f for f in known if f.kind != "clear" and (f.rank is None or f.rank in self._ranks)
         )
         for replica in self.replicas:
             if replica is not self:
-                replica.set(fault.text for fault in faults)
+                replica.set(known)
 
     @property
     def active(self) -> bool:

@@ -13,8 +13,7 @@ from .. import catalog
 from ..cookbook import Recipe, builtin
 from ..errors import PlanError, unknown
 from ..faults import parse_fault
-from ..line import CellLine
-from ..plan import OVERRIDES
+from ..run_request import OVERRIDES, RunRequest
 from ..session.frameworks import default_framework
 from ..session.recipes import recipes
 from ..targets import parse_targets
@@ -107,28 +106,27 @@ class Choice:
         kept = {name: value for name, value in given.items() if name in found.parameters}
         return found.with_parameters(**kept) if kept else found
 
-    def line(self, strategy: str, framework: str) -> CellLine:
+    def line(self, strategy: str, framework: str) -> RunRequest:
         """Return the magic's line of a strategy; several picked ones are kept apart by name."""
         several, texts = len(self.picks[framework]) > 1, self.texts
         name, folder = texts.get("name", ""), texts.get("checkpoint", "")
-        return CellLine(
+        overrides: dict[str, Any] = {**self.overrides}
+        return RunRequest(
             name=f"{name}-{strategy}" if several and name else name,
             checkpoint=str(Path(folder) / strategy) if several and folder else folder,
-            checkpoint_every=int(texts["checkpoint_every"])
-            if "checkpoint_every" in texts
-            else None,
+            checkpoint_every=int(texts.get("checkpoint_every", 0)),
             on_failure=texts.get("on_failure", ""),
             log=parse_targets(texts.get("log", "").split()),
             strategies=(strategy,),
             framework=framework,
             workers=self.workers,
             options=dict(self.options.get((framework, strategy), {})),
-            overrides=dict(self.overrides),
+            **overrides,
             seeds=self.seeds if self.seeds > 1 else None,
             faults=tuple(parse_fault(text) for text in self.faults),
         )
 
-    def lines(self, framework: str) -> list[CellLine]:
+    def lines(self, framework: str) -> list[RunRequest]:
         """Return a magic's line for each picked strategy, in the order of picking."""
         return [self.line(strategy, framework) for strategy in self.picks[framework]]
 

@@ -12,8 +12,8 @@ from .. import catalog, limits
 from ..cookbook import Recipe
 from ..cookbook.ways import Use, misfit
 from ..errors import ClusterError, PlanError
-from ..line import CellLine
-from ..plan import Plan, make_plan
+from ..plan import Plan, make_plan, plan_of
+from ..run_request import RunRequest
 from ..session.checks import check_framework
 
 if TYPE_CHECKING:
@@ -90,31 +90,18 @@ def check(plan: Plan, place: Place) -> None:
         plan.check_devices([place.devices[i % len(place.devices)] for i in range(plan.workers)])
 
 
-def draft(line: CellLine, recipe: Recipe, place: Place) -> Plan:
+def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
     """Return the plan of a line with one strategy, also where there is no cluster yet.
 
     Raises:
         PlanError: Something does not fit.
     """
-    plan = make_plan(
-        recipe,
-        line.strategies[0],
-        framework=place.framework,
-        workers=place.workers,
-        options=line.options,
-        overrides=line.overrides,
-        faults=line.faults,
-        name=line.name,
-        checkpoint=line.checkpoint,
-        checkpoint_every=line.checkpoint_every,
-        on_failure=line.on_failure,
-        log=line.log,
-    )
+    plan = plan_of(line, recipe, framework=place.framework, workers=place.workers)
     check(plan, place)
     return plan
 
 
-def problem(line: CellLine, recipe: Recipe, place: Place) -> str:
+def problem(line: RunRequest, recipe: Recipe, place: Place) -> str:
     """Return what is wrong with a strategy as it is set; empty: nothing is."""
     try:
         draft(line, recipe, place)

@@ -10,10 +10,9 @@ from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
 from ..errors import RunError
-from ..faults import parse_fault
-from ..plan import Plan, make_plan
+from ..plan import Plan, plan_of
 from ..protocol import Message
-from ..windows import parse_window
+from ..run_request import from_arguments, takes_flags
 from . import checkpoints, hangs, logging_to, registry
 from .checks import (
     check_framework,
@@ -180,59 +179,34 @@ class Cluster(Upkeep):
 
     # -- cells and runs ----------------------------------------------------------------------------
 
+    @takes_flags
     def run(
         self,
         source: str | Callable[..., Any] | Recipe,
         args: tuple[Any, ...] = (),
         *,
         strategy: str,
-        workers: int | None = None,
-        framework: str | None = None,
-        options: dict[str, Any] | None = None,
-        name: str = "",
-        inject: Sequence[str] = (),
-        init_from: str = "",
-        checkpoint: str = "",
-        checkpoint_every: int | None = None,
-        on_failure: str = "",
-        profile: str = "",
-        log: Sequence[str] = (),
         number: int = 1,
         autoreload: str = "",
-        **overrides: Any,
+        **asked: Any,
     ) -> Run:
         """Train a recipe under a strategy; returns at once.
 
+        With more workers than there are engines, engines are added.
+
         Args:
             source: Source of a cell, or a function whose arguments are `args`.
-            workers: Replicas; by default as many as there are engines. More than there are
-                engines adds engines.
-            init_from: Name of a run; the model starts from the weights that run ended with.
-            checkpoint: Folder that checkpoints go to, every `checkpoint_every` steps (100).
-            on_failure: When an engine dies: `stop`, `continue` with fewer, or `replace` it.
-            profile: Steps to profile on every rank: `10:15`.
-            log: Where the run is also written to: `tensorboard:DIR`, `mlflow:URI`.
-            overrides: `epochs`, `steps`, `batch_size`, `seed`.
+            asked: What the flags of `%%distributed` give.
 
         Raises:
             PlanError: What was asked for cannot be run; no engine was touched.
             RunError: Another run is going on.
         """
-        plan = make_plan(
+        plan = plan_of(
+            from_arguments(strategy, asked),
             to_recipe(source, args),
-            strategy,
-            framework=framework or self.framework,
-            workers=workers or max(1, len(self.worker_ids)),
-            options=options,
-            overrides=overrides,
-            faults=tuple(parse_fault(text) for text in inject),
-            name=name,
-            init_from=init_from,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            on_failure=on_failure,
-            profile=parse_window(profile) if profile else None,
-            log=log,
+            framework=self.framework,
+            workers=max(1, len(self.worker_ids)),
         )
         return self.start(plan, number=number, autoreload=autoreload)
 

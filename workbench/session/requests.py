@@ -92,7 +92,7 @@ def run_requests(
     source = recipe.numbered
     if recipe.function:
         source += f"\n{RESULT} = {recipe.call(f'*{ARGS}')}\n"
-    about = {
+    about = plan.settings_to_wire() | {
         "mode": "run",
         "run": run.number,
         "run_id": run.folder.name,
@@ -103,13 +103,9 @@ def run_requests(
         "options": plan.options,
         "overrides": plan.overrides,
         "init_from": run.init_from,
-        "checkpoint": plan.checkpoint,
-        "checkpoint_every": plan.checkpoint_every,
         "resume": run.resume_from,
         "rows_from": run.rows_from,
         "rescue": plan.on_failure == "continue" and plan.entry.replicated,
-        "profile": list(plan.profile or ()),
-        "faults": [fault.text for fault in plan.faults],
         "servers": plan.servers,
         "key": secrets.token_hex(32) if plan.servers else "",
     }

@@ -10,8 +10,8 @@ from typing import Any
 from ..cluster.engines import NOBODY, Engines
 from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError
-from ..line import CellLine
-from ..plan import Plan, make_plan
+from ..plan import Plan, plan_of
+from ..run_request import RunRequest
 from .checkpoints import apart
 from .cluster import Cluster
 from .frameworks import default_framework, prewarmed
@@ -158,7 +158,7 @@ class Session:
 
     # -- cells -------------------------------------------------------------------------------------
 
-    def run_cell(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> Task:
+    def run_cell(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> Task:
         """Run a cell on the engines, show its output as it comes; return when it is over.
 
         Raises:
@@ -186,24 +186,15 @@ class Session:
         return task
 
     @staticmethod
-    def _refuse_training_flags(line: CellLine) -> None:
-        given = [
-            *line.overrides,
-            *(["seeds"] if line.seeds else []),
-            *(["option"] if line.options else []),
-        ]
-        given += ["inject"] if line.faults else []
-        given += ["init-from"] if line.init_from else []
-        flags = ("checkpoint", "checkpoint_every", "on_failure", "profile", "log")
-        given += [name for name in flags if getattr(line, name)]
-        if given:
+    def _refuse_training_flags(line: RunRequest) -> None:
+        if given := line.training_flags:
             raise PlanError(
                 "These flags belong to a training run, and the line names no strategy.",
-                seen=", ".join(f"--{name.replace('_', '-')}" for name in given),
+                seen=", ".join(given),
                 next_step="name a strategy: %%distributed mirrored ...",
             )
 
-    def plans(self, line: CellLine, recipe: Recipe) -> list[Plan]:
+    def plans(self, line: RunRequest, recipe: Recipe) -> list[Plan]:
         """Return the plans of a line, every strategy with every seed, all validated at once."""
         cluster = self.need_cluster()
         if line.ranks is not None:
@@ -215,27 +206,18 @@ class Session:
         several = len(line.strategies) > 1
         found = []
         for strategy in line.strategies:
-            plan = make_plan(
+            name = f"{line.name}-{strategy}" if several and line.name else line.name
+            plan = plan_of(
+                replace(line, name=name),
                 recipe,
-                strategy,
-                framework=line.framework or recipe.framework or cluster.framework,
-                workers=line.workers or max(1, len(cluster.worker_ids)),
-                options=line.options,
-                overrides=line.overrides,
-                faults=line.faults,
-                init_from=line.init_from,
-                name=f"{line.name}-{strategy}" if several and line.name else line.name,
-                checkpoint=line.checkpoint,
-                checkpoint_every=line.checkpoint_every,
-                on_failure=line.on_failure,
-                profile=line.profile,
-                log=line.log,
-                traceback=line.traceback,
+                strategy=strategy,
+                framework=cluster.framework,
+                workers=max(1, len(cluster.worker_ids)),
             )
             found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
         return apart(found)
 
-    def train(self, line: CellLine, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
+    def train(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
         """Train a recipe under the line's strategies, one after the other, with a live view each.
 
         Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..errors import PlanError
-from ..faults import parse_fault
-from ..plan import OVERRIDES, Plan, check_count, check_seed, make_plan
-from ..windows import parse_window
+from ..plan import Plan, check_count, check_seed, plan_of
+from ..run_request import from_arguments
 from .checkpoints import apart
 from .checks import to_recipe
 
@@ -27,10 +27,6 @@ def sweep(
     seeds: int | Sequence[int] = (),
     args: tuple[Any, ...] = (),
     name: str = "",
-    workers: int | None = None,
-    framework: str | None = None,
-    inject: Sequence[str] = (),
-    profile: str = "",
     **settings: Any,
 ) -> list[Plan]:
     """Return the plans, all validated; every strategy with every seed, recipe after recipe.
@@ -51,7 +47,7 @@ def sweep(
     if not sources or not chosen:
         missing = "recipe" if not sources else "strategy"
         raise PlanError(f"A sweep needs at least one {missing}.", allowed="one, or a list of them")
-    overrides = {key: settings.pop(key) for key in OVERRIDES if key in settings}
+    asked = from_arguments("", settings)
     wanted = list(range(check_count("seeds", seeds)) if isinstance(seeds, int) else seeds)
     found = []
     for number, source in enumerate(sources, 1):
@@ -60,16 +56,12 @@ def sweep(
         if len(sources) > 1:
             stem = f"{name or recipe.name or recipe.function or 'recipe'}-{number}"
         for strategy in chosen:
-            plan = make_plan(
+            plan = plan_of(
+                replace(asked, name=f"{stem}-{strategy}" if stem and len(chosen) > 1 else stem),
                 recipe,
-                strategy,
-                framework=framework or cluster.framework,
-                workers=workers or max(1, len(cluster.worker_ids)),
-                overrides=overrides,
-                faults=tuple(parse_fault(text) for text in inject),
-                name=f"{stem}-{strategy}" if stem and len(chosen) > 1 else stem,
-                profile=parse_window(profile) if profile else None,
-                **settings,
+                strategy=strategy,
+                framework=cluster.framework,
+                workers=max(1, len(cluster.worker_ids)),
             )
             found += [plan.with_seed(check_seed(seed)) for seed in wanted] or [plan]
     return apart(found)

@@ -50,7 +50,7 @@ class Tpu(Replicated):
         if self.context.faults.active:
             raise FitError(
                 "Delays cannot be injected into a TPU: it runs no Python within a step.",
-                seen=", ".join(self.context.spec.faults),
+                seen=", ".join(fault.text for fault in self.context.spec.faults),
                 next_step="leave --inject out, or use mirrored",
             )
         resolver = connect(tpus.look())

@@ -87,7 +87,7 @@ class Averaging:
             raise FitError(
                 "Bandwidth and latency are simulated on our own links, which the backend's "
                 "all-reduce does not use.",
-                seen=", ".join(self._context.spec.faults),
+                seen=", ".join(fault.text for fault in self._context.spec.faults),
                 next_step="-o allreduce=auto, or one of the algorithms",
             )
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ...errors import FitError
-from ...faults import ON_LINKS, parse_fault
+from ...faults import ON_LINKS
 from ..base import Job, Share, StepResult, Strategy
 from .guard import Guard
 from .holder import Holder, Policy, serve
@@ -169,7 +169,7 @@ class Served(Strategy):
 
     def _note_simulation(self) -> None:
         if self.rank == 0 and self.context.faults.on_links:
-            faults = [parse_fault(text) for text in self.context.spec.faults]
+            faults = self.context.spec.faults
             simulated = ", ".join(fault.text for fault in faults if fault.kind in ON_LINKS)
             text = f"Simulated on the links to the servers: {simulated}."
             self.context.emit("note", rank=0, text=text)

@@ -1,0 +1,88 @@
+"""A flag is one field: what knows flags is made from it."""
+
+import dataclasses
+import inspect
+import json
+
+import pytest
+
+from workbench.cookbook import Recipe
+from workbench.errors import PlanError
+from workbench.faults import parse_fault
+from workbench.line import parse_cell_line
+from workbench.plan import Plan, plan_of
+from workbench.protocol import RunSpec
+from workbench.run_request import FLAGS, SETTINGS, RunRequest, from_arguments
+from workbench.session.cluster import Cluster
+
+CELL = Recipe("wb.fit()")
+LINE = (
+    "mirrored -n 2 --inject slow=1:50ms --init-from base --checkpoint /tmp --checkpoint-every 5 "
+    "--on-failure replace --profile 1:3 --traceback full --log tensorboard:/tmp/a --name x"
+)
+
+
+def plan(request: RunRequest) -> Plan:
+    return plan_of(request, CELL, framework="torch", workers=2)
+
+
+def test_every_field_has_a_flag_and_every_setting_is_in_the_plan_and_on_the_engines() -> None:
+    assert set(FLAGS) == {field.name for field in dataclasses.fields(RunRequest)}
+    for kind in (Plan, RunSpec):
+        assert set(SETTINGS) <= {field.name for field in dataclasses.fields(kind)}
+
+
+def test_the_line_above_sets_every_setting() -> None:
+    asked, nothing = parse_cell_line(LINE), RunRequest()
+    assert [name for name in SETTINGS if getattr(asked, name) == getattr(nothing, name)] == []
+
+
+def test_settings_reach_the_plan_and_the_engines_as_they_are() -> None:
+    asked = parse_cell_line(LINE)
+    made = plan(asked)
+    assert made.settings == asked.settings
+    assert Plan.from_wire(json.loads(json.dumps(made.to_wire()))) == made
+    spec = RunSpec("run", 0, 2, (0, 1), **made.settings)
+    assert RunSpec.from_wire(json.loads(json.dumps(spec.to_wire()))).settings == asked.settings
+
+
+def test_plans_of_older_versions_load_without_the_settings_they_lack() -> None:
+    wire = plan(RunRequest(strategies=("mirrored",))).to_wire()
+    for name in ("traceback", "log", "profile"):
+        del wire[name]
+    assert Plan.from_wire(wire).traceback == "short"
+
+
+def test_python_gives_the_same_plan_as_the_line() -> None:
+    asked = from_arguments("mirrored", {
+        "workers": 2, "inject": ["slow=1:50ms"], "init_from": "base", "checkpoint": "/tmp",
+        "checkpoint_every": 5, "on_failure": "replace", "profile": "1:3", "traceback": "full",
+        "log": "tensorboard:/tmp/a", "name": "x", "seed": None,
+    })  # fmt: skip
+    assert plan(asked) == plan(parse_cell_line(LINE))
+    assert asked.faults == (parse_fault("slow=1:50ms"),)
+
+
+def test_what_python_gives_wrong_is_named() -> None:
+    with pytest.raises(PlanError, match="epoch"):
+        from_arguments("mirrored", {"epoch": 1})
+    with pytest.raises(PlanError, match="short, full"):
+        from_arguments("mirrored", {"traceback": "long"})
+    with pytest.raises(PlanError, match="--profile"):
+        from_arguments("mirrored", {"profile": "ten"})
+
+
+def test_cluster_run_shows_every_argument() -> None:
+    shown = inspect.signature(Cluster.run).parameters
+    arguments = {flag.argument for flag in FLAGS.values() if flag.argument}
+    assert arguments <= set(shown)
+    assert {"source", "args", "strategy"} <= set(shown)
+    assert "asked" not in shown
+    for argument in arguments:
+        assert f"{argument}: As `" in (Cluster.run.__doc__ or "")
+
+
+def test_a_plain_cell_knows_which_flags_belong_to_training() -> None:
+    asked = parse_cell_line("--seeds 2 -o bucket_mb=1 --inject jitter=5ms --name x --local")
+    assert asked.training_flags == ["--option", "--seeds", "--inject"]
+    assert parse_cell_line("--ranks 0 --traceback full").training_flags == []
