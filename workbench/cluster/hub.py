@@ -26,6 +26,9 @@ REAPED_S = 0.5
 UNLISTED_S = 10.0
 """How long the hub is given to let go of engines that are gone."""
 ANSWER_S = 20.0
+ATTEMPT_S, CONNECT_S = 10.0, 90.0
+"""How long one request to connect waits, and all of them: a class whose controllers start at once
+on a few cores takes longer than ipyparallel's 10 s."""
 
 
 class Hub:
@@ -57,7 +60,7 @@ class Hub:
         self.socket: Any = None
         self._folder, self._launcher, self._interface = folder, launcher, interface
         self._on_left, self._on_unlisted = on_left, on_unlisted
-        self._changed = threading.Event()
+        self._changed, self._ended = threading.Event(), threading.Event()
 
     @property
     def controller(self) -> Any:
@@ -106,7 +109,13 @@ class Hub:
         )
 
     def _connect(self) -> None:
-        self.client = self.cluster.connect_client_sync()
+        end = time.monotonic() + CONNECT_S
+        while self.client is None:
+            try:
+                self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
+            except TimeoutError:
+                if self._ended.is_set() or time.monotonic() > end:
+                    raise
         self.client._registration_callbacks.append(self._registration)
         # The stream that direct views send on; sending on the bare socket below it would eat
         # the wake-up of a reply that arrives meanwhile.
@@ -183,6 +192,7 @@ class Hub:
     # -- the end -----------------------------------------------------------------------------------
 
     def _left(self, end: Exit) -> None:
+        self._ended.set()
         if end.code is None and end.signal is None:  # ipyparallel has reaped it before we looked
             with contextlib.suppress(Exception):
                 running = self.cluster.controller
