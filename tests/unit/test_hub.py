@@ -54,7 +54,7 @@ class Slow:
     def __init__(self, unanswered, hub, ends_at=None):
         self.asked, self.unanswered, self.hub, self.ends_at = 0, unanswered, hub, ends_at
         self.client = SimpleNamespace(
-            _registration_callbacks=[], _mux_stream=SimpleNamespace(flush=None), _io_loop=None
+            _registration_callbacks=[], _mux_stream=SimpleNamespace(flush=print), _io_loop=None
         )
 
     def connect_client_sync(self, timeout):

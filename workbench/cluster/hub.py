@@ -113,7 +113,7 @@ class Hub:
         while self.client is None:
             try:
                 self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
-            except TimeoutError:
+            except TimeoutError:  # noqa: PERF203 - the wait is what costs
                 if self._ended.is_set() or time.monotonic() > end:
                     raise
         self.client._registration_callbacks.append(self._registration)
