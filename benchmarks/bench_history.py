@@ -16,7 +16,8 @@ import tracemalloc
 import numpy as np
 
 from workbench.history.store import RunHistory
-from workbench.protocol import RECORD, Message, new_key, pack, records_from, unpack
+from workbench.protocol import Message, new_key, pack, records_from, unpack
+from workbench.record import RECORD
 
 
 def rows(rank: int, first: int, steps: int, step_s: float = 0.01) -> np.ndarray:

@@ -19,7 +19,8 @@ import zmq
 
 from workbench.cluster.router import ControlRouter
 from workbench.history.store import RunHistory
-from workbench.protocol import RECORD, Message, records_from
+from workbench.protocol import Message, records_from
+from workbench.record import RECORD
 from workbench.seal import Seal
 from workbench.views.dashboard import Dashboard
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import workbench as wb
 from workbench.history.disk import records_path
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 
 os.environ["WORKBENCH_PREWARM"] = "off"
 

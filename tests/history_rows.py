@@ -6,7 +6,7 @@ import numpy as np
 
 from workbench.history.store import RunHistory
 from workbench.history.summary import RunSummary, summarise
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 
 NAN = float("nan")
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .protocol import FLAG_SKEWED_CLOCK
+from .record import FLAG_SKEWED_CLOCK
 
 Floats = NDArray[np.floating[Any]]
 PARTS = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "other_s")

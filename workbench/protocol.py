@@ -18,41 +18,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from .record import RECORD
 from .run_request import RunSettings, settings_from_wire
 
 VERSION = 2
-
-RECORD = np.dtype(
-    [
-        ("run", "<u4"),  # sequence number of the run in this cluster
-        ("step", "<u4"),
-        ("rank", "<u2"),
-        ("flags", "<u2"),
-        ("samples", "<u4"),
-        ("start_s", "<f8"),  # perf_counter of the engine's host
-        ("end_s", "<f8"),
-        ("ready_s", "<f8"),  # when this worker's last gradient was ready; NaN where nothing waits
-        ("data_wait_s", "<f4"),
-        ("compute_s", "<f4"),
-        ("exposed_s", "<f4"),  # time blocked in communication after ready_s
-        ("wait_s", "<f4"),  # a wait the strategy measured itself; NaN: derive it from ready_s
-        ("local_loss", "<f8"),
-        ("sent_bytes", "<f8"),
-        ("staleness", "<f4"),
-        ("bubble_s", "<f4"),
-        ("waited_for", "<i8"),  # the rank that wait_s was for, where the strategy knows; else -1
-    ]
-)
-"""One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN
-marks what could not be measured. Derived columns (sync wait, transfer, other, blame, the global
-loss) need the rows of all ranks and are computed in the kernel by `metrics.derive`."""
-
-FLAG_SKEWED_CLOCK = 1
-"""`start_s`/`ready_s` come from another host: waits use the min rule over `exposed_s`."""
-
-FLAG_LOSS_SEEN = 2
-"""`local_loss` is what the model gave: where it is NaN, the loss is no number. Without it NaN may
-only say that nobody saw the loss."""
 
 UpKind = Literal[
     "hello",  # engine, pid, host, device, python: the engine is attached

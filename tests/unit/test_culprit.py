@@ -15,7 +15,7 @@ from workbench.history.recent import Recent
 from workbench.history.store import RunHistory
 from workbench.history.totals import Blame, parts_of
 from workbench.metrics import Derived, derive
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 from workbench.views import text
 
 MEASURED = Path(__file__).parents[2] / "docs/measured/waits.npz"

@@ -16,13 +16,14 @@ from workbench.engine.context import RunContext
 from workbench.engine.gate import Gate
 from workbench.engine.injector import FaultInjector
 from workbench.engine.link import ControlLink
-from workbench.engine.recorder import Recorder
+from workbench.engine.recorder import Recorder, StepResult
 from workbench.errors import PlanError, RunError
 from workbench.history import disk, folders, rewind
 from workbench.history.store import RunHistory
 from workbench.lifecycle import OVER
 from workbench.plan import make_plan
-from workbench.protocol import RECORD, RunSpec, Topic, records_from
+from workbench.protocol import RunSpec, Topic, records_from
+from workbench.record import RECORD
 from workbench.session import checkpoints, logging_to, registry, show
 from workbench.session.launch import Launch
 from workbench.session.load import load
@@ -87,7 +88,7 @@ def test_a_writer_that_fails_costs_no_row_and_one_note(failing):
         link.attach(run, Writer(failing))
         link.emit("epoch", rank=0, epoch=1, step=0)
         for step in range(3000):
-            run.recorder.add(step, 8, step, step + 0.5, data_wait_s=0.1, compute_s=0.2, loss=1.0)
+            run.recorder.add_step(step, StepResult(8, 1.0, 0.2), step, step + 0.5, data_wait_s=0.1)
         assert link.detach(WAIT_S)
         link.emit("note", rank=0, text="still here")
         steps, notes = [], []

@@ -19,7 +19,8 @@ from workbench.cookbook import Recipe
 from workbench.errors import RunError
 from workbench.history.store import RunHistory
 from workbench.plan import make_plan
-from workbench.protocol import RECORD, Message
+from workbench.protocol import Message
+from workbench.record import RECORD
 from workbench.session.agreement import Agreement
 from workbench.session.run import Run
 

@@ -23,7 +23,8 @@ from workbench.engine.links.hub import _Peer
 from workbench.engine.links.peers import Peers
 from workbench.engine.links.wire import LinkError
 from workbench.engine.links.worker import Link
-from workbench.protocol import RECORD, BadMessageError, Message
+from workbench.protocol import BadMessageError, Message
+from workbench.record import RECORD
 from workbench.seal import Seal
 
 KEY = b"k" * 32

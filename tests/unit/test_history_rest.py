@@ -12,7 +12,7 @@ from workbench.errors import RunError
 from workbench.history import folders
 from workbench.history.disk import RunWriter
 from workbench.history.store import RunHistory
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 
 RANKS = 2
 

@@ -15,7 +15,7 @@ from workbench.history.logged import LoggedColumn
 from workbench.history.store import RunHistory
 from workbench.history.table import STORED, RowTable
 from workbench.metrics import PARTS
-from workbench.protocol import FLAG_SKEWED_CLOCK, RECORD
+from workbench.record import FLAG_SKEWED_CLOCK, RECORD
 
 
 def same(a: RunHistory, b: RunHistory) -> bool:

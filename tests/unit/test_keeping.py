@@ -16,7 +16,7 @@ from workbench.engine import home
 from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.tail import Tail
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 from workbench.scratch import PAGE_BYTES, Page, last_page
 from workbench.session.following import _Outputs
 from workbench.session.keeping import KEPT_IDLE_S, Keeping, _idle_s, words

@@ -11,7 +11,7 @@ from workbench.engine.context import RunContext
 from workbench.engine.gate import Gate
 from workbench.engine.injector import FaultInjector
 from workbench.engine.link import ControlLink
-from workbench.engine.recorder import Recorder
+from workbench.engine.recorder import Recorder, StepResult
 from workbench.protocol import Message, RunSpec, records_from
 
 WAIT_S = 20
@@ -55,7 +55,7 @@ def context(link, run=1, rank=0):
 
 
 def row(run, step, loss=1.0):
-    run.recorder.add(step, 8, step, step + 0.5, data_wait_s=0.1, compute_s=0.2, loss=loss)
+    run.recorder.add_step(step, StepResult(8, loss, 0.2), step, step + 0.5, data_wait_s=0.1)
 
 
 def test_rows_and_events_of_a_run_arrive_whole_and_in_order(router, link):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from workbench import metrics
-from workbench.protocol import FLAG_SKEWED_CLOCK, RECORD
+from workbench.record import FLAG_SKEWED_CLOCK, RECORD
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 6))
 SECONDS = st.floats(0.0, 2.0, allow_nan=False, width=32)

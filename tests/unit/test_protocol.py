@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from workbench import protocol
 from workbench.engine import stacks
-from workbench.engine.recorder import Recorder
+from workbench.engine.recorder import Recorder, StepResult
 from workbench.faults import parse_fault
 from workbench.protocol import (
     DOWN,
     EVENTS,
     KERNEL_EVENTS,
-    RECORD,
     UP,
     VERSION,
     BadMessageError,
@@ -31,6 +30,7 @@ from workbench.protocol import (
     records_from,
     unpack,
 )
+from workbench.record import RECORD
 
 KEY = b"k" * 32
 JSON = st.recursive(
@@ -113,7 +113,7 @@ def test_rows_are_read_without_a_copy_and_only_whole() -> None:
 
 def test_the_recorders_rows_are_the_protocols() -> None:
     recorder = Recorder(run=3, rank=2)
-    recorder.add(7, 32, 1.5, 2.5, data_wait_s=0.25, compute_s=0.5, loss=0.125, staleness=4.0)
+    recorder.add_step(7, StepResult(32, 0.125, 0.5, staleness=4.0), 1.5, 2.5, data_wait_s=0.25)
     (row,) = records_from(recorder.drain())
     assert (row["run"], row["rank"], row["step"], row["samples"]) == (3, 2, 7, 32)
     assert (row["start_s"], row["end_s"], row["data_wait_s"]) == (1.5, 2.5, 0.25)

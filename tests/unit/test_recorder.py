@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tracemalloc
 
 import numpy as np
 
-from workbench.engine.recorder import Recorder
-from workbench.protocol import RECORD, records_from
+from workbench.engine.recorder import Recorder, StepResult
+from workbench.protocol import records_from
+from workbench.record import COLUMNS, CURVES, MEASURED, RARE, RECORD
 
 
 class Late:
@@ -25,9 +27,8 @@ class Late:
 
 
 def add(recorder: Recorder, step: int, **more: object) -> None:
-    recorder.add(
-        step, 8, step + 0.0, step + 1.0, data_wait_s=0.25, compute_s=0.5, loss=float(step), **more
-    )  # type: ignore[arg-type]
+    result = StepResult(8, float(step), 0.5, **more)  # type: ignore[arg-type]
+    recorder.add_step(step, result, step + 0.0, step + 1.0, data_wait_s=0.25)
 
 
 def test_rows_come_out_in_order_with_what_was_measured() -> None:
@@ -118,3 +119,31 @@ def test_rows_of_a_process_that_was_forked_are_its_own() -> None:
     os.waitpid(child, 0)
     add(recorder, 1)
     assert records_from(recorder.drain())["step"].tolist() == [0, 1]
+
+
+def test_every_field_of_a_result_arrives_under_its_name() -> None:
+    names = [one.result or one.name for one in MEASURED]
+    given = {field.name for field in dataclasses.fields(StepResult)} & set(names) - {"waited_for"}
+    numbers = {name: float(place) for place, name in enumerate(sorted(given), 1)}
+    result = StepResult(**{**numbers, "samples": 8}, waited_for=2)  # type: ignore[arg-type]
+    recorder = Recorder(run=7, rank=3)
+    recorder.add_step(5, result, 1.5, 2.5, data_wait_s=0.25)
+    (row,) = records_from(recorder.drain())
+    read = {one.result or one.name: row[one.name] for one in MEASURED}
+    known = {"run": 7, "step": 5, "rank": 3, "flags": 0, "start_s": 1.5, "end_s": 2.5}
+    assert read == {**numbers, **known, "samples": 8, "data_wait_s": 0.25, "waited_for": 2}
+
+
+def test_rows_of_saved_runs_are_read_as_they_were_written() -> None:
+    """The layout of 0.1; a new field comes after these."""
+    assert RECORD.descr[:17] == [
+        ("run", "<u4"), ("step", "<u4"), ("rank", "<u2"), ("flags", "<u2"), ("samples", "<u4"),
+        ("start_s", "<f8"), ("end_s", "<f8"), ("ready_s", "<f8"), ("data_wait_s", "<f4"),
+        ("compute_s", "<f4"), ("exposed_s", "<f4"), ("wait_s", "<f4"), ("local_loss", "<f8"),
+        ("sent_bytes", "<f8"), ("staleness", "<f4"), ("bubble_s", "<f4"), ("waited_for", "<i8"),
+    ]  # fmt: skip
+    assert RECORD.itemsize == 88
+
+
+def test_what_is_rare_has_a_course_that_tells_whether_it_was_seen() -> None:
+    assert RARE <= set(CURVES) <= set(COLUMNS)

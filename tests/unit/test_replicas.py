@@ -8,7 +8,7 @@ from workbench import catalog
 from workbench.cluster.devices import Lease, Leases
 from workbench.cookbook import Recipe
 from workbench.engine.injector import FaultInjector
-from workbench.engine.recorder import Recorder
+from workbench.engine.recorder import Recorder, StepResult
 from workbench.errors import PlanError
 from workbench.line import parse_cell_line
 from workbench.plan import Plan, make_plan
@@ -67,7 +67,7 @@ def test_each_replica_spends_its_own_delays() -> None:
 def test_rows_of_several_ranks_come_from_one_recorder() -> None:
     recorder = Recorder(1, 4)
     for rank in (None, 5):
-        recorder.add(0, 8, 1.0, 2.0, data_wait_s=0.0, compute_s=1.0, loss=0.5, rank=rank)
+        recorder.add_step(0, StepResult(8, 0.5, 1.0), 1.0, 2.0, data_wait_s=0.0, rank=rank)
     assert records_from(recorder.drain())["rank"].tolist() == [4, 5]
 
 

@@ -6,7 +6,7 @@ import pytest
 from workbench.history import disk, rewind
 from workbench.history.disk import RunWriter
 from workbench.history.store import RunHistory
-from workbench.protocol import RECORD
+from workbench.record import RECORD
 
 
 def rows(rank, steps, loss=1.0, offset_s=0.0, samples=16):

@@ -22,7 +22,8 @@ import zmq
 
 from ..errors import WorkbenchError
 from ..history import disk
-from ..protocol import DOWN, RECORD, BadMessageError, Message, declared
+from ..protocol import DOWN, BadMessageError, Message, declared
+from ..record import RECORD
 from ..seal import Seal
 from ..wakeup import Wakeup
 from . import attention, stacks

@@ -1,7 +1,7 @@
 """Profiles a window of a run's steps (`--profile 10:15`), whoever writes the loop.
 
     gate.enter(10)    the profiler starts; `step 10` begins
-    recorder.add      `step 10` ends
+    recorder.add_step `step 10` ends
     ...
     gate.enter(15)    it stops; the Chrome trace is written into the run's folder
 
@@ -181,13 +181,13 @@ def install(run: RunContext) -> None:
     """Have steps end where they are recorded, and the profile at the latest with the run."""
     if not isinstance(run.gate, ProfiledGate):
         return
-    window, add = run.gate._window, run.recorder.add
+    window, add = run.gate._window, run.recorder.add_step
 
     def recorded(*args: Any, **keywords: Any) -> None:
         window.recorded()
         add(*args, **keywords)
 
-    vars(run.recorder)["add"] = recorded
+    vars(run.recorder)["add_step"] = recorded
     run.closers.append(window.end)
 
 

@@ -2,7 +2,7 @@
 
 A ring of preallocated rows: the training thread writes, the control thread drains. Neither waits
 for the other; when the ring is full the row is counted as dropped. Rows are 88 bytes
-(`protocol.RECORD`).
+(`record.RECORD`).
 
 The ring is memory mapped for it alone: pages that no row reached take none, and all of it goes back
 to the system at once. From malloc's heap it left a hole of its size (5.8 MB) with every run in
@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
-from ..protocol import FLAG_LOSS_SEEN, RECORD
+from ..record import FLAG_LOSS_SEEN, MEASURED, RECORD
 
-_ROW = struct.Struct("<IIHHIdddffffddffq")
-if _ROW.size != RECORD.itemsize:
-    raise ImportError("the packed row and protocol.RECORD disagree")
+_CODES = {"<u2": "H", "<u4": "I", "<i8": "q", "<f4": "f", "<f8": "d"}
+_ROW = struct.Struct("<" + "".join(_CODES[one.type] for one in MEASURED))
+_AFTER = [one.name for one in MEASURED].index("data_wait_s") + 1
+_rest = attrgetter(*(one.result or one.name for one in MEASURED[_AFTER:]))
+"""What a row holds beyond what the loop knows, of a `StepResult`."""
 
 NAN = float("nan")
 
@@ -32,6 +36,41 @@ class Deferred(Protocol):
 
     def values(self) -> dict[str, float]:
         """Return the fields of RECORD to overwrite."""
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step measured on this worker; see `record.RECORD` for the meanings.
+
+    Attributes:
+        loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
+        has_loss: Whether it is what the model gave; then NaN means that it is no number.
+        deferred: Completes the record later, off the training thread (CUDA events, losses that
+            live on the device).
+        replicas: One result per replica where this engine holds several; `samples` and `loss` are
+            then those of the engine, and each replica has a row of its own.
+        waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
+        set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
+            count to no step.
+        aside_s: Seconds of it that were spent on what is no training (comparing replicas): they
+            count to no step either, nor to the time of training.
+    """
+
+    samples: int
+    loss: float
+    compute_s: float
+    ready_s: float = NAN
+    exposed_s: float = NAN
+    wait_s: float = NAN
+    sent_bytes: float = NAN
+    staleness: float = NAN
+    bubble_s: float = NAN
+    waited_for: int = -1
+    deferred: Deferred | None = None
+    replicas: tuple[StepResult, ...] = ()
+    set_up_s: float = 0.0
+    aside_s: float = 0.0
+    has_loss: bool = False
 
 
 class Recorder:
@@ -68,31 +107,19 @@ class Recorder:
         self._shift, self._first = self._rank - rank, first
         self.dropped = 0
 
-    def add(
+    def add_step(
         self,
         step: int,
-        samples: int,
+        result: StepResult,
         start_s: float,
         end_s: float,
         *,
         data_wait_s: float,
-        compute_s: float,
-        loss: float,
-        ready_s: float = NAN,
-        exposed_s: float = NAN,
-        wait_s: float = NAN,
-        sent_bytes: float = NAN,
-        staleness: float = NAN,
-        bubble_s: float = NAN,
-        waited_for: int = -1,
-        has_loss: bool = False,
-        deferred: Deferred | None = None,
         rank: int | None = None,
     ) -> None:
         """Write one row; never waits.
 
         Args:
-            has_loss: Whether the model gave a loss, be it no number.
             rank: Whose row it is, where this engine holds several replicas.
         """
         head = self._head
@@ -101,15 +128,14 @@ class Recorder:
         if head - self._tail > self._mask:
             self.dropped += 1
             return
-        if deferred is not None:
-            self._deferred[head] = deferred
+        if result.deferred is not None:
+            self._deferred[head] = result.deferred
         named = self._rank if rank is None else rank + self._shift
-        flags = self._flags | (FLAG_LOSS_SEEN if has_loss else 0)
+        flags = self._flags | (FLAG_LOSS_SEEN if result.has_loss else 0)
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
-            self._run, step, named, flags, samples, start_s, end_s, ready_s,
-            data_wait_s, compute_s, exposed_s, wait_s, loss, sent_bytes, staleness, bubble_s,
-            waited_for,
+            self._run, step, named, flags, result.samples, start_s, end_s, result.ready_s,
+            data_wait_s, *_rest(result),
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained
 

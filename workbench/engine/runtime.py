@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from ..errors import WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
-from ..protocol import FLAG_SKEWED_CLOCK, RunSpec
+from ..protocol import RunSpec
+from ..record import FLAG_SKEWED_CLOCK
 from . import context as run_context
 from . import postmortem, profiles, rescue
 from .context import RunContext

@@ -127,7 +127,7 @@ class CellReport:
     Attributes:
         outcome: What `run_cell` returned.
         error: The error with its traceback; empty where there was none.
-        rows: `protocol.RECORD` rows in the order of steps, those of a step's replicas by rank.
+        rows: `record.RECORD` rows in the order of steps, those of a step's replicas by rank.
         events: Names and fields, as the kernel would have heard them.
         trained, train_s, eval_s: As in `RunContext`.
     """

@@ -154,15 +154,9 @@ class Training:
         self, step: int, result: StepResult, start_s: float, end_s: float, data_wait_s: float
     ) -> None:
         """Write a row for each replica that took part in the step."""
-        add = self.context.recorder.add
+        add = self.context.recorder.add_step
         for rank, one in enumerate(result.replicas or (result,), self.context.spec.rank):
-            add(
-                step, one.samples, start_s, end_s, data_wait_s=data_wait_s,
-                compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
-                exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
-                staleness=one.staleness, bubble_s=one.bubble_s, waited_for=one.waited_for,
-                has_loss=one.has_loss, deferred=one.deferred, rank=rank,
-            )  # fmt: skip
+            add(step, one, start_s, end_s, data_wait_s=data_wait_s, rank=rank)
 
     def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:
         """Go on from the checkpoint, where there is one of this training; return the shares."""

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import record
 from ..metrics import PARTS
 from .reducer import Reducer
 
+_FIRST = ("rank", "step", "start_s", "step_s", *PARTS, "samples", "loss", "local_loss")
 COLUMNS = (
-    "rank", "step", "start_s", "step_s", *PARTS, "samples", "loss", "local_loss",
-    "sent_bytes", "staleness", "bubble_s", "blamed_rank", "engine",
+    *_FIRST, *(name for name in record.COLUMNS if name not in _FIRST), "blamed_rank", "engine",
 )  # fmt: skip
-"""Columns of every history; `wb.log` adds more. `bubble_s` is there where it was measured."""
+"""Columns of every history; `wb.log` adds more. Rare ones are there where they were measured."""
 
 _WHOLE = ("rank", "step", "samples", "blamed_rank", "engine")
 

@@ -2,7 +2,7 @@
 
     <run_dir>/
       run.json                 what was asked for and how it ended
-      records-rank<r>.bin      protocol.RECORD rows, one after the other
+      records-rank<r>.bin      record.RECORD rows, one after the other
       events-rank<r>.jsonl     one event a line: name, t_s, fields
       weights.npz, weights.pt  written at the end of the run
 
@@ -31,7 +31,8 @@ import numpy as np
 
 from .. import checksums, scratch
 from ..errors import RunError
-from ..protocol import RECORD, Topic
+from ..protocol import Topic
+from ..record import RECORD
 
 if TYPE_CHECKING:
     from .store import RunHistory

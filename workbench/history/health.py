@@ -32,7 +32,7 @@ class LossWatch:
         """Look at losses of shape (steps,), in the order of steps.
 
         Args:
-            seen: Whether the model gave each of them (`protocol.FLAG_LOSS_SEEN`): then one that is
+            seen: Whether the model gave each of them (`record.FLAG_LOSS_SEEN`): then one that is
                 no number is bad from the first step on.
         """
         if self.step is not None or not len(loss):

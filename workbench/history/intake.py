@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import RunError
-from ..protocol import RECORD, Topic
+from ..protocol import Topic
+from ..record import RECORD
 from . import disk, folders, rewind
 from .columns import COLUMNS
 from .logged import LoggedColumn

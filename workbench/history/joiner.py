@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol import RECORD
+from ..record import RECORD
 
 Rows = NDArray[Any]
 PENDING_ROWS = 1 << 16

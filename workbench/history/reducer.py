@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metrics import PARTS, Derived, derive
-from ..protocol import FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK
+from ..record import COLUMNS, CURVES, FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK
 from .envelope import Envelope
 from .health import LossWatch
 from .joiner import Joiner
@@ -44,9 +44,7 @@ class Reducer:
         self.table = RowTable(limit_bytes)
         self.totals = Totals(workers)
         self.recent = Recent(workers)
-        self.curves = {
-            name: Envelope() for name in ("loss", "samples_per_s", "staleness", "bubble_s")
-        }
+        self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
         self.skewed = False
         self.last = (-1, float("nan"))
         self._newest_s = -np.inf  # when the row ended whose loss is in `last`
@@ -174,7 +172,7 @@ class Reducer:
 
     def _count(self, rows: Rows, parts_s: NDArray[np.float64], blame: Blame) -> None:
         self.totals.add_rows(rows, parts_s, blame)
-        for name in ("staleness", "bubble_s"):
+        for name in CURVES:
             values = rows[name].astype(np.float64)
             if not np.isnan(values).all():
                 self.curves[name].add(rows["step"], rows["start_s"], values)
@@ -183,8 +181,7 @@ class Reducer:
         self, rows: Rows, parts_s: NDArray[np.float64], blamed: NDArray[Any], loss: NDArray[Any]
     ) -> None:
         stored = np.empty(len(rows), STORED)
-        for name in ("step", "samples", "rank", "staleness", "bubble_s", "start_s", "local_loss",
-                     "sent_bytes"):  # fmt: skip
+        for name in COLUMNS:
             stored[name] = rows[name]
         for index, name in enumerate(PARTS[:-1]):
             stored[name] = parts_s[:, index]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import scratch
-from ..protocol import RECORD
+from ..record import RECORD
 
 _CHUNK_ROWS = 4096
 _OF_STEPS = frozenset({"eval", "log", "epoch"})

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..lifecycle import OVER
 from ..protocol import Topic
+from ..record import RARE
 from . import columns, disk, views
 from .blame import Waits
 from .intake import Intake
@@ -45,7 +46,7 @@ class RunHistory(Intake, Mapping[str, NDArray[Any]]):
         """Names of the columns."""
         with self._lock:
             self._fold()
-            hidden = {"bubble_s"} if self._reduced.curves["bubble_s"].empty else set()
+            hidden = {name for name in RARE if self._reduced.curves[name].empty}
             return (*(c for c in columns.COLUMNS if c not in hidden), *self._logged)
 
     def __getitem__(self, name: str) -> NDArray[Any]:

@@ -8,33 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol import FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK, RECORD
+from ..metrics import PARTS
+from ..record import COLUMNS, FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK, RECORD
 
 STORED = np.dtype(
     [
-        ("step", "<u4"),
-        ("samples", "<u4"),
-        ("rank", "<u2"),
+        *COLUMNS.items(),
         ("blamed_rank", "<i2"),
-        ("data_wait_s", "<f4"),
-        ("compute_s", "<f4"),
-        ("sync_wait_s", "<f4"),
-        ("transfer_s", "<f4"),
-        ("staleness", "<f4"),
-        ("bubble_s", "<f4"),
+        *((part, "<f4") for part in PARTS[:-1]),
         ("step_s", "<f4"),
-        ("start_s", "<f8"),
         ("loss", "<f8"),
-        ("local_loss", "<f8"),
-        ("sent_bytes", "<f8"),
     ]
 )
-"""One stored row (72 bytes). `other_s` is the residual of the others and is not stored."""
+"""One stored row (72 bytes): what was measured, and what is derived. `other_s` is the residual of
+the others and is not stored."""
 
-_AS_THEY_WERE = (
-    "step", "rank", "samples", "start_s", "data_wait_s", "compute_s", "local_loss", "sent_bytes",
-    "staleness", "bubble_s",
-)  # fmt: skip
 CHUNK_ROWS = 1 << 14
 _FEW_ROWS = 64
 
@@ -144,7 +132,7 @@ def unreduced(
     """
     order = table.order()
     rows = np.zeros(len(order), RECORD)
-    for name in _AS_THEY_WERE:
+    for name in (*COLUMNS, "data_wait_s", "compute_s"):
         rows[name] = table.column(name)[order]
     wait, transfer = (table.column(name)[order] for name in ("sync_wait_s", "transfer_s"))
     rows["end_s"] = rows["start_s"] + table.column("step_s")[order]

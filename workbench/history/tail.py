@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol import RECORD
+from ..record import RECORD
 
 ROWS_AT_ONCE = 4096
 

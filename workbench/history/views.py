@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..lifecycle import OVER
 from ..metrics import PARTS, potential
+from ..record import CURVES
 from .envelope import Envelope
 from .recent import Recent
 from .snapshot import Snapshot, Worker
@@ -61,7 +62,7 @@ def take(of: Sources, label: Label, whole: tuple[int | None, float, int] | None 
     shown = {"memory_bytes"} | ({"bubble_s"} if of.story.split is not None else set())
     extra = {
         name: of.curves[name].curve(origin)
-        for name in ("staleness", "bubble_s")
+        for name in CURVES
         if name not in shown and not of.curves[name].empty
     }
     total = started.get("total_steps")

@@ -181,7 +181,7 @@ def _weights(run: Any) -> Any:
 def _as_if_of(run: Any, workers: int, sent_bytes: float) -> Any:
     """Return a run as it would be with so many workers, in rows; the gradients are as large."""
     from ..history.store import RunHistory
-    from ..protocol import RECORD
+    from ..record import RECORD
 
     steps = 4
     rows = np.zeros((steps, workers), RECORD)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..engine.recorder import StepResult as StepResult  # part of the contract
 from ..errors import FitError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..engine.context import RunContext
-    from ..engine.recorder import Deferred
 
 NAN = float("nan")
 
@@ -73,41 +73,6 @@ class Share:
     global_samples: int
     step: int
     epoch: int
-
-
-@dataclass
-class StepResult:
-    """What one optimizer step measured on this worker; see `protocol.RECORD` for the meanings.
-
-    Attributes:
-        loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
-        has_loss: Whether it is what the model gave; then NaN means that it is no number.
-        deferred: Completes the record later, off the training thread (CUDA events, losses that
-            live on the device).
-        replicas: One result per replica where this engine holds several; `samples` and `loss` are
-            then those of the engine, and each replica has a row of its own.
-        waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
-        set_up_s: Seconds of it that were spent once, before the step (tracing it as a graph): they
-            count to no step.
-        aside_s: Seconds of it that were spent on what is no training (comparing replicas): they
-            count to no step either, nor to the time of training.
-    """
-
-    samples: int
-    loss: float
-    compute_s: float
-    ready_s: float = NAN
-    exposed_s: float = NAN
-    wait_s: float = NAN
-    sent_bytes: float = NAN
-    staleness: float = NAN
-    bubble_s: float = NAN
-    waited_for: int = -1
-    deferred: Deferred | None = None
-    replicas: tuple[StepResult, ...] = ()
-    set_up_s: float = 0.0
-    aside_s: float = 0.0
-    has_loss: bool = False
 
 
 class Strategy(ABC):

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from ...engine.context import RunContext
-from ..base import NAN
+from ..base import NAN, StepResult
 from .fetching import Pending
 
 clock = time.perf_counter
@@ -73,11 +73,13 @@ class Rows:
         start_s = self._free_s[rank]
         if start_s != start_s or start_s > begin_s:
             start_s = begin_s
-        context.recorder.add(
-            number, samples, start_s, end_s, data_wait_s=begin_s - start_s,
-            compute_s=end_s - begin_s, loss=NAN, wait_s=0.0, staleness=self.version - pulled,
-            rank=rank, deferred=late,
+        result = StepResult(
+            samples, NAN, end_s - begin_s, wait_s=0.0, staleness=self.version - pulled,
+            deferred=late,
         )  # fmt: skip
+        context.recorder.add_step(
+            number, result, start_s, end_s, data_wait_s=begin_s - start_s, rank=rank
+        )
         self.version += 1
         self._steps[rank] += 1
         workers = len(self._steps)

@@ -34,7 +34,7 @@ How it is used (one object per run and engine)::
             train(batch)                                       # any number of steps
             for step in markers.take(start_s, clock()):        # those steps, oldest first
                 for rank, result in enumerate(step.results, first_rank):
-                    recorder.add(number, result.samples, step.start_s, step.end_s, ...)
+                    recorder.add_step(number, result, step.start_s, step.end_s, ...)
 """
 
 from __future__ import annotations

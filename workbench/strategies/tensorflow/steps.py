@@ -150,13 +150,10 @@ class Steps:
         for rank, data_wait_s, one in zip(
             context.spec.held, step.data_wait_s, step.results, strict=True
         ):
-            context.recorder.add(
-                context.trained, one.samples, step.start_s, step.end_s,
-                data_wait_s=data_wait_s - busy_s,
-                compute_s=one.compute_s, loss=one.loss, ready_s=one.ready_s,
-                exposed_s=one.exposed_s, wait_s=one.wait_s, sent_bytes=one.sent_bytes,
-                staleness=one.staleness, bubble_s=one.bubble_s, has_loss=one.has_loss, rank=rank,
-            )  # fmt: skip
+            waited_s = data_wait_s - busy_s
+            context.recorder.add_step(
+                context.trained, one, step.start_s, step.end_s, data_wait_s=waited_s, rank=rank
+            )
         samples = [one.samples for one in step.results]
         self.batch = (sum if self.context.entry.data_parallel else max)(samples) or None
         context.step = context.trained

@@ -18,6 +18,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -322,22 +323,12 @@ class OwnLoop:
         result = self.timer.finish(self._samples, loss, sent_bytes, self._late_wait_s)
         self._complete(result)
         end = clock()
-        context.recorder.add(
+        context.recorder.add_step(
             context.trained,
-            result.samples,
+            result if seen else replace(result, has_loss=False),
             self._start + result.aside_s,
             end,
             data_wait_s=self._first_wait_s + self._late_wait_s if self._counts else NAN,
-            compute_s=result.compute_s,
-            loss=result.loss,
-            ready_s=result.ready_s,
-            exposed_s=result.exposed_s,
-            wait_s=result.wait_s,
-            staleness=result.staleness,
-            waited_for=result.waited_for,
-            sent_bytes=result.sent_bytes,
-            has_loss=seen and result.has_loss,
-            deferred=result.deferred,
         )
         context.trained += 1
         context.train_s += end - self._start - result.aside_s
