@@ -21,7 +21,7 @@ def broken():
 
 @pytest.fixture
 def watch(broken, monkeypatch):
-    monkeypatch.setattr(interrupt, "GRACE_S", 0.0)
+    monkeypatch.setattr(interrupt, "BREAK_OUT_S", 0.0)
     watch = InterruptWatch(broken.append)
     yield watch
     watch.close()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.session import halting, interrupts, task
+from workbench.escalation import CLEAR_S, HEARD_S, KILL_S
+from workbench.session import interrupts
 
 
 class Clock:
@@ -42,7 +43,7 @@ def waited(monkeypatch):
 
 def test_an_interrupt_waits_until_an_engine_that_nobody_hears_has_been_ended(waited):
     # It has left its cell as agreed, but its answer is lost: the controller is halted, say.
-    clock, _ = waited(halting.CLEAR_S + task.KILL_S + task.HEARD_S)
+    clock, _ = waited(CLEAR_S + KILL_S + HEARD_S)
     assert clock.is_set()
 
 

@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-GRACE_S = 0.2
-CLEAR_S = 5.0
-"""How long what a cell has left may be cleared away; the kernel ends an engine after more."""
+from ..escalation import BREAK_OUT_S, CLEARING_S
 
 
 class InterruptWatch:
@@ -70,7 +68,7 @@ class InterruptWatch:
             self._shields -= 1
 
     def begin_clearing(self, whole: bool) -> None:
-        """The cell was told to end and did: interrupts do not raise for `CLEAR_S` from now on.
+        """The cell was told to end and did: interrupts do not raise for `CLEARING_S` from now on.
 
         They were sent to end the cell, and would leave half of it behind: sockets open, weights
         unsaved. Whoever clears away for longer than that is stuck.
@@ -78,12 +76,12 @@ class InterruptWatch:
         Args:
             whole: Whether all workers get through; else interrupts break collectives still.
         """
-        self._deaf_until_s, self._whole = time.monotonic() + CLEAR_S, whole
+        self._deaf_until_s, self._whole = time.monotonic() + CLEARING_S, whole
 
     def close(self) -> None:
         """End the watchdog; no cell may run any more."""
         self._writer.close()
-        self._thread.join(timeout=2 * GRACE_S + 2)
+        self._thread.join(timeout=2 * BREAK_OUT_S + 2)
 
     @property
     def _clearing(self) -> bool:
@@ -98,7 +96,7 @@ class InterruptWatch:
             if signal.SIGINT not in data or (self._whole and self._clearing):
                 continue
             for harder in (False, True):
-                if self._left.wait(GRACE_S):
+                if self._left.wait(BREAK_OUT_S):
                     break
                 self.broke_out = True
                 self._break_out(harder)

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ClusterError
+from ..escalation import GROUP_GONE_S
 from ..protocol import RunSpec
 from .marks import GROUP, doing, waits_in
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-DESTROY_S = 5.0
 STORE_TIMEOUT = timedelta(seconds=60)
 PROBE_S = 5.0
 CONNECT_S = 12.0
@@ -162,10 +162,10 @@ def destroy_group() -> None:
     _retire_wrappers()
     worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
     worker.start()
-    worker.join(DESTROY_S)
+    worker.join(GROUP_GONE_S)
     if worker.is_alive():
         shutdown_group_sockets()
-        worker.join(DESTROY_S)
+        worker.join(GROUP_GONE_S)
 
 
 def _retire_wrappers() -> None:

@@ -7,14 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from ..escalation import ANSWER_S, CLEAR_S, REACH_S
 from .agreement import Agreement, Purpose
-
-ANSWER_S = 1.0
-"""How long a worker may be silent: its position comes from a thread that waits for nobody."""
-REACH_S = (0.8, 2.0)
-"""Least and longest time to the agreed step; an interrupt takes half a second more."""
-CLEAR_S = 10.0
-"""How long workers may take to clear away what a run has left."""
 
 
 class Send(Protocol):

@@ -10,16 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import RunError
-from .halting import CLEAR_S
+from ..escalation import SETTLE_S
 from .run import Run
-from .task import HEARD_S, KILL_S
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-
-SETTLE_S = CLEAR_S + KILL_S + HEARD_S + 3.0
-"""Longer than it takes to kill an engine that no interrupt reaches, nor its answer us: also one
-that has left its cell and is given time to clear away."""
 
 
 def settle(over: threading.Event, again: Callable[[], None]) -> None:

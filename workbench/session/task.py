@@ -16,19 +16,14 @@ from typing import Any
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import ClusterError, RunError
+from ..escalation import AGAIN_S, GRACE_S, HEARD_S, KILL_S
 from ..members import Member
 from ..views.output import OutputBoard
 from . import gone
 from .failure import CellEnd, Names
 
 log = logging.getLogger("workbench.session")
-GRACE_S = 0.5
-KILL_S = 8.0
-HEARD_S = 3.0
-"""How long the end of an engine that we killed may take to be heard of, before it is looked for."""
 CELL = "workbench.engine.entry:cell"
-AGAIN_S = 1.5
-"""A cell may catch an interrupt and go on; so it is sent again until the engine is ended."""
 
 
 OnLoss = Callable[[str, Sequence[int]], None]
