@@ -9,8 +9,8 @@
     CLEAR_S              all have left the cell, some have not cleared away: the same
 
     Interrupt
-    at once              SIGINT to every engine of the cell; where one rank has failed, the others
-                         are given GRACE_S to end by themselves before
+    at once              SIGINT to every engine of the cell
+    GRACE_S              the same to the others where one rank has failed and they went on
     BREAK_OUT_S          an engine's main thread waits in C++: its connections are shut down; after
                          as long again its store's too
     AGAIN_S              sent again, and again after as long: a cell may catch it and go on

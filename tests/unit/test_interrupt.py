@@ -40,7 +40,7 @@ def test_while_a_cell_that_was_told_to_end_is_cleared_away_it_does_not(watch, wh
 
 
 def test_whoever_clears_away_for_long_is_stuck_and_it_raises(watch, monkeypatch):
-    monkeypatch.setattr(interrupt, "CLEAR_S", 0.0)
+    monkeypatch.setattr(interrupt, "CLEARING_S", 0.0)
     with watch.armed():
         watch.begin_clearing(whole=True)
         with pytest.raises(KeyboardInterrupt):
