@@ -11,8 +11,7 @@ from fake_cluster import WAIT_S, Cluster, finish, plan_of, plans_of, queue_on, s
 
 from workbench.errors import RunError
 from workbench.plan import Plan
-from workbench.session.conductor import Conduct
-from workbench.session.queue import Queue
+from workbench.session.queue import Conduct, Queue
 
 
 def conduct_on(cluster: Cluster) -> Conduct:

@@ -1,6 +1,6 @@
 """The warm parent's end of the line to its owner: one line of JSON each, one thread, no waiting.
 
-`warm_wire.py` is the other end.
+`warm_client.py` is the other end.
 """
 
 from __future__ import annotations

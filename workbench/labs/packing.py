@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..session.registry import runs as known
-from ..session.results import Results
+from ..session.run import Run
 
 _README = """Runs of a lab.
 
@@ -49,7 +49,7 @@ class Bundle:
         return self.text()
 
 
-def take_home(*runs: Results | str, to: str | Path = "lab.zip") -> Bundle:
+def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
     """Write runs to a zip file: records, weights, history as CSV, figures, and how to read them.
 
     Args:
@@ -76,9 +76,9 @@ def take_home(*runs: Results | str, to: str | Path = "lab.zip") -> Bundle:
     return Bundle(path, [run.name for run in chosen])
 
 
-def _folders(chosen: Sequence[Results]) -> dict[str, Results]:
+def _folders(chosen: Sequence[Run]) -> dict[str, Run]:
     """Return a folder's name for each run: its own, where that is one and no other run has it."""
-    folders: dict[str, Results] = {}
+    folders: dict[str, Run] = {}
     for run in chosen:
         name = plain = re.sub(r"[^\w .+-]", "_", run.name).strip(" .") or "run"
         again = 2
@@ -88,7 +88,7 @@ def _folders(chosen: Sequence[Results]) -> dict[str, Results]:
     return folders
 
 
-def _put(run: Results, folder: Path) -> None:
+def _put(run: Run, folder: Path) -> None:
     run.save(folder)
     columns = run.history.columns
     with (folder / "history.csv").open("w", newline="", encoding="utf-8") as file:

@@ -34,7 +34,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run: what `session.results.Results` tells of it, as far as checks ask.
+    """One run: what `session.run.Run` tells of it, as far as checks ask.
 
     Attributes:
         engines: The processes that trained it, numbered.

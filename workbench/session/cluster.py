@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
+from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
 from ..cookbook import Recipe
@@ -15,10 +17,13 @@ from ..protocol import Message
 from ..run_request import from_arguments, takes_flags
 from . import checkpoints, hangs, logging_to, registry
 from .checks import (
+    BusyError,
+    check_arrived,
     check_framework,
     check_limits,
     check_members,
     check_size,
+    check_travels,
     to_recipe,
 )  # fmt: skip
 from .frameworks import default_framework
@@ -28,18 +33,31 @@ from .keeping import Keeping, task_record
 from .launch import Launch
 from .paused import Paused
 from .pool import Pool
+from .postmortem import PostMortem
 from .queue import Queue
 from .replace import spent
-from .requests import cell_requests, members_of
+from .requests import FREE, PULL, PUSH, cell_requests, members_of
 from .run import Run
+from .stacks import Stacks, gather
 from .task import Task
-from .turns import begins
-from .upkeep import Upkeep
 from .verdicts import short_handed
 from .vitals import Vitals
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-class Cluster(Upkeep):
+
+def begins(method: Method) -> Method:
+    """Have no other thread begin a cell or a run meanwhile: the queue has one of its own."""
+
+    @wraps(method)
+    def alone(self: Cluster, *args: Any, **kwargs: Any) -> Any:
+        with self._beginning:
+            return method(self, *args, **kwargs)
+
+    return cast("Method", alone)
+
+
+class Cluster:
     """A controller and engines of this notebook; also a context manager.
 
     Args:
@@ -82,7 +100,8 @@ class Cluster(Upkeep):
         count = check_size("The number of engines", workers)
         check_limits(count, hosts=hosts)
         self.launcher = launcher
-        super().__init__()
+        self._busy: Run | Task | None = None
+        self._beginning = threading.RLock()  # held while a cell or a run is begun
         self._pool = pool = Pool(devices)
         self.hearing = Hearing()
         self.vitals = Vitals(self)
@@ -340,3 +359,167 @@ class Cluster(Upkeep):
         self._pool.drop_group()
         if isinstance(self._busy, Run) and not self._busy.is_over:
             self._busy.note(text)
+
+    # -- its engines -------------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the living engines."""
+        return self._engines.ids
+
+    @property
+    def engines(self) -> list[EngineInfo]:
+        """Every engine, dead ones too, by id."""
+        return self._pool.all
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Ids of the living engines that run cells; the others were started as servers."""
+        return self._pool.worker_ids
+
+    @property
+    def devices_asked(self) -> str:
+        """What `devices` said."""
+        return self._pool.devices_asked
+
+    def lease(self, workers: int) -> Leases:
+        """Return which device each of so many workers gets; the same answer every time."""
+        return self._pool.lease(workers)
+
+    @property
+    def framework(self) -> str:
+        """The framework of engines, cells and runs that name none."""
+        return self._engines.framework
+
+    def use(self, framework: str) -> None:
+        """Let engines, cells and runs that name no framework have this one from now on.
+
+        Raises:
+            ClusterError: It is not installed.
+        """
+        check_framework(framework)
+        self._engines.framework = framework
+
+    @begins
+    def add(self, count: int, framework: str = "") -> list[int]:
+        """Start more engines; return their ids."""
+        return self._pool.add(count, framework)
+
+    def restart(self, ids: Iterable[int] | None = None) -> list[int]:
+        """Replace engines (all, or those named) by fresh ones under the same ids.
+
+        What they are doing ends: a run or a cell on them fails.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
+        self._pool.drop_group()
+        return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
+
+    @begins
+    def free(self) -> dict[int, int]:
+        """Drop the cells' variables on all engines; return how many names each dropped.
+
+        Raises:
+            RunError: A cell or a run is going on.
+        """
+        self._claim()
+        return self._engines.call(self.ids, FREE)
+
+    def logs(self, engine: int) -> str:
+        """The last lines of an engine's log.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
+        self._engines.known(engine)
+        return self._engines.log_tail(engine)
+
+    def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
+        """Return where the engines' threads are, now; also while a cell or a run goes on.
+
+        Raises:
+            ClusterError: There is no engine of that id.
+        """
+        return gather(self, ids)
+
+    def debug(self, rank: int | None = None) -> PostMortem:
+        """Return the frames of the rank whose cell failed (by default the first to fail).
+
+        Raises:
+            RunError: It keeps no failure, or a cell is going on.
+        """
+        from .debug import post_mortem
+
+        return post_mortem(self, rank)
+
+    def status(self) -> Any:
+        """A table: a row per engine."""
+        from .status import table
+
+        return table(self)
+
+    @property
+    def rejected(self) -> int:
+        """Messages and connections that were refused: they knew no key, or were sent again."""
+        from .status import rejected
+
+        return rejected(self)
+
+    @begins
+    def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
+        """Set variables on engines (all, or those named).
+
+        Raises:
+            RunError: A cell or a run is going on.
+            PlanError: A value cannot be sent.
+        """
+        self._claim()
+        check_travels(values)
+        self._engines.call(ids or self.ids, PUSH, (dict(values),))
+
+    @begins
+    def pull(
+        self, names: Sequence[str], ids: Sequence[int] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Return variables of engines, by engine id.
+
+        Raises:
+            RunError: A cell or a run is going on, or a value cannot be had here.
+        """
+        self._claim()
+        found = self._engines.fetch(ids or self.ids, PULL, (list(names),))
+        check_arrived(found)
+        return found
+
+    # -- whose turn it is --------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> Run | Task | None:
+        """The run or the cell that goes on, or went on last."""
+        return self._busy
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cell or a run is going on."""
+        return self._busy is not None and not self._busy.is_over
+
+    @property
+    def last_task(self) -> Task | None:
+        """The cell that runs, or ran last, be it a run's or not."""
+        return self._busy.task if isinstance(self._busy, Run) else self._busy
+
+    def _claim(self) -> None:
+        """Raise BusyError where something goes on; see to it that dead engines are replaced."""
+        self.keeping.touch()
+        busy = self._busy
+        if busy is None or busy.is_over:
+            self._pool.replacer.wait()
+            return
+        what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
+        raise BusyError(
+            f"Another one is going on: {what}.",
+            next_step="wait for it (run.wait()), or stop it (run.stop())"
+            if isinstance(busy, Run)
+            else "wait for it, or interrupt it",
+        )

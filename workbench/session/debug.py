@@ -16,7 +16,6 @@ from .prompt import Prompt, say
 if TYPE_CHECKING:
     from ..cluster_line import ClusterLine
     from .cluster import Cluster
-    from .upkeep import Upkeep
 
 SERVE = "workbench.engine.debugpy_server:serve"
 
@@ -45,7 +44,7 @@ def debug(cluster: Cluster, asked: ClusterLine) -> None:
         show(found)
 
 
-def post_mortem(cluster: Upkeep, engine: int | None) -> PostMortem:
+def post_mortem(cluster: Cluster, engine: int | None) -> PostMortem:
     """Return the post-mortem of a rank, by default of the one that failed first.
 
     Raises:
@@ -59,7 +58,7 @@ def post_mortem(cluster: Upkeep, engine: int | None) -> PostMortem:
     return PostMortem(cluster._engines, engine)
 
 
-def check_living(cluster: Upkeep, engine: int) -> None:
+def check_living(cluster: Cluster, engine: int) -> None:
     """Raise ClusterError where an engine is dead, or never was."""
     info = cluster._engines.known(engine)
     if info.state == "dead":

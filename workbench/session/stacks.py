@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .hangs import ANSWER_S, place_words
 
 if TYPE_CHECKING:
-    from .upkeep import Upkeep
+    from .cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Stacks(tuple[Stack, ...]):
         return {"text/html": "".join(blocks), "text/plain": repr(self)}
 
 
-def gather(cluster: Upkeep, ids: Iterable[int] | None = None) -> Stacks:
+def gather(cluster: Cluster, ids: Iterable[int] | None = None) -> Stacks:
     """Ask engines where they are; works while a cell or a run goes on.
 
     Args:
