@@ -60,7 +60,7 @@ def make_summary(name: str, *, ranks: int = 1, steps: int = 20, **given: object)
     history = make_history(rows)
     accuracy = meta.pop("accuracy", None)
     if accuracy is not None:
-        history.event("eval", {"step": steps, "epoch": 0, "values": {"accuracy": accuracy}})
+        history.hear("eval", {"step": steps, "epoch": 0, "values": {"accuracy": accuracy}})
     base = {"name": name, "strategy": name, "framework": "torch", "state": "finished",
             "recipe": "abc", "seed": 0, "batch_size": 32}  # fmt: skip
     return summarise(history, {**base, **meta})

@@ -41,12 +41,12 @@ def make_run(
         rows["wait_s"] = 0
     history = make_history(rows, joined=late is None, data_parallel=bubble_s is None)
     for rank in range(ranks):
-        history.event("run_started", {"rank": rank, "device": "cpu", "threads": 1})
+        history.hear("run_started", {"rank": rank, "device": "cpu", "threads": 1})
         if held_bytes:
             values = {"memory_bytes": held_bytes * (1 + rank / 10)}
-            history.event("log", {"rank": rank, "step": 0, "values": values})
+            history.hear("log", {"rank": rank, "step": 0, "values": values})
     if evals and steps:
-        history.event("eval", {"step": steps, "epoch": 0, "values": evals})
+        history.hear("eval", {"step": steps, "epoch": 0, "values": evals})
     meta = {"name": name, "strategy": strategy or name, "state": state, "recipe": "abc",
             "seed": seed, "batch_size": 64}  # fmt: skip
     return summarise(history, meta)

@@ -13,11 +13,11 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from .events import FROM_ENGINES
 from .record import RECORD
 from .run_request import RunSettings, settings_from_wire
 
@@ -26,7 +26,7 @@ VERSION = 2
 UpKind = Literal[
     "hello",  # engine, pid, host, device, python: the engine is attached
     "records",  # payload: RECORD rows; dropped: rows lost so far; more: user-logged columns
-    "event",  # run, name, plus the event's own fields (see EVENTS)
+    "event",  # run, name, and the fields of one of `events.EVENTS`
     "position",  # answer to `halt`: the step this rank has reached
     "refused",  # engine, count: messages and connections that knew no key, so far
     "debugger",  # engine, said, and what `engine.attention` says with it
@@ -48,58 +48,6 @@ DownKind = Literal[
 
 UP: frozenset[str] = frozenset(get_args(UpKind))
 DOWN: frozenset[str] = frozenset(get_args(DownKind))
-
-EVENTS: dict[str, str] = {
-    "run_started": "rank, t_s, total_steps, epochs, batch_size, local_batch, parameters, device, "
-    "threads",
-    "epoch": "rank, epoch, step",
-    "eval": "step, epoch, values: name -> number, seconds",
-    "log": "rank, step, values: name -> number",
-    "note": "rank, text: something the user should know, shown once; topic, value: what it is "
-    "about, where something acts on it (`Topic`)",
-    "warning": "as `note`",
-    "split": "rank, stages: rows of stage, rank, layers, parameters, microbatch_s, handed_bytes; "
-    "schedule, microbatches, microbatch_samples, pipelines: how many stand side by side; "
-    "ideal_bubble: the schedule's share of idle time with equal stages",
-    "server": "rank, server, parameters_bytes, optimizer_bytes, gradients_bytes: what server "
-    "number `server` holds; gradients: where the workers' pushes arrive",
-    "checkpoint": "rank, step, path, seconds: from the copy to the whole checkpoint on disk; "
-    "stall_s: how long training stood still for the copy, size_bytes",
-    "unmeasured": "columns: names of history columns this run cannot fill, with the reason",
-    "paused": "rank, step",
-    "resumed": "rank, step",
-    "left": "rank, status: its cell is through; what follows is weights and clearing away",
-    "run_finished": "rank, t_s, steps, stopped, eval_s, train_s, weights: file name or None",
-    "post": "rank, topic, value: passed on to all engines of the run (`engine/board.py`)",
-}
-"""Fields of every event that engines send, by name."""
-
-KERNEL_EVENTS: dict[str, str] = {
-    "note": "text; deaths: engines of whose deaths it says all",
-    "death": "text, engine, rank: None where it held none",
-    "inject": "faults: those that hold from now on, as text",
-}
-"""Fields of the events that the kernel itself adds to a run's history, by name."""
-
-
-class Topic(str, Enum):
-    """What a note or warning is about, where something acts on it; nobody reads its words."""
-
-    ALLREDUCE_CHOSEN = "allreduce_chosen"
-    """`value`: the all-reduce that `auto` took."""
-    TRAINED_BEFORE = "trained_before"
-    """An earlier run had trained the model, which makes comparisons unfair."""
-    LOSS_LOST = "loss_lost"
-    """`value`: the first step whose loss is no number."""
-    NOT_ON_DISK = "not_on_disk"
-    """`value`: why some of the run could not be written."""
-    DAMAGED = "damaged"
-    """The folder that the run was read from lacks rows, events or weights; `value`: which."""
-
-    @classmethod
-    def of(cls, word: object) -> Topic | None:
-        """Return what an event calls its topic; None for what this version does not know."""
-        return next((topic for topic in cls if topic.value == word), None)
 
 
 @dataclass(frozen=True)
@@ -162,7 +110,7 @@ def declared(message: Message, kinds: frozenset[str]) -> Message:
     if message.kind not in kinds:
         raise BadMessageError(f"kind {message.kind!r}")
     name = message.body.get("name")
-    if message.kind == "event" and not (isinstance(name, str) and name in EVENTS):
+    if message.kind == "event" and not (isinstance(name, str) and name in FROM_ENGINES):
         raise BadMessageError(f"event {name!r}")
     return message
 

@@ -12,7 +12,7 @@ from worker_reports import Report, assert_same, clean, failures, joined
 from workers import Workers
 
 from workbench import catalog, metrics
-from workbench.protocol import Topic
+from workbench.events import Topic
 
 pytestmark = pytest.mark.torch
 

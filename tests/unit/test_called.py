@@ -9,9 +9,10 @@ import pytest
 from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
 from workbench.cookbook import Recipe
+from workbench.events import Topic
 from workbench.members import Member
 from workbench.plan import make_plan
-from workbench.protocol import Message, RunSpec, Topic
+from workbench.protocol import Message, RunSpec
 from workbench.session.failure import Names
 from workbench.session.requests import in_lanes, members_of
 from workbench.session.run import Run
@@ -57,7 +58,7 @@ def test_that_a_model_was_trained_before_is_no_matter_of_words(tmp_path):
     run.note("The model was trained by an earlier run.")
     assert not run.trained_before
     assert not run.meta()["trained_before"]
-    run.history.event("warning", {"rank": 0, "text": "Hm.", "topic": Topic.TRAINED_BEFORE})
+    run.history.hear("warning", {"rank": 0, "text": "Hm.", "topic": Topic.TRAINED_BEFORE})
     assert run.trained_before
     assert run.meta()["trained_before"]
 

@@ -55,7 +55,10 @@ def begun(folder, numbers=1000, rank=0, workers=1, prefix="run-1", resume=""):
     )  # fmt: skip
     told = []
     context = SimpleNamespace(
-        spec=spec, sync=True, trained=0, emit=lambda name, **fields: told.append((name, fields))
+        spec=spec,
+        sync=True,
+        trained=0,
+        emit=lambda event: told.append((event.name, event.to_wire())),
     )
     saving, strategy = Checkpoints(context), Trained(numbers)
     saving.enter(strategy, lambda: {"base": 0})

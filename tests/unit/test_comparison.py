@@ -146,11 +146,11 @@ def test_a_run_that_diverged_is_named_and_in_no_mean() -> None:
 
 def test_the_words_of_a_note_make_no_run_diverge() -> None:
     history = make_history(make_rows(4, 1))
-    history.event("note", {"text": "The loss is no number since step 2."})
+    history.hear("note", {"text": "The loss is no number since step 2."})
     summary = summarise(history, {"name": "b"})
     assert not summary.diverged
     assert not any("diverged" in note for note in compare([make_summary("a"), summary]).notes)
-    history.event("note", {"text": "Oh dear.", "topic": "loss_lost", "value": 2})
+    history.hear("note", {"text": "Oh dear.", "topic": "loss_lost", "value": 2})
     assert summarise(history, {"name": "b"}).diverged
 
 
@@ -253,7 +253,7 @@ def test_loss_curves_go_by_step_time_and_samples() -> None:
 def test_a_summary_holds_whole_run_figures() -> None:
     rows = make_rows(50, 3, slow_rank=2, slow_s=0.02, samples=4)
     history = make_history(rows)
-    history.event("run_started", {"rank": 0, "total_steps": 50, "batch_size": 12, "device": "cpu"})
+    history.hear("run_started", {"rank": 0, "total_steps": 50, "batch_size": 12, "device": "cpu"})
     summary = summarise(history, {"name": "base", "strategy": "mirrored"})
     assert (summary.steps, summary.samples, summary.batch_size) == (50, 600, 12)
     assert summary.total_steps == 50

@@ -158,16 +158,16 @@ def test_a_run_that_stays_too_fast_is_thinned_out():
 def test_evaluations_and_logged_columns():
     history = make_history(make_rows(6, 2))
     follower = Feed(history)
-    history.event("eval", {"step": 3, "epoch": 0, "values": {"accuracy": 0.5, "note": "text"}})
-    history.event("log", {"rank": 0, "step": 2, "values": {"lr": 0.1}})
-    history.event("log", {"rank": 1, "step": 2, "values": {"lr": 0.2, "bad": NAN}})
+    history.hear("eval", {"step": 3, "epoch": 0, "values": {"accuracy": 0.5, "note": "text"}})
+    history.hear("log", {"rank": 0, "step": 2, "values": {"lr": 0.1}})
+    history.hear("log", {"rank": 1, "step": 2, "values": {"lr": 0.2, "bad": NAN}})
     found = series(follower.fresh())
     assert found["eval/accuracy"] == [(3, 0.5)]
     assert found["log/lr"] == [(2, 0.1)]
     assert found["log/lr/rank_1"] == [(2, 0.2)]
     assert not {"eval/note", "log/bad", "log/bad/rank_1"} & set(found)
-    history.event("log", {"rank": 0, "step": 5, "values": {"lr": 0.05, "new": 1.0}})
-    history.event("log", {"rank": 0, "step": 2, "values": {"late": 2.0}})
+    history.hear("log", {"rank": 0, "step": 5, "values": {"lr": 0.05, "new": 1.0}})
+    history.hear("log", {"rank": 0, "step": 2, "values": {"late": 2.0}})
     found = series(follower.fresh())
     assert found == {"log/lr": [(5, 0.05)], "log/new": [(5, 1.0)], "log/late": [(2, 2.0)]}
 
@@ -178,7 +178,7 @@ def test_a_run_that_goes_back_gives_its_steps_again(tmp_path):
     for rank, writer in enumerate(writers):
         writer.append_records(rows[:, rank].tobytes())
     history = make_history(rows)
-    history.event("eval", {"step": 8, "epoch": 0, "values": {"accuracy": 0.5}})
+    history.hear("eval", {"step": 8, "epoch": 0, "values": {"accuracy": 0.5}})
     follower = Feed(history)
     follower.fresh()
     history.rewind(6, tmp_path)
@@ -187,7 +187,7 @@ def test_a_run_that_goes_back_gives_its_steps_again(tmp_path):
     assert batch.rewound == 6
     assert [step for step, _ in series(batch)["loss"]] == [6, 7, 8, 9, 10, 11]
     assert follower.fresh().rewound is None
-    history.event("eval", {"step": 8, "epoch": 0, "values": {"accuracy": 0.75}})
+    history.hear("eval", {"step": 8, "epoch": 0, "values": {"accuracy": 0.75}})
     assert series(follower.fresh())["eval/accuracy"] == [(8, 0.75)]
     for writer in writers:
         writer.close()

@@ -18,11 +18,12 @@ from workbench.engine.injector import FaultInjector
 from workbench.engine.link import ControlLink
 from workbench.engine.recorder import Recorder, StepResult
 from workbench.errors import PlanError, RunError
+from workbench.events import EpochBegan, Noted, Topic
 from workbench.history import disk, folders, rewind
 from workbench.history.store import RunHistory
 from workbench.lifecycle import OVER
 from workbench.plan import make_plan
-from workbench.protocol import RunSpec, Topic, records_from
+from workbench.protocol import RunSpec, records_from
 from workbench.record import RECORD
 from workbench.session import checkpoints, logging_to, registry, show
 from workbench.session.launch import Launch
@@ -86,11 +87,11 @@ def test_a_writer_that_fails_costs_no_row_and_one_note(failing):
         spec = RunSpec(mode="run", rank=0, world_size=2, ranks=(3, 4), run=1, run_dir="/kept/here")
         run = RunContext(spec, Recorder(1, 0), Gate(), FaultInjector(0), link.emit)
         link.attach(run, Writer(failing))
-        link.emit("epoch", rank=0, epoch=1, step=0)
+        link.emit(EpochBegan(rank=0, epoch=1, step=0))
         for step in range(3000):
             run.recorder.add_step(step, StepResult(8, 1.0, 0.2), step, step + 0.5, data_wait_s=0.1)
         assert link.detach(WAIT_S)
-        link.emit("note", rank=0, text="still here")
+        link.emit(Noted(rank=0, text="still here"))
         steps, notes = [], []
         while not any("still here" in note["text"] for note in notes):
             message = heard.get(timeout=WAIT_S)
@@ -111,8 +112,8 @@ def test_what_cannot_be_sent_does_not_end_the_control_link():
     router = ControlRouter(lambda engine, message: heard.put(message))
     link = ControlLink(3, router.url, router.key, {"pid": 1})
     try:
-        link.emit("note", text={1, 2})  # no JSON
-        link.emit("note", text="after it")
+        link.emit(Noted(text={1, 2}))  # type: ignore[arg-type]  # no JSON
+        link.emit(Noted(text="after it"))
         while heard.get(timeout=WAIT_S).body.get("text") != "after it":
             pass
         assert link.faults <= 1
@@ -126,7 +127,7 @@ def test_an_engine_that_cannot_open_its_files_trains_without(nowhere):
     engine = SimpleNamespace(link=SimpleNamespace(attach=lambda *args: attached.append(args)))
     run = SimpleNamespace(
         spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(nowhere)),
-        emit=lambda name, **fields: told.append(fields),
+        emit=lambda event: told.append(event.to_wire()),
     )
     runtime._attach(engine, run)
     assert attached == [(run, None)]
@@ -144,7 +145,7 @@ def test_weights_that_cannot_be_written_leave_no_half_and_no_failure(tmp_path):
     run = SimpleNamespace(
         spec=RunSpec(mode="run", rank=1, world_size=2, ranks=(0, 1), run_dir=str(tmp_path)),
         weights=lambda: {"w": np.ones(3)},
-        emit=lambda name, **fields: told.append(fields),
+        emit=lambda event: told.append(event.to_wire()),
     )
     assert runtime._save_weights(run, SimpleNamespace(save_weights=save)) is None
     assert os.listdir(tmp_path) == ["weights.npz"]
@@ -210,15 +211,15 @@ def test_a_run_whose_rows_are_in_memory_only_is_saved_whole(tmp_path):
     writer = disk.RunWriter(run.folder, 0)  # what there was room for
     writer.append_records(rows[:5, 0].tobytes())
     writer.close()
-    run.history.event("run_started", {"rank": 0, "t_s": 99.0, "device": "cpu", "total_steps": 40})
+    run.history.hear("run_started", {"rank": 0, "t_s": 99.0, "device": "cpu", "total_steps": 40})
     run.history.append(rows.reshape(-1))
     for step in (9, 19):
-        run.history.event("log", {"rank": 1, "step": step, "values": {"lr": 0.1 * step}})
-        run.history.event("eval", {"step": step, "epoch": 0, "values": {"accuracy": step / 40}})
-    run.history.event("note", disk.unwritten(run.folder, FULL))
-    run.history.event("note", {"text": "chosen", "topic": Topic.ALLREDUCE_CHOSEN, "value": "ring"})
+        run.history.hear("log", {"rank": 1, "step": step, "values": {"lr": 0.1 * step}})
+        run.history.hear("eval", {"step": step, "epoch": 0, "values": {"accuracy": step / 40}})
+    run.history.event(disk.unwritten(run.folder, FULL))
+    run.history.hear("note", {"text": "chosen", "topic": Topic.ALLREDUCE_CHOSEN, "value": "ring"})
     for rank in (0, 1):
-        run.history.event("run_finished", {"rank": rank, "t_s": 120.0, "steps": 40})
+        run.history.hear("run_finished", {"rank": rank, "t_s": 120.0, "steps": 40})
     run.finish(None)
     for target in (tmp_path / "elsewhere", run.folder):  # or there, when there is room again
         saved = load(run.save(target))
@@ -241,7 +242,7 @@ def test_a_run_saved_from_memory_keeps_who_waited_for_whom_among_fewer(tmp_path)
     later = make_rows(5, 1, first=10)
     later["rank"], later["wait_s"], later["waited_for"] = 1, 0.003, 0
     run.history.append(later.reshape(-1))
-    run.history.event("note", disk.unwritten(run.folder, FULL))
+    run.history.event(disk.unwritten(run.folder, FULL))
     run.finish(None)
     assert run.history["blamed_rank"].tolist() == [-1] * 20 + [1] * 5
     saved = load(run.save(tmp_path / "elsewhere"))
@@ -252,7 +253,7 @@ def test_a_long_run_that_is_saved_from_memory_says_which_steps_it_has(tmp_path):
     run = a_run(tmp_path / "none")
     run.history = RunHistory([0, 1], memory_limit_bytes=1)
     run.history.append(make_rows(40_000, 2).reshape(-1))
-    run.history.event("note", disk.unwritten(run.folder, FULL))
+    run.history.event(disk.unwritten(run.folder, FULL))
     run.finish(None)
     saved = load(run.save(tmp_path / "elsewhere"))
     assert saved.history["step"].tolist() == run.history["step"].tolist()

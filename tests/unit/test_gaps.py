@@ -40,8 +40,8 @@ def paused_history() -> RunHistory:
         rows[name][rows["step"] >= 96] += 600.0
     history = make_history(rows)
     ended_s = float(rows["start_s"][rows["step"] == 96].min())
-    history.event("paused", {"rank": 0, "step": 96, "t_s": ended_s - 600.0})
-    history.event("resumed", {"rank": 0, "step": 96, "t_s": ended_s})
+    history.hear("paused", {"rank": 0, "step": 96, "t_s": ended_s - 600.0})
+    history.hear("resumed", {"rank": 0, "step": 96, "t_s": ended_s})
     return history
 
 
@@ -65,6 +65,6 @@ def test_a_comparison_leaves_the_pauses_out_of_the_time_and_of_the_loss_by_time(
 def test_a_pause_counts_once_its_next_step_is_there() -> None:
     history = make_history(make_rows(10, 1))
     before_s = history.snapshot().elapsed_s
-    history.event("paused", {"rank": 0, "step": 10, "t_s": 100.0})
-    history.event("resumed", {"rank": 0, "step": 10, "t_s": 160.0})
+    history.hear("paused", {"rank": 0, "step": 10, "t_s": 100.0})
+    history.hear("resumed", {"rank": 0, "step": 10, "t_s": 160.0})
     assert history.snapshot().elapsed_s == before_s

@@ -17,9 +17,9 @@ from history_rows import NAN, make_history, make_rows
 from workbench.cookbook import Recipe
 from workbench.engine import initial
 from workbench.errors import RunDamagedWarning, RunError
+from workbench.events import Topic
 from workbench.history import disk, folders
 from workbench.plan import make_plan
-from workbench.protocol import Topic
 from workbench.session.compare import compare
 from workbench.session.load import load
 from workbench.session.run import Run

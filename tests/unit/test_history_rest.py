@@ -41,9 +41,9 @@ def written(folder, steps, *, joined=True):
         writer.append_event("log", logged)
         writer.close()
         history.append(made)
-        history.event("log", logged)
-    history.event("note", {"text": "said by the kernel"})
-    history.event("eval", {"step": 2, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 0.25})
+        history.hear("log", logged)
+    history.hear("note", {"text": "said by the kernel"})
+    history.hear("eval", {"step": 2, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 0.25})
     history.finish()
     return history
 
@@ -89,7 +89,7 @@ def test_words_about_a_history_do_not_wake_it(tmp_path):
     history = written(tmp_path, 20)
     history.rest(tmp_path)
     assert history.evals[0]["accuracy"] == 0.5
-    history.event("note", {"text": "later"})
+    history.hear("note", {"text": "later"})
     history.finish()
     assert history.rests
     assert history.story.notes[-1] == "later"

@@ -156,7 +156,7 @@ def test_what_was_never_measured_is_nan_and_listed_with_the_reason() -> None:
     rows = make_rows(4, 2)
     rows["sent_bytes"] = NAN
     history = make_history(rows)
-    history.event("unmeasured", {"columns": ["sent_bytes"], "reason": "gloo does not count"})
+    history.hear("unmeasured", {"columns": ["sent_bytes"], "reason": "gloo does not count"})
     assert np.isnan(history["sent_bytes"]).all()
     assert history.unmeasured["sent_bytes"] == "gloo does not count"
     assert "staleness" in history.unmeasured
@@ -224,7 +224,7 @@ def test_clocks_of_other_hosts_start_at_zero_each() -> None:
 def test_logged_values_become_columns_of_the_same_length() -> None:
     history = make_history(make_rows(4, 2))
     for step in range(3):
-        history.event("log", {"step": step, "rank": 0, "values": {"lr": 0.1 * step}})
+        history.hear("log", {"step": step, "rank": 0, "values": {"lr": 0.1 * step}})
     assert "lr" in history.columns
     lr = history["lr"]
     assert lr[history["rank"] == 0][:3] == pytest.approx([0.0, 0.1, 0.2])
@@ -234,7 +234,7 @@ def test_logged_values_become_columns_of_the_same_length() -> None:
 
 def test_a_logged_name_that_is_a_column_already_is_refused_in_a_note() -> None:
     history = make_history(make_rows(2, 1))
-    history.event("log", {"step": 0, "rank": 0, "values": {"loss": 5.0}})
+    history.hear("log", {"step": 0, "rank": 0, "values": {"loss": 5.0}})
     assert 5.0 not in history["loss"]
     assert any("loss" in note for note in history.snapshot().notes)
 

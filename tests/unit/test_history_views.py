@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
 
+from workbench.events import Topic, read
 from workbench.history.store import RunHistory
 from workbench.history.story import Story
-from workbench.protocol import Topic
 
 
 def test_a_snapshot_names_the_worker_the_others_wait_for() -> None:
@@ -65,11 +65,11 @@ def test_pauses_and_evaluations_do_not_lower_the_throughput() -> None:
     rows["start_s"][50:] += 10
     rows["end_s"][50:] += 10
     history = make_history(rows)
-    history.event("paused", {"rank": 0, "step": 50, "t_s": 5.0})
-    history.event("resumed", {"rank": 0, "step": 50, "t_s": 11.0})
-    history.event("eval", {"step": 50, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 4.0})
+    history.hear("paused", {"rank": 0, "step": 50, "t_s": 5.0})
+    history.hear("resumed", {"rank": 0, "step": 50, "t_s": 11.0})
+    history.hear("eval", {"step": 50, "epoch": 0, "values": {"accuracy": 0.5}, "seconds": 4.0})
     # The last evaluation comes after the last step, so it is no part of the wall time.
-    history.event("eval", {"step": 99, "epoch": 1, "values": {"accuracy": 0.6}, "seconds": 9.0})
+    history.hear("eval", {"step": 99, "epoch": 1, "values": {"accuracy": 0.6}, "seconds": 9.0})
     assert (history.totals.paused_s, history.totals.eval_s) == (6.0, 13.0)
     assert history.totals.wall_s == pytest.approx(11.6)
     assert history.totals.train_s == pytest.approx(1.6)
@@ -115,12 +115,12 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
 def test_events_tell_the_runs_story() -> None:
     history = RunHistory([4, 9])
     for rank in (1, 0):
-        history.event("run_started", {"rank": rank, "total_steps": 40, "device": f"cuda:{rank}"})
-    history.event("epoch", {"rank": 0, "epoch": 2, "step": 20})
+        history.hear("run_started", {"rank": rank, "total_steps": 40, "device": f"cuda:{rank}"})
+    history.hear("epoch", {"rank": 0, "epoch": 2, "step": 20})
     for _ in range(2):  # both ranks report the same evaluation
-        history.event("eval", {"step": 20, "epoch": 2, "values": {"loss": 0.5}, "seconds": 1.0})
-    history.event("note", {"rank": 0, "text": "global batch 64 = 2 x 32"})
-    history.event("note", {"rank": 1, "text": "global batch 64 = 2 x 32"})
+        history.hear("eval", {"step": 20, "epoch": 2, "values": {"loss": 0.5}, "seconds": 1.0})
+    history.hear("note", {"rank": 0, "text": "global batch 64 = 2 x 32"})
+    history.hear("note", {"rank": 1, "text": "global batch 64 = 2 x 32"})
     shot = history.snapshot(name="base", strategy="mirrored", state="running", dropped=3)
     assert shot.total_steps == 40
     assert [worker.device for worker in shot.workers] == ["cuda:0", "cuda:1"]
@@ -133,41 +133,40 @@ def test_events_tell_the_runs_story() -> None:
 
 def test_how_each_rank_ended_is_kept() -> None:
     story = Story()
-    story.fold("run_finished", {"rank": 1, "steps": 7}, 0.0)
-    story.fold("run_finished", {"rank": 0, "steps": 6}, 0.0)
-    story.fold("position", {"rank": 0}, 0.0)
+    story.fold(read("run_finished", {"rank": 1, "steps": 7}), 0.0)
+    story.fold(read("run_finished", {"rank": 0, "steps": 6}), 0.0)
     assert story.finished[1]["steps"] == 7
     assert story.finished[0]["steps"] == 6
 
 
 def test_a_death_is_told_once_by_whoever_says_more() -> None:
     story = Story()
-    story.fold("note", {"text": "Rank 1 learns."}, 1.0)
+    story.fold(read("note", {"text": "Rank 1 learns."}), 1.0)
     for engine in (1, 2):
-        story.fold("death", {"text": f"Engine {engine} is gone.", "engine": engine}, 2.0)
-    story.fold("note", {"text": "Engine 1 died, the others go on.", "deaths": [1]}, 3.0)
+        story.fold(read("death", {"text": f"Engine {engine} is gone.", "engine": engine}), 2.0)
+    story.fold(read("note", {"text": "Engine 1 died, the others go on.", "deaths": [1]}), 3.0)
     expected = ["Rank 1 learns.", "Engine 2 is gone.", "Engine 1 died, the others go on."]
     assert story.notes == expected
     assert [moment.kind for moment in story.moments] == ["note", "death", "death", "note"]
-    story.fold("death", {"text": "Engine 1 is gone.", "engine": 1}, 4.0)
+    story.fold(read("death", {"text": "Engine 1 is gone.", "engine": 1}), 4.0)
     assert story.notes == [*expected, "Engine 1 is gone."]  # the one that took its place
 
 
 def test_what_notes_are_about_is_kept_beside_their_words() -> None:
     story = Story()
     for number in range(200):
-        story.fold("note", {"text": f"{number}"}, 0.0)
-    story.fold("warning", {"text": "", "topic": "trained_before"}, 0.0)
+        story.fold(read("note", {"text": f"{number}"}), 0.0)
+    story.fold(read("warning", {"text": "", "topic": "trained_before"}), 0.0)
     for step in (7, 9):  # the first one counts
-        story.fold("note", {"text": "lost", "topic": "loss_lost", "value": step}, 0.0)
-    story.fold("note", {"text": "of a later version", "topic": "unheard_of", "value": 1}, 0.0)
+        story.fold(read("note", {"text": "lost", "topic": "loss_lost", "value": step}), 0.0)
+    story.fold(read("note", {"text": "of a later version", "topic": "unheard_of", "value": 1}), 0.0)
     assert story.facts == {Topic.TRAINED_BEFORE: None, Topic.LOSS_LOST: 7}
 
 
 def test_notes_are_bounded() -> None:
     story = Story()
     for number in range(500):
-        story.fold("warning", {"text": f"{number}"}, 0.0)
+        story.fold(read("warning", {"text": f"{number}"}), 0.0)
     assert len(story.notes) == 100
 
 
@@ -190,7 +189,7 @@ def test_a_pipelines_bubbles_are_shares_of_each_workers_time_and_its_stages_are_
     rows["compute_s"] = [0.050, 0.010, 0.010, 0.010]
     history = make_history(rows)
     assert history.snapshot().split is None
-    history.event("split", split_event(2))
+    history.hear("split", split_event(2))
     shot = history.snapshot()
     assert [w.bubble for w in shot.workers] == pytest.approx([3 / 8, 8 / 9, 8 / 9, 8 / 9], rel=1e-5)
     assert shot.split is not None

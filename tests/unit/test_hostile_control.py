@@ -13,6 +13,7 @@ import zmq
 from workbench.cluster.router import ControlRouter
 from workbench.engine.link import ControlLink
 from workbench.engine.links import auth
+from workbench.events import Noted
 from workbench.protocol import Message, new_key, pack
 from workbench.seal import Seal
 
@@ -133,6 +134,6 @@ def test_refused_connections_of_engines_reach_the_kernel(
     link = ControlLink(5, router.url, router.key, {})
     assert soon(lambda: 5 in router.connected)
     monkeypatch.setattr(auth.refused, "count", auth.refused.count + 3)
-    link.emit("note", rank=0, text="wake up")
+    link.emit(Noted(rank=0, text="wake up"))
     assert soon(lambda: router.refused.get(5, 0) >= 3)
     link.close()

@@ -12,6 +12,7 @@ from workbench.engine.gate import Gate
 from workbench.engine.injector import FaultInjector
 from workbench.engine.link import ControlLink
 from workbench.engine.recorder import Recorder, StepResult
+from workbench.events import Evaluated, Noted
 from workbench.protocol import Message, RunSpec, records_from
 
 WAIT_S = 20
@@ -63,7 +64,7 @@ def test_rows_and_events_of_a_run_arrive_whole_and_in_order(router, link):
     link.attach(run, None)
     for step in range(5000):
         row(run, step)
-    link.emit("note", rank=0, text="seen")
+    link.emit(Noted(rank=0, text="seen"))
     assert link.detach(WAIT_S)
     steps = []
     while len(steps) < 5000:
@@ -75,7 +76,7 @@ def test_rows_and_events_of_a_run_arrive_whole_and_in_order(router, link):
 
 def test_events_carry_the_run_and_their_fields(router, link):
     link.attach(context(link, run=9), None)
-    link.emit("eval", step=3, values={"loss": 0.5})
+    link.emit(Evaluated(step=3, values={"loss": 0.5}))
     found = event(router, "eval")
     assert (found["run"], found["step"], found["values"]) == (9, 3, {"loss": 0.5})
 
@@ -142,7 +143,7 @@ def test_where_the_socket_is_out_of_reach_everything_goes_the_other_way(router):
     run = context(link)
     link.attach(run, None)
     row(run, 0, loss=2.5)
-    link.emit("note", rank=0, text="over there")
+    link.emit(Noted(rank=0, text="over there"))
     assert link.detach(WAIT_S)
     assert link.using_fallback
     rows = records_from(kind(router, "records").payload[0])

@@ -41,16 +41,16 @@ def make_run(folder, name="base", **given):
 def train(run, first=0, steps=STEPS):
     if run.state == "starting":
         run.advance("start")
-        run.history.event("run_started", {"rank": 0, "batch_size": 16, "total_steps": STEPS,
+        run.history.hear("run_started", {"rank": 0, "batch_size": 16, "total_steps": STEPS,
                                           "device": "cpu"})  # fmt: skip
     rows = make_rows(steps, 2, first=first, slow_rank=1, slow_s=0.02)
     for rank in range(2):
         run.history.append(rows[:, rank])
-    run.history.event("log", {"rank": 0, "step": first, "values": {"lr": 0.25}})
+    run.history.hear("log", {"rank": 0, "step": first, "values": {"lr": 0.25}})
 
 
 def finish(run, error=None):
-    run.history.event("eval", {"step": 11, "epoch": 0, "values": {"accuracy": 0.75}})
+    run.history.hear("eval", {"step": 11, "epoch": 0, "values": {"accuracy": 0.75}})
     run.note("something to know")
     run.finish(error)
     assert all(log.wait(60) for log in run.logs)

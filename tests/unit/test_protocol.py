@@ -16,8 +16,6 @@ from workbench.engine.recorder import Recorder, StepResult
 from workbench.faults import parse_fault
 from workbench.protocol import (
     DOWN,
-    EVENTS,
-    KERNEL_EVENTS,
     UP,
     VERSION,
     BadMessageError,
@@ -206,19 +204,14 @@ def said(side: str, names: Collection[str]) -> set[str]:
     return found
 
 
-def test_engines_send_the_kinds_and_events_that_are_declared_and_no_other() -> None:
+def test_engines_send_the_kinds_that_are_declared_and_no_other() -> None:
     assert said("engines", ["Message", "say"]) | stacks.ANSWERS == UP
-    assert said("engines", ["emit"]) == set(EVENTS)
 
 
 def test_the_kernel_sends_the_kinds_that_are_declared_and_no_other() -> None:
     steering = ("_tell", "_send", "_ask", "ask")
     paused = said_by(ast.parse((SOURCES / "session/paused.py").read_text()), ["Message"])
     assert said("kernel", ["Message", *steering]) | paused == DOWN
-
-
-def test_the_kernel_adds_the_events_that_are_declared_and_no_other() -> None:
-    assert said("kernel", ["event"]) == set(KERNEL_EVENTS)
 
 
 def test_a_kind_that_nobody_declared_is_found() -> None:

@@ -40,7 +40,7 @@ class Recorded:
         writer = RunWriter(self.folder, writer_rank)
         writer.append_event(name, fields)
         writer.close()
-        self.history.event(name, fields)
+        self.history.hear(name, fields)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_events_of_repeated_steps_are_forgotten_and_the_others_kept(run):
         run.tell(0, "eval", step=step, epoch=0, values={"loss": float(step)}, seconds=0.0)
         run.tell(0, "log", rank=0, step=step, values={"lr": float(step)})
     run.tell(1, "run_finished", rank=1, status="error")
-    run.history.event("note", {"text": "kept"})
+    run.history.hear("note", {"text": "kept"})
     for rank in range(3):
         run.do(rank, range(10))
     run.history.rewind(6, run.folder)

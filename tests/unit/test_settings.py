@@ -15,7 +15,8 @@ from workbench.engine.injector import FaultInjector
 from workbench.engine.logging import log, options
 from workbench.engine.recorder import Recorder
 from workbench.errors import FitError, RunError
-from workbench.protocol import RunSpec, Topic
+from workbench.events import Topic
+from workbench.protocol import RunSpec
 
 
 def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:

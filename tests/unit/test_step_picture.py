@@ -10,6 +10,7 @@ from history_rows import make_history, make_rows
 
 from workbench.catalog.messages import messages
 from workbench.errors import RunError
+from workbench.events import Topic, read
 from workbench.history.snapshot import Split
 from workbench.history.step_picture import (
     chosen_algorithm,
@@ -19,7 +20,6 @@ from workbench.history.step_picture import (
     step_picture,
 )
 from workbench.history.story import Story
-from workbench.protocol import Topic
 from workbench.views.step_picture import headline
 
 NAN = float("nan")
@@ -125,16 +125,16 @@ def test_what_stages_hand_on_is_taken_from_the_split() -> None:
 
 def test_the_algorithm_that_auto_took_is_what_its_note_is_about_whatever_the_words() -> None:
     story = Story()
-    story.fold("note", {"text": "Gradients are averaged by ring, the fastest here."}, 1.0)
+    story.fold(read("note", {"text": "Gradients are averaged by ring, the fastest here."}), 1.0)
     assert chosen_algorithm(story) is None
     about = {"topic": Topic.ALLREDUCE_CHOSEN, "value": "recursive_doubling"}
-    story.fold("note", {"text": "Alles wird gut.", **about}, 2.0)
+    story.fold(read("note", {"text": "Alles wird gut.", **about}), 2.0)
     assert chosen_algorithm(story) == "recursive_doubling"
 
 
 @pytest.mark.parametrize("value", [None, 3, ["ring"], {}])
 def test_an_algorithm_without_a_name_is_none(value: object) -> None:
     story = Story()
-    story.fold("note", {"text": "x", "topic": "allreduce_chosen", "value": value}, 1.0)
-    story.fold("note", {"text": "y", "topic": ["allreduce_chosen"], "value": "ring"}, 1.0)
+    story.fold(read("note", {"text": "x", "topic": "allreduce_chosen", "value": value}), 1.0)
+    story.fold(read("note", {"text": "y", "topic": ["allreduce_chosen"], "value": "ring"}), 1.0)
     assert chosen_algorithm(story) is None

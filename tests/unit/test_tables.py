@@ -175,9 +175,9 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
 def test_what_workers_and_servers_hold_is_shown() -> None:
     history = make_history(make_rows(5, 2))
     assert "holds" not in summary_table(summarise(history, {})).text()
-    history.event("log", {"step": 1, "rank": 1, "values": {"memory_bytes": 3 << 20}})
+    history.hear("log", {"step": 1, "rank": 1, "values": {"memory_bytes": 3 << 20}})
     parts = {"parameters_bytes": 1 << 20, "optimizer_bytes": 2 << 20, "gradients_bytes": 512 << 10}
-    history.event("server", {"rank": 0, "server": 0, **parts})
+    history.hear("server", {"rank": 0, "server": 0, **parts})
     table = summary_table(summarise(history, {}))
     holds = [column.title for column in table.columns].index("holds")
     assert [(row[0], row[holds]) for row in table.rows] == [
@@ -193,7 +193,7 @@ def test_a_pipelines_summary_tells_bubbles_and_stages() -> None:
     rows["bubble_s"], rows["compute_s"] = [0.030, 0.015], [0.070, 0.085]
     history = make_history(rows)
     stage = {"layers": "0 to 3", "parameters": 1056, "microbatch_s": 0.0015, "handed_bytes": 2048}
-    history.event("split", {
+    history.hear("split", {
         "rank": 0, "schedule": "gpipe", "microbatches": 8, "microbatch_samples": 4, "pipelines": 1,
         "ideal_bubble": 0.2, "stages": [{**stage, "stage": i, "rank": i} for i in range(2)],
     })  # fmt: skip

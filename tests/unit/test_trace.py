@@ -30,7 +30,7 @@ def named(events, phase, name=None):
 
 def test_a_track_for_each_worker_named_after_its_device():
     history = make_history(make_rows(3, 2))
-    history.event("run_started", {"rank": 1, "device": "cuda:1 NVIDIA H200"})
+    history.hear("run_started", {"rank": 1, "device": "cuda:1 NVIDIA H200"})
     events = events_of(history)
     (title,) = named(events, "M", "process_name")
     assert title["args"]["name"] == "base: mirrored (torch)"
@@ -43,7 +43,7 @@ def test_a_track_for_each_worker_named_after_its_device():
 
 def test_every_row_is_a_slice_with_its_numbers():
     history = make_history(make_rows(20, 3, slow_rank=1, slow_s=0.02))
-    history.event("log", {"rank": 0, "step": 4, "values": {"lr": 0.25}})
+    history.hear("log", {"rank": 0, "step": 4, "values": {"lr": 0.25}})
     steps = [e for e in events_of(history) if e.get("cat") == "step"]
     assert len(steps) == len(history) == 60
     by_row = {(e["args"]["step"], e["args"]["rank"]): e for e in steps}
@@ -124,12 +124,12 @@ def test_asynchronous_workers_count_each_for_themselves():
 
 def test_what_happened_once_stands_at_its_time():
     history = make_history(make_rows(6, 2))
-    history.event("eval", {"step": 3, "epoch": 0, "values": {"accuracy": 0.5}, "t_s": 100.05})
-    history.event("note", {"text": "look here", "t_s": 100.01})
-    history.event("death", {"text": "Rank 1 is gone", "rank": 1, "t_s": 100.06})
-    history.event("inject", {"faults": ["slow=0:5ms"], "t_s": 100.02})
-    history.event("paused", {"rank": 0, "step": 4, "t_s": 100.03})
-    history.event("note", {"text": "from before the first step", "t_s": 99.0})
+    history.hear("eval", {"step": 3, "epoch": 0, "values": {"accuracy": 0.5}, "t_s": 100.05})
+    history.hear("note", {"text": "look here", "t_s": 100.01})
+    history.hear("death", {"text": "Rank 1 is gone", "rank": 1, "t_s": 100.06})
+    history.hear("inject", {"faults": ["slow=0:5ms"], "t_s": 100.02})
+    history.hear("paused", {"rank": 0, "step": 4, "t_s": 100.03})
+    history.hear("note", {"text": "from before the first step", "t_s": 99.0})
     found = {e["cat"]: e for e in named(events_of(history), "i") if e["ts"] > 0}
     assert {kind: ns(e["ts"]) for kind, e in found.items()} == {
         "eval": 50_000_000, "note": 10_000_000, "death": 60_000_000, "inject": 20_000_000,

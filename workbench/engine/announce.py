@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from .. import events
 from . import settings
 from .context import RunContext
 
@@ -28,14 +29,15 @@ def announce(
     devices = spec.devices or (spec.device,)
     for rank, device in zip(spec.held, devices, strict=True):
         context.emit(
-            "run_started",
-            rank=rank,
-            t_s=time.perf_counter(),
-            total_steps=total_steps,
-            epochs=epochs,
-            batch_size=batch_size,
-            local_batch=None if batch_size is None else -(-batch_size // workers),
-            parameters=parameters,
-            device=label(device),
-            threads=spec.threads,
+            events.RunStarted(
+                rank=rank,
+                t_s=time.perf_counter(),
+                total_steps=total_steps,
+                epochs=epochs,
+                batch_size=batch_size,
+                local_batch=None if batch_size is None else -(-batch_size // workers),
+                parameters=parameters,
+                device=label(device),
+                threads=spec.threads,
+            )
         )

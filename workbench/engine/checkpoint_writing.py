@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoints as layout
-from .. import checksums
+from .. import checksums, events
 from ..errors import RunError
 from .durable import rename_folder, write_text
 
@@ -129,8 +129,10 @@ class Writer:
                 self._publish(temporary, step)
                 self._tell_success(step)
                 self.context.emit(
-                    "checkpoint", rank=0, step=step, path=str(self._folder / f"step-{step}"),
-                    seconds=clock() - began + stall_s, stall_s=stall_s, size_bytes=size_bytes,
+                    events.CheckpointWritten(
+                        rank=0, step=step, path=str(self._folder / f"step-{step}"),
+                        seconds=clock() - began + stall_s, stall_s=stall_s, size_bytes=size_bytes,
+                    )
                 )  # fmt: skip
         except Exception as error:  # told, and training goes on
             self._give_up(temporary, step, error)
@@ -218,7 +220,7 @@ class Writer:
         return f"step {last.step} is the last good one" if last else "there is none before it"
 
     def _warn(self, text: str) -> None:
-        self.context.emit("warning", rank=self.context.spec.rank, text=text)
+        self.context.emit(events.Warned(rank=self.context.spec.rank, text=text))
 
 
 def _words(error: BaseException) -> str:

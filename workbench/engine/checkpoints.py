@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import checkpoints as layout
+from .. import events
 from ..errors import FitError, RunError
 from .checkpoint_writing import Writer
 from .context import require
@@ -125,7 +126,7 @@ class Checkpoints:
         if alike and (path / f"rank-{spec.rank}").is_dir():
             own = self._read(path / f"rank-{spec.rank}")
         elif alike and "written" in about and (self.context.sync or not spec.rank):
-            self.context.emit("warning", rank=spec.rank, text=self._without_own(path))
+            self.context.emit(events.Warned(rank=spec.rank, text=self._without_own(path)))
         try:
             strategy.load_state(state["strategy"])
             if own is not None and own["strategy"]:
@@ -161,7 +162,7 @@ class Checkpoints:
             "" if then == spec.world_size else f" ({then} workers then, {spec.world_size} now)"
         )
         text = f"Resumed at step {start.step} from {start.path}{workers}."
-        self.context.emit("note", rank=0, text=text)
+        self.context.emit(events.Noted(rank=0, text=text))
 
     def _read(self, folder: Path) -> Any:
         try:

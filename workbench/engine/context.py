@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .. import catalog
+from .. import catalog, events
 from ..errors import RunError
 from ..protocol import RunSpec
 from .board import Board
@@ -18,8 +18,8 @@ from .recorder import Recorder
 if TYPE_CHECKING:
     from .checkpoints import Checkpoints
 
-Emit = Callable[..., None]
-"""`emit(name, **fields)`: send an event of `protocol.EVENTS` to the kernel; never waits."""
+Emit = Callable[[events.Event], None]
+"""Sends an event to the kernel; never waits."""
 
 
 @dataclass
@@ -82,13 +82,13 @@ class RunContext:
 
     def post(self, topic: str, value: Any = True) -> None:
         """Say something to all engines of the run (this one hears it too)."""
-        self.emit("post", rank=self.spec.rank, topic=topic, value=value)
+        self.emit(events.Posted(rank=self.spec.rank, topic=topic, value=value))
 
     def log_memory(self, held_bytes: float) -> None:
         """Log what this worker holds between steps; NaN is not known."""
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
-            self.emit("log", rank=self.spec.kept_as, step=self.step, values=values)
+            self.emit(events.Logged(rank=self.spec.kept_as, step=self.step, values=values))
 
     @property
     def sync(self) -> bool:

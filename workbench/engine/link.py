@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from .. import events
 from ..errors import WorkbenchError
 from ..history import disk
 from ..protocol import DOWN, BadMessageError, Message, declared
@@ -82,7 +83,7 @@ class ControlLink:
         self._engine, self._url, self._about = engine, url, dict(about)
         self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
         self._fallback, self._home = fallback, home
-        self._events: deque[tuple[int, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[tuple[int, events.Event]] = deque(maxlen=MAX_EVENTS)
         self._sayings: deque[Message] = deque(maxlen=MAX_EVENTS)
         self._run: RunContext | None = None
         self._writer: Writer | None = None
@@ -117,10 +118,10 @@ class ControlLink:
         self._run = None
         return sent
 
-    def emit(self, name: str, **fields: Any) -> None:
+    def emit(self, event: events.Event) -> None:
         """Send an event of the run under way; never waits."""
         run = self._run.spec.run if self._run is not None else 0
-        self._events.append((run, name, fields))
+        self._events.append((run, event))
         self._wake()
 
     def say(self, kind: str, body: Mapping[str, Any]) -> None:
@@ -217,9 +218,10 @@ class ControlLink:
         while self._sayings:
             self._send(self._sayings.popleft())
         while self._events:
-            number, name, fields = self._events.popleft()
-            self._write(partial(_append_event, name=name, fields=fields))
-            self._send(Message("event", {"run": number, "name": name, **fields}))
+            number, event = self._events.popleft()
+            fields = event.to_wire()
+            self._write(partial(_append_event, name=event.name, fields=fields))
+            self._send(Message("event", {"run": number, "name": event.name, **fields}))
         if wanted:
             self._flush_wanted = False
             self._flushed.set()
@@ -246,7 +248,7 @@ class ControlLink:
     def _tell_unwritten(self, error: Exception) -> None:
         if self._run is not None:
             spec = self._run.spec
-            self.emit("note", rank=spec.rank, **disk.unwritten(spec.run_dir, error))
+            self.emit(disk.unwritten(spec.run_dir, error, spec.rank))
 
     def _send(self, message: Message) -> bool:
         if message.kind == "hello":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import events
 from ..errors import FitError, nearest
 from .context import current, require
 
@@ -21,7 +22,7 @@ def log(**values: Any) -> None:
     context = require("wb.log")
     numbers = {name: _number(name, value) for name, value in values.items()}
     for rank in context.spec.held:
-        context.emit("log", rank=rank, step=context.step, values=numbers)
+        context.emit(events.Logged(rank=rank, step=context.step, values=numbers))
 
 
 def _number(name: str, value: Any) -> float:

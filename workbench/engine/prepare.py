@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .. import events
 from ..errors import FitError
 from . import settings
 from .announce import announce as announce_run
@@ -159,4 +160,4 @@ def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
         ]
         even = len(set(shares)) == 1
         words = f"{workers} x {shares[0]}" if even else " + ".join(map(str, shares))
-        context.emit("note", rank=0, text=f"global batch {batch_size} = {words}")
+        context.emit(events.Noted(rank=0, text=f"global batch {batch_size} = {words}"))

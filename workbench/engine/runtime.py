@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import events
 from ..errors import WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
@@ -56,7 +57,7 @@ class Link(Protocol):
     def detach(self) -> bool:
         """Send what is left of the run and let go of it; return whether all of it was sent."""
 
-    def emit(self, name: str, **fields: Any) -> None:
+    def emit(self, event: events.Event) -> None:
         """Send an event of the run under way; never waits."""
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ def _attach(engine: Engine, run: RunContext) -> None:
         trouble = error
     engine.link.attach(run, writer)
     if trouble is not None:
-        run.emit("note", rank=spec.rank, **disk.unwritten(spec.run_dir, trouble))
+        run.emit(disk.unwritten(spec.run_dir, trouble, spec.rank))
 
 
 def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
@@ -181,13 +182,15 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
             lane=spec.kept_as,
             first=spec.rows_from,
         ),
-        gate=profiles.gate(spec, lambda text: engine.link.emit("note", rank=spec.rank, text=text)),
+        gate=profiles.gate(
+            spec, lambda text: engine.link.emit(events.Noted(rank=spec.rank, text=text))
+        ),
         faults=FaultInjector(spec.kept_as, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
     )
-    run.gate.on_pause = lambda step: engine.link.emit("paused", rank=spec.rank, step=step)
-    run.gate.on_resume = lambda step: engine.link.emit("resumed", rank=spec.rank, step=step)
+    run.gate.on_pause = lambda step: engine.link.emit(events.Paused(rank=spec.rank, step=step))
+    run.gate.on_resume = lambda step: engine.link.emit(events.Resumed(rank=spec.rank, step=step))
     return run
 
 
@@ -198,7 +201,7 @@ def _cell_ended(
     run.failed = outcome["status"] not in ("ok", "stopped")
     if run.gate.stopping or outcome["status"] == "interrupted":
         engine.watch.begin_clearing(whole=not run.failed)
-    run.emit("left", rank=run.spec.rank, status=outcome["status"])
+    run.emit(events.CellLeft(rank=run.spec.rank, status=outcome["status"]))
     if run.failed and run.checkpoints is not None and kept is not None:
         outcome["kept_step"] = kept.keep(run.checkpoints)
     if run.checkpoints is not None:
@@ -222,16 +225,17 @@ def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
             raise
         outcome["weights"] = None  # they went with what the cell failed of, which is told already
     run.emit(
-        "run_finished",
-        rank=run.spec.rank,
-        t_s=time.perf_counter(),
-        steps=run.trained,
-        stopped=run.gate.stopping,
-        paused_s=run.gate.paused_s,
-        train_s=run.train_s,
-        eval_s=run.eval_s,
-        weights=outcome["weights"],
-        status=outcome["status"],
+        events.RunFinished(
+            rank=run.spec.rank,
+            t_s=time.perf_counter(),
+            steps=run.trained,
+            stopped=run.gate.stopping,
+            paused_s=run.gate.paused_s,
+            train_s=run.train_s,
+            eval_s=run.eval_s,
+            weights=outcome["weights"],
+            status=outcome["status"],
+        )
     )
 
 
@@ -303,10 +307,11 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     size_bytes = sum(array.nbytes for array in arrays.values())
     if size_bytes > MAX_WEIGHTS_BYTES:
         run.emit(
-            "note",
-            rank=run.spec.rank,
-            text=f"The final weights ({size_bytes / 1e9:.1f} GB) were not written beside the run; "
-            "save them in the cell.",
+            events.Noted(
+                rank=run.spec.rank,
+                text=f"The final weights ({size_bytes / 1e9:.1f} GB) were not written beside the "
+                "run; save them in the cell.",
+            )
         )
         return None
     folder = Path(run.spec.run_dir)
@@ -314,7 +319,7 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
         return str(framework.save_weights(folder, run.spec.rank, arrays))
     except Exception as error:  # a full disk; each writer has errors of its own for it
         disk.remove_weights(folder, run.spec.rank)
-        run.emit("note", rank=run.spec.rank, **disk.unwritten(folder, error))
+        run.emit(disk.unwritten(folder, error, run.spec.rank))
         return None
 
 

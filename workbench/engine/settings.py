@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import catalog
+from .. import catalog, events
 from ..errors import FitError
-from ..protocol import Topic
+from ..events import Topic
 from .context import RunContext
 
 PRECISIONS = (None, "bf16", "fp16")
@@ -246,11 +246,12 @@ def warn_if_trained(context: RunContext, model: Any) -> None:
     this = context.spec.run_id or str(context.spec.run)
     if earlier is not None and earlier != this:
         context.emit(
-            "warning",
-            rank=context.spec.rank,
-            text="The model was trained by an earlier run, so this run starts ahead and a "
-            "comparison is unfair. Build the model in the cell that trains it.",
-            topic=Topic.TRAINED_BEFORE,
+            events.Warned(
+                rank=context.spec.rank,
+                text="The model was trained by an earlier run, so this run starts ahead and a "
+                "comparison is unfair. Build the model in the cell that trains it.",
+                topic=Topic.TRAINED_BEFORE,
+            )
         )
     _trained_in[model] = this
 

@@ -23,6 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .. import events
 from ..errors import ClusterError, EngineSpentError
 from ..protocol import RunSpec
 from . import settings, tensorflow_temp
@@ -179,7 +180,9 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
     with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
         if _configured.made_anew:
             _configured.made_anew = False
-            run.emit("note", rank=spec.rank, text=MADE_ANEW.format(devices=_configured.devices))
+            run.emit(
+                events.Noted(rank=spec.rank, text=MADE_ANEW.format(devices=_configured.devices))
+            )
         run.strategy = strategy = settings.load_strategy(run)
         with strategy.around_cell() as names:
             yield names

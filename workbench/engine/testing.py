@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import events
 from ..protocol import RunSpec, records_from
 from .context import RunContext
 from .interrupt import InterruptWatch
@@ -99,13 +100,13 @@ class CollectingLink:
             writer.close()
         return True
 
-    def emit(self, name: str, **fields: Any) -> None:
+    def emit(self, event: events.Event) -> None:
         """Keep an event; what is meant for the other engines is passed on."""
-        if name == "post" and self._post is not None:
-            self._post(fields)
+        if isinstance(event, events.Posted) and self._post is not None:
+            self._post(event.to_wire())
             return
-        self.events.append((name, fields))
-        ended_well = name == "left" and fields["status"] == "ok"
+        self.events.append((event.name, event.to_wire()))
+        ended_well = isinstance(event, events.CellLeft) and event.status == "ok"
         if ended_well and self.ended is not None and self._run is not None:
             self.ended(self._run)
 

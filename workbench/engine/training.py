@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import events
 from ..errors import FitError
 from ..strategies.base import Job, Share, StepResult, Strategy
 from . import settings
@@ -224,7 +225,7 @@ class Training:
 
     def _end_epoch(self, epoch: int) -> None:
         context = self.context
-        context.emit("epoch", rank=context.spec.rank, epoch=epoch, step=context.step)
+        context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=context.step))
         for hook in self.hooks.epoch_end:
             hook(epoch, self.logs)
 
@@ -240,7 +241,9 @@ class Training:
         self.result.evals.append({"step": context.step, "epoch": epoch, **values})
         self.logs.update({f"eval_{name}": value for name, value in values.items()})
         if spec.rank == 0:  # equal on all ranks
-            context.emit("eval", step=context.step, epoch=epoch, values=values, seconds=seconds)
+            context.emit(
+                events.Evaluated(step=context.step, epoch=epoch, values=values, seconds=seconds)
+            )
 
 
 def _loss(result: StepResult | None) -> float:

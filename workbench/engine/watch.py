@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+from .. import events
 from ..errors import FitError
 from . import settings
 from .context import require
@@ -53,4 +54,4 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
     size = settings.data_module(framework).global_batch(loader, context.spec.world_size)
     announce(context, model, size)
     if loader is None:
-        context.emit("unmeasured", columns={"data_wait_s": "wb.watch was given no loader"})
+        context.emit(events.Unmeasured(columns={"data_wait_s": "wb.watch was given no loader"}))

@@ -31,7 +31,7 @@ import numpy as np
 
 from .. import checksums, scratch
 from ..errors import RunError
-from ..protocol import Topic
+from ..events import Noted, Topic
 from ..record import RECORD
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class RunWriter:
             self._events.close()
 
 
-def unwritten(run_dir: str | os.PathLike[str], error: BaseException) -> dict[str, Any]:
+def unwritten(
+    run_dir: str | os.PathLike[str], error: BaseException, rank: int | None = None
+) -> Noted:
     """Return the note of a run that cannot be written: the same one, whoever fails, and of what."""
     reason = reason_of(error)
     text = (
@@ -88,7 +90,7 @@ def unwritten(run_dir: str | os.PathLike[str], error: BaseException) -> dict[str
         "its history is kept in memory; its final weights may be missing. Make room there, or set "
         "WORKBENCH_HOME to another folder: the next run is written again."
     )
-    return {"text": text, "topic": Topic.NOT_ON_DISK.value, "value": reason}
+    return Noted(rank=rank, text=text, topic=Topic.NOT_ON_DISK.value, value=reason)
 
 
 def reason_of(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ..catalog.messages import Arrow, Diagram
 from ..errors import RunError
+from ..events import Topic
 from ..metrics import PARTS
-from ..protocol import Topic
 from .snapshot import Split
 from .store import RunHistory
 from .story import Story

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RunError
+from ..events import Event, Logged, Noted, Topic, UnknownEventError, read
 from ..lifecycle import OVER
-from ..protocol import Topic
 from ..record import RARE, RECORD
 from . import columns, disk, folders, rewind, views
 from .blame import Waits
@@ -285,15 +285,23 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             if self._queued_rows >= _FOLD_ROWS:
                 self._fold()
 
-    def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take in one event of `protocol.EVENTS`."""
+    def event(self, event: Event) -> None:
+        """Take in an event, of this moment where it has no time of its own."""
+        self.hear(event.name, event.to_wire())
+
+    def hear(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Take in an event as it came by message or lies on disk, from any version of Workbench."""
+        try:
+            event = read(name, fields)
+        except UnknownEventError:  # a newer version's
+            return
         t_s = float(fields.get("t_s") or self._clock())
         with self._lock:
-            if name == "log":
+            if isinstance(event, Logged):
                 if self._live is not None:  # else it is on the disk, where it will be read
-                    self._log(fields, t_s)
+                    self._log(event, t_s)
                 return
-            self.story.fold(name, fields, t_s)
+            self.story.fold(event, t_s)
             self._keep(name, {**fields, "t_s": t_s})
             self._tell_totals()
 
@@ -308,7 +316,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._rebuild(folder)
             for name, fields in disk.read_events(folder):
                 if name != "log":
-                    self.event(name, fields)
+                    self.hear(name, fields)
 
     @property
     def phases(self) -> list[rewind.Phase]:
@@ -439,7 +447,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         try:
             return rewind.cut(folder, writers, step)
         except OSError as error:
-            self.event("note", disk.unwritten(folder, error))
+            self.event(disk.unwritten(folder, error))
             return False
 
     def _keep(self, name: str, fields: dict[str, Any]) -> None:
@@ -466,8 +474,8 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             rows = rows[rows["step"] >= self._counted]
         reduced.add(rows)
         if note := reduced.health.note:
-            about = {"text": note, "topic": Topic.LOSS_LOST, "value": reduced.health.step}
-            self.story.fold("note", about, float(rows["end_s"].max(initial=0.0)))
+            said = Noted(text=note, topic=Topic.LOSS_LOST, value=reduced.health.step)
+            self.story.fold(said, float(rows["end_s"].max(initial=0.0)))
 
     def _narrow(self, step: int, ranks: Sequence[int]) -> None:
         self._phases.append((step, tuple(ranks)))
@@ -484,14 +492,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             for rows in rewind.replay(folder, range(len(self.engines)), first, end):
                 reduced.add(rows)
         for name, fields in disk.read_events(folder):
-            if name == "log":
-                self._log(fields, float(fields.get("t_s") or 0.0))
+            if name == Logged.name and isinstance(event := read(name, fields), Logged):
+                self._log(event, float(fields.get("t_s") or 0.0))
 
-    def _log(self, fields: Mapping[str, Any], t_s: float) -> None:
-        step, rank = int(fields.get("step", 0)), int(fields.get("rank", 0))
-        for name, value in dict(fields.get("values") or {}).items():
+    def _log(self, event: Logged, t_s: float) -> None:
+        step, rank = int(event.step), int(event.rank)
+        for name, value in dict(event.values or {}).items():
             if name in COLUMNS:
-                self.story.fold("note", {"text": f"wb.log: {name} is a column already"}, t_s)
+                self.story.fold(Noted(text=f"wb.log: {name} is a column already"), t_s)
                 continue
             if name == "memory_bytes":
                 self.story.memory_bytes[rank] = float(value)

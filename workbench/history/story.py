@@ -6,7 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..protocol import Topic
+from ..events import (
+    CheckpointWritten,
+    EngineDied,
+    EpochBegan,
+    Evaluated,
+    Event,
+    Injected,
+    Noted,
+    Paused,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    ServerHolds,
+    Topic,
+    Unmeasured,
+    WasCut,
+)
 from .snapshot import Split
 
 MOST_NOTES = 100
@@ -33,7 +49,7 @@ class Moment:
 
 
 class Story:
-    """Folds events of `protocol.EVENTS` and `KERNEL_EVENTS`, in any order, from all ranks.
+    """Folds events, in any order, from all ranks.
 
     Attributes:
         started: Fields of `run_started` (of the lowest rank that sent it).
@@ -75,41 +91,42 @@ class Story:
         self.pauses: list[tuple[float, float]] = []
         self._paused_at: float | None = None
 
-    def fold(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
+    def fold(self, event: Event, t_s: float) -> None:
         """Take one event in; events that say nothing about the run as a whole are ignored.
 
         Args:
             t_s: When it happened; pauses are measured between events.
         """
-        if name == "run_started":
-            self._start(fields)
-        elif name == "eval":
-            self._evaluate(fields, t_s)
-        elif name in ("note", "warning", "death"):
-            self._tell(name, fields, t_s)
-        elif name == "checkpoint":
-            self._checkpoint(fields)
-            self._moment(t_s, name, f"checkpoint at step {fields['step']}", fields)
-        elif name == "inject":
-            self._moment(t_s, name, ", ".join(fields["faults"]) or "faults end", {})
-        elif name == "epoch":
-            self.epoch = max(self.epoch, int(fields.get("epoch", 0)))
-        elif name == "split":
-            self.split = Split.of(fields)
-        elif name == "unmeasured":
-            self._unmeasured(fields)
-        elif name == "paused" and self._paused_at is None:
-            self._paused_at = t_s
-            self._moment(t_s, name, f"paused at step {fields.get('step')}", {})
-        elif name == "resumed" and self._paused_at is not None:
-            if len(self.pauses) < MOST_MOMENTS:
-                self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
-            self._paused_at = None
-            self._moment(t_s, name, "resumed", {})
-        elif name == "run_finished":
-            self.finished[int(fields.get("rank", 0))] = dict(fields)
-        elif name == "server":
-            self.servers[int(fields.get("server", 0))] = dict(fields)
+        match event:
+            case RunStarted():
+                self._start(event)
+            case Evaluated():
+                self._evaluate(event, t_s)
+            case Noted() | EngineDied():
+                self._tell(event, t_s)
+            case CheckpointWritten():
+                self._checkpoint(event)
+                self._moment(t_s, event.name, f"checkpoint at step {event.step}")
+            case Injected():
+                self._moment(t_s, event.name, ", ".join(event.faults) or "faults end")
+            case EpochBegan():
+                self.epoch = max(self.epoch, int(event.epoch))
+            case WasCut():
+                self.split = Split.of(event.to_wire())
+            case Unmeasured():
+                self._unmeasured(event)
+            case Paused() if self._paused_at is None:
+                self._paused_at = t_s
+                self._moment(t_s, event.name, f"paused at step {event.step}")
+            case Resumed() if self._paused_at is not None:
+                if len(self.pauses) < MOST_MOMENTS:
+                    self.pauses.append((t_s, max(t_s - self._paused_at, 0.0)))
+                self._paused_at = None
+                self._moment(t_s, event.name, "resumed")
+            case RunFinished():
+                self.finished[int(event.rank)] = event.to_wire()
+            case ServerHolds():
+                self.servers[int(event.server)] = event.to_wire()
 
     def rewind(self, step: int) -> None:
         """Forget evaluations of `step` and later, and how the run ended before it went on."""
@@ -120,55 +137,63 @@ class Story:
         self.evals = [one for one in self.evals if one["step"] < step]
         self.finished.clear()
 
-    def _start(self, fields: Mapping[str, Any]) -> None:
-        rank = int(fields.get("rank", 0))
-        if not self.started or rank <= int(self.started.get("rank", 0)):
-            self.started = dict(fields)
-        if fields.get("device") is not None:
-            self.devices[rank] = str(fields["device"])
+    def _start(self, event: RunStarted) -> None:
+        rank = int(event.rank)
+        if not self.started or rank <= int(self.started["rank"]):
+            self.started = event.to_wire()
+        if event.device is not None:
+            self.devices[rank] = str(event.device)
 
-    def _moment(self, t_s: float, kind: str, text: str, fields: Mapping[str, Any]) -> None:
-        rank = fields.get("rank") if kind == "death" else None
-        values = dict(fields) if kind == "eval" else {}
+    def _moment(
+        self,
+        t_s: float,
+        kind: str,
+        text: str,
+        *,
+        rank: int | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
         if t_s > 0 and len(self.moments) < MOST_MOMENTS:
-            self.moments.append(Moment(t_s, kind, text, rank, values))
+            self.moments.append(Moment(t_s, kind, text, rank, values or {}))
 
-    def _evaluate(self, fields: Mapping[str, Any], t_s: float) -> None:
-        step, epoch = int(fields.get("step", 0)), fields.get("epoch")
+    def _evaluate(self, event: Evaluated, t_s: float) -> None:
+        step, epoch = int(event.step), event.epoch
         if any(known["step"] == step and known["epoch"] == epoch for known in self.evals):
             return  # another rank's report of the same evaluation
-        self.evals.append({"step": step, "epoch": epoch, **dict(fields.get("values") or {})})
-        self._moment(t_s, "eval", f"evaluation at step {step}", self.evals[-1])
+        self.evals.append({"step": step, "epoch": epoch, **dict(event.values or {})})
+        self._moment(t_s, event.name, f"evaluation at step {step}", values=dict(self.evals[-1]))
         self.evals.sort(key=lambda one: one["step"])
         del self.evals[:-MOST_EVALS]
-        self.eval_s += float(fields.get("seconds") or 0.0)
+        self.eval_s += float(event.seconds or 0.0)
 
-    def _checkpoint(self, fields: Mapping[str, Any]) -> None:
+    def _checkpoint(self, event: CheckpointWritten) -> None:
         """Show the newest checkpoint, in the place of the one before."""
         self.checkpoints += 1
-        stall_ms, seconds = 1e3 * float(fields["stall_s"]), float(fields["seconds"])
-        kib = int(fields["size_bytes"]) / 1024
+        stall_ms, seconds = 1e3 * float(event.stall_s), float(event.seconds)
+        kib = int(event.size_bytes) / 1024
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         text = (
-            f"Checkpoint at step {fields['step']}: {size}, on "
+            f"Checkpoint at step {event.step}: {size}, on "
             f"the disk after {seconds:.2g} s; training stood still for {stall_ms:.2g} ms "
-            f"({fields['path']})."
+            f"({event.path})."
         )
         self.notes = [note for note in self.notes if note != self._last_checkpoint]
         self._last_checkpoint = text
         self._note(text)
 
-    def _tell(self, name: str, fields: Mapping[str, Any], t_s: float) -> None:
+    def _tell(self, event: Noted | EngineDied, t_s: float) -> None:
         """Take a note in; of a death it takes the place of what was said at first."""
-        text = str(fields.get("text", ""))
-        if (topic := Topic.of(fields.get("topic"))) is not None:
-            self.facts.setdefault(topic, fields.get("value"))
-        if name == "death" and "engine" in fields:
-            self._deaths[int(fields["engine"])] = text
-        said = {self._deaths.pop(engine, "") for engine in fields.get("deaths", ())}
-        self.notes = [note for note in self.notes if note not in said]
+        text, rank = str(event.text), None
+        if isinstance(event, EngineDied):
+            self._deaths[int(event.engine)] = text
+            rank = event.rank
+        else:
+            if (topic := Topic.of(event.topic)) is not None:
+                self.facts.setdefault(topic, event.value)
+            said = {self._deaths.pop(engine, "") for engine in event.deaths or ()}
+            self.notes = [note for note in self.notes if note not in said]
         if self._note(text):
-            self._moment(t_s, name, text, fields)
+            self._moment(t_s, event.name, text, rank=rank)
 
     def _note(self, text: str) -> bool:
         """Keep a note; return whether it is new."""
@@ -177,10 +202,10 @@ class Story:
             self.notes.append(text)
         return fresh
 
-    def _unmeasured(self, fields: Mapping[str, Any]) -> None:
-        columns = fields.get("columns") or {}
+    def _unmeasured(self, event: Unmeasured) -> None:
+        columns = event.columns or {}
         if isinstance(columns, Mapping):
             self.unmeasured.update({str(k): str(v) for k, v in columns.items()})
         else:
-            reason = str(fields.get("reason", "this strategy cannot measure it"))
+            reason = event.reason or "this strategy cannot measure it"
             self.unmeasured.update(dict.fromkeys(map(str, columns), reason))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..events import Topic
 from ..metrics import PARTS
-from ..protocol import Topic
 from .snapshot import Split, Worker
 from .staleness import Staleness
 from .steady import Rate, Steady, rate_of, steady_of

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunDamagedWarning, RunError
+from ..events import Noted, Topic
 from ..history import disk
 from ..plan import Plan
-from ..protocol import Topic
 from .registry import runs
 from .run import Run
 
@@ -39,8 +39,8 @@ def load(path: str | Path) -> Run:
     )
     run.restore(history, meta)
     if damaged := _damage(run, meta):
-        about = {"text": f"What was loaded is damaged: {'; '.join(damaged)}.", "rank": 0}
-        history.event("note", {**about, "topic": Topic.DAMAGED, "value": damaged})
+        text = f"What was loaded is damaged: {'; '.join(damaged)}."
+        history.event(Noted(rank=0, text=text, topic=Topic.DAMAGED, value=damaged))
         warnings.warn(_words(run, damaged), RunDamagedWarning, stacklevel=2)
     run.color = runs.color(run.plan)
     return run

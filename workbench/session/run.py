@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import checksums, lifecycle
+from .. import checksums, events, lifecycle
 from ..cluster.engines import EngineInfo
 from ..errors import PlanError, RunError
+from ..events import Topic
 from ..faults import Fault, parse_fault
 from ..history import disk
 from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
 from ..members import Member
 from ..plan import Plan
-from ..protocol import Message, Topic, records_from
+from ..protocol import Message, records_from
 from ..targets import ALLOWED, parse_targets
 from .halting import Halting
 from .logging_to import LINGER_S, RunLog, check
@@ -199,7 +200,7 @@ class Run:
         try:
             disk.write_meta(self.folder, self.meta())
         except Exception as error:  # a full disk, most likely; never worth the run
-            self.history.event("note", disk.unwritten(self.folder, error))
+            self.history.event(disk.unwritten(self.folder, error))
 
     def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
         """Become the run that a folder holds; it is over."""
@@ -231,26 +232,31 @@ class Run:
             self._event(str(message.body["name"]), fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
-        if name == "post":
+        try:
+            event = events.read(name, fields)
+        except events.UnknownEventError:  # on a disk that another version has written
+            return
+        if isinstance(event, events.Posted):
             self._tell("told", fields)
             return
-        self.history.event(name, fields)
-        if name == "run_started":
-            if self._state in ("starting", "recovering"):
+        self.history.hear(name, fields)
+        match event:
+            case events.RunStarted() if self._state in ("starting", "recovering"):
                 self.advance("start")
-        elif name == "left":
-            self._halting.arrived(int(fields["rank"]))
-            if fields.get("status") == "error" and self.task is not None:
-                self.task.end_soon(but=self.members[int(fields["rank"])])
-        elif name == "paused":
-            self._paused_ranks.add(int(fields["rank"]))
-            lost = 0 if self.task is None else self.task.lost
-            if len(self._paused_ranks) >= len(self.members) - lost and self._state == "running":
-                self.advance("pause")
-        elif name == "resumed":
-            self._paused_ranks.discard(int(fields["rank"]))
-            if self._state == "paused":
-                self.advance("resume")
+            case events.CellLeft():
+                self._halting.arrived(event.rank)
+                if event.status == "error" and self.task is not None:
+                    self.task.end_soon(but=self.members[event.rank])
+            case events.Paused():
+                self._paused_ranks.add(event.rank)
+                lost = 0 if self.task is None else self.task.lost
+                all_stand = len(self._paused_ranks) >= len(self.members) - lost
+                if all_stand and self._state == "running":
+                    self.advance("pause")
+            case events.Resumed():
+                self._paused_ranks.discard(event.rank)
+                if self._state == "paused":
+                    self.advance("resume")
 
     def open_board(self, deliver: Callable[[int, Message], None], engines: Sequence[int]) -> None:
         """Let the run's engines, servers too, hear of each other; before any of them begins."""
@@ -268,7 +274,7 @@ class Run:
             verb = "is" if who is None else who.verb
             text = f"{self.called(engine.id)} {verb} gone: {engine.exit}."
             rank = self.engines.index(engine.id) if engine.id in self.engines else None
-            self.history.event("death", {"text": text, "rank": rank, "engine": engine.id})
+            self.history.event(events.EngineDied(text=text, rank=rank, engine=engine.id))
 
     def called(self, engine: int) -> str:
         """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
@@ -290,7 +296,7 @@ class Run:
         Args:
             deaths: Engines of whose deaths it says all, so that nothing else need be said of them.
         """
-        self.history.event("note", {"text": text, "deaths": list(deaths)})
+        self.history.event(events.Noted(text=text, deaths=list(deaths)))
 
     @property
     def evals(self) -> list[dict[str, Any]]:
@@ -334,7 +340,7 @@ class Run:
         if not self.is_over:
             self.faults = _lasting(parsed)
             self._tell("inject", {"faults": [fault.text for fault in parsed]})
-            self.history.event("inject", {"faults": [fault.text for fault in parsed]})
+            self.history.event(events.Injected(faults=[fault.text for fault in parsed]))
 
     def _send(self, kind: str, **body: Any) -> None:
         if self.task is not None and not self.is_over:

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 
+from ... import events
 from ...engine.context import RunContext
 from ..base import NAN, StepResult
 from .fetching import Pending
@@ -91,4 +92,4 @@ class Rows:
             self._shown_s[rank] = end_s
             values = {"queue_wait_s": float(np.mean(self._queue_waits[rank]))}
             self._queue_waits[rank].clear()
-            context.emit("log", rank=rank, step=number, values=values)
+            context.emit(events.Logged(rank=rank, step=number, values=values))

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ... import events
 from ...engine.context import RunContext
 from ...errors import FitError
 from .mistakes import check_batched, check_size
@@ -108,7 +109,7 @@ class Batches:
                     " A replica without a sample can turn weights into NaN (BatchNorm): leave the "
                     "rest out, or choose another batch size."
                 )
-            self._context.emit("note", rank=0, text=text)
+            self._context.emit(events.Noted(rank=0, text=text))
 
     def _note_lost(self) -> None:
         if self._context.spec.rank == 0:
@@ -117,7 +118,7 @@ class Batches:
                 "those read to build the model and at an epoch's end are lost. tf.data.Dataset and "
                 "keras.utils.PyDataset lose none."
             )
-            self._context.emit("note", rank=0, text=text)
+            self._context.emit(events.Noted(rank=0, text=text))
 
     @property
     def steps_per_epoch(self) -> int | None:

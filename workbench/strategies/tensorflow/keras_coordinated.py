@@ -27,6 +27,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ... import events
 from ...engine import settings
 from ...engine.announce import announce
 from ...engine.context import RunContext
@@ -125,7 +126,7 @@ class CoordinatedFit:
                 break
             logs = logs_of(model, sums)
             step = self.context.step
-            self.context.emit("epoch", rank=0, epoch=epoch, step=step)
+            self.context.emit(events.EpochBegan(rank=0, epoch=epoch, step=step))
             frequency = call["validation_freq"]
             if validation is not None and model._should_eval(epoch, frequency):
                 logs |= self._validate(model, validation, epoch)
@@ -171,7 +172,7 @@ class CoordinatedFit:
         seconds = clock() - began_s
         self.context.eval_s += seconds
         self.context.emit(
-            "eval", step=self.context.step, epoch=epoch, values=values, seconds=seconds
+            events.Evaluated(step=self.context.step, epoch=epoch, values=values, seconds=seconds)
         )
         self.closures.idle()
         return {f"val_{name}": value for name, value in values.items()}

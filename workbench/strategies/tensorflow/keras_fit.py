@@ -27,6 +27,7 @@ from typing import Any
 
 import keras
 
+from ... import events
 from ...engine import settings
 from ...engine.context import RunContext
 from ...engine.initial import initialise
@@ -216,7 +217,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the epoch, and its validation where there was one."""
         context, step = self._context, self._context.trained - 1
-        context.emit("epoch", rank=context.spec.rank, epoch=epoch, step=step)
+        context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=step))
         values = {
             name.removeprefix("val_"): float(value)
             for name, value in (logs or {}).items()
@@ -224,4 +225,4 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         }
         if values and context.spec.rank == 0:
             seconds = clock() - self._steps.start_s
-            context.emit("eval", step=step, epoch=epoch, values=values, seconds=seconds)
+            context.emit(events.Evaluated(step=step, epoch=epoch, values=values, seconds=seconds))

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ... import events
 from ...engine.context import RunContext
 from ...engine.tensorflow_models import foreign
 from ...errors import FitError, nearest
@@ -155,7 +156,7 @@ def note_keras_2(context: RunContext) -> None:
             "tf_keras (Keras 2) is imported: its fit trains, but is not recorded, and cannot be "
             "stopped. Write the model with keras (Keras 3)."
         )
-        context.emit("note", rank=context.spec.rank, text=text)
+        context.emit(events.Noted(rank=context.spec.rank, text=text))
 
 
 def _chain(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:

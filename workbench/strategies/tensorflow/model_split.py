@@ -29,7 +29,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import pipelines
+from ... import events, pipelines
 from ...errors import FitError
 from ..base import NAN, Share, StepResult
 from .layers import Chain, cut, table_text
@@ -60,7 +60,7 @@ class ModelSplit(Replicated):
         self.placement = Placement(self.devices, self._cut, self.stages)
         with super().around_cell() as names, self.placement:
             columns = {"sent_bytes": "what crosses the devices is not counted"}
-            self.context.emit("unmeasured", columns=columns)
+            self.context.emit(events.Unmeasured(columns=columns))
             yield names
 
     def marks(self) -> StageMarks:
@@ -74,13 +74,14 @@ class ModelSplit(Replicated):
         chain = cut(model, len(self.devices), self.options["split_at"] or "")
         rows, ideal = chain.table(), pipelines.ideal_bubble("naive", len(self.devices), 1, 1)
         self.context.emit(
-            "split", rank=0, stages=rows, schedule="naive", microbatches=1, ideal_bubble=ideal
+            events.WasCut(rank=0, stages=rows, schedule="naive", microbatches=1, ideal_bubble=ideal)
         )
         self.context.emit(
-            "note",
-            rank=0,
-            text=f"{len(rows)} stages, one after the other: each stands idle {ideal:.0%} of the "
-            f"time if they are equal. This saves memory, not time.\n{table_text(rows)}",
+            events.Noted(
+                rank=0,
+                text=f"{len(rows)} stages, one after the other: each stands idle {ideal:.0%} of "
+                f"the time if they are equal. This saves memory, not time.\n{table_text(rows)}",
+            )
         )
         return chain
 

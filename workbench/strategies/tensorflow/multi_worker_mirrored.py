@@ -45,6 +45,7 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from ... import events
 from ...engine.tensorflow_support import configure, reset, seed_all
 from ...errors import ClusterError
 from .homecoming import Homecoming
@@ -142,7 +143,7 @@ class MultiWorkerMirrored(Replicated):
 
     def _note(self, text: str) -> None:
         if self.rank == 0:
-            self.context.emit("note", rank=0, text=text)
+            self.context.emit(events.Noted(rank=0, text=text))
 
     def _leave(self, before: set[tuple[int, str]]) -> None:
         """Bring the model home, then forget the cluster.

@@ -47,6 +47,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from ... import events
 from ...engine.context import RunContext
 from ...engine.initial import initialise
 from ...engine.tensorflow_support import reset
@@ -139,7 +140,7 @@ class ParameterServer(Strategy):
         )
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.distribution)
         Survivors(self.coordinator._cluster)
-        context.emit("unmeasured", columns={"transfer_s": UNMEASURED})
+        context.emit(events.Unmeasured(columns={"transfer_s": UNMEASURED}))
         where = ", ".join(
             f"{part} on engine {engine}"
             for part, engine in zip(self._parts, spec.ranks[spec.world_size :], strict=True)
@@ -148,7 +149,7 @@ class ParameterServer(Strategy):
             f"{where.capitalize()}. TensorFlow's servers listen on every interface "
             "until the run is over."
         )
-        context.emit("note", rank=0, text=text)
+        context.emit(events.Noted(rank=0, text=text))
 
     @property
     def _parts(self) -> tuple[str, ...]:

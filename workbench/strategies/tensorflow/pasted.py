@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ... import events
 from ...engine.context import RunContext
 from ...errors import FitError
 from .patches import Patches
@@ -94,4 +95,4 @@ def _say(context: RunContext, name: str, *, given: bool) -> None:
     if given:
         text += " Its arguments were not used: -n and -o on the line say what they say."
     if context.spec.rank == 0:
-        context.emit("note", rank=0, text=text)
+        context.emit(events.Noted(rank=0, text=text))

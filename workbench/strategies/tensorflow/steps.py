@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import events
 from ...engine.announce import announce
 from ...engine.context import RunContext
 from ...errors import RunStopped
@@ -130,7 +131,7 @@ class Steps:
                 f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in all; "
                 "that time belongs to no step."
             )
-            self.context.emit("note", rank=0, text=text)
+            self.context.emit(events.Noted(rank=0, text=text))
 
     def unmarked(self, samples: int, loss: float, *, has_loss: bool = False) -> Measured:
         """Return a step of which nothing is known but its samples and loss, shared evenly."""
@@ -163,7 +164,7 @@ class Steps:
         if not self._unseen:
             self._unseen = True
             reason = "no gradient was reduced where a clock could be read (not under jit_compile)"
-            self.context.emit("unmeasured", columns=dict.fromkeys(UNSEEN, reason))
+            self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
 
 
 def global_loss(results: tuple[StepResult, ...]) -> float:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import events
 from ...engine.context import RunContext
 from ...engine.marks import ALL_REDUCE, waits_in
 from ...errors import FitError
-from ...protocol import Topic
+from ...events import Topic
 from .allreduce import BACKEND, AllReduce, auto
 from .allreduce.aside import Aside
 from .allreduce.links import Links
@@ -110,7 +111,7 @@ class Averaging:
         if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
             text = choice.explain(message.numel() * message.element_size())
             topic = Topic.ALLREDUCE_CHOSEN
-            self._context.emit("note", rank=0, text=text, topic=topic, value=choice.name)
+            self._context.emit(events.Noted(rank=0, text=text, topic=topic, value=choice.name))
         return choice.name
 
     def flat(self, parameters: Mapping[str, torch.nn.Parameter]) -> FlatGradients:
@@ -172,10 +173,11 @@ class Averaging:
         if self.links.rank == 0 and not self._warned and self._context.faults.on_links:
             self._warned = True
             self._context.emit(
-                "warning",
-                rank=0,
-                text="Bandwidth and latency have no effect: this run's gradients are averaged by "
-                "the backend. Choose an algorithm with -o allreduce=ring.",
+                events.Warned(
+                    rank=0,
+                    text="Bandwidth and latency have no effect: this run's gradients are averaged "
+                    "by the backend. Choose an algorithm with -o allreduce=ring.",
+                )
             )
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ... import events
 from ..base import NAN, Job
 from .drifting import DriftingReplicas
 
@@ -53,7 +54,7 @@ class Gossip(DriftingReplicas):
         super().prepare(job)
         if not self._same_clock:
             why = "the workers' hosts have clocks of their own"
-            self.context.emit("unmeasured", columns=dict.fromkeys(("sync_wait_s",), why))
+            self.context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s",), why)))
 
     def meets(self) -> bool:
         """Neighbours meet after every step."""
@@ -104,7 +105,7 @@ class Gossip(DriftingReplicas):
                 numbers += flat.numel()
         context = self.context
         spread = math.sqrt(squares / max(numbers, 1.0))
-        context.emit("log", rank=self.rank, step=context.step, values={"spread": spread})
+        context.emit(events.Logged(rank=self.rank, step=context.step, values={"spread": spread}))
 
 
 def neighbours(graph: str, rank: int, workers: int, step: int) -> tuple[list[int], list[int]]:

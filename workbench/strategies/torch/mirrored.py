@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ... import events
 from ...errors import FitError
 from ..base import Job, Share, StepResult, Strategy
 from .averaging import Averaging
@@ -90,7 +91,7 @@ class Mirrored(Strategy):
                 "BatchNorm sees each worker's share of the batch, not the whole: the result is not "
                 "one device's."
             )
-            self.context.emit("note", rank=0, text=text)
+            self.context.emit(events.Noted(rank=0, text=text))
 
     def step(self, share: Share) -> StepResult:
         """Backward on the own share ends in the average; every worker takes the same step."""

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ... import pipelines
+from ... import events, pipelines
 from ...engine.torch_batches import batch_length, map_batch
 from ...engine.torch_checks import evaluating
 from ...errors import FitError, PlanError
@@ -314,13 +314,14 @@ class ModelSplit(Strategy):
         size = math.ceil(self._share_size() / self.microbatches)
         text = batchnorm_warning(self.job.model, size, self.job.batch_size, self.microbatches)
         if text:
-            self.context.emit("warning", rank=0, text=text)
+            self.context.emit(events.Warned(rank=0, text=text))
 
     def _describe(self, decided: Cut, clocks: bool) -> None:
         if not clocks:
             self.context.emit(
-                "unmeasured",
-                columns={"sync_wait_s": "the stages' clocks cannot be compared; see bubble_s"},
+                events.Unmeasured(
+                    columns={"sync_wait_s": "the stages' clocks cannot be compared; see bubble_s"}
+                )
             )
         if self.rank:
             return
@@ -328,10 +329,9 @@ class ModelSplit(Strategy):
             self.schedule, self.workers, self.microbatches, self.per_worker
         )
         self.context.emit(
-            "split", rank=0, stages=decided.table(self.workers), pipelines=self.pipelines,
+            events.WasCut(rank=0, stages=decided.table(self.workers), pipelines=self.pipelines,
             schedule=self.schedule, microbatches=self.microbatches,
-            microbatch_samples=decided.samples, ideal_bubble=ideal,
-        )  # fmt: skip
+            microbatch_samples=decided.samples, ideal_bubble=ideal))  # fmt: skip
 
     @property
     def _pipeline(self) -> Pipeline:

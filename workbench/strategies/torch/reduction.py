@@ -32,6 +32,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ... import events
 from ...engine.context import RunContext
 from .averaging import Averaging, size_bytes
 from .flat import FlatGradients, unused
@@ -193,11 +194,12 @@ class Reductions:
         if left and not self._strangers and rank == 0 and dist.get_world_size() > 1:
             shapes = ", ".join(str(tuple(p.shape)) for p in parameters if p in left)
             self._context.emit(
-                "warning",
-                rank=rank,
-                text="An optimizer steps over parameters that no worker averages, so each trains "
-                f"them alone (shapes {shapes[:100]}). Hand their model over as well: "
-                "other, other_optimizer = wb.prepare(other, other_optimizer).",
+                events.Warned(
+                    rank=rank,
+                    text="An optimizer steps over parameters that no worker averages, so each "
+                    f"trains them alone (shapes {shapes[:100]}). Hand their model over as well: "
+                    "other, other_optimizer = wb.prepare(other, other_optimizer).",
+                )
             )
         self._strangers |= left
         return concerned

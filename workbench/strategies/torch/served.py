@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ... import events
 from ...errors import FitError
 from ...faults import ON_LINKS
 from ..base import Job, Share, StepResult, Strategy
@@ -172,7 +173,7 @@ class Served(Strategy):
             faults = self.context.spec.faults
             simulated = ", ".join(fault.text for fault in faults if fault.kind in ON_LINKS)
             text = f"Simulated on the links to the servers: {simulated}."
-            self.context.emit("note", rank=0, text=text)
+            self.context.emit(events.Noted(rank=0, text=text))
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; each worker scores its share, the sums are all-reduced."""

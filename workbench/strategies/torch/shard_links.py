@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ... import events
 from ...engine.context import RunContext
 from ...engine.links import Link, Message
 from .shards import Shard, divide
@@ -177,7 +178,7 @@ class ShardLinks:
     def _hear(self, answer: Message, server: int) -> None:
         """Hand on what a server tells once about its memory; only rank 0 is told."""
         if "holds" in answer.meta:
-            self._context.emit("server", rank=0, server=server, **answer.meta["holds"])
+            self._context.emit(events.ServerHolds(rank=0, server=server, **answer.meta["holds"]))
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ... import events
 from ...engine.injector import FaultInjector
 from ...errors import FitError
 from ..base import NAN, Job, Share, StepResult
@@ -66,7 +67,7 @@ class Sharded(Partitioned):
         self._hook = self.trainer.model.register_forward_pre_hook(self._enter)
         self.traffic = Traffic(self.trainer, self.root, self.context.faults)
         if not self.traffic.measured:
-            self.context.emit("unmeasured", columns=self.traffic.unmeasured)
+            self.context.emit(events.Unmeasured(columns=self.traffic.unmeasured))
 
     def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
         found = units(model, self.options["unit_mb"] * 1e6)

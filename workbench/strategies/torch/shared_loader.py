@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from ... import events
 from ...engine.source import Source
 from ...engine.torch_batches import map_batch
 from .inplace import subclass
@@ -70,7 +71,9 @@ class SharedLoader(DataLoader[Any]):
             self._served += 1
             yield self._moved(share.data)
         loop.epoch_end()
-        loop.context.emit("epoch", rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)
+        loop.context.emit(
+            events.EpochBegan(rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)
+        )
 
     def _passed_over(self, epoch: int) -> int | None:
         """Return the batch with which an epoch begins; None: all of it lies before the checkpoint.

@@ -36,6 +36,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ... import events
 from ...engine.torch_batches import map_batch
 from ...engine.torch_checks import evaluating
 from ..base import NAN, Job, Share, StepResult
@@ -68,7 +69,7 @@ class TensorParallel(Partitioned):
         self.mesh = make_mesh(self.device, (self.world_size,), ("tensor",))
         plan = self._choose(job)
         if self.rank == 0:
-            self.context.emit("note", rank=0, text=describe(job.model, plan))
+            self.context.emit(events.Noted(rank=0, text=describe(job.model, plan)))
 
         def lay_out(model: torch.nn.Module) -> None:
             self.layout = Layout(model, job.optimizer, lambda m: apply_plan(m, plan, self.mesh))

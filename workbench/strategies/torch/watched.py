@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ... import events
 from ...engine.context import RunContext
 from ...errors import FitError
 from ..base import NAN
@@ -49,7 +50,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
         loop.timer.blind()
         why = "the loop communicates outside backward, where wb.watch does not see it"
-        context.emit("unmeasured", columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why))
+        context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
     return loop
 
 
