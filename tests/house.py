@@ -1,0 +1,169 @@
+"""Counts how the code is cut: `python tests/house.py` prints each measure beside what it may be.
+
+Imports are all that are written down, also those for types alone and within functions. A circle is
+a set of modules each of which reaches all others by imports; the longest chain is counted over
+what Python imports when a module is loaded, circles taken as one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "workbench"
+Graph = Mapping[str, set[str]]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Return every module of the package, by dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+    return found
+
+
+def imported(name: str, tree: ast.Module, known: Iterable[str], *, loading: bool) -> set[str]:
+    """Return which modules of the package a module imports.
+
+    Args:
+        loading: Only what is imported when it is loaded.
+    """
+    is_package = (PACKAGE.parent / Path(*name.split(".")) / "__init__.py").exists()
+    nodes: Iterable[ast.AST] = tree.body if loading else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".") if is_package else name.split(".")[:-1]
+            base = base[: len(base) - node.level + 1] if node.level else []
+            start = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
+            for alias in node.names:  # a module of a package, or a name of a module
+                found.add(inner if (inner := f"{start}.{alias.name}") in known else start)
+    return {one for one in found if one in known and one != name}
+
+
+def circles(graph: Graph) -> list[set[str]]:
+    """Return the sets of modules that reach each other (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(one: str) -> None:
+        order[one] = low[one] = len(order)
+        stack.append(one)
+        for other in sorted(graph[one]):
+            if other not in order:
+                visit(other)
+                low[one] = min(low[one], low[other])
+            elif other in stack:
+                low[one] = min(low[one], order[other])
+        if low[one] == order[one]:
+            circle = set()
+            while one not in circle:
+                circle.add(stack.pop())
+            found.append(circle)
+
+    for one in graph:
+        if one not in order:
+            visit(one)
+    return [circle for circle in found if len(circle) > 1]
+
+
+def longest(graph: Graph) -> int:
+    """Return how many modules the longest chain of imports has."""
+    known: dict[str, int] = {}
+
+    def length(one: str, above: frozenset[str]) -> int:
+        if one not in known:
+            below = [length(o, above | {one}) for o in graph[one] if o not in above]
+            known[one] = 1 + max(below, default=0)
+        return known[one]
+
+    return max(length(one, frozenset()) for one in graph)
+
+
+def foreign_privates(trees: Mapping[str, ast.Module]) -> int:
+    """Return how often a module uses `x._name` where it defines no `_name` itself."""
+    count = 0
+    for tree in trees.values():
+        mine = {
+            node.attr for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        }  # fmt: skip
+        mine |= {
+            node.name for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }  # fmt: skip
+        everybodys = _defined(trees)
+        count += sum(
+            isinstance(node, ast.Attribute) and node.attr.startswith("_")
+            and not node.attr.startswith("__") and node.attr in everybodys and node.attr not in mine
+            for node in ast.walk(tree)
+        )  # fmt: skip
+    return count
+
+
+_names: set[str] = set()
+
+
+def _defined(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Return the private names that classes of the package have."""
+    if not _names:
+        for tree in trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    _names.add(node.name)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    _names.update({node.attr} if getattr(node.value, "id", "") == "self" else ())
+    return _names
+
+
+def rest_of_it(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return classes whose docstring says that another one is the rest of them."""
+    return [
+        node.name for tree in trees.values() for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "is the rest of it" in (ast.get_docstring(node) or "")
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Print the measures."""
+    trees = modules()
+    every, loaded = (
+        {name: imported(name, tree, trees, loading=loading) for name, tree in trees.items()}
+        for loading in (False, True)
+    )
+    folders = Counter(
+        path.parent.relative_to(ROOT).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    most = folders.most_common(1)[0]
+    found = circles(every)
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    large = [f"{path.name} {count}" for path, count in lines.items() if count > 620]
+    rows: dict[str, tuple[object, object]] = defaultdict(lambda: ("", ""))
+    rows["modules in a folder"] = (f"{most[1]} ({most[0]})", 12)
+    rows["folders with more"] = (sum(count > 12 for count in folders.values()), 0)
+    sizes = ", ".join(str(len(one)) for one in sorted(found, key=len, reverse=True))
+    rows["circles, all imports counted"] = (f"{len(found)} ({sizes})", 0)
+    rows["longest import chain"] = (longest(loaded), 14)
+    rows["Python files"] = (len(trees), 300)
+    rows['"the rest of it" base classes'] = (len(rest_of_it(trees)), 0)
+    rows["private access across modules"] = (foreign_privates(trees), 0)
+    rows["files over 620 lines"] = (", ".join(large) or 0, 0)
+    for name, (value, allowed) in rows.items():
+        print(f"{name:32} {value!s:32} at most {allowed}")
+
+
+if __name__ == "__main__":
+    main()

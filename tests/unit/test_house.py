@@ -1,0 +1,36 @@
+"""How the code is cut gets no worse: `python tests/house.py` prints the measures."""
+
+from __future__ import annotations
+
+import house
+import pytest
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return house.modules()
+
+
+def graph(trees, *, loading):
+    return {
+        name: house.imported(name, tree, trees, loading=loading) for name, tree in trees.items()
+    }
+
+
+def test_no_class_is_the_rest_of_another(trees):
+    assert house.rest_of_it(trees) == []
+
+
+def test_no_module_imports_itself_when_it_is_loaded(trees):
+    assert house.circles(graph(trees, loading=True)) == []
+
+
+def test_circles_of_knowledge_do_not_grow(trees):
+    found = house.circles(graph(trees, loading=False))
+    assert len(found) <= 8
+    assert max(map(len, found)) <= 29
+
+
+def test_a_circle_is_found_and_a_chain_is_counted():
+    assert house.circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    assert house.longest({"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}}) == 3
