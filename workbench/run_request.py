@@ -472,7 +472,7 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     for argument, value in asked.items():
         if argument not in _ARGUMENTS:
             raise PlanError(
-                "There is no such override.", seen=argument, allowed=", ".join(_ARGUMENTS)
+                "A run has no such argument.", seen=argument, allowed=", ".join(_ARGUMENTS)
             )
         if value is not None:
             found[_ARGUMENTS[argument]] = FLAGS[_ARGUMENTS[argument]].given(value)
