@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import sys
@@ -159,6 +160,19 @@ def test_the_stacks_of_a_blocked_engine_can_be_had(warm):
         assert found
 
 
+@pytest.fixture
+def kernels_loop():
+    """An event loop of the main thread, as a kernel has one: a launcher notes whose it is."""
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    loop.close()
+    asyncio.set_event_loop_policy(policy)
+
+
+@pytest.mark.usefixtures("kernels_loop")
 def test_another_process_can_take_the_engines_up(warm):
     with engines(1, warm) as (cluster, _, _):
         data = cluster.engine_set.to_dict()
