@@ -261,7 +261,7 @@ def test_after_all_these_mistakes_the_cluster_trains(book):
         session.cluster.run(source, strategy="miror")
     with pytest.raises(PlanError, match="source code or a function"):
         session.cluster.run(3, strategy="mirrored")
-    with pytest.raises(PlanError, match="override"):
+    with pytest.raises(PlanError, match="no such argument"):
         session.cluster.run(source, strategy="mirrored", epoch=3)
     with pytest.raises(PlanError, match="lambda"):
         session.cluster.run(lambda: 1, strategy="mirrored")

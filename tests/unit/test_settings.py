@@ -24,7 +24,7 @@ def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:
     said = events if events is not None else []
     return RunContext(
         replace(base, **spec), Recorder(1, 0), Gate(), FaultInjector(0),
-        lambda name, **fields: said.append((name, fields)),
+        lambda event: said.append((event.name, event.to_wire())),
     )  # fmt: skip
 
 
