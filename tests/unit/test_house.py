@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import house
 import pytest
 
@@ -18,7 +20,15 @@ def graph(trees, *, loading):
 
 
 def test_no_class_is_the_rest_of_another(trees):
-    assert house.rest_of_it(trees) == []
+    assert house.sliced(trees) == []
+
+
+def test_a_class_that_is_cut_in_two_files_is_found():
+    rest, whole = "class Rest: pass", "from .rest import Rest\nclass Whole(Rest): pass\nWhole()"
+    cut = {"workbench.a.rest": ast.parse(rest), "workbench.a.whole": ast.parse(whole)}
+    assert house.sliced(cut) == ["Rest"]
+    also = {**cut, "workbench.b.other": ast.parse("Rest()")}
+    assert house.sliced(also) == []
 
 
 def test_no_module_imports_itself_when_it_is_loaded(trees):

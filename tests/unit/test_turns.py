@@ -10,6 +10,9 @@ from workbench.cluster import turns
 from workbench.cluster.processes import FORK, can_fork
 from workbench.errors import ClusterError
 
+PLACES = turns.places
+"""As it is: the tests below have one place."""
+
 
 @pytest.fixture(autouse=True)
 def one_place(monkeypatch):
@@ -79,3 +82,9 @@ def test_engines_are_started_fresh_where_that_is_asked(monkeypatch):
     monkeypatch.setenv(FORK, "perhaps")
     with pytest.raises(ClusterError, match=FORK):
         can_fork()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_as_many_import_at_once_as_there_are_cores(monkeypatch, cores):
+    monkeypatch.setattr(turns.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert PLACES() == cores
