@@ -25,9 +25,9 @@ def test_no_class_is_the_rest_of_another(trees):
 
 def test_a_class_that_is_cut_in_two_files_is_found():
     rest, whole = "class Rest: pass", "from .rest import Rest\nclass Whole(Rest): pass\nWhole()"
-    cut = {"workbench.a.rest": ast.parse(rest), "workbench.a.whole": ast.parse(whole)}
+    cut = {"a.rest": ast.parse(rest), "a.whole": ast.parse(whole)}
     assert house.sliced(cut) == ["Rest"]
-    also = {**cut, "workbench.b.other": ast.parse("Rest()")}
+    also = {**cut, "b.other": ast.parse("Rest()")}
     assert house.sliced(also) == []
 
 
