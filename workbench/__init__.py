@@ -22,7 +22,7 @@ _LAZY = {
     "load": "workbench.session.load",
     "attach": "workbench.session.attach",
     "resume": "workbench.session.resume",
-    "queue": "workbench.session.queue",
+    "queue": "workbench.session.state",
     "strategies": "workbench.session.compare",
     "recipe": "workbench.session.recipes",
     "recipes": "workbench.session.recipes",

@@ -15,11 +15,11 @@ from .errors import PlanError, RunError
 from .line import cell_parser, parse_cell_line
 from .run_request import FLAGS, RunRequest
 from .session import registry
-from .session.attach import kept_words, show_attached
 from .session.debug import debug
 from .session.logs import logs as show_logs
 from .session.prompt import say as write
 from .session.recipes import recipes
+from .session.show import kept_words, show_attached
 from .session.state import Session, session
 from .session.values import pull_values, push_values
 from .session.verdicts import refusals
@@ -84,10 +84,10 @@ class WorkbenchMagics(Magics):
         count = len(cluster.worker_ids)
         if asked.count is not None and asked.count < count:
             print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
-        if why := cluster._engines.put_off:
+        if why := cluster.engine_set.put_off:
             print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
         if asked.keep:
-            print(kept_words(cluster))  # noqa: T201
+            print(kept_words(cluster.keeping))  # noqa: T201
 
     def _attach(self, asked: ClusterLine) -> None:
         cluster = session.attach(asked.cluster, take=asked.take)

@@ -127,7 +127,7 @@ def make_plan(
     count = check_count("workers", workers)
     if entry.max_workers is not None:
         count = min(count, entry.max_workers)
-    chosen = entry.settings(options or {})
+    chosen = entry.settings(options or {}, catalog.CATALOG)
     given = _check_overrides(overrides or {})
     _check_layout(entry, chosen, count, given.get("batch_size"))
     for fault in asked.faults:

@@ -18,7 +18,7 @@ from workbench.cookbook import Recipe
 from workbench.engine import initial
 from workbench.errors import RunDamagedWarning, RunError
 from workbench.events import Topic
-from workbench.history import disk, folders
+from workbench.history import disk, folders, store
 from workbench.plan import make_plan
 from workbench.session.compare import compare
 from workbench.session.load import load
@@ -38,7 +38,7 @@ def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:
 
 def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
     rows = make_rows(30, 3, slow_rank=1, slow_s=0.01)
-    meta, history = disk.read_run(write_run(tmp_path, rows, name="base"))
+    meta, history = store.read_run(write_run(tmp_path, rows, name="base"))
     live = make_history(rows)
     assert meta["name"] == "base"
     assert history.engines == (5, 6, 7)
@@ -52,12 +52,12 @@ def test_what_notes_are_about_is_read_back(tmp_path: Path) -> None:
     about = {"topic": Topic.ALLREDUCE_CHOSEN, "value": "ring"}
     writer.append_event("note", {"rank": 0, "text": "in any words", **about})
     writer.close()
-    _, history = disk.read_run(tmp_path)
+    _, history = store.read_run(tmp_path)
     assert history.story.facts == {Topic.ALLREDUCE_CHOSEN: "ring"}
 
 
 def test_a_long_run_loses_no_step_to_the_order_of_files(tmp_path: Path) -> None:
-    _, history = disk.read_run(write_run(tmp_path, make_rows(40_000, 2)))
+    _, history = store.read_run(write_run(tmp_path, make_rows(40_000, 2)))
     assert history.totals.steps == 40_000
 
 
@@ -66,7 +66,7 @@ def test_a_run_cut_off_within_a_row_is_read_up_to_there(tmp_path: Path, cut: int
     write_run(tmp_path, make_rows(10, 2))
     path = disk.records_path(tmp_path, 1)
     os.truncate(path, path.stat().st_size - cut)
-    _, history = disk.read_run(tmp_path)
+    _, history = store.read_run(tmp_path)
     whole = (10 * 88 - cut) // 88
     assert history.totals.steps == whole
     assert len(history) == 10 + whole
@@ -89,7 +89,7 @@ def test_writing_goes_on_after_half_a_row(tmp_path: Path) -> None:
     writer = disk.RunWriter(tmp_path, 0)
     writer.append_records(rows[1:].tobytes())
     writer.close()
-    assert disk.read_run(tmp_path)[1]["step"].tolist() == [0, 1, 2, 3]
+    assert store.read_run(tmp_path)[1]["step"].tolist() == [0, 1, 2, 3]
 
 
 def test_each_append_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_each_append_is_on_disk_at_once(tmp_path: Path) -> None:
 def test_a_run_whose_kernel_died_before_run_json_is_still_read(tmp_path: Path) -> None:
     write_run(tmp_path, make_rows(5, 2))
     (tmp_path / disk.META).unlink()
-    meta, history = disk.read_run(tmp_path)
+    meta, history = store.read_run(tmp_path)
     assert meta == {}
     assert history.totals.steps == 5
 
@@ -117,7 +117,7 @@ def test_an_asynchronous_run_is_read_back_without_joining(tmp_path: Path) -> Non
     rows["wait_s"] = 0.0
     write_run(tmp_path, rows, joined=False)
     os.truncate(disk.records_path(tmp_path, 1), 88)
-    _, history = disk.read_run(tmp_path)
+    _, history = store.read_run(tmp_path)
     assert len(history) == 6
     assert not np.isnan(history["loss"]).any()
 
@@ -129,18 +129,18 @@ def test_rows_of_another_version_are_refused_not_misread(tmp_path: Path) -> None
         meta["record_bytes"] = other
         (tmp_path / disk.META).write_text(json.dumps(meta))
         with pytest.raises(RunError, match="Another version"):
-            disk.read_run(tmp_path)
+            store.read_run(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no saved run"):
-        disk.read_run(tmp_path / "nothing")
+        store.read_run(tmp_path / "nothing")
     (tmp_path / disk.META).write_text("[1, 2")
     with pytest.raises(RunError, match="cannot be read"):
-        disk.read_run(tmp_path)
+        store.read_run(tmp_path)
     (tmp_path / disk.META).write_text("[1, 2]")
     with pytest.raises(RunError, match="no description"):
-        disk.read_run(tmp_path)
+        store.read_run(tmp_path)
 
 
 def test_a_saved_run_is_complete_and_replaces_an_older_one(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_a_saved_run_is_complete_and_replaces_an_older_one(tmp_path: Path) -> No
     names = {path.name for path in target.iterdir()}
     assert {"run.json", "weights.npz", "weights.pt", "records-rank1.bin"} <= names
     assert "scratch.tmp" not in names
-    assert disk.read_run(target)[1].totals.steps == 6
+    assert store.read_run(target)[1].totals.steps == 6
     disk.save(write_run(tmp_path / "other", make_rows(9, 1)), target)
-    assert disk.read_run(target)[1].totals.steps == 9
+    assert store.read_run(target)[1].totals.steps == 9
     assert not (target / "weights.pt").exists()
     assert [path.name for path in target.parent.iterdir()] == ["kept"]
 
@@ -173,7 +173,7 @@ def test_saving_never_touches_a_folder_that_holds_something_else(tmp_path: Path)
 def test_saving_a_run_onto_itself_changes_nothing(tmp_path: Path) -> None:
     source = write_run(tmp_path / "live", make_rows(3, 1))
     assert disk.save(source, source) == source
-    assert disk.read_run(source)[1].totals.steps == 3
+    assert store.read_run(source)[1].totals.steps == 3
 
 
 def test_a_failed_copy_leaves_the_older_run(
@@ -188,7 +188,7 @@ def test_a_failed_copy_leaves_the_older_run(
     with pytest.raises(RunError, match="No space left on device") as told:
         disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
     assert "make room" in str(told.value)
-    assert disk.read_run(target)[1].totals.steps == 3
+    assert store.read_run(target)[1].totals.steps == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "kept"]
 
 
@@ -374,5 +374,5 @@ def test_two_notebooks_may_prune_at_once(home: Path, monkeypatch: pytest.MonkeyP
 def test_rows_without_a_measured_loss_survive_the_round_trip(tmp_path: Path) -> None:
     rows = make_rows(3, 2)
     rows["local_loss"] = NAN
-    _, history = disk.read_run(write_run(tmp_path, rows))
+    _, history = store.read_run(write_run(tmp_path, rows))
     assert "loss" in history.unmeasured

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workbench.history import disk, rewind
+from workbench.history import disk, rewind, store
 from workbench.history.disk import RunWriter
 from workbench.history.store import RunHistory
 from workbench.record import RECORD
@@ -109,7 +109,7 @@ def test_steps_whose_last_row_died_with_its_engine_count_as_done(run):
         run.do(rank, range(10, 15), samples=24)
     run.history.finish()
     disk.write_meta(run.folder, {"ranks": [10, 11, 12], "phases": run.history.phases})
-    for history in (run.history, disk.read_run(run.folder)[1]):
+    for history in (run.history, store.read_run(run.folder)[1]):
         assert history.totals.steps == 15
         assert history.totals.rows.tolist() == [8, 15, 15]
 
@@ -125,7 +125,7 @@ def test_a_saved_run_that_went_on_with_fewer_reads_the_same(run):
     run.history.finish()
     meta = {"ranks": [10, 11, 12], "phases": run.history.phases}
     disk.write_meta(run.folder, meta)
-    again = disk.read_run(run.folder)[1]
+    again = store.read_run(run.folder)[1]
     for history in (run.history, again):
         assert history.totals.steps == 20
         assert history.totals.rows.tolist() == [12, 8, 20]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -202,8 +203,11 @@ class Strategy:
         remote = [f"worker {rank}" for rank in range(workers)] if self.remote_workers else []
         return (*remote, *(f"server s{index}" for index in range(self.server_count(options))))
 
-    def option(self, name: str) -> Option:
+    def option(self, name: str, others: Iterable[Strategy] = ()) -> Option:
         """Return the option of that name.
+
+        Args:
+            others: Strategies that are named if the option is one of theirs.
 
         Raises:
             PlanError: The strategy has no such option.
@@ -211,9 +215,7 @@ class Strategy:
         for option in self.options:
             if option.name == name:
                 return option
-        from . import CATALOG  # the package is whole by now
-
-        elsewhere = [e.name for e in CATALOG if any(o.name == name for o in e.options)]
+        elsewhere = [e.name for e in others if any(o.name == name for o in e.options)]
         if elsewhere:
             raise PlanError(
                 f"Strategy {self.name} has no option {name}: that is one of "
@@ -226,13 +228,16 @@ class Strategy:
             raise PlanError(f"Strategy {self.name} takes no options.", seen=name)
         raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
 
-    def settings(self, given: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, given: dict[str, Any], others: Iterable[Strategy] = ()) -> dict[str, Any]:
         """Return every option's value: the given ones parsed, the others at their defaults.
+
+        Args:
+            others: As `option` takes them.
 
         Raises:
             PlanError: An option is unknown, was not understood, or excludes another one.
         """
-        parsed = {name: self.option(name).parse(value) for name, value in given.items()}
+        parsed = {name: self.option(name, others).parse(value) for name, value in given.items()}
         values = {option.name: parsed.get(option.name, option.default) for option in self.options}
         for pair in self.excludes:
             if all(values[name] != self.option(name).default for name in pair):

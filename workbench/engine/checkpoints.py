@@ -270,7 +270,8 @@ def checkpoints_of(context: RunContext) -> Checkpoints:
     """Return the checkpoints of the cell under way, made when first asked for."""
     if context.checkpoints is None:
         context.checkpoints = Checkpoints(context)
-    return context.checkpoints
+    found: Checkpoints = context.checkpoints
+    return found
 
 
 def checkpoint() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import catalog, events
 from ..errors import RunError
@@ -14,9 +14,6 @@ from .gate import Gate
 from .injector import FaultInjector
 from .links import Hub, Link
 from .recorder import Recorder
-
-if TYPE_CHECKING:
-    from .checkpoints import Checkpoints
 
 Emit = Callable[[events.Event], None]
 """Sends an event to the kernel; never waits."""
@@ -78,7 +75,7 @@ class RunContext:
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
     board: Board = field(default_factory=Board)
-    checkpoints: Checkpoints | None = None
+    checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:
         """Say something to all engines of the run (this one hears it too)."""

@@ -9,7 +9,7 @@ Sense of Performance in Data Analytics Frameworks, NSDI 2015.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from ..errors import PlanError
 from ..metrics import PARTS
 from .culprit import culprit_of
-
-if TYPE_CHECKING:
-    from .store import RunHistory
+from .totals import Totals
 
 Floats = NDArray[np.float64]
 _WAIT = PARTS.index("sync_wait_s")
@@ -74,7 +72,24 @@ class Blame:
         }  # fmt: skip
 
 
-def blame(history: RunHistory, first: int | None = None, last: int | None = None) -> Blame:
+class Stored(Protocol):
+    """What is read of a history; `store.RunHistory` is one."""
+
+    engines: tuple[int, ...]
+
+    @property
+    def stride(self) -> int:
+        """Of how many steps one is stored."""
+
+    @property
+    def totals(self) -> Totals:
+        """Exact sums over all rows."""
+
+    def together(self, *names: str) -> dict[str, NDArray[Any]]:
+        """Return columns of one moment, by name."""
+
+
+def blame(history: Stored, first: int | None = None, last: int | None = None) -> Blame:
     """Return who waited for whom.
 
     Args:
@@ -125,7 +140,7 @@ class Waits:
     step_s: Floats
 
     @staticmethod
-    def of(history: RunHistory) -> Waits:
+    def of(history: Stored) -> Waits:
         """Read them off the history's columns."""
         names = ("step", "rank", "blamed_rank", "sync_wait_s", "bubble_s", "step_s")
         step, rank, blamed, wait, bubble, step_s = history.together(*names).values()

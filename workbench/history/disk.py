@@ -25,7 +25,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -34,11 +34,8 @@ from ..errors import RunError
 from ..events import Noted, Topic
 from ..record import RECORD
 
-if TYPE_CHECKING:
-    from .store import RunHistory
-
 META = "run.json"
-_ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
+ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
 FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
 PROFILES = "profiles"
 _WEIGHTS = ("weights*.npz", "weights*.pt")
@@ -104,12 +101,12 @@ def reason_of(error: BaseException) -> str:
 def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None:
     """Write `run.json` in one go: readers see the old one or the new one, never half of it.
 
-    `read_run` uses these keys: `ranks` (engine ids by rank), `joined` and `data_parallel` (as
-    in `RunHistory`); the others are handed back as they are.
+    `store.read_run` uses these keys: `ranks` (engine ids by rank), `joined` and `data_parallel` (as
+    in `store.RunHistory`); the others are handed back as they are.
     """
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    whole = {**meta, _ROW_BYTES: RECORD.itemsize}
+    whole = {**meta, ROW_BYTES: RECORD.itemsize}
     scratch.replace(folder / META, json.dumps(whole, indent=1, default=_plain))
 
 
@@ -135,37 +132,6 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise RunError(f"{META} holds no description of a run.", seen=str(folder))
     return meta
-
-
-def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
-    """Rebuild a run from its folder, also one that was cut off in the middle of a row.
-
-    Returns:
-        The run's `run.json`, and its history as it was.
-
-    Raises:
-        RunError: There is no run in that folder, or another version wrote it.
-    """
-    from .store import RunHistory  # engines write runs and never read them
-
-    folder, meta = Path(path), read_meta(path)
-    row_bytes = meta.pop(_ROW_BYTES, None)
-    if meta and row_bytes != RECORD.itemsize:
-        raise RunError(
-            "Another version of Workbench saved this run; its rows have another form.",
-            seen=f"rows of {row_bytes or 'unknown'} bytes",
-            allowed=f"{RECORD.itemsize} bytes",
-            next_step="load it with the version that saved it",
-        )
-    ranks = meta.get("ranks") or range(1 + max(_ranks_on_disk(folder), default=0))
-    history = RunHistory(
-        [int(engine) for engine in ranks],
-        joined=bool(meta.get("joined", True)),
-        data_parallel=bool(meta.get("data_parallel", True)),
-    )
-    history.read(folder, [(int(step), tuple(map(int, on))) for step, on in meta.get("phases", ())])
-    history.finish()
-    return meta, history
 
 
 def sizes(run_dir: str | os.PathLike[str]) -> checksums.Sums:
@@ -225,11 +191,18 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[tuple[str, dict[str, An
     return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
 
 
+class Memory(Protocol):
+    """Rows and events that are not on the disk; a `store.RunHistory` is one."""
+
+    def write(self, folder: Path) -> None:
+        """Write all of them to a folder."""
+
+
 def save(
     run_dir: str | os.PathLike[str],
     target: str | os.PathLike[str],
     meta: Mapping[str, Any] | None = None,
-    memory: RunHistory | None = None,
+    memory: Memory | None = None,
 ) -> Path:
     """Copy a run (rows, events, `run.json`, weights) to `target`; all of it or nothing.
 
@@ -268,9 +241,7 @@ def save(
     return goal
 
 
-def _copy(
-    source: Path, goal: Path, meta: Mapping[str, Any] | None, memory: RunHistory | None
-) -> None:
+def _copy(source: Path, goal: Path, meta: Mapping[str, Any] | None, memory: Memory | None) -> None:
     goal.parent.mkdir(parents=True, exist_ok=True)
     fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
     try:
@@ -328,7 +299,7 @@ def events_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"events-rank{rank}.jsonl"
 
 
-def _ranks_on_disk(folder: Path) -> list[int]:
+def ranks_on_disk(folder: Path) -> list[int]:
     found = set()
     for pattern in ("records-rank*.bin", "events-rank*.jsonl"):
         for path in folder.glob(pattern):

@@ -8,6 +8,7 @@ rewind: a run goes on from an earlier step, what came after it is forgotten
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -524,3 +525,32 @@ def _logged_events(
             at = min(int(np.searchsorted(rows["step"], step)), len(rows) - 1)
             t_s = float(rows["start_s"][at])
             yield "log", {"rank": rank, "step": step, "values": {name: value}, "t_s": t_s}
+
+
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
+    """Rebuild a run from its folder, also one that was cut off in the middle of a row.
+
+    Returns:
+        The run's `run.json`, and its history as it was.
+
+    Raises:
+        RunError: There is no run in that folder, or another version wrote it.
+    """
+    folder, meta = Path(path), disk.read_meta(path)
+    row_bytes = meta.pop(disk.ROW_BYTES, None)
+    if meta and row_bytes != RECORD.itemsize:
+        raise RunError(
+            "Another version of Workbench saved this run; its rows have another form.",
+            seen=f"rows of {row_bytes or 'unknown'} bytes",
+            allowed=f"{RECORD.itemsize} bytes",
+            next_step="load it with the version that saved it",
+        )
+    ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))
+    history = RunHistory(
+        [int(engine) for engine in ranks],
+        joined=bool(meta.get("joined", True)),
+        data_parallel=bool(meta.get("data_parallel", True)),
+    )
+    history.read(folder, [(int(step), tuple(map(int, on))) for step, on in meta.get("phases", ())])
+    history.finish()
+    return meta, history

@@ -228,7 +228,7 @@ class Choice:
             PlanError: There is no such strategy or option.
         """
         entry = catalog.lookup(strategy, framework)
-        known, key = entry.option(option), (framework, entry.name)
+        known, key = entry.option(option, catalog.CATALOG), (framework, entry.name)
 
         def put(text: str) -> None:
             value = known.parse(text) if text else known.default

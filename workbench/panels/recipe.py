@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..cellwriter import cell_of
 from ..cookbook import Recipe, builtin
 from ..cookbook.ways import WORDS, use_of
 from ..errors import PlanError
-from ..session.cells import cell_text
+from ..session.frameworks import notebook_framework
 from ..session.recipes import recipes
 from . import fitness
 from .choice import Choice, check_written_for
@@ -68,7 +69,12 @@ class RecipePart(Part):
         check_written_for(recipe, framework)
         place = fitness.place_of(session, choice)
         drafts = [fitness.draft(line, recipe, place) for line in choice.lines(framework)]
-        return {"cells": [_with_seeds(cell_text(plan), choice.seeds) for plan in drafts]}
+        return {
+            "cells": [
+                _with_seeds(cell_of(plan, framework=notebook_framework()), choice.seeds)
+                for plan in drafts
+            ]
+        }
 
     @staticmethod
     def _registered(picked: Recipe) -> Recipe:

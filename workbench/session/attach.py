@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,8 @@ from ..plan import Plan
 from . import hangs, registry
 from .cluster import Cluster
 from .following import FINISHED, FollowedRun, FollowedTask, Follower
-from .keeping import words
 from .launch import Launch
 from .load import load
-from .run import Run
-from .show import CellView, RunView
 
 
 def attach(cluster: str, *, take: bool = False) -> Cluster:
@@ -86,18 +80,15 @@ def _restore(found: kept.Found, engines: Engines) -> Cluster:
         keep=True,
         idle_timeout=about["idle_timeout_s"] or "never",
     )
-    pool = cluster._pool
-    pool._servers = set(about["servers"])
-    pool._leases |= {int(n): _leases(one) for n, one in about["leases"].items()}
-    # Names of process groups that no other one had in the same store.
-    pool._generation = itertools.count(time.time_ns())
+    leases = {int(n): _leases(one) for n, one in about["leases"].items()}
+    cluster.pool.restore(about["servers"], leases)
     numbers = [int(number) for number, _ in about["runs"]]
     cluster.hearing.count_from(1 + max(numbers, default=0))
     cluster.keeping.since = float(about["since"])
     for number, folder in about["runs"]:
         _bring_run(cluster, int(number), Path(folder), about["task"] or {})
     task = about["task"]
-    if task is not None and cluster._busy is None and not task["run"]:
+    if task is not None and cluster.busy is None and not task["run"]:
         _follow_cell(cluster, found.folder, task)
     cluster.keeping.write()
     return cluster
@@ -126,7 +117,7 @@ def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, A
 def _follow_run(
     cluster: Cluster, folder: Path, meta: Mapping[str, Any], task: Mapping[str, Any]
 ) -> None:
-    pool, plan = cluster._pool, Plan.from_wire(meta["plan"])
+    pool, plan = cluster.pool, Plan.from_wire(meta["plan"])
     run = FollowedRun(
         plan=plan,
         number=int(task["run"]),
@@ -139,9 +130,8 @@ def _follow_run(
     run.advance("submit")
     registry.runs.add(run)
     cluster.hearing.add(run)
-    cluster._busy = run
+    cluster.take_up(run, task)
     run.begin_logs()
-    cluster.keeping.task = dict(task)
     servers = [int(engine) for engine in task["servers"]]
     launch = Launch(
         pool, run, servers, pool.lease(plan.workers), task["number"], task["autoreload"],
@@ -151,48 +141,24 @@ def _follow_run(
     follower = Follower(pool.engines.folder(), task, pool.engines)
     spare = servers[: plan.workers] if plan.entry.remote_workers else ()
     run.task = FollowedTask(
-        pool.engines, follower.calls, _members(task), launch._over, spare, run.note
+        pool.engines, follower.calls, _members(task), launch.settled, spare, run.note
     )
     hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
     follower.follow(run.task, run)
 
 
 def _follow_cell(cluster: Cluster, folder: Path, task: Mapping[str, Any]) -> None:
-    engines = cluster._engines
+    engines = cluster.engine_set
     follower = Follower(folder, task, engines)
-    cluster.keeping.task = dict(task)
-    cluster._busy = followed = FollowedTask(
+    followed = FollowedTask(
         engines,
         follower.calls,
         _members(task),
-        lambda one: cluster._cell_over(one, task["framework"]),
+        lambda one: cluster.cell_over(one, task["framework"]),
     )
+    cluster.take_up(followed, task)
     follower.follow(followed, None)
 
 
 def _members(task: Mapping[str, Any]) -> dict[int, Member]:
     return {int(engine): Member.from_wire(one) for engine, one in task["members"].items()}
-
-
-# -- in the notebook -------------------------------------------------------------------------------
-
-
-def show_attached(cluster: Cluster) -> Run | None:
-    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
-    busy = cluster._busy
-    if isinstance(busy, Run):
-        RunView(busy, "auto").follow()
-        return busy
-    if busy is not None:
-        CellView(busy).follow()
-    return None
-
-
-def kept_words(cluster: Cluster) -> str:
-    """Say how a kept cluster is found again, and when it ends."""
-    name, idle_s = cluster.keeping.id, cluster.keeping.idle_timeout_s
-    end = f"when nothing ran for {words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
-    return (
-        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
-        f"it ends with %cluster stop, with workbench stop {name}, or {end}"
-    )

@@ -1,26 +1,8 @@
-"""Text into the notebook: the cell of a plan or a run, and a new cell for it."""
+"""Text into the notebook: a new cell below the one that is running."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from ..cellwriter import cell_of
-from ..plan import Plan
-
-
-def cell_text(plan: Plan) -> str:
-    """Return the cell that asks for a plan, as it is written in this notebook.
-
-    Raises:
-        PlanError: It cannot be said in a cell (see `cellwriter.cell_of`).
-    """
-    from .frameworks import default_framework
-    from .state import session
-
-    cluster = session.cluster
-    return cell_of(
-        plan, framework=cluster.framework if cluster is not None else default_framework()
-    )
 
 
 def to_a_cell(text: str) -> bool:

@@ -25,7 +25,7 @@ from ..errors import PlanError, RunError
 from ..plan import Plan
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..history.run_data import RunData
 
 __all__ = [
     "Checkpoint", "apart", "at", "claim", "describe", "described", "found", "latest", "verify",
@@ -87,7 +87,7 @@ def claim(plan: Plan, resume_from: str = "") -> None:
     )
 
 
-def describe(run: Run) -> None:
+def describe(run: RunData) -> None:
     """Write what `wb.resume` starts again beside the run's checkpoints.
 
     Raises:

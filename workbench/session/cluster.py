@@ -15,7 +15,7 @@ from ..errors import RunError
 from ..plan import Plan, plan_of
 from ..protocol import Message
 from ..run_request import from_arguments, takes_flags
-from . import checkpoints, hangs, logging_to, registry
+from . import checkpoints, hangs, logging_to, registry, status
 from .checks import (
     BusyError,
     check_arrived,
@@ -26,17 +26,18 @@ from .checks import (
     check_travels,
     to_recipe,
 )  # fmt: skip
+from .debug import post_mortem
 from .frameworks import default_framework
 from .hearing import Hearing
 from .interrupts import deferred
-from .keeping import Keeping, task_record
+from .keeping import Keeping
 from .launch import Launch
 from .paused import Paused
 from .pool import Pool
 from .postmortem import PostMortem
 from .queue import Queue
 from .replace import spent
-from .requests import FREE, PULL, PUSH, cell_requests, members_of
+from .requests import FREE, PULL, PUSH, cell_requests, members_of, task_record
 from .run import Run
 from .stacks import Stacks, gather
 from .task import Task
@@ -102,30 +103,30 @@ class Cluster:
         self.launcher = launcher
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
-        self._pool = pool = Pool(devices)
+        self.pool = pool = Pool(devices)
         self.hearing = Hearing()
-        self.vitals = Vitals(self)
-        self._queue = Queue(self)
-        self.paused = Paused(lambda engine, message: self._engines.router.send(engine, message))
+        self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
         pool.lease(count)
         pool.most_workers = count
         framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
-        self._engines = engines or Engines(
+        self.engine_set: Engines = engines or Engines(
             self.listeners(), framework=framework, launcher=launcher, hosts=hosts
         )
-        pool.engines = self._engines
+        pool.engines = self.engine_set
+        self.vitals = Vitals(self)
+        self._queue = Queue(self)
         if engines is not None:
             engines.listen(self.listeners())
             engines.framework = framework
         try:
             self.keeping = Keeping(self, keep, idle_timeout)
             pool.on_task = self.keeping.begun
-            if not self._engines.engines:  # else they were there before us
-                self._engines.start(count, progress)
+            if not self.engine_set.engines:  # else they were there before us
+                self.engine_set.start(count, progress)
         except BaseException:
-            self._engines.stop()
+            self.engine_set.stop()
             raise
         self.keeping.begin()
         registry.add_cluster(self)
@@ -139,7 +140,7 @@ class Cluster:
     def stop(self) -> None:
         """End every process of the cluster."""
         self._wind_up()
-        self._engines.stop()
+        self.engine_set.stop()
 
     def hand_back(self) -> Engines | None:
         """Stop the cluster, but keep the controller and the warm parents for another one.
@@ -149,7 +150,7 @@ class Cluster:
             is ended then.
         """
         self._wind_up()
-        engines = self._engines
+        engines = self.engine_set
         if engines.reusable:
             try:
                 engines.reset(default_framework())
@@ -180,7 +181,7 @@ class Cluster:
         registry.remove_cluster(self)
         self.keeping.end()
         self.vitals.close()
-        self._engines.release(reason)
+        self.engine_set.release(reason)
 
     def __enter__(self) -> Cluster:
         return self
@@ -234,14 +235,14 @@ class Cluster:
         self, plan: Plan, *, number: int = 1, autoreload: str = "", resume_from: str = ""
     ) -> Run:
         """Start a validated plan, from a checkpoint if one is named; returns at once."""
-        self._claim()
+        self.claim()
         if resume_from:
             checkpoints.verify(resume_from, plan)
         checkpoints.claim(plan, resume_from)
         logging_to.check(plan.log)
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
-        pool = self._pool
+        pool = self.pool
         leases = pool.lease(plan.workers)
         plan.check_devices([lease.device for lease in leases.leases])
         ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
@@ -310,11 +311,11 @@ class Cluster:
             viewed: Whether a view waits for the cell, which says when it lasts (`when_long`): a
                 short cell needs no thread that looks for hangs.
         """
-        self._claim()
+        self.claim()
         if framework is not None:  # the cluster's own was looked for when it was started
             check_framework(framework)
         framework = framework or self.framework
-        pool = self._pool
+        pool = self.pool
         members = pool.workers_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
@@ -323,23 +324,24 @@ class Cluster:
         recipe = Recipe(source, first_line)
         asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
         pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
-        over = partial(self._cell_over, framework=framework)
+        over = partial(self.cell_over, framework=framework)
         with deferred():
-            self._busy = task = Task(self._engines, asked, members_of(specs, targets), over)
+            self._busy = task = Task(self.engine_set, asked, members_of(specs, targets), over)
         text = short_handed(pool.lost_workers, len(pool.worker_ids))
         if text and workers is None:
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
-        task.when_long = partial(hangs.watch, task, self._engines.router.questions.ask)
+        task.when_long = partial(hangs.watch, task, self.engine_set.router.questions.ask)
         if not viewed:
             task.when_long()
         return task
 
-    def _cell_over(self, task: Task, framework: str) -> None:
+    def cell_over(self, task: Task, framework: str) -> None:
+        """Settle a cell: engines that are spent are replaced, a broken process group is dropped."""
         if found := spent(task.outcomes):
-            self._pool.replacer.begin(self._engines, list(found), framework)
+            self.pool.replacer.begin(self.engine_set, list(found), framework)
         if task.group_broken:
-            self._pool.drop_group()
-        self._pool.on_task(None)
+            self.pool.drop_group()
+        self.pool.on_task(None)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -351,12 +353,12 @@ class Cluster:
 
     def _death(self, engine: EngineInfo) -> None:
         self.paused.forget(engine.id)
-        self._pool.drop_group()
+        self.pool.drop_group()
         if isinstance(self._busy, Run):
             self._busy.died(engine)
 
     def _helper_gone(self, text: str) -> None:
-        self._pool.drop_group()
+        self.pool.drop_group()
         if isinstance(self._busy, Run) and not self._busy.is_over:
             self._busy.note(text)
 
@@ -365,31 +367,31 @@ class Cluster:
     @property
     def ids(self) -> list[int]:
         """Ids of the living engines."""
-        return self._engines.ids
+        return self.engine_set.ids
 
     @property
     def engines(self) -> list[EngineInfo]:
         """Every engine, dead ones too, by id."""
-        return self._pool.all
+        return self.pool.all
 
     @property
     def worker_ids(self) -> list[int]:
         """Ids of the living engines that run cells; the others were started as servers."""
-        return self._pool.worker_ids
+        return self.pool.worker_ids
 
     @property
     def devices_asked(self) -> str:
         """What `devices` said."""
-        return self._pool.devices_asked
+        return self.pool.devices_asked
 
     def lease(self, workers: int) -> Leases:
         """Return which device each of so many workers gets; the same answer every time."""
-        return self._pool.lease(workers)
+        return self.pool.lease(workers)
 
     @property
     def framework(self) -> str:
         """The framework of engines, cells and runs that name none."""
-        return self._engines.framework
+        return self.engine_set.framework
 
     def use(self, framework: str) -> None:
         """Let engines, cells and runs that name no framework have this one from now on.
@@ -398,12 +400,12 @@ class Cluster:
             ClusterError: It is not installed.
         """
         check_framework(framework)
-        self._engines.framework = framework
+        self.engine_set.framework = framework
 
     @begins
     def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids."""
-        return self._pool.add(count, framework)
+        return self.pool.add(count, framework)
 
     def restart(self, ids: Iterable[int] | None = None) -> list[int]:
         """Replace engines (all, or those named) by fresh ones under the same ids.
@@ -413,8 +415,15 @@ class Cluster:
         Raises:
             ClusterError: There is no engine of that id.
         """
-        self._pool.drop_group()
-        return self._engines.restart(list(ids) if ids is not None else [e.id for e in self.engines])
+        self.pool.drop_group()
+        return self.engine_set.restart(
+            list(ids) if ids is not None else [e.id for e in self.engines]
+        )
+
+    def take_up(self, busy: Run | Task, record: Mapping[str, Any]) -> None:
+        """Have what another kernel began on these engines go on as this cluster's."""
+        self.keeping.task = dict(record)
+        self._busy = busy
 
     @begins
     def free(self) -> dict[int, int]:
@@ -423,8 +432,8 @@ class Cluster:
         Raises:
             RunError: A cell or a run is going on.
         """
-        self._claim()
-        return self._engines.call(self.ids, FREE)
+        self.claim()
+        return self.engine_set.call(self.ids, FREE)
 
     def logs(self, engine: int) -> str:
         """The last lines of an engine's log.
@@ -432,8 +441,8 @@ class Cluster:
         Raises:
             ClusterError: There is no engine of that id.
         """
-        self._engines.known(engine)
-        return self._engines.log_tail(engine)
+        self.engine_set.known(engine)
+        return self.engine_set.log_tail(engine)
 
     def stacks(self, ids: Iterable[int] | None = None) -> Stacks:
         """Return where the engines' threads are, now; also while a cell or a run goes on.
@@ -449,22 +458,16 @@ class Cluster:
         Raises:
             RunError: It keeps no failure, or a cell is going on.
         """
-        from .debug import post_mortem
-
         return post_mortem(self, rank)
 
     def status(self) -> Any:
         """A table: a row per engine."""
-        from .status import table
-
-        return table(self)
+        return status.table(self)
 
     @property
     def rejected(self) -> int:
         """Messages and connections that were refused: they knew no key, or were sent again."""
-        from .status import rejected
-
-        return rejected(self)
+        return status.rejected(self)
 
     @begins
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
@@ -474,9 +477,9 @@ class Cluster:
             RunError: A cell or a run is going on.
             PlanError: A value cannot be sent.
         """
-        self._claim()
+        self.claim()
         check_travels(values)
-        self._engines.call(ids or self.ids, PUSH, (dict(values),))
+        self.engine_set.call(ids or self.ids, PUSH, (dict(values),))
 
     @begins
     def pull(
@@ -487,8 +490,8 @@ class Cluster:
         Raises:
             RunError: A cell or a run is going on, or a value cannot be had here.
         """
-        self._claim()
-        found = self._engines.fetch(ids or self.ids, PULL, (list(names),))
+        self.claim()
+        found = self.engine_set.fetch(ids or self.ids, PULL, (list(names),))
         check_arrived(found)
         return found
 
@@ -509,12 +512,12 @@ class Cluster:
         """The cell that runs, or ran last, be it a run's or not."""
         return self._busy.task if isinstance(self._busy, Run) else self._busy
 
-    def _claim(self) -> None:
+    def claim(self) -> None:
         """Raise BusyError where something goes on; see to it that dead engines are replaced."""
         self.keeping.touch()
         busy = self._busy
         if busy is None or busy.is_over:
-            self._pool.replacer.wait()
+            self.pool.replacer.wait()
             return
         what = f"run {busy.name!r}" if isinstance(busy, Run) else "a cell"
         raise BusyError(

@@ -15,12 +15,12 @@ from .prompt import Prompt, say
 
 if TYPE_CHECKING:
     from ..cluster_line import ClusterLine
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 SERVE = "workbench.engine.debugpy_server:serve"
 
 
-def debug(cluster: Cluster, asked: ClusterLine) -> None:
+def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
     """Do what a `%cluster debug` line asks for."""
     if asked.port is not None:
         for offset, rank in enumerate(asked.ranks or cluster.worker_ids[:1]):
@@ -44,23 +44,23 @@ def debug(cluster: Cluster, asked: ClusterLine) -> None:
         show(found)
 
 
-def post_mortem(cluster: Cluster, engine: int | None) -> PostMortem:
+def post_mortem(cluster: ClusterAccess, engine: int | None) -> PostMortem:
     """Return the post-mortem of a rank, by default of the one that failed first.
 
     Raises:
         RunError: It has not failed, or a cell is going on.
         ClusterError: The engine is gone.
     """
-    cluster._claim()
+    cluster.claim()
     if engine is None:
         engine = failed_engine(cluster.last_task)
     check_living(cluster, engine)
-    return PostMortem(cluster._engines, engine)
+    return PostMortem(cluster.engine_set, engine)
 
 
-def check_living(cluster: Cluster, engine: int) -> None:
+def check_living(cluster: ClusterAccess, engine: int) -> None:
     """Raise ClusterError where an engine is dead, or never was."""
-    info = cluster._engines.known(engine)
+    info = cluster.engine_set.known(engine)
     if info.state == "dead":
         raise ClusterError(
             f"Engine {engine} is gone ({info.exit}), and its frames with it.",
@@ -83,7 +83,7 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
         )
 
 
-def serve(cluster: Cluster, engine: int, port: int) -> str:
+def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
     """Have debugpy listen in an engine; return how to attach.
 
     Raises:
@@ -94,7 +94,7 @@ def serve(cluster: Cluster, engine: int, port: int) -> str:
     if cluster.is_busy:
         found = cluster.paused.serve(engine, port)
     else:
-        found = cluster._engines.call([engine], SERVE, (port,))[engine]
+        found = cluster.engine_set.call([engine], SERVE, (port,))[engine]
     if "missing" in found:
         raise ClusterError(
             "debugpy is not installed where the engines run.",
@@ -108,7 +108,7 @@ def serve(cluster: Cluster, engine: int, port: int) -> str:
             allowed="a free port; 0 takes any",
             next_step=f"%cluster debug {engine} --port {port + 1 if port else 0}",
         )
-    host = cluster._engines.known(engine).host
+    host = cluster.engine_set.known(engine).host
     return attach_words(engine, int(found["port"]), host, before=bool(found["before"]))
 
 

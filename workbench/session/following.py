@@ -99,7 +99,7 @@ class Follower:
 
     Args:
         folder: The cluster's.
-        record: What the last owner wrote about the task (`keeping.task_record`).
+        record: What the last owner wrote about the task (`requests.task_record`).
     """
 
     def __init__(self, folder: Path, record: Mapping[str, Any], engines: Engines) -> None:
@@ -127,7 +127,7 @@ class Follower:
         for engine, outputs in self._outputs.items():
             if self._page(engine).get("call") == self._ids[engine]:
                 for kind, content in outputs.fresh():
-                    task._output(engine, kind, content)
+                    task.output(engine, kind, content)
         if run is not None:
             run.catch_up()
 
@@ -176,15 +176,3 @@ class _Outputs:
                     with contextlib.suppress(ValueError, TypeError):
                         kind, content = json.loads(line)
                         yield str(kind), content
-
-
-def abandon(run: Run, text: str) -> None:
-    """End a run for this notebook only: another one has it, and settles it on disk."""
-    run._halting.close()
-    run.error = RunError(text)
-    with contextlib.suppress(lifecycle.InvalidTransitionError):
-        run.advance("fail")
-    if run.task is not None:
-        run.task._on_done = lambda task: None
-    run.history.finish()
-    run._over.set()

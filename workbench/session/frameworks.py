@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..cluster.engines import Engines
 from ..cluster.processes import installed
@@ -64,6 +64,19 @@ def prewarmed() -> str | None:
             f"{PREWARM} is not understood.", seen=asked, allowed="torch, tensorflow, off"
         )
     return asked or default_framework()
+
+
+_notebooks: list[Callable[[], str | None]] = []
+
+
+def notebook_framework() -> str:
+    """Return the framework of the notebook's cluster, or of the one it would start."""
+    return next(filter(None, (ask() for ask in _notebooks)), None) or default_framework()
+
+
+def know_notebook(framework: Callable[[], str | None]) -> None:
+    """Have the notebook's session say what its cluster's framework is; None: it has no cluster."""
+    _notebooks[:] = [framework]
 
 
 def default_framework() -> str:

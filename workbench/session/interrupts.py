@@ -7,14 +7,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import RunError
 from ..escalation import SETTLE_S
-from .run import Run
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
+
+class Ending(Protocol):
+    """A run or a cell, as far as it can be ended."""
+
+    over: threading.Event
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+    def stop(self) -> None:
+        """Have it end."""
+
+    def interrupt(self) -> None:
+        """Interrupt its engines."""
+
+
+class Occupied(Protocol):
+    """What may have something going on; a cluster."""
+
+    @property
+    def busy(self) -> Ending | None:
+        """What goes on, or went on last."""
 
 
 def settle(over: threading.Event, again: Callable[[], None]) -> None:
@@ -44,7 +64,7 @@ def deferred() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending(cluster: Cluster) -> Iterator[None]:
+def ending(cluster: Occupied) -> Iterator[None]:
     """End the cell or run that was started in the block, if an interrupt leaves it unattended.
 
     Raises:
@@ -56,10 +76,6 @@ def ending(cluster: Cluster) -> Iterator[None]:
         busy = cluster.busy
         if busy is None or busy.is_over:
             raise
-        if isinstance(busy, Run):
-            busy.stop()
-            settle(busy._over, busy._interrupt)
-        else:
-            busy.interrupt()
-            settle(busy.over, busy.interrupt)
+        busy.stop()
+        settle(busy.over, busy.interrupt)
         raise RunError("Interrupted: the cell was ended on all its engines.") from None

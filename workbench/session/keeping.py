@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 from .. import limits
 from ..cluster import kept, profile
 from ..errors import PlanError
-from ..members import Member
 from ..scratch import Page
-from .following import abandon
 from .run import Run
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
 KEPT_IDLE_S = 24 * 3600.0
@@ -48,7 +46,9 @@ class Keeping:
         PlanError: The idle timeout was not understood.
     """
 
-    def __init__(self, cluster: Cluster, keep: bool, idle_timeout: str | float | None) -> None:
+    def __init__(
+        self, cluster: ClusterAccess, keep: bool, idle_timeout: str | float | None
+    ) -> None:
         self._cluster, self.kept = cluster, keep
         self.idle_timeout_s = _idle_s(idle_timeout, keep)
         self.since = time.time()
@@ -61,18 +61,18 @@ class Keeping:
         self._noted: dict[str, Any] | None = {}  # what it says; nothing yet
         self._unwritten = ""  # what was said of a folder that cannot be written to
         self._described: object = None  # what cluster.json says that no engine's change tells
-        engines = cluster._engines
+        engines = cluster.engine_set
         if keep and not engines.kept:
             engines.keep(self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0)
 
     @property
     def id(self) -> str:
         """What `%cluster attach` and `workbench stop` call the cluster."""
-        return kept.cluster_id(self._cluster._engines.folder())
+        return kept.cluster_id(self._cluster.engine_set.folder())
 
     def begin(self) -> None:
         """The engines are there: describe them from now on, and look whether they are used."""
-        engines = self._cluster._engines
+        engines = self._cluster.engine_set
         engines.on_change = self.write
         engines.when_taken(self._taken)
         self.write()
@@ -105,7 +105,7 @@ class Keeping:
             if self._over.is_set():
                 return
             try:
-                folder, changing = self._cluster._engines.folder(), self._changing()
+                folder, changing = self._cluster.engine_set.folder(), self._changing()
                 if self._page is not None and self._page.path.parent != folder:
                     # The controller had died: all of it stands in another folder now.
                     self._page.close()
@@ -132,20 +132,20 @@ class Keeping:
                 "The cluster's folder cannot be written to: %s (%s). Cells and runs go on, but "
                 "workbench ps and %%cluster attach may not know of them: make room there.",
                 why,
-                self._cluster._engines.folder(),
+                self._cluster.engine_set.folder(),
             )
 
     def _changing(self) -> object:
         """Return what may have changed since the last cell, of which nobody is told."""
-        cluster, pool = self._cluster, self._cluster._pool
-        servers, leases = sorted(pool._servers), list(pool._leases)
+        cluster, pool = self._cluster, self._cluster.pool
+        servers, leases = sorted(pool.servers), list(pool.leases)
         return cluster.framework, os.getcwd(), servers, leases, list(cluster.hearing.folders)
 
     def about(self) -> dict[str, Any]:
         """Return what the cluster's folder says of it: processes, owner, runs."""
-        cluster, pool = self._cluster, self._cluster._pool
+        cluster, pool = self._cluster, self._cluster.pool
         return {
-            **cluster._engines.about(),
+            **cluster.engine_set.about(),
             "kept": self.kept,
             "idle_timeout_s": self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0,
             "since": self.since,
@@ -153,8 +153,8 @@ class Keeping:
             "notebook": os.environ.get(NOTEBOOK, ""),
             "cwd": os.getcwd(),
             "devices": cluster.devices_asked,
-            "servers": sorted(pool._servers),
-            "leases": {str(n): asdict(leases) for n, leases in pool._leases.items()},
+            "servers": sorted(pool.servers),
+            "leases": {str(n): asdict(leases) for n, leases in pool.leases.items()},
             "runs": [[n, str(folder)] for n, folder in list(cluster.hearing.folders.items())],
         }
 
@@ -180,9 +180,9 @@ class Keeping:
         threading.Thread(target=self._lose, args=(reason,), name="workbench-taken").start()
 
     def _lose(self, reason: str) -> None:
-        busy = self._cluster._busy
+        busy = self._cluster.busy
         if isinstance(busy, Run) and not busy.is_over:
-            abandon(busy, f"This notebook no longer has the cluster: {reason}.")
+            busy.abandon(f"This notebook no longer has the cluster: {reason}.")
         self._cluster.release(f"This notebook no longer has the cluster: {reason}.")
         self.on_end(reason)
 
@@ -208,15 +208,3 @@ def words(seconds: float) -> str:
         if seconds >= size_s:
             return f"{seconds / size_s:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def task_record(
-    asked: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], **about: Any
-) -> dict[str, Any]:
-    """Return what another kernel must know to follow what was begun here."""
-    return {
-        "calls": {str(engine): request["call"] for engine, request in asked.items()},
-        "members": {str(engine): member.to_wire() for engine, member in members.items()},
-        "run": 0,
-        **about,
-    }

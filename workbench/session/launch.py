@@ -14,11 +14,10 @@ from ..cluster.devices import Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from . import hangs
 from .checks import check_arrived
-from .keeping import task_record
 from .pool import Pool
 from .recover import RESCUED, Recoverer
 from .replace import spent, words
-from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, members_of, run_requests
+from .requests import ARGS, PUSH, RESULT, TAKE, in_lanes, members_of, run_requests, task_record
 from .run import Run
 from .task import Task
 from .verdicts import outcome_error, outcome_notes
@@ -76,7 +75,7 @@ class Launch:
             pool.engines,
             asked,
             members_of(specs),
-            self._over,
+            self.settled,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,
             on_loss=run.note,
@@ -92,7 +91,7 @@ class Launch:
             return self.run.members[1:]
         return ()
 
-    def _over(self, task: Task) -> None:
+    def settled(self, task: Task) -> None:
         """Settle the run; on the thread that hears the engines, so it may not wait for them."""
         try:
             self._settle(task)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import RunDamagedWarning, RunError
 from ..events import Noted, Topic
-from ..history import disk
+from ..history import disk, store
 from ..plan import Plan
 from .registry import runs
 from .run import Run
@@ -26,7 +26,7 @@ def load(path: str | Path) -> Run:
         RunError: There is no run in that folder.
     """
     folder = Path(path)
-    meta, history = disk.read_run(folder)
+    meta, history = store.read_run(folder)
     if "plan" not in meta:
         raise RunError("The run was cut off before its plan was written.", seen=str(folder))
     run = Run(

@@ -22,7 +22,7 @@ from ..targets import parse_target
 from .sinks import About, Ending, Sink, kind_of
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..history.run_data import RunData
 
 PAUSE_S = 1.0
 LINGER_S = 30.0
@@ -48,7 +48,7 @@ class RunLog:
         complete: Whether everything is written.
     """
 
-    def __init__(self, run: Run, targets: Sequence[str]) -> None:
+    def __init__(self, run: RunData, targets: Sequence[str]) -> None:
         self._run, self._targets = run, tuple(targets)
         self.places: dict[str, str] = {}
         self._feed = Feed(run.history)
@@ -104,7 +104,7 @@ class RunLog:
         # Two events, one wait: the end of the notebook is rare, so it is looked for in between.
         end = time.monotonic() + PAUSE_S
         while time.monotonic() < end and not self._leave.is_set():
-            if self._run._over.wait(PAUSE_S / 5):
+            if self._run.over.wait(PAUSE_S / 5):
                 return True
         return self._leave.is_set()
 
@@ -165,7 +165,7 @@ def _leave_all() -> None:
         log.close(max(0.0, end - time.monotonic()))
 
 
-def settings(run: Run) -> dict[str, str | int | float | bool]:
+def settings(run: RunData) -> dict[str, str | int | float | bool]:
     """Return what a run was asked to do, by name: the plan's, then what its engines said."""
     plan, started = run.plan, run.history.story.started
     found: dict[str, Any] = {
@@ -187,7 +187,7 @@ def settings(run: Run) -> dict[str, str | int | float | bool]:
     return {k: v for k, v in plain.items() if not (isinstance(v, float) and math.isnan(v))}
 
 
-def _about(run: Run) -> About:
+def _about(run: RunData) -> About:
     plan = run.plan
     tags = {
         "run_id": run.folder.name,
@@ -200,7 +200,7 @@ def _about(run: Run) -> About:
     return About(run.name, run.folder.name, run.began, tags)
 
 
-def _ending(run: Run) -> Ending:
+def _ending(run: RunData) -> Ending:
     from ..views import text
     from ..views.figure import run_png
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 LINES = 40
 POLL_S = 0.2
@@ -80,7 +80,7 @@ def follow(
 
 
 def logs(
-    cluster: Cluster,
+    cluster: ClusterAccess,
     ranks: tuple[int, ...],
     lines: int | None,
     write: Callable[[str], object],
@@ -92,7 +92,7 @@ def logs(
     Raises:
         ClusterError: There is no engine of that id.
     """
-    tails = {e: Tail(cluster._engines.log_path(e)) for e in ranks or cluster.ids}
+    tails = {e: Tail(cluster.engine_set.log_path(e)) for e in ranks or cluster.ids}
     show(tails, LINES if lines is None else lines, write)
     if following:
         follow(tails, lambda engine: engine in cluster.ids, write)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .. import catalog
@@ -28,6 +29,8 @@ class Pool:
     Attributes:
         engines: The processes behind it.
         replacer: Replaces engines in the background.
+        leases: Which devices so many workers have got.
+        servers: Engines started as servers; workers do not spread to them.
         most_workers: How many living workers there have been.
     """
 
@@ -37,12 +40,19 @@ class Pool:
         self.replacer = Replacer()
         self._devices = device_pool.parse_devices(devices)
         self.most_workers = 0
-        self._leases: dict[int, device_pool.Leases] = {}
+        self.leases: dict[int, device_pool.Leases] = {}
         self._group = NO_GROUP  # prefix; framework, engines
-        self._servers: set[int] = set()  # engines started as servers; workers do not spread to them
+        self.servers: set[int] = set()
         self._generation = itertools.count(1)
         self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
         """Told what engines are about to be asked to run; None when it is settled."""
+
+    def restore(self, servers: Iterable[int], leases: Mapping[int, device_pool.Leases]) -> None:
+        """Be as another kernel's pool of the same engines was."""
+        self.servers = set(servers)
+        self.leases |= leases
+        # Names of process groups that no other one had in the same store.
+        self._generation = itertools.count(time.time_ns())
 
     @property
     def ids(self) -> list[int]:
@@ -57,14 +67,14 @@ class Pool:
     @property
     def worker_ids(self) -> list[int]:
         """Ids of the living engines that run cells; the others were started as servers."""
-        return [engine for engine in self.ids if engine not in self._servers]
+        return [engine for engine in self.ids if engine not in self.servers]
 
     @property
     def lost_workers(self) -> list[int]:
         """Ids of dead engines that ran cells, while there are fewer workers than there were."""
         if len(self.worker_ids) >= self.most_workers:
             return []
-        return [e.id for e in self.all if e.state == "dead" and e.id not in self._servers]
+        return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
 
     def lease(self, workers: int) -> device_pool.Leases:
         """Return which device each of so many workers gets; the same answer every time.
@@ -72,9 +82,9 @@ class Pool:
         A worker's variables live on its device from one cell to the next, so ranks keep theirs
         although `auto` would see other memory in use by then.
         """
-        if workers not in self._leases:
-            self._leases[workers] = device_pool.lease(self._devices, workers)
-        return self._leases[workers]
+        if workers not in self.leases:
+            self.leases[workers] = device_pool.lease(self._devices, workers)
+        return self.leases[workers]
 
     def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids.
@@ -107,10 +117,10 @@ class Pool:
 
     def servers_for(self, count: int, framework: str) -> list[int]:
         """Return engines to be servers; the first run that needs them starts them."""
-        missing = count - len(self._servers & set(self.ids))
+        missing = count - len(self.servers & set(self.ids))
         if missing > 0:
-            self._servers |= set(self.add(missing, framework))
-        return sorted(self._servers & set(self.ids))[:count]
+            self.servers |= set(self.add(missing, framework))
+        return sorted(self.servers & set(self.ids))[:count]
 
     def bring(self, ids: Sequence[int], framework: str) -> None:
         """Have the framework on engines; those replaced for that leave no process group."""

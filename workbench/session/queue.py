@@ -22,7 +22,7 @@ from .run import Run
 from .sweep import Source, sweep
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
 
@@ -47,7 +47,7 @@ class Queue:
             to: the others are given up.
     """
 
-    def __init__(self, cluster: Cluster, *, keep_going: bool = False) -> None:
+    def __init__(self, cluster: ClusterAccess, *, keep_going: bool = False) -> None:
         self._cluster, self.keep_going = cluster, keep_going
         self._line = Lineup()
         self._lock = threading.RLock()
@@ -264,8 +264,8 @@ class Queue:
                     self._end_work()
         return [item.run for item in mine if item.run is not None]
 
-    def _take_up(self, plans: Iterable[Plan]) -> list[Item]:
-        """Have this thread be the one that works; return its items."""
+    def check_free(self) -> None:
+        """Raise RunError while the queue is at work: a cell would push in between."""
         with self._lock:
             if self._worker is not None:
                 raise RunError(
@@ -273,6 +273,11 @@ class Queue:
                     seen=f"{len(self._line.waiting)} plans wait",
                     next_step="queue.wait(), or queue.stop_all()",
                 )
+
+    def _take_up(self, plans: Iterable[Plan]) -> list[Item]:
+        """Have this thread be the one that works; return its items."""
+        with self._lock:
+            self.check_free()
             self._begin_work()
             self._worker = threading.current_thread()
             return self._line.add(plans)
@@ -373,7 +378,7 @@ class Queue:
         """Run a plan without a view, when nothing else goes on on the cluster."""
         run = self._start(plan)
         begun(run)
-        run._over.wait()
+        run.over.wait()
         if run.error is not None:
             raise run.error
         return run
@@ -395,20 +400,6 @@ class Queue:
                 listener(self)
             except Exception:  # noqa: PERF203 - a view that fails must not end the queue
                 log.exception("A listener of the queue failed")
-
-
-def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
-    """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
-
-    Args:
-        keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
-
-    Raises:
-        ClusterError: The notebook has no cluster.
-    """
-    from .state import session
-
-    return session.need_cluster().queue(plans, keep_going=keep_going)
 
 
 class _GivenUp(Exception):

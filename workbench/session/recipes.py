@@ -11,6 +11,8 @@ from ..cookbook.functions import recipe_of
 from ..errors import PlanError, unknown
 from ..views.table import Column, Table
 from ..views.units import UNKNOWN
+from .frameworks import notebook_framework
+from .registry import runs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,6 +26,8 @@ class Recipes(Mapping[str, Recipe]):
 
     def __init__(self) -> None:
         self._functions: dict[str, tuple[Recipe, str]] = {}  # and who registered it
+        self.cells_of: Callable[[], Mapping[str, Recipe]] = dict
+        """Tells the cells that the notebook has trained, by the run's name."""
 
     def register(self, function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
         """Keep a function as a recipe; the same function, defined again, takes its place.
@@ -65,9 +69,9 @@ class Recipes(Mapping[str, Recipe]):
             PlanError: There is none; lists them and suggests the nearest.
         """
         found = [one for key, (one, _) in self._functions.items() if key == name]
-        found += _of_runs(name)
+        found += self._of_runs(name)
         if name in builtin.names():
-            found.append(builtin.lookup(name, framework or _framework()))
+            found.append(builtin.lookup(name, framework or notebook_framework()))
         if not found:
             raise MissingRecipeError(name, self.names())
         fitting = (one for one in found if not framework or one.framework in ("", framework))
@@ -80,21 +84,31 @@ class Recipes(Mapping[str, Recipe]):
 
     def names(self) -> list[str]:
         """Return every name that `--recipe` takes, older runs' (`base@1`) among them."""
-        from .registry import runs
-
         return list(dict.fromkeys([*self, *runs]))
 
     def __getitem__(self, name: str) -> Recipe:
         return self.find(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*builtin.names(), *_cells(), *self._functions]))
+        return iter(dict.fromkeys([*builtin.names(), *self._cells(), *self._functions]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
         return name in set(self)
+
+    def _cells(self) -> dict[str, Recipe]:
+        """Return the cells of the notebook's runs; not what has a name of its own."""
+        return {name: one for name, one in list(self.cells_of().items()) if not one.name}
+
+    def _of_runs(self, name: str) -> list[Recipe]:
+        """Return what a run trained, or the session's last cell under that name."""
+        if name in runs:
+            plan = runs[name].plan
+            return [_shown(replace(plan.recipe, framework=plan.framework), name)]
+        cell = self._cells().get(name)
+        return [] if cell is None else [_shown(cell, name)]
 
     def table(self) -> Table:
         """Return a row per recipe: its name, frameworks, where it is from, what it is."""
@@ -170,32 +184,6 @@ def _frameworks(one: Recipe) -> str:
     if one.origin == builtin.ORIGIN:
         return ", ".join(builtin.frameworks(one.name))
     return one.framework or UNKNOWN
-
-
-def _framework() -> str:
-    """Return the framework of the notebook's cluster, or of the one it would start."""
-    from .frameworks import default_framework
-    from .state import session
-
-    return session.cluster.framework if session.cluster is not None else default_framework()
-
-
-def _cells() -> dict[str, Recipe]:
-    """Return the cells of the notebook's runs by the run's name; not what has a name of its own."""
-    from .state import session
-
-    return {name: one for name, one in list(session.recipes.items()) if not one.name}
-
-
-def _of_runs(name: str) -> list[Recipe]:
-    """Return what a run trained, or the session's last cell under that name."""
-    from .registry import runs
-
-    if name in runs:
-        plan = runs[name].plan
-        return [_shown(replace(plan.recipe, framework=plan.framework), name)]
-    cell = _cells().get(name)
-    return [] if cell is None else [_shown(cell, name)]
 
 
 def _shown(one: Recipe, name: str) -> Recipe:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..checkpoints import Checkpoint, at, faults, found, refusal
@@ -25,6 +25,7 @@ from ..errors import ClusterError, PlanError, RunError, WorkbenchError
 from ..plan import Plan, check_fewer
 from . import gone, reasons
 from .task import Task
+from .verdicts import Recovery
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -38,27 +39,6 @@ RESCUE = "workbench.engine.rescue:write"
 RESCUED = "rescued"
 """Folder, in the run's own, of what survivors held; gone with the run's end."""
 LOAN_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """One time that a run went on after a death.
-
-    Attributes:
-        engines: Those that died.
-        how: What became of them, in words.
-        step: The step that the run went on from.
-        lost_steps: Steps that had been done and were done again.
-        workers: How many go on.
-        seconds: From the death's notice until the cell was begun again.
-    """
-
-    engines: tuple[int, ...]
-    how: str
-    step: int
-    lost_steps: int
-    workers: int
-    seconds: float
 
 
 def lost(task: Task) -> list[int]:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import PlanError, unknown
 from ..history import folders
@@ -16,8 +16,16 @@ from ..history.rows import RUN_COLORS
 from ..plan import Plan
 from .run import Run
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
+
+class Closable(Protocol):
+    """A cluster, as far as it ends with the notebook."""
+
+    @property
+    def busy(self) -> object:
+        """What goes on, or went on last."""
+
+    def release(self) -> None:
+        """Let go of a kept cluster; any other one is stopped."""
 
 
 class Runs(Mapping[str, Run]):
@@ -146,7 +154,7 @@ class MissingRunError(KeyError, PlanError):
 
 
 runs = Runs()
-_clusters: list[Cluster] = []
+_clusters: list[Closable] = []
 AWAKE = 10
 """Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
 
@@ -189,12 +197,12 @@ def weights_folder(name: str) -> str:
     return str(run.folder)
 
 
-def add_cluster(cluster: Cluster) -> None:
+def add_cluster(cluster: Closable) -> None:
     """Remember a cluster, so that it ends with the process at the latest."""
     _clusters.append(cluster)
 
 
-def remove_cluster(cluster: Cluster) -> None:
+def remove_cluster(cluster: Closable) -> None:
     """Forget a cluster that is being stopped."""
     with contextlib.suppress(ValueError):
         _clusters.remove(cluster)

@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..protocol import RunSpec
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..history.run_data import RunData
 
 PUSH = "workbench.engine.entry:push"
 PULL = "workbench.engine.entry:pull"
@@ -80,7 +80,7 @@ def make_specs(
 
 
 def run_requests(
-    run: Run, specs: Specs, number: int, autoreload: str, plan: Plan | None = None
+    run: RunData, specs: Specs, number: int, autoreload: str, plan: Plan | None = None
 ) -> dict[int, dict[str, Any]]:
     """Return each engine's request for a training run.
 
@@ -167,4 +167,16 @@ def _request(
         "spec": spec,
         "call": secrets.token_hex(6),
         "what": f"run {name}" if name else f"cell {number}",
+    }
+
+
+def task_record(
+    asked: Mapping[int, Mapping[str, Any]], members: Mapping[int, Member], **about: Any
+) -> dict[str, Any]:
+    """Return what another kernel must know to follow what was begun here."""
+    return {
+        "calls": {str(engine): request["call"] for engine, request in asked.items()},
+        "members": {str(engine): member.to_wire() for engine, member in members.items()},
+        "run": 0,
+        **about,
     }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import checksums, events, lifecycle
+from ..cellwriter import cell_of
 from ..cluster.engines import EngineInfo
 from ..errors import PlanError, RunError
 from ..events import Topic
@@ -26,18 +27,18 @@ from ..members import Member
 from ..plan import Plan
 from ..protocol import Message, records_from
 from ..targets import ALLOWED, parse_targets
+from .frameworks import notebook_framework
 from .halting import Halting
 from .logging_to import LINGER_S, RunLog, check
 from .prompt import attend, unattended
 from .task import Task
+from .verdicts import Recovery
 
 if TYPE_CHECKING:
     from ..history.snapshot import Snapshot
     from ..views.blame import BlameMatrix
     from ..views.step_picture import StepDrawing
     from ..views.what_if import WhatIfPicture
-    from .recover import Recovery
-    from .task import Task
 
 log = logging.getLogger("workbench.session")
 
@@ -50,6 +51,7 @@ class Run:
         plan: What was asked for.
         engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
         members: The engines that run the cell, each once: who is asked, agreed with and stopped.
+        over: Set when it has ended, in whatever way.
         history: One row per worker and step; see `RunHistory`.
         evals: One mapping per evaluation.
         recoveries: Each time that the run went on after the death of an engine.
@@ -93,14 +95,14 @@ class Run:
         self.rows_from = 0
         self._halting = self._make_halting()
         self._lock = threading.RLock()
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
         self._deliver: Callable[[int, Message], None] = _to_nobody
         self.began = time.time()
 
     def _make_halting(self) -> Halting:
-        return Halting(self.plan.sync, len(self.members), self._send, self._interrupt, self._pace_s)
+        return Halting(self.plan.sync, len(self.members), self._send, self.interrupt, self._pace_s)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended, in whatever way."""
-        return self._over.is_set()
+        return self.over.is_set()
 
     def wait(self, timeout: float | None = None) -> Run:
         """Wait for the end and return the run; after a failure raise what it failed with.
@@ -129,7 +131,7 @@ class Run:
         """
         end = None if timeout is None else time.monotonic() + timeout
         # Short waits, so that an interrupt of the notebook is noticed at once.
-        while not self._over.wait(0.1):
+        while not self.over.wait(0.1):
             attend()
             if end is not None and time.monotonic() > end:
                 unattended()
@@ -180,7 +182,7 @@ class Run:
                     log.exception("The end of run %r went wrong", self.name)
         finally:
             self._deliver = _to_nobody  # else the run would keep its cluster's client for good
-            self._over.set()
+            self.over.set()
 
     def _conclude(self, error: RunError | None) -> None:
         self.error = error
@@ -191,6 +193,17 @@ class Run:
             if error is None and stopped and self._state != "stopping":
                 self.advance("stop")
             self.advance("fail" if error is not None else "finish")
+
+    def abandon(self, text: str) -> None:
+        """End for this notebook only: another one has the run, and settles it on disk."""
+        self._halting.close()
+        self.error = RunError(text)
+        with contextlib.suppress(lifecycle.InvalidTransitionError):
+            self.advance("fail")
+        if self.task is not None:
+            self.task.abandon()
+        self.history.finish()
+        self.over.set()
 
     def _count_files(self) -> None:
         self._files = disk.sizes(self.folder)
@@ -212,7 +225,7 @@ class Run:
         self._state = state if state in lifecycle.OVER else "failed"
         if meta.get("error"):
             self.error = RunError(str(meta["error"]))
-        self._over.set()
+        self.over.set()
 
     # -- messages from the engines --------------------------------------------------------------
 
@@ -352,7 +365,8 @@ class Run:
         snapshot = self.history.snapshot()
         return snapshot.elapsed_s / snapshot.step if snapshot.step else float("nan")
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """Interrupt the cell on all engines; a run that has ended has none."""
         if self.task is not None and not self.is_over:
             self.task.interrupt()
 
@@ -522,9 +536,7 @@ class Run:
             PlanError: It cannot be said in a cell: a function was given arguments that have no
                 source, or a name has a line break.
         """
-        from .cells import cell_text
-
-        return cell_text(self.plan)
+        return cell_of(self.plan, framework=notebook_framework())
 
     def trace(self, path: str | Path | None = None) -> Path:
         """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,7 +16,9 @@ from ..errors import RunError
 from ..views import text
 from ..views.blocks import Blocks
 from ..views.live import NoView, make_view
+from .access import ClusterAccess
 from .interrupts import settle
+from .keeping import Keeping, words
 from .prompt import attend, unattended
 from .run import Run
 from .task import Task
@@ -166,7 +169,7 @@ class RunView:
             self.run.wait()
         except KeyboardInterrupt:
             self.run.stop()
-            settle(self.run._over, self.run._interrupt)
+            settle(self.run.over, self.run.interrupt)
             raise RunError(
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
@@ -185,7 +188,7 @@ class RunView:
         threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
 
     def _follow(self) -> None:
-        self.run._over.wait()
+        self.run.over.wait()
         tell(self.run.task, self.run.error)
         self._finish()
 
@@ -247,3 +250,24 @@ class CellView:
                 self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{note}\n"})
         self._draw(final=True)
         _draw_late(self.task, self._outputs)
+
+
+def show_attached(cluster: ClusterAccess) -> Run | None:
+    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
+    busy = cluster.busy
+    if isinstance(busy, Run):
+        RunView(busy, "auto").follow()
+        return busy
+    if busy is not None:
+        CellView(busy).follow()
+    return None
+
+
+def kept_words(keeping: Keeping) -> str:
+    """Say how a kept cluster is found again, and when it ends."""
+    name, idle_s = keeping.id, keeping.idle_timeout_s
+    end = f"when nothing ran for {words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    return (
+        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
+        f"it ends with %cluster stop, with workbench stop {name}, or {end}"
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .hangs import ANSWER_S, place_words
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Stacks(tuple[Stack, ...]):
         return {"text/html": "".join(blocks), "text/plain": repr(self)}
 
 
-def gather(cluster: Cluster, ids: Iterable[int] | None = None) -> Stacks:
+def gather(cluster: ClusterAccess, ids: Iterable[int] | None = None) -> Stacks:
     """Ask engines where they are; works while a cell or a run goes on.
 
     Args:
@@ -57,7 +57,7 @@ def gather(cluster: Cluster, ids: Iterable[int] | None = None) -> Stacks:
     Raises:
         ClusterError: There is no engine of that id.
     """
-    engines = cluster._engines
+    engines = cluster.engine_set
     wanted = [engines.known(i).id for i in ids] if ids is not None else cluster.ids
     living = [i for i in wanted if i in cluster.ids]
     found = engines.router.questions.ask("stacks", living, ANSWER_S)

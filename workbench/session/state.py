@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +12,13 @@ from ..cookbook import Recipe
 from ..errors import ClusterError, PlanError
 from ..plan import Plan, plan_of
 from ..run_request import RunRequest
+from .attach import attach
 from .checkpoints import apart
 from .cluster import Cluster
-from .frameworks import default_framework, prewarmed
+from .frameworks import default_framework, know_notebook, prewarmed
 from .interrupts import ending
 from .prompt import attending
+from .queue import Queue
 from .recipes import recipes
 from .run import Run
 from .show import CellView, RunView, check_view
@@ -83,8 +85,6 @@ class Session:
             return self._attach(cluster, take)
 
     def _attach(self, cluster: str, take: bool) -> Cluster:
-        from .attach import attach
-
         if self.cluster is not None:
             raise ClusterError(
                 "This notebook has a cluster.",
@@ -250,6 +250,9 @@ class Session:
 
         if line.background:
             return [conduct(plan, lambda run: None) for plan in plans]
+        if len(plans) == 1:
+            cluster.queue().check_free()
+            return [conduct(plans[0], lambda run: None)]
         several = len(line.strategies) > 1
         return cluster.queue().train(plans, conduct, lambda error: several and is_refusal(error))
 
@@ -280,3 +283,17 @@ def _fits(prepared: Engines, settings: dict[str, Any]) -> bool:
 
 
 session = Session()
+recipes.cells_of = lambda: session.recipes
+know_notebook(lambda: None if session.cluster is None else session.cluster.framework)
+
+
+def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
+    """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
+
+    Args:
+        keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+
+    Raises:
+        ClusterError: The notebook has no cluster.
+    """
+    return session.need_cluster().queue(plans, keep_going=keep_going)

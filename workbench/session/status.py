@@ -8,12 +8,12 @@ from ..views.table import Table
 from ..views.tables import cluster_table
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 RESIDENT = "Memory is the resident set: pages that engines share count in each of them."
 
 
-def rows(cluster: Cluster, *, now: bool = False) -> list[dict[str, Any]]:
+def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
     """Return one mapping per engine: engine, rank, pid, host, device, memory_bytes, and so on.
 
     Args:
@@ -41,13 +41,13 @@ def rows(cluster: Cluster, *, now: bool = False) -> list[dict[str, Any]]:
     ]
 
 
-def rejected(cluster: Cluster) -> int:
+def rejected(cluster: ClusterAccess) -> int:
     """Return how many messages and connections did not know the cluster's or a run's key."""
-    router = cluster._engines.router
+    router = cluster.engine_set.router
     return int(router.rejected + sum(router.refused.values()))
 
 
-def notes(cluster: Cluster) -> list[str]:
+def notes(cluster: ClusterAccess) -> list[str]:
     """Return what stands below the table."""
     count = rejected(cluster)
     if not count:
@@ -58,7 +58,7 @@ def notes(cluster: Cluster) -> list[str]:
     ]
 
 
-def table(cluster: Cluster) -> Table:
+def table(cluster: ClusterAccess) -> Table:
     """Return `%cluster`: a row per engine, sampled now."""
     found = rows(cluster, now=True)
     resident = any(one.memory_kind == "RSS" and one.memory_bytes for one in cluster.vitals.latest)

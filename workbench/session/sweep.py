@@ -14,13 +14,13 @@ from .checks import to_recipe
 
 if TYPE_CHECKING:
     from ..cookbook import Recipe
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 Source: TypeAlias = "str | Callable[..., Any] | Recipe"
 
 
 def sweep(
-    cluster: Cluster,
+    cluster: ClusterAccess,
     recipes: Source | Sequence[Source],
     strategies: str | Sequence[str],
     *,

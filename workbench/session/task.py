@@ -82,13 +82,14 @@ class Task:
 
     def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
         try:
-            return self.engines.submit(engine, CELL, (request,), self._output)
+            return self.engines.submit(engine, CELL, (request,), self.output)
         except ClusterError as error:  # it died a moment ago; the others are under way already
             call = Call(engine)
             call.finish(error)
             return call
 
-    def _output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
+    def output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
+        """Take what an engine of the cell has printed or shown."""
         if kind == "error":
             # Shown at the end, when it is known which one is the reason.
             if content.get("ename") != "RunStopped":
@@ -235,6 +236,14 @@ class Task:
         self.interrupted = True
         self._interrupt_rest()
         self._later(KILL_S, self._kill_rest)
+
+    def stop(self) -> None:
+        """A cell has no step to agree on: it is interrupted."""
+        self.interrupt()
+
+    def abandon(self) -> None:
+        """Let what becomes of it be settled by another notebook."""
+        self._on_done = lambda task: None
 
     def _interrupt_rest(self) -> None:
         if unfinished := [i for i in self.unfinished() if i not in self._leaving]:

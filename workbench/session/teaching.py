@@ -13,10 +13,10 @@ from ..views.step_picture import StepDrawing
 from ..views.what_if import WhatIfPicture
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..history.run_data import RunData
 
 
-def step_picture(run: Run, step: int | None) -> StepDrawing:
+def step_picture(run: RunData, step: int | None) -> StepDrawing:
     """Return what happened in a step, or in the latest one; see `Run.step_picture`."""
     plan = run.plan
     options = dict(plan.options)
@@ -26,11 +26,13 @@ def step_picture(run: Run, step: int | None) -> StepDrawing:
     return StepDrawing(steps.step_picture(run.history, diagram, run=run.name, step=step))
 
 
-def blame(run: Run, first: int | None, last: int | None) -> BlameMatrix:
+def blame(run: RunData, first: int | None, last: int | None) -> BlameMatrix:
     """Return who waited for whom; see `Run.blame`."""
     return BlameMatrix(**vars(blames.blame(run.history, first, last)))
 
 
-def what_if(run: Run, without: int | None, first: int | None, last: int | None) -> WhatIfPicture:
+def what_if(
+    run: RunData, without: int | None, first: int | None, last: int | None
+) -> WhatIfPicture:
     """Return the run as it would have been without its straggler; see `Run.what_if`."""
     return WhatIfPicture(**vars(ghosts.what_if(run.history, without, first, last)))

@@ -15,12 +15,12 @@ from ..errors import RunError
 from ..history import trace
 
 if TYPE_CHECKING:
-    from .run import Run
+    from ..history.run_data import RunData
 
 _TOGETHER = 512
 
 
-def write(run: Run, path: str | Path | None = None) -> Path:
+def write(run: RunData, path: str | Path | None = None) -> Path:
     """Write a run's Chrome trace; return where it is.
 
     Args:
@@ -54,7 +54,7 @@ def write(run: Run, path: str | Path | None = None) -> Path:
     return goal
 
 
-def _write(file: TextIO, run: Run) -> None:
+def _write(file: TextIO, run: RunData) -> None:
     plan = run.plan
     about = trace.About(
         run.name,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FitError, RunError
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
-    from .run import Run
+    from ..history.run_data import RunData
 
 HONOURED_ANYWAY = frozenset({"seed"})
 """Overrides that are set before the cell, so that no loop needs to read them."""
@@ -29,7 +30,28 @@ _TRAINS = {
 Outcomes = Mapping[int, Mapping[str, Any]]
 
 
-def outcome_error(run: Run, outcomes: Outcomes) -> RunError | None:
+@dataclass(frozen=True)
+class Recovery:
+    """One time that a run went on after a death.
+
+    Attributes:
+        engines: Those that died.
+        how: What became of them, in words.
+        step: The step that the run went on from.
+        lost_steps: Steps that had been done and were done again.
+        workers: How many go on.
+        seconds: From the death's notice until the cell was begun again.
+    """
+
+    engines: tuple[int, ...]
+    how: str
+    step: int
+    lost_steps: int
+    workers: int
+    seconds: float
+
+
+def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     """The error of a cell that went through and yet was no training run as asked for.
 
     Returns:
@@ -109,7 +131,7 @@ def is_refusal(error: RunError) -> bool:
     return bool(outcome.get("ename") == FitError.__name__)
 
 
-def refusals(runs: Sequence[Run]) -> RunError | None:
+def refusals(runs: Sequence[RunData]) -> RunError | None:
     """The error that a row of runs ends in where some of them were refused."""
     refused = [run for run in runs if run.error is not None]
     if not refused:

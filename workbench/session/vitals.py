@@ -18,7 +18,7 @@ from .doing import Doing, Scene, doing
 from .run import Run
 
 if TYPE_CHECKING:
-    from .cluster import Cluster
+    from .access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
 
@@ -41,7 +41,7 @@ class Vitals:
     """
 
     def __init__(
-        self, cluster: Cluster, processes: Processes | None = None, gpus: Gpus | None = None
+        self, cluster: ClusterAccess, processes: Processes | None = None, gpus: Gpus | None = None
     ) -> None:
         self._cluster = cluster
         self._processes, self._gpus = processes or Processes(), gpus or Gpus()
@@ -120,7 +120,7 @@ class Vitals:
         workers, living = cluster.worker_ids, set(cluster.ids)
         leases = cluster.lease(max(1, len(workers))).leases
         ranks = {engine: rank for rank, engine in enumerate(workers)}
-        scene, starting = look(cluster), set(cluster._engines.starting)
+        scene, starting = look(cluster), set(cluster.engine_set.starting)
         found = []
         for info in cluster.engines:
             rank = ranks.get(info.id)
@@ -146,7 +146,7 @@ class Vitals:
         reading: Reading | None,
         gpus: Sequence[GpuReading],
     ) -> EngineVitals:
-        line = self._logs.setdefault(info.id, LastLine(self._cluster._engines.log_path(info.id)))
+        line = self._logs.setdefault(info.id, LastLine(self._cluster.engine_set.log_path(info.id)))
         about: dict[str, Any] = {}
         if reading is not None:
             percent, held = gpu_use(gpus, device, reading.pids)
@@ -176,7 +176,7 @@ class Vitals:
         }
 
 
-def look(cluster: Cluster) -> Scene:
+def look(cluster: ClusterAccess) -> Scene:
     """Return what goes on; engines of a cell that has been quiet are asked where they are."""
     task, busy = cluster.last_task, cluster.busy
     if task is None or task.is_over:
@@ -185,5 +185,5 @@ def look(cluster: Cluster) -> Scene:
     places: Mapping[int, Mapping[str, Any]] = {}
     if time.perf_counter() - task.moved_at >= QUIET_S:
         asked = [engine for engine in unfinished if engine in cluster.ids]
-        places = cluster._engines.router.questions.ask("where", asked, ANSWER_S)
+        places = cluster.engine_set.router.questions.ask("where", asked, ANSWER_S)
     return Scene(unfinished, str(busy.state) if isinstance(busy, Run) else "", places)

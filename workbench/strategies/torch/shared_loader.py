@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
 from ... import events
+from ...engine.checkpoints import Checkpoints
+from ...engine.context import RunContext
 from ...engine.source import Source
 from ...engine.torch_batches import map_batch
 from .inplace import subclass
 
-if TYPE_CHECKING:
-    from .loop import OwnLoop
+
+class Loop(Protocol):
+    """The loop that a loader hands batches to, and tells of epochs; `loop.OwnLoop` is one."""
+
+    context: RunContext
+    device: torch.device
+    checkpoints: Checkpoints | None
+
+    def epoch_begins(self) -> None:
+        """Another pass over the data begins."""
+
+    def fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, its fetching measured."""
+
+    def epoch_end(self) -> None:
+        """A pass over the data has ended."""
 
 
 class SharedLoader(DataLoader[Any]):
@@ -30,7 +47,7 @@ class SharedLoader(DataLoader[Any]):
 
     undivided: DataLoader[Any]
 
-    def __init__(self, loop: OwnLoop, source: Source) -> None:
+    def __init__(self, loop: Loop, source: Source) -> None:
         # DataLoader's own `__init__` is left out: it would make another sampler and check again.
         given = source.given
         vars(self).update({k: v for k, v in vars(given).items() if k != "_iterator"})

@@ -1,0 +1,48 @@
+"""What is read of a run by everything that stands below it: its plan, its history, how it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import RunError
+from ..plan import Plan
+from .snapshot import Snapshot
+from .store import RunHistory
+
+
+class RunData(Protocol):
+    """A run as views, explanations and log sinks know it; `Run` is one."""
+
+    plan: Plan
+    name: str
+    number: int
+    folder: Path
+    engines: tuple[int, ...]
+    devices: tuple[str, ...]
+    history: RunHistory
+    error: RunError | None
+    began: float
+    init_from: str
+    resume_from: str
+    rows_from: int
+    over: threading.Event
+
+    @property
+    def state(self) -> Any:
+        """Where it is in its life (`lifecycle.State`)."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, in whatever way."""
+
+    def snapshot(self) -> Snapshot:
+        """Return the run at this moment, for views."""
+
+    def meta(self) -> dict[str, Any]:
+        """Return what `run.json` says about it."""
+
+    def note(self, text: str, deaths: Sequence[int] = ()) -> None:
+        """Add something the user should know about it."""

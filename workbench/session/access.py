@@ -1,0 +1,101 @@
+"""A cluster as its parts know it: what a queue, a debugger or a status table asks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ..cluster.devices import Leases
+from ..cluster.engines import EngineInfo, Engines
+from ..cluster.vitals import EngineVitals
+from ..plan import Plan
+from .paused import Paused
+from .pool import Pool
+from .run import Run
+from .task import Task
+
+
+class Sampled(Protocol):
+    """How the engines are; `vitals.Vitals` is one."""
+
+    @property
+    def latest(self) -> list[EngineVitals]:
+        """The last sample, at once; empty before the first."""
+
+    def sample(self) -> list[EngineVitals]:
+        """Return the last sample, or a new one where that is older than a second."""
+
+    def now(self) -> list[EngineVitals]:
+        """Return a sample taken now."""
+
+
+class Heard(Protocol):
+    """The runs of the cluster; `hearing.Hearing` is one."""
+
+    @property
+    def folders(self) -> Mapping[int, Path]:
+        """Of all runs that the cluster has had, by number."""
+
+
+class ClusterAccess(Protocol):
+    """What the parts of a cluster ask of it; `Cluster` is one."""
+
+    engine_set: Engines
+    pool: Pool
+    paused: Paused
+
+    @property
+    def vitals(self) -> Sampled:
+        """How its engines are."""
+
+    @property
+    def hearing(self) -> Heard:
+        """Its runs."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the living engines."""
+
+    @property
+    def engines(self) -> list[EngineInfo]:
+        """Every engine, dead ones too, by id."""
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Ids of the living engines that run cells."""
+
+    @property
+    def framework(self) -> str:
+        """The framework of engines, cells and runs that name none."""
+
+    @property
+    def devices_asked(self) -> str:
+        """What `devices` said."""
+
+    @property
+    def busy(self) -> Run | Task | None:
+        """The run or the cell that goes on, or went on last."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cell or a run is going on."""
+
+    @property
+    def last_task(self) -> Task | None:
+        """The cell that runs, or ran last, be it a run's or not."""
+
+    def lease(self, workers: int) -> Leases:
+        """Return which device each of so many workers gets."""
+
+    def start(self, plan: Plan) -> Run:
+        """Start a validated plan; returns at once."""
+
+    def claim(self) -> None:
+        """Raise BusyError where something goes on; see to it that dead engines are replaced."""
+
+    def stop(self) -> None:
+        """End every process of the cluster."""
+
+    def release(self, reason: str) -> None:
+        """Let go of a kept cluster; any other one is stopped."""
