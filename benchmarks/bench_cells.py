@@ -32,7 +32,7 @@ def main() -> None:
         shell.run_line_magic("cluster", f"start {given.engines} --devices cpu")
     assert session.cluster is not None
     # What the warm parent imports meanwhile takes a core from both sides.
-    session.cluster._engines._ground.warm.warmed.wait(60)
+    session.cluster.engine_set._ground.warm.warmed.wait(60)
     rival = ipp.Cluster(n=given.engines, log_level=50)
     client = rival.start_and_connect_sync()
     view = client[:]

@@ -319,7 +319,7 @@ class Chaos:
         """Send a signal to a process of the cluster, or to several."""
         cluster = session.cluster
         assert cluster is not None
-        ground = cluster._engines._ground
+        ground = cluster.engine_set._ground
         task = cluster.last_task if cluster.is_busy else None
         engines = [
             e.pid for e in cluster.engines

@@ -270,7 +270,7 @@ def restarted(cluster: wb.Cluster, kind: str, number: int) -> wb.Cluster:
     if kind == "stop and start":
         cluster.stop()
         return wb.Cluster(2)
-    ground = cluster._engines._ground
+    ground = cluster.engine_set._ground
     killed = {"controller": ground.hub.controller, "warm parent": ground.warm}.get(kind)
     if killed is not None:
         os.kill(killed.pid, signal.SIGKILL)

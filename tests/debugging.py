@@ -44,4 +44,4 @@ def idle():
 
 
 def where(*engines):
-    return session.cluster._engines.router.questions.ask("where", engines, 5)
+    return session.cluster.engine_set.router.questions.ask("where", engines, 5)

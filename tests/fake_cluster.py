@@ -34,12 +34,12 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.name, self.state = plan, plan.name, "running"
         self.error: RunError | None = None
-        self._over = threading.Event()
+        self.over = threading.Event()
         self.step = 0
 
     @property
     def is_over(self) -> bool:
-        return self._over.is_set()
+        return self.over.is_set()
 
     def snapshot(self) -> SimpleNamespace:
         return SimpleNamespace(step=self.step, total_steps=10, elapsed_s=self.step * 0.1)
@@ -47,7 +47,7 @@ class Run:
     def end(self, state: str = "finished", error: RunError | None = None) -> None:
         self.state, self.error = state, error
         self.step = 10 if state == "finished" else self.step
-        self._over.set()
+        self.over.set()
 
     def stop(self) -> None:
         self.end("stopped")

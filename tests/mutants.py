@@ -73,7 +73,7 @@ PROBE = """
 import workbench
 from workbench.session.cluster import Cluster
 with Cluster(1) as cluster:
-    there = cluster._engines.call([0], "builtins:eval", ("__import__('workbench').__file__",))
+    there = cluster.engine_set.call([0], "builtins:eval", ("__import__('workbench').__file__",))
 print("imported", workbench.__file__)
 print("imported", there[0])
 """

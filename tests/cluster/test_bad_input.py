@@ -17,7 +17,7 @@ need("torch")
 @pytest.fixture
 def untouched(book):
     """Fails when an engine was asked to do anything, or cannot do anything afterwards."""
-    engines = session.cluster._engines
+    engines = session.cluster.engine_set
     asked, submit = [], engines.submit
     engines.submit = lambda *args, **rest: asked.append(args) or submit(*args, **rest)
     yield

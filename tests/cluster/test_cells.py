@@ -54,7 +54,7 @@ def test_the_environment_is_torchruns_and_only_while_a_cell_runs(book):
         "assert int(os.environ['MASTER_PORT']) and os.environ['TORCHELASTIC_RUN_ID']\n"
     )
     assert cell.lines() == ["[rank 0] 0 0 2 2 127.0.0.1", "[rank 1] 1 1 2 2 127.0.0.1"]
-    left = session.cluster._engines.call([0, 1], "os:getenv", ("RANK",))
+    left = session.cluster.engine_set.call([0, 1], "os:getenv", ("RANK",))
     assert left == {0: None, 1: None}
 
 
@@ -151,7 +151,7 @@ def test_a_background_cell_returns_at_once_and_another_is_refused_meanwhile(book
     book.namespace["value"] = 1
     book.refused("%push value", "Another one is going on")
     gate.touch()
-    assert soon(lambda: session.cluster._busy.is_over)
+    assert soon(lambda: session.cluster.busy.is_over)
     book.ok("%%distributed -n 2\n1")
 
 
@@ -212,7 +212,7 @@ def test_one_ranks_error_ends_the_others_wait_and_the_next_cell_works(book):
 def test_an_error_before_the_first_collective_of_a_group_ends_the_others_wait_too(book):
     pids = {engine.id: engine.pid for engine in session.cluster.engines}
     for attempt in range(3):
-        session.cluster._pool.drop_group()  # the next cell makes a new one
+        session.cluster.pool.drop_group()  # the next cell makes a new one
         cell = book.refused(
             "%%distributed -n 2\nimport torch\n"
             f"if rank == {attempt % 2}: raise ValueError('mine')\ndist.all_reduce(torch.ones(1))",
@@ -249,7 +249,7 @@ def test_an_interrupt_ends_a_blocked_collective_and_marks_the_cell(book):
 
 def test_an_interrupt_of_idle_engines_does_them_no_harm(book):
     pids = {engine.id: engine.pid for engine in session.cluster.engines}
-    session.cluster._engines.interrupt(session.cluster.ids)
+    session.cluster.engine_set.interrupt(session.cluster.ids)
     assert book.ok("%%distributed -n 2\nworld_size").lines() == ["[ranks 0-1] 2"]
     assert {engine.id: engine.pid for engine in session.cluster.engines} == pids
 

@@ -38,7 +38,7 @@ def cluster():
 
 
 def test_messages_with_a_wrong_key_are_counted_and_dropped(cluster):
-    router = cluster._engines.router
+    router = cluster.engine_set.router
     run = cluster.run(ENDLESS, strategy="mirrored")
     assert soon(lambda: run.history.totals.steps > 2)
     before, heard = router.rejected, []
@@ -76,7 +76,7 @@ def test_nothing_listens_beyond_loopback_while_a_run_goes_on(cluster):
 
 
 def test_without_the_control_socket_a_run_comes_home_over_ipyparallel(cluster):
-    engines, before = cluster._engines, cluster.ids
+    engines, before = cluster.engine_set, cluster.ids
     url, engines.router.url = engines.router.url, "tcp://127.0.0.1:9"
     engines._attach(before)
     engines.router.url = url
@@ -103,10 +103,10 @@ def test_calls_end_when_their_engine_dies(cluster):
     victim = cluster.engines[1]
     threading.Timer(0.5, lambda: os.kill(victim.pid, signal.SIGKILL)).start()
     with pytest.raises(ClusterError, match="SIGKILL"):
-        cluster._engines.call([1], "time:sleep", (60,))
+        cluster.engine_set.call([1], "time:sleep", (60,))
     assert soon(lambda: cluster.ids == [0])
     cluster.restart([1])
-    assert cluster._engines.call([1], "os:getpid")[1] == cluster.engines[1].pid != victim.pid
+    assert cluster.engine_set.call([1], "os:getpid")[1] == cluster.engines[1].pid != victim.pid
 
 
 def test_a_restart_ends_what_the_engine_was_doing(cluster):

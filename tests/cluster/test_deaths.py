@@ -38,7 +38,7 @@ def cluster():
 def usable(cluster):
     """After each test the cluster is whole with the command that the error names, and trains."""
     yield
-    busy = cluster._busy
+    busy = cluster.busy
     if busy is not None and not busy.is_over:
         busy.stop() if hasattr(busy, "stop") else busy.interrupt()
         assert soon(lambda: busy.is_over)
@@ -147,7 +147,7 @@ def test_two_deaths_at_once_are_both_named(cluster):
 
 def test_the_stores_keeper_may_die_while_a_run_goes_on(cluster):
     run = going(cluster)
-    kill(cluster._engines._ground.store.pid)
+    kill(cluster.engine_set._ground.store.pid)
     assert soon(lambda: any("store that workers meet at" in n for n in run.history.story.notes))
     steps = run.history.totals.steps
     assert soon(lambda: run.history.totals.steps > steps + 5)
@@ -157,7 +157,7 @@ def test_the_stores_keeper_may_die_while_a_run_goes_on(cluster):
 
 def test_without_the_controller_no_engine_can_be_reached_and_restart_brings_another(cluster):
     run, before = going(cluster), {e.pid for e in cluster.engines}
-    kill(cluster._engines._ground.hub.controller.pid)
+    kill(cluster.engine_set._ground.hub.controller.pid)
     text = ends(run)
     assert "ipyparallel's controller" in text
     assert "SIGKILL" in text
@@ -169,7 +169,7 @@ def test_without_the_controller_no_engine_can_be_reached_and_restart_brings_anot
 
 
 def part_of_controller(cluster):
-    parts = psutil.Process(cluster._engines._ground.hub.controller.pid).children()
+    parts = psutil.Process(cluster.engine_set._ground.hub.controller.pid).children()
     return parts[1]
 
 
@@ -189,14 +189,14 @@ def test_a_dead_part_of_the_controller_is_noticed_and_named_and_restart_brings_a
 
 
 def test_a_controller_that_was_halted_gives_way_to_another_at_restart(cluster):
-    kill(cluster._engines._ground.hub.controller.pid, signal.SIGSTOP)
+    kill(cluster.engine_set._ground.hub.controller.pid, signal.SIGSTOP)
     cluster.restart([1])
     assert cluster.ids == [0, 1, 2]
 
 
 def test_restarts_after_the_controllers_death_leave_nothing_in_the_kernel(cluster):
     def again():
-        kill(cluster._engines._ground.hub.controller.pid)
+        kill(cluster.engine_set._ground.hub.controller.pid)
         assert soon(lambda: not cluster.ids)
         cluster.restart()
         time.sleep(0.3)  # a thread that was told to end has ended
@@ -221,14 +221,14 @@ def test_a_run_whose_engines_were_restarted_is_not_told_to_restart_them(cluster)
 def test_when_the_warm_parent_took_all_along_one_workers_run_says_to_restart_all(cluster):
     run = cluster.run(ENDLESS, strategy="one_device", workers=1)
     assert soon(lambda: run.is_over or run.history.totals.steps > 5)
-    kill(cluster._engines._ground.warm.pid)
+    kill(cluster.engine_set._ground.warm.pid)
     assert ends(run).endswith("next:    %cluster restart")
     cluster.restart()
 
 
 def test_engines_end_with_their_warm_parent_and_another_forks_the_next(cluster):
     run = going(cluster)
-    kill(cluster._engines._ground.warm.pid)
+    kill(cluster.engine_set._ground.warm.pid)
     text = ends(run)
     assert "ended with the warm parent it was forked from" in text
     assert "gone too" in text

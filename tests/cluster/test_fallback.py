@@ -33,8 +33,8 @@ def cluster():
 
 
 def test_cells_and_runs_work_without_a_warm_parent(cluster):
-    assert cluster._engines._ground.warm is None
-    keeper = cluster._engines._ground.store
+    assert cluster.engine_set._ground.warm is None
+    keeper = cluster.engine_set._ground.store
     task = cluster.execute("import torch\nx = torch.ones(1); dist.all_reduce(x); seen = x.item()")
     assert task.over.wait(WAIT_S)
     assert task.failure() is None
@@ -94,7 +94,7 @@ def test_parameters_on_a_server_are_trained(cluster):
 def test_stop_leaves_no_process(cluster):
     family = [child.pid for child in psutil.Process().children(recursive=True)]
     family += [engine.pid for engine in cluster.engines]
-    keeper = cluster._engines._ground.store.process.pid
+    keeper = cluster.engine_set._ground.store.process.pid
     assert keeper in family
     cluster.stop()
     assert not gone([*(engine.pid for engine in cluster.engines), keeper], timeout_s=15)

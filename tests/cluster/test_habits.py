@@ -143,7 +143,7 @@ def test_what_a_thread_prints_after_its_cell_comes_in(book: Notebook, tmp_path: 
         "    print('late', rank)\n"
         "threading.Thread(target=late).start()\nprint('early')"
     )
-    board = session.cluster._busy.board
+    board = session.cluster.busy.board
     assert board.text() == "[ranks 0-1] early"
     (tmp_path / "go").touch()
     assert soon(lambda: "[rank 0] late 0" in board.text() and "[rank 1] late 1" in board.text())

@@ -106,13 +106,13 @@ def test_a_runs_hang_is_named_in_what_views_draw(book, gate, strategy):
 def test_ranks_that_all_compute_and_paused_runs_are_no_hang(book, gate):
     cluster = session.cluster
     seen = []
-    asked = cluster._engines.router.questions.ask
+    asked = cluster.engine_set.router.questions.ask
 
     def ask(*args):
         seen.append(asked(*args))
         return seen[-1]
 
-    cluster._engines.router.questions.ask = ask
+    cluster.engine_set.router.questions.ask = ask
     try:
         task = cluster.execute(
             "import time\nend = time.time() + 3.5\nwhile time.time() < end: sum(range(999))"
@@ -135,11 +135,11 @@ def test_ranks_that_all_compute_and_paused_runs_are_no_hang(book, gate):
         end = time.monotonic() + 3
         while time.monotonic() < end:
             assert run.snapshot().banner == ""
-            run._over.wait(0.05)
+            run.over.wait(0.05)
         run.stop()
         assert run.wait(WAIT_S).state == "stopped"
     finally:
-        cluster._engines.router.questions.ask = asked
+        cluster.engine_set.router.questions.ask = asked
 
 
 def test_stacks_of_every_rank_on_demand(book, gate):

@@ -24,7 +24,7 @@ def at_the_hub(hub):
 
 
 def test_what_is_said_late_of_an_engine_does_not_strike_off_its_successor(cluster):
-    hub = cluster._engines._ground.hub
+    hub = cluster.engine_set._ground.hub
     late = cluster.engines[0].uuid
     cluster.restart([0])
     assert cluster.engines[0].uuid != late
@@ -38,7 +38,7 @@ def test_what_is_said_late_of_an_engine_does_not_strike_off_its_successor(cluste
 
 
 def test_room_is_made_when_the_hub_has_read_of_it_and_not_before(cluster, monkeypatch):
-    ground = cluster._engines._ground
+    ground = cluster.engine_set._ground
     monkeypatch.setattr("workbench.cluster.hub.ANSWER_S", 0.3)
     with (
         stopped(ground.hub.controller.pid),
@@ -56,13 +56,13 @@ def test_room_is_made_when_the_hub_has_read_of_it_and_not_before(cluster, monkey
 def test_engines_are_started_under_the_same_ids_again_and_again(cluster):
     for _ in range(5):
         assert sorted(cluster.restart()) == [0, 1]
-        assert at_the_hub(cluster._engines._ground.hub) == {"0", "1"}
+        assert at_the_hub(cluster.engine_set._ground.hub) == {"0", "1"}
 
 
 def test_the_hub_keeps_no_record_of_cells(cluster):
     for _ in range(3):
         assert cluster.execute("print('x')").over.wait(30)
-    client = cluster._engines._ground.hub.client
+    client = cluster.engine_set._ground.hub.client
     assert {
         one["completed"] for one in client.queue_status().values() if isinstance(one, dict)
     } == {0}

@@ -171,8 +171,8 @@ def test_interrupts_one_upon_another_do_no_harm(book, unharmed, reached):
     assert soon(reached.exists)
     run.task.interrupt()
     while not run.is_over:  # also while it is taken down
-        session.cluster._engines.interrupt(run.task.unfinished())
-        run._over.wait(0.02)
+        session.cluster.engine_set.interrupt(run.task.unfinished())
+        run.over.wait(0.02)
     assert run.state == "failed"
     assert "Interrupted" in str(run.error)
 
@@ -195,7 +195,7 @@ class Late:
     assert soon(lambda: run.history.totals.steps > 5), run.error
     run.stop()
     assert soon(reached.exists)
-    session.cluster._engines.interrupt(run.task.unfinished())
+    session.cluster.engine_set.interrupt(run.task.unfinished())
     run.wait(WAIT_S)
     assert run.state == "stopped"
     assert run.weights()["weight"].shape == (10, 64)
@@ -258,7 +258,7 @@ def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system knows no pidfd")
 def test_an_interrupt_arrives_while_the_warm_parent_is_busy(book, unharmed, reached, tmp_path):
-    warm_pid = session.cluster._engines._ground.parents.living["torch"]
+    warm_pid = session.cluster.engine_set._ground.parents.living["torch"]
     source = f"""%%distributed
 import pathlib, time
 try:

@@ -107,10 +107,10 @@ def _reachable(path: str) -> bool:
 
 
 def test_folders_and_files_are_the_users_alone_whatever_the_umask(cluster: wb.Cluster) -> None:
-    folder = cluster._engines.folder()
+    folder = cluster.engine_set.folder()
     assert listening.loose_folders(folder) == []
     connection = json.loads((folder / "security" / "ipcontroller-client.json").read_text())
-    keys = [connection["key"].encode(), cluster._engines.router.key.hex().encode()]
+    keys = [connection["key"].encode(), cluster.engine_set.router.key.hex().encode()]
     files = [path for path in folder.rglob("*") if path.is_file()]
     secret = [path for path in files if any(key in path.read_bytes() for key in keys)]
     assert len(secret) >= 2
@@ -122,7 +122,7 @@ def test_folders_and_files_are_the_users_alone_whatever_the_umask(cluster: wb.Cl
 
 def test_the_controller_takes_nothing_without_its_key(cluster: wb.Cluster) -> None:
     """ipyparallel unpickles arguments; who has no key does not get that far."""
-    folder = cluster._engines.folder()
+    folder = cluster.engine_set.folder()
     known = json.loads((folder / "security" / "ipcontroller-client.json").read_text())
     right, wrong = folder / "with-the-key", folder / "without-it"
     _send_bomb(known, cluster.engines[0].uuid, Session(key=known["key"].encode()), right)

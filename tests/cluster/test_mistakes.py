@@ -33,7 +33,7 @@ def book():
 
 @pytest.mark.parametrize("mistake", LINE, ids=title)
 def test_a_mistake_of_the_line_is_named_before_an_engine_is_touched(book, mistake):
-    engines = session.cluster._engines
+    engines = session.cluster.engine_set
     asked, submit = [], engines.submit
     engines.submit = lambda *args, **rest: asked.append(args) or submit(*args, **rest)
     try:

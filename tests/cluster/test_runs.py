@@ -134,7 +134,7 @@ def test_a_killed_worker_ends_a_run_by_name_and_comes_back(cluster):
 
 def test_nothing_is_left_on_the_engines_after_a_run(cluster):
     def left():
-        return cluster._engines.call([0, 1], "test_runs_probe:left")
+        return cluster.engine_set.call([0, 1], "test_runs_probe:left")
 
     cluster.run(SHORT, strategy="mirrored").wait(WAIT_S)
     probe = "import threading, os, torch\nimport torch.distributed as dist\n" + (

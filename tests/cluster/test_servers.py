@@ -67,7 +67,7 @@ def test_servers_are_not_listed_as_ranks(cluster):
 def test_a_run_with_servers_stops(cluster, strategy):
     run = cluster.run(RECIPE.format(epochs=10_000), strategy=strategy)
     while run.state == "starting":
-        run._over.wait(0.05)
+        run.over.wait(0.05)
     run.stop()
     run.wait(WAIT_S)
     assert run.state == "stopped"
@@ -77,7 +77,7 @@ def test_a_run_with_servers_stops(cluster, strategy):
 def test_a_server_that_dies_is_named(cluster):
     run = cluster.run(RECIPE.format(epochs=10_000), strategy=SERVED[0])
     while run.state == "starting":
-        run._over.wait(0.05)
+        run.over.wait(0.05)
     (server,) = [e for e in cluster.engines if e.id == max(cluster.ids[2:3])]
     os.kill(server.pid, signal.SIGKILL)
     with pytest.raises(RunError, match="Server s0 is gone"):

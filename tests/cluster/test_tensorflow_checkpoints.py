@@ -34,7 +34,7 @@ CELLS = {
 def cluster():
     with notebook(2):
         yield session.cluster
-        busy = session.cluster._busy
+        busy = session.cluster.busy
         assert soon(lambda: busy is None or busy.is_over)
 
 

@@ -107,9 +107,9 @@ def listening(pid):
 
 def begun(run):
     while run.state in ("pending", "starting"):
-        run._over.wait(0.05)
+        run.over.wait(0.05)
     while not run.is_over and len(run.history["rank"]) < 4:
-        run._over.wait(0.05)
+        run.over.wait(0.05)
 
 
 WAYS = {
@@ -201,14 +201,14 @@ def test_pause_and_stop_between_closures(cluster, source):
     begun(run)
     run.pause()
     while run.state != "paused":
-        assert not run._over.wait(0.05), run.error
-    run._over.wait(0.3)  # what was under way ends
+        assert not run.over.wait(0.05), run.error
+    run.over.wait(0.3)  # what was under way ends
     rows = len(run.history["rank"])
-    run._over.wait(0.5)
+    run.over.wait(0.5)
     assert len(run.history["rank"]) == rows
     run.resume()
     while len(run.history["rank"]) <= rows:
-        assert not run._over.wait(0.05), run.error
+        assert not run.over.wait(0.05), run.error
     run.stop()
     run.wait(WAIT_S)
     assert run.state == "stopped"

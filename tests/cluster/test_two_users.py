@@ -44,7 +44,7 @@ USER = """
         run = cluster.run(CELL.replace("STEPS", "10**7"), strategy="central_storage")
         while run.history.totals.steps < 3 and not run.is_over:
             pass
-        say(uid=os.getuid(), folder=str(cluster._engines.folder()), run=str(run.folder),
+        say(uid=os.getuid(), folder=str(cluster.engine_set.folder()), run=str(run.folder),
             ports=sorted({{port for _, _, port in listening.open_ports()}}),
             sockets=sorted(s for s in listening.unix_sockets() if s.startswith("/")),
             engines=len(census.engines()), error=str(run.error or ""))

@@ -140,7 +140,7 @@ def test_settings_hold_every_option_and_refuse_others() -> None:
 
 def test_another_strategys_option_is_answered_with_its_name() -> None:
     with pytest.raises(PlanError, match=r"one of parameter_server") as caught:
-        catalog.lookup("mirrored").settings({"max_staleness": "4"})
+        catalog.lookup("mirrored").settings({"max_staleness": "4"}, catalog.CATALOG)
     assert "%%distributed parameter_server" in str(caught.value.next_step)
 
 

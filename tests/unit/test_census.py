@@ -97,7 +97,7 @@ def test_refused_messages_are_counted_below_the_table() -> None:
     from workbench.session import status
 
     router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
-    cluster = SimpleNamespace(_engines=SimpleNamespace(router=router))
+    cluster = SimpleNamespace(engine_set=SimpleNamespace(router=router))
     assert status.rejected(cluster) == 5  # type: ignore[arg-type]
     assert "5 messages or connections were refused" in status.notes(cluster)[0]  # type: ignore[arg-type]
     router.rejected, router.refused = 0, {}

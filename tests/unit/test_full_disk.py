@@ -188,7 +188,7 @@ def test_whatever_fails_in_settling_a_run_it_is_over(tmp_path, monkeypatch, name
     monkeypatch.setattr(launch, "_replace", lambda outcomes: False)
     monkeypatch.setattr(launch, name, fails)
     task = SimpleNamespace(outcomes={}, failure=lambda: None, cause=None, interrupted=False)
-    launch._over(task)
+    launch.settled(task)
     assert run.is_over
     assert run.state == "failed"
     assert "Workbench itself failed" in str(run.error)

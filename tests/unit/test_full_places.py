@@ -93,9 +93,9 @@ def test_a_region_in_a_file_has_its_room_from_the_beginning(monkeypatch, allocat
 
 def test_a_clusters_folder_without_room_is_said_once_in_plain_words(tmp_path, caplog):
     engines = SimpleNamespace(kept=False, folder=lambda: tmp_path / "gone", about=dict)
-    pool = SimpleNamespace(_servers=set(), _leases={})
+    pool = SimpleNamespace(servers=set(), leases={})
     cluster = SimpleNamespace(
-        _engines=engines, _pool=pool, framework="torch", devices_asked="cpu",
+        engine_set=engines, pool=pool, framework="torch", devices_asked="cpu",
         hearing=SimpleNamespace(folders={}),
     )  # fmt: skip
     keeping = Keeping(cluster, False, None)

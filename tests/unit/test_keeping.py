@@ -273,9 +273,9 @@ def test_a_page_of_a_folder_that_is_gone_fails_nobody(tmp_path):
 
 def test_a_cell_adds_a_line_and_the_cluster_is_described_anew_where_it_changed(folder):
     engines = SimpleNamespace(kept=False, folder=lambda: folder, about=lambda: {"engines": {}})
-    pool = SimpleNamespace(_servers=set(), _leases={})
+    pool = SimpleNamespace(servers=set(), leases={})
     cluster = SimpleNamespace(
-        _engines=engines, _pool=pool, framework="torch", devices_asked="cpu",
+        engine_set=engines, pool=pool, framework="torch", devices_asked="cpu",
         hearing=SimpleNamespace(folders={}),
     )  # fmt: skip
     keeping = Keeping(cluster, False, None)

@@ -73,7 +73,7 @@ def cluster_of(infos: list[EngineInfo], folder: Path, starting: tuple[int, ...] 
     engines = SimpleNamespace(starting=starting, log_path=lambda i: folder / f"{i}.log")
     return SimpleNamespace(
         engines=infos, ids=living, worker_ids=living, lease=lambda count: lease,
-        last_task=None, busy=None, _engines=engines,
+        last_task=None, busy=None, engine_set=engines,
     )  # fmt: skip
 
 

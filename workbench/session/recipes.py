@@ -11,8 +11,8 @@ from ..cookbook.functions import recipe_of
 from ..errors import PlanError, unknown
 from ..views.table import Column, Table
 from ..views.units import UNKNOWN
+from . import registry
 from .frameworks import notebook_framework
-from .registry import runs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -84,7 +84,7 @@ class Recipes(Mapping[str, Recipe]):
 
     def names(self) -> list[str]:
         """Return every name that `--recipe` takes, older runs' (`base@1`) among them."""
-        return list(dict.fromkeys([*self, *runs]))
+        return list(dict.fromkeys([*self, *registry.runs]))
 
     def __getitem__(self, name: str) -> Recipe:
         return self.find(name)
@@ -104,8 +104,8 @@ class Recipes(Mapping[str, Recipe]):
 
     def _of_runs(self, name: str) -> list[Recipe]:
         """Return what a run trained, or the session's last cell under that name."""
-        if name in runs:
-            plan = runs[name].plan
+        if name in registry.runs:
+            plan = registry.runs[name].plan
             return [_shown(replace(plan.recipe, framework=plan.framework), name)]
         cell = self._cells().get(name)
         return [] if cell is None else [_shown(cell, name)]

@@ -17,7 +17,7 @@ need("torch")
 def test_logs_of_several_ranks_with_so_many_lines(book):
     book.ok("%%distributed\nimport os\nfd = os.open(os.environ.get('NONE', '/dev/null'), 1)")
     for engine in (0, 1):
-        path = session.cluster._engines.log_path(engine)
+        path = session.cluster.engine_set.log_path(engine)
         with path.open("a") as file:
             file.write("".join(f"line {i} of {engine}\n" for i in range(60)))
     said = book.ok("%cluster logs 0,1 -n 3").stdout
@@ -29,7 +29,7 @@ def test_logs_of_several_ranks_with_so_many_lines(book):
 
 
 def test_logs_are_followed_until_interrupted(book, monkeypatch):
-    path = session.cluster._engines.log_path(1)
+    path = session.cluster.engine_set.log_path(1)
     turns = []
 
     def turn(seconds):

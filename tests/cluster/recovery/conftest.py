@@ -18,7 +18,7 @@ def whole(cluster):
     if dead := [e.id for e in cluster.engines if e.state == "dead"]:
         cluster.restart(dead)
     yield
-    busy = cluster._busy
+    busy = cluster.busy
     if busy is not None and not busy.is_over:
         busy.stop() if hasattr(busy, "stop") else busy.interrupt()
         assert soon(lambda: busy.is_over)

@@ -227,7 +227,7 @@ def test_the_warm_parents_death_takes_all_engines_and_the_run_goes_on(
         strategy="mirrored", checkpoint=str(tmp_path), checkpoint_every=25,
     )  # fmt: skip
     going(run, 30)
-    os.kill(cluster._engines._ground.warm.pid, signal.SIGKILL)
+    os.kill(cluster.engine_set._ground.warm.pid, signal.SIGKILL)
     run.wait(4 * WAIT_S)  # the next one imports the framework first
     assert "warm parent" in run.recoveries[0].how
     assert difference(run.weights(), undisturbed) <= EXACT
