@@ -123,14 +123,14 @@ def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
     every = said.checkpoint_every if said.checkpoint else 0
     read["checkpoint_every"] = every or _implied("checkpoint_every", said)
     read["on_failure"] = said.on_failure or _implied("on_failure", said)
-    for field in dataclasses.fields(plan):
-        if field.name == "recipe":
+    for one in dataclasses.fields(plan):
+        if one.name == "recipe":
             continue
-        value = getattr(plan, field.name)
-        got = read.get(field.name, getattr(said, field.name, None))
+        value = getattr(plan, one.name)
+        got = read.get(one.name, getattr(said, one.name, None))
         if got != value:
             raise PlanError(
-                f"The plan cannot be written as a cell: no line gives this {field.name}.",
+                f"The plan cannot be written as a cell: no line gives this {one.name}.",
                 seen=value,
                 allowed=f"the nearest is {got!r}",
                 next_step="run it with cluster.run(...)",
