@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
 from workbench.plan import Plan, make_plan
 from workbench.session.lineup import Item

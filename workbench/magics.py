@@ -10,7 +10,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from . import catalog
 from .cluster_line import ACTIONS, ClusterLine, cluster_parser, parse_cluster_line
-from .cookbook import Recipe
+from .cookbook.recipe import Recipe
 from .errors import PlanError, RunError
 from .line import cell_parser, parse_cell_line
 from .run_request import FLAGS, RunRequest

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import catalog, checkpoints, targets, windows
-from .cookbook import Recipe
+from .cookbook.recipe import Recipe
 from .errors import PlanError
 from .run_request import OVERRIDES, RunRequest, RunSettings, settings_from_wire
 

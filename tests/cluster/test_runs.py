@@ -7,7 +7,7 @@ from notebook_shell import WAIT_S
 from run_cells import ENDLESS, LOOP, SHORT, going
 
 import workbench as wb
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]

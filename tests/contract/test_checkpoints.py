@@ -11,7 +11,7 @@ from worker_reports import failures
 from workers import Workers
 
 from workbench import catalog, checkpoints
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.plan import make_plan
 
 TORCH = catalog.strategies("torch")

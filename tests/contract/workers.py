@@ -118,7 +118,7 @@ class Workers:
         Args:
             by_turns: Whether faults are there in every other five steps only, for `more_ms`.
         """
-        from workbench.cookbook import Recipe
+        from workbench.cookbook.recipe import Recipe
         from workbench.protocol import RunSpec
 
         recipe = Recipe.from_function(function)

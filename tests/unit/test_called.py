@@ -8,7 +8,7 @@ import pytest
 
 from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.events import Topic
 from workbench.members import Member
 from workbench.plan import make_plan

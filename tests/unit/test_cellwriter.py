@@ -16,8 +16,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from workbench import catalog
 from workbench.cellwriter import cell_of, line_of
-from workbench.cookbook import Recipe
 from workbench.cookbook.functions import recipe_of
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.faults import parse_fault
 from workbench.line import parse_cell_line

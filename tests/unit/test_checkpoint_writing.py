@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint import metadata  # noqa: E402
 
 from workbench import checkpoints  # noqa: E402
-from workbench.cookbook import Recipe  # noqa: E402
+from workbench.cookbook.recipe import Recipe  # noqa: E402
 from workbench.engine import torch_checkpoints  # noqa: E402
 from workbench.engine.checkpoints import Checkpoints  # noqa: E402
 from workbench.errors import RunError  # noqa: E402

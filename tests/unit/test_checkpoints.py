@@ -5,7 +5,7 @@ import json
 import pytest
 
 from workbench import checkpoints
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
 from workbench.plan import Plan, make_plan
 from workbench.session.checkpoints import apart, claim

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.plan import Plan, make_plan
 from workbench.session.estimate import Pace, estimate, units
 from workbench.session.lineup import Lineup

@@ -10,7 +10,7 @@ from history_rows import make_rows
 
 from workbench import scratch
 from workbench.cluster.router import ControlRouter
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.engine import runtime
 from workbench.engine.context import RunContext
 from workbench.engine.gate import Gate

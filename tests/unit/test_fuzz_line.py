@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from workbench import catalog
 from workbench.cluster_line import cluster_parser, parse_cluster_line
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import WorkbenchError
 from workbench.faults import parse_fault
 from workbench.line import cell_parser, parse_cell_line

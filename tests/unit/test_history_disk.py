@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.engine import initial
 from workbench.errors import RunDamagedWarning, RunError
 from workbench.events import Topic

@@ -16,7 +16,7 @@ from history_rows import make_rows
 from needs import need
 from read_logs import read_board, read_tracked
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
 from workbench.plan import make_plan
 from workbench.session import logging_to, sinks

@@ -8,7 +8,7 @@ import pytest
 from panel_choosing import FakeCluster, cards, choosing, do
 
 from workbench import catalog
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.cookbook.ways import use_of
 from workbench.errors import PlanError
 from workbench.limits import Limits

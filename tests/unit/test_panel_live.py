@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
 from workbench.panels import live
 from workbench.panels.live import MOST_CHARACTERS, LivePart

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from panel_choosing import choosing, do
 
-from workbench.cookbook import Recipe, builtin
+from workbench.cookbook.recipe import Recipe, builtin
 from workbench.errors import PlanError
 from workbench.session.recipes import recipe, recipes
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.faults import parse_fault
 from workbench.plan import Plan, make_plan

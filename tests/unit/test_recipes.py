@@ -12,9 +12,8 @@ import pytest
 
 import workbench as wb
 from workbench import catalog
-from workbench.cookbook import Recipe, builtin
 from workbench.cookbook.functions import recipe_of
-from workbench.cookbook.recipe import framework_of, is_plain, undecorated
+from workbench.cookbook.recipe import Recipe, builtin, framework_of, is_plain, undecorated
 from workbench.errors import PlanError
 from workbench.plan import Plan, make_plan
 from workbench.session import registry

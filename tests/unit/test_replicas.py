@@ -6,7 +6,7 @@ import pytest
 
 from workbench import catalog
 from workbench.cluster.devices import Lease, Leases
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.engine.injector import FaultInjector
 from workbench.engine.recorder import Recorder, StepResult
 from workbench.errors import PlanError

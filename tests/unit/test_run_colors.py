@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.history.comparison import _colored
 from workbench.history.rows import RUN_COLORS

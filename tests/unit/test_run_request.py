@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.faults import parse_fault
 from workbench.line import parse_cell_line

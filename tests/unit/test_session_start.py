@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import workbench
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.session import state
 from workbench.session.state import Session
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from workbench import pipelines
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.engine.settings import check_supported
 from workbench.errors import FitError, PlanError
 from workbench.plan import make_plan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.line import parse_cell_line
 from workbench.plan import Plan, make_plan

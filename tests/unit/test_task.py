@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.cluster.calls import Call
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import ClusterError, RunError
 from workbench.members import Member
 from workbench.plan import make_plan
@@ -223,7 +223,7 @@ def test_a_stopped_loop_is_no_error_and_shows_none(engines):
 
 
 def run_with(tmp_path, **overrides):
-    from workbench.cookbook import Recipe
+    from workbench.cookbook.recipe import Recipe
     from workbench.plan import make_plan
 
     framework = overrides.pop("framework", "torch")

@@ -3,7 +3,7 @@
 import pytest
 
 from workbench import catalog, tpus
-from workbench.cookbook import Recipe
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.plan import make_plan
 

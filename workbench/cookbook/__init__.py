@@ -2,7 +2,3 @@
 
 No framework is imported: a recipe is source code, which the engines run.
 """
-
-from .recipe import Recipe
-
-__all__ = ["Recipe"]

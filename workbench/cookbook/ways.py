@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..catalog import FIT_FEATURES, Strategy, Way
+from ..catalog.entry import FIT_FEATURES, Strategy, Way
 from .recipe import framework_of
 
 WORDS: dict[Way, str] = {

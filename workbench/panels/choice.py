@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cookbook import Recipe, builtin
+from ..cookbook.recipe import Recipe, builtin
 from ..errors import PlanError, unknown
 from ..faults import parse_fault
 from ..run_request import OVERRIDES, RunRequest

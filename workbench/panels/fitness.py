@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .. import catalog, limits
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..cookbook.ways import Use, misfit
 from ..errors import ClusterError, PlanError
 from ..plan import Plan, make_plan, plan_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..cellwriter import cell_of
-from ..cookbook import Recipe, builtin
+from ..cookbook.recipe import Recipe, builtin
 from ..cookbook.ways import WORDS, use_of
 from ..errors import PlanError
 from ..session.frameworks import notebook_framework

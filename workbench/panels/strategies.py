@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..catalog.messages import messages
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..cookbook.ways import use_of
 from ..errors import PlanError, WorkbenchError
 from ..views.diagram import DiagramPicture

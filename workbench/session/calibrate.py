@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..errors import RunError
 from ..metrics import residual
 from ..views.calibration import Reading, calibration_table

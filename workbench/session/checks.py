@@ -9,7 +9,7 @@ from .. import catalog, limits
 from ..cluster import census, exposure
 from ..cluster.calls import Unread, travels
 from ..cluster.processes import installed
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..errors import ClusterError, PlanError, RunError, unknown
 from ..plan import check_count
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..errors import RunError
 from ..plan import Plan, plan_of
 from ..protocol import Message

@@ -19,7 +19,7 @@ from .. import limits
 from ..cluster import kept, profile
 from ..errors import PlanError
 from ..scratch import Page
-from .run import Run
+from .task import Task
 
 if TYPE_CHECKING:
     from .access import ClusterAccess
@@ -181,7 +181,7 @@ class Keeping:
 
     def _lose(self, reason: str) -> None:
         busy = self._cluster.busy
-        if isinstance(busy, Run) and not busy.is_over:
+        if busy is not None and not isinstance(busy, Task) and not busy.is_over:
             busy.abandon(f"This notebook no longer has the cluster: {reason}.")
         self._cluster.release(f"This notebook no longer has the cluster: {reason}.")
         self.on_end(reason)

@@ -10,7 +10,7 @@ from typing import Any
 from .. import catalog
 from ..cluster import devices as device_pool
 from ..cluster.engines import EngineInfo, Engines
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..errors import ClusterError
 from ..plan import Plan, check_count
 from .checks import check_limits, check_size

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import devices as device_pool
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..members import Member
 from ..plan import Plan
 from ..protocol import RunSpec

@@ -27,7 +27,6 @@ from ..members import Member
 from ..plan import Plan
 from ..protocol import Message, records_from
 from ..targets import ALLOWED, parse_targets
-from .frameworks import notebook_framework
 from .halting import Halting
 from .logging_to import LINGER_S, RunLog, check
 from .prompt import attend, unattended
@@ -536,6 +535,8 @@ class Run:
             PlanError: It cannot be said in a cell: a function was given arguments that have no
                 source, or a name has a line break.
         """
+        from .frameworks import notebook_framework
+
         return cell_of(self.plan, framework=notebook_framework())
 
     def trace(self, path: str | Path | None = None) -> Path:

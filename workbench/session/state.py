@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..cluster.engines import NOBODY, Engines
-from ..cookbook import Recipe
+from ..cookbook.recipe import Recipe
 from ..errors import ClusterError, PlanError
 from ..plan import Plan, plan_of
 from ..run_request import RunRequest
-from .attach import attach
 from .checkpoints import apart
 from .cluster import Cluster
 from .frameworks import default_framework, know_notebook, prewarmed
@@ -85,6 +84,8 @@ class Session:
             return self._attach(cluster, take)
 
     def _attach(self, cluster: str, take: bool) -> Cluster:
+        from .attach import attach
+
         if self.cluster is not None:
             raise ClusterError(
                 "This notebook has a cluster.",

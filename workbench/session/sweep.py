@@ -13,7 +13,7 @@ from .checkpoints import apart
 from .checks import to_recipe
 
 if TYPE_CHECKING:
-    from ..cookbook import Recipe
+    from ..cookbook.recipe import Recipe
     from .access import ClusterAccess
 
 Source: TypeAlias = "str | Callable[..., Any] | Recipe"
