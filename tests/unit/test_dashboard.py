@@ -15,8 +15,8 @@ from jupyter_client.session import Session
 
 from workbench.errors import PlanError
 from workbench.history.snapshot import Curve
+from workbench.views import blocks, live
 from workbench.views import dashboard as module
-from workbench.views import live
 from workbench.views.dashboard import Dashboard, deliver_while_busy
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -269,7 +269,7 @@ def test_output_from_a_timer_thread_belongs_to_the_cell_that_began_the_view(monk
     monkeypatch.setattr(live, "_shell", lambda: shell)
     cell, button = ({"msg_id": name, "msg_type": "x"} for name in ("the cell", "a button"))
     publisher.parent_header = cell
-    publish = live.notebook_publisher()
+    publish = blocks.notebook_publisher()
     publisher.parent_header = button
     timer = threading.Thread(target=publish, args=({"text/plain": "x"}, "id", True))
     timer.start()

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cookbook.recipe import Recipe, builtin
+from ..cookbook import builtin
+from ..cookbook.recipe import Recipe
 from ..errors import PlanError, unknown
 from ..faults import parse_fault
 from ..run_request import OVERRIDES, RunRequest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..cellwriter import cell_of
-from ..cookbook.recipe import Recipe, builtin
+from ..cookbook import builtin
+from ..cookbook.recipe import Recipe
 from ..cookbook.ways import WORDS, use_of
 from ..errors import PlanError
 from ..session.frameworks import notebook_framework

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import PlanError
 from ..session.state import session
+from ..views.blocks import Publish, in_notebook, notebook_publisher
 from ..views.exports import kept_bundle
-from ..views.live import Publish, in_notebook, notebook_publisher
 from ..views.panel.widget import PanelWidget
 from .live import LivePart
 from .model import Panel

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
+from ..cookbook import builtin
 from ..cookbook.functions import recipe_of
-from ..cookbook.recipe import Recipe, builtin
+from ..cookbook.recipe import Recipe
 from ..errors import PlanError, unknown
 from ..views.table import Column, Table
 from ..views.units import UNKNOWN

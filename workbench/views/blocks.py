@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import uuid
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from IPython.core.display_functions import display
 
-from .live import Publish, in_notebook, notebook_publisher
 from .table import SHOWS, Table
 
 Bundle = dict[str, Any]
+Publish = Callable[[Bundle, str, bool], None]
+"""`publish(bundle, display_id, update)`: show a MIME bundle, or replace the one of that id."""
 
 
 def show(thing: Any) -> None:
@@ -113,3 +116,43 @@ class Blocks:
         self._shown = True
         for bundle in board.take_republished():
             self._publish(bundle, f"workbench-rich-{uuid.uuid4().hex}", False)
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a Jupyter kernel."""
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def notebook_publisher() -> Publish:
+    """Return a function that displays in the cell that is running now, from any thread.
+
+    A kernel files output under the message that a thread last handled; a timer thread has none,
+    and a button's message would become the parent of what follows. So the cell's is kept.
+    """
+    publisher: Any = _shell().display_pub
+    parent = getattr(publisher, "parent_header", None)
+
+    def publish(bundle: Bundle, display_id: str, update: bool) -> None:
+        with _parent(publisher, parent):
+            publisher.publish(bundle, transient={"display_id": display_id}, update=update)
+
+    return publish
+
+
+@contextlib.contextmanager
+def _parent(publisher: Any, parent: Any) -> Iterator[None]:
+    """Set the message that output belongs to, for this thread and this block only."""
+    if not parent or not hasattr(publisher, "set_thread_parent"):  # ipykernel 6: one for all
+        yield
+        return
+    token = publisher.set_thread_parent(parent)
+    try:
+        yield
+    finally:
+        publisher.reset_thread_parent(token)
+
+
+def _shell() -> Any:
+    from IPython.core.getipython import get_ipython
+
+    return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
