@@ -133,14 +133,14 @@ def notebook_publisher() -> Publish:
     parent = getattr(publisher, "parent_header", None)
 
     def publish(bundle: Bundle, display_id: str, update: bool) -> None:
-        with _parent(publisher, parent):
+        with output_of(publisher, parent):
             publisher.publish(bundle, transient={"display_id": display_id}, update=update)
 
     return publish
 
 
 @contextlib.contextmanager
-def _parent(publisher: Any, parent: Any) -> Iterator[None]:
+def output_of(publisher: Any, parent: Any) -> Iterator[None]:
     """Set the message that output belongs to, for this thread and this block only."""
     if not parent or not hasattr(publisher, "set_thread_parent"):  # ipykernel 6: one for all
         yield

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TextIO
 from ..errors import PlanError, unknown
 from ..history.snapshot import Snapshot
 from . import text
-from .blocks import Bundle, Publish, in_notebook, notebook_publisher
+from .blocks import Bundle, Publish, in_notebook, notebook_publisher, output_of
 from .dashboard import Dashboard, OnCommand
 from .figure import placeholder_bundle, run_bundle
 from .svg import run_svg
@@ -107,12 +107,12 @@ class TextView:
 
     def update(self, snapshot: Snapshot) -> None:
         """Write the line over."""
-        with _parent(self._stream or sys.stdout, self._cell):
+        with output_of(self._stream or sys.stdout, self._cell):
             self._writer.write(snapshot)
 
     def end(self, snapshot: Snapshot) -> None:
         """Write the last line and the report."""
-        with _parent(self._stream or sys.stdout, self._cell):
+        with output_of(self._stream or sys.stdout, self._cell):
             self._writer.close(snapshot)
 
 

@@ -17,6 +17,9 @@ MARKS: dict[State, str] = {
 }  # fmt: skip
 _MOST_CHARACTERS = 2000
 
+OVER = "over"
+"""In the last line that a runner writes, in place of an exercise."""
+
 
 def printable(text: object, also: str = "\n") -> str:
     """Return text without what a terminal would obey.

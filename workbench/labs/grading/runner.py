@@ -22,13 +22,11 @@ from .environment import remove
 from .isolation import NOTHING, Isolation
 from .limits import Limits
 from .merging import Merged, merge
-from .outcome import Graded, Outcome, from_wire
+from .outcome import OVER, Graded, Outcome, from_wire
 from .reading import Book, Unreadable, read
 from .settling import Grading, Tell
 
 _WATCH_PARENT_S = 1.0
-OVER = "over"
-"""In the last line, in place of an exercise."""
 
 
 def grade(

@@ -22,8 +22,7 @@ from . import processes
 from .environment import kept, remove
 from .isolation import NOTHING, Isolation, find_out
 from .limits import Limits
-from .outcome import Graded, from_wire
-from .runner import OVER
+from .outcome import OVER, Graded, from_wire
 
 MARGIN_S = 150.0
 """For starting and ending kernels and for interrupts, beyond a notebook's time."""
