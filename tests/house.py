@@ -15,6 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "workbench"
 Graph = Mapping[str, set[str]]
+THEIRS = frozenset(
+    "_parameters _buffers _values _value _handle _cluster _actions _engines _closed _send "
+    "_repr_mimebundle_".split()
+)
+"""Names that other libraries have too: torch.nn.Module, Keras' and TensorFlow's variables and
+coordinator, argparse, ipyparallel's client, IPython's display."""
 
 
 def modules() -> dict[str, ast.Module]:
@@ -106,7 +112,7 @@ def foreign_privates(trees: Mapping[str, ast.Module]) -> int:
         everybodys = _defined(trees)
         count += sum(
             isinstance(node, ast.Attribute) and node.attr.startswith("_")
-            and not node.attr.startswith("__") and node.attr in everybodys and node.attr not in mine
+            and not node.attr.startswith("__") and node.attr in everybodys - THEIRS and node.attr not in mine
             for node in ast.walk(tree)
         )  # fmt: skip
     return count

@@ -100,7 +100,7 @@ class Training:
         result.steps = context.trained - self.base
         result.loss = _loss(last)
         if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
-            self._evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
+            self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
         if context.sync:
             self.checkpoints.save()
         strategy.finish()  # workers that meet nowhere have all pushed only now
@@ -146,7 +146,7 @@ class Training:
             if context.trained == remembered:
                 start = self._weigh(strategy)
             if done % per_epoch == 0:
-                self._end_epoch(done // per_epoch - 1)
+                self.end_epoch(done // per_epoch - 1)
             if self.checkpoints.every:
                 start = self._checkpoint(start)
         return result
@@ -203,7 +203,7 @@ class Training:
         every = self.eval_every or self.job.steps_per_epoch
         if self.eval_source is None or done % every:
             return end_s
-        self._evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
+        self.evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
         return clock()
 
     def _checkpoint(self, start_s: float) -> float:
@@ -223,13 +223,15 @@ class Training:
         self.weighing_s = end - began
         return end
 
-    def _end_epoch(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int) -> None:
+        """Tell the kernel and the hooks that a pass over the data has ended."""
         context = self.context
         context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=context.step))
         for hook in self.hooks.epoch_end:
             hook(epoch, self.logs)
 
-    def _evaluate(self, strategy: Strategy, epoch: int) -> None:
+    def evaluate(self, strategy: Strategy, epoch: int) -> None:
+        """Evaluate, where there is data for it; its time is no part of a step."""
         context, spec = self.context, self.context.spec
         began = clock()
         values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_portion))

@@ -55,7 +55,7 @@ class Coordinated:
         source, job = training.source, training.job
         resident = isinstance(source, ArraySource) and fits(source.data)
         feed: Any = Resident(self.closures.coordinator, source.data) if resident else Fed()
-        train = feed.function(lambda batch: self.trainer._train_all(batch, 1.0))
+        train = feed.function(lambda batch: self.trainer.train_all(batch, 1.0))
         first, checkpoints = training.first - training.base, training.checkpoints
         if first:
             self.closures.go_on(training.first)
@@ -73,7 +73,7 @@ class Coordinated:
                     self.closures.join()
                     self._after(training, done, evaluates=done % every == 0)
                 if ends:
-                    training._end_epoch(done // job.steps_per_epoch - 1)
+                    training.end_epoch(done // job.steps_per_epoch - 1)
                 if checkpoints.is_due(training.base + done):
                     self.closures.join()  # no push is under way then
                     checkpoints.save(training.base + done)
@@ -101,7 +101,7 @@ class Coordinated:
     def _after(self, training: Training, done: int, *, evaluates: bool) -> None:
         training.logs["loss"] = NAN if self.last is None else self.last.loss
         if evaluates and training.eval_source is not None:
-            training._evaluate(
+            training.evaluate(
                 training.context.strategy, (done - 1) // training.job.steps_per_epoch
             )
             self.closures.idle()
@@ -122,9 +122,9 @@ class Coordinated:
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics over an evaluation set; the workers score a batch each."""
-        feed, names = Fed(), ["loss", *self.trainer._metrics]
+        feed, names = Fed(), ["loss", *self.trainer.metrics]
         if self._score is None:
-            self._score = feed.function(lambda given: self.trainer._score_all(given[0], given[1]))
+            self._score = feed.function(lambda given: self.trainer.score_all(given[0], given[1]))
         sums = np.zeros(len(names) + 1)
         values = []
         for share in shares:

@@ -44,7 +44,7 @@ class Trainer:
         self._takes_training = getattr(job.model, "_call_has_training_arg", True)
         self._objective: Any = objective(job.loss) if job.loss is not None else None
         self._step_fn: Any = None if job.step_fn is None else converted(job.step_fn)
-        self._metrics = {name: metric_function(name, m) for name, m in job.metrics.items()}
+        self.metrics = {name: metric_function(name, m) for name, m in job.metrics.items()}
         self._precision = Precision(job.model, job.precision)
         self._build(sample)
         self.optimizer = build_optimizer(job.optimizer, job.model, distribution)
@@ -52,8 +52,8 @@ class Trainer:
         if job.clip_norm is not None:
             self.optimizer._all_reduce_sum_gradients = list  # done before clipping
         self._gradients = compiled(self._differentiate, wanted=job.compile)
-        self._train = tf.function(self._train_all, autograph=False)
-        self._score = tf.function(self._score_all, autograph=False)
+        self._train = tf.function(self.train_all, autograph=False)
+        self._score = tf.function(self.score_all, autograph=False)
 
     def _build(self, sample: Any) -> None:
         if self.model.built and self.model.weights:
@@ -80,7 +80,7 @@ class Trainer:
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics over an evaluation set, each a mean over its samples."""
-        names = ["loss", *self._metrics]
+        names = ["loss", *self.metrics]
         sums = np.zeros(len(names) + 1)
         for share in shares:
             batch, samples = self._divide(share)
@@ -121,7 +121,8 @@ class Trainer:
 
     # -- in the graph ------------------------------------------------------------------------------
 
-    def _train_all(self, batch: Any, weights: Any) -> Any:
+    def train_all(self, batch: Any, weights: Any) -> Any:
+        """Train on every replica's share of a batch; in a graph."""
         return self.distribution.run(self._train_replica, args=(batch, weights))
 
     def _train_replica(self, batch: Any, weight: Any) -> Any:
@@ -170,7 +171,8 @@ class Trainer:
         clipped, _ = tf.clip_by_global_norm(found, norm, use_norm=whole)
         optimizer.apply(clipped, variables)
 
-    def _score_all(self, batch: Any, samples: Any) -> Any:
+    def score_all(self, batch: Any, samples: Any) -> Any:
+        """Return the sum of all replicas' scores; in a graph."""
         scores = self.distribution.run(self._score_replica, args=(batch, samples))
         return self.distribution.reduce(SUM, scores, axis=None)
 
@@ -181,7 +183,7 @@ class Trainer:
         else:
             x, y = batch
             out = self._call(x, False)
-            values = [self._objective(out, y), *(m(out, y) for m in self._metrics.values())]
+            values = [self._objective(out, y), *(m(out, y) for m in self.metrics.values())]
         scores = tf.stack([tf.reshape(tf.cast(value, tf.float64), ()) for value in values])
         count = tf.cast(samples, tf.float64)
         # What a replica without a sample computed may be anything.
