@@ -154,6 +154,39 @@ def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
     entry.close()
 
 
+def test_who_does_not_come_to_an_end_is_shown_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(door, "MAX_LINE_BYTES", 1000)
+    entry = door.Door(tmp_path, "warm")
+    with door.socket.socket(door.socket.AF_UNIX) as endless:
+        endless.connect(str(entry.path))
+        endless.sendall(b'{"cmd": "own", "pid": "' + b"7" * 2000)
+        assert entry.answer() is None
+    entry.close()
+
+
+def test_an_answer_that_is_cut_off_is_an_error_and_a_long_one_is_not(tmp_path):
+    entry = door.Door(tmp_path, "warm")
+    exits = [{"event": "exit", "pid": pid} for pid in range(4000)]
+    said = [json.dumps({"exits": exits}).encode() + b"\n", b'{"exits": [']
+
+    def serve():
+        for answer in said:
+            while (came := entry.answer()) is None:
+                time.sleep(0.01)
+            with came[0]:
+                came[0].sendall(answer)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    sock, answer = door.knock(entry.path, {})
+    sock.close()
+    assert answer == {"exits": exits}
+    with pytest.raises(OSError, match="cut off"):
+        door.knock(entry.path, {})
+    server.join(5)
+    entry.close()
+
+
 # -- where the notebook is -------------------------------------------------------------------------
 
 

@@ -20,11 +20,9 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2, summary_v2
 from tensorboard.plugins.hparams import metadata as hparams
-from tensorboard.plugins.text import metadata as text
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ...errors import PlanError
@@ -54,7 +52,7 @@ class EventFile:
         self._records = RecordWriter(self._file)
         self._add(about.began, file_version="brain.Event:2")
         lines = "\n".join(f"- {name}: {value}" for name, value in about.tags.items())
-        self._summary(about.began, 0, [_text("run", lines)])
+        self._summary(about.began, 0, text_pb("run", lines).value)
         self._file.flush()
 
     @property
@@ -75,7 +73,7 @@ class EventFile:
         )
         rows = [f"| {name} | {value} |" for name, value in values.items()]
         lines = "\n".join(["| setting | value |", "|---|---|", *rows])
-        self._summary(began, 0, [*columns.value, *start.value, _text("settings", lines)])
+        self._summary(began, 0, [*columns.value, *start.value, *text_pb("settings", lines).value])
         self._file.flush()
 
     def write(self, scalars: Sequence[Scalar], epoch_s: float) -> None:
@@ -101,9 +99,9 @@ class EventFile:
             Summary.Value(tag=f"final/{name}", simple_value=value)
             for name, value in ending.figures.items()
         ]
-        values.append(_text("report", f"```\n{ending.report}\n```"))
+        values.extend(text_pb("report", f"```\n{ending.report}\n```").value)
         notes = [f"state: {ending.state}", *ending.notes]
-        values.append(_text("notes", "\n".join(f"- {note}" for note in notes)))
+        values.extend(text_pb("notes", "\n".join(f"- {note}" for note in notes)).value)
         if ending.picture:
             width, height = struct.unpack(">II", ending.picture[16:24])  # the PNG's header
             image = Summary.Image(width=width, height=height, colorspace=_RGBA)
@@ -145,11 +143,3 @@ def _own_folder(parent: Path, name: str) -> Path:
             continue
         return folder
     raise AssertionError  # count does not end
-
-
-def _text(tag: str, words: str) -> Any:
-    return Summary.Value(
-        tag=tag,
-        metadata=text.create_summary_metadata(display_name="", description=""),
-        tensor=TensorProto(dtype=DT_STRING, string_val=[words.encode()]),
-    )
