@@ -16,7 +16,8 @@ import tracemalloc
 import numpy as np
 
 from workbench.history.store import RunHistory
-from workbench.protocol import Message, new_key, pack, records_from, unpack
+from workbench.messages import Records
+from workbench.protocol import decode_up, encode, new_key, pack, records_from, unpack
 from workbench.record import RECORD
 
 
@@ -42,14 +43,16 @@ def streaming(workers: int, steps_per_s: int, seconds: int, batches_per_s: int =
     for tick in range(seconds * batches_per_s):
         for rank in range(workers):
             payload = rows(rank, tick * each, each, 1 / steps_per_s).tobytes()
-            body = {"run": 1, "rank": rank, "dropped": 0}
-            messages.append((tick, pack(Message("records", body, (payload,)), key)))
+            message = Records(run=1, dropped=0, rows=payload)
+            messages.append((tick, pack(encode(message), key)))
     began, seen = time.process_time(), 0
     for tick, frames in messages:
         if tick % 2 == 0 and tick != seen:
             seen = tick
             history.snapshot()
-        history.append(records_from(unpack(frames, key).payload[0]))
+        message = decode_up(unpack(frames, key))
+        if isinstance(message, Records):
+            history.append(records_from(message.rows))
     history.snapshot()
     spent = time.process_time() - began
     if history.totals.steps != seconds * batches_per_s * each:

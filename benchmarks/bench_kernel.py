@@ -19,7 +19,8 @@ import zmq
 
 from workbench.cluster.router import ControlRouter
 from workbench.history.store import RunHistory
-from workbench.protocol import Message, records_from
+from workbench.messages import Hello, Records, Up
+from workbench.protocol import encode, records_from
 from workbench.record import RECORD
 from workbench.seal import Seal
 from workbench.views.dashboard import Dashboard
@@ -38,7 +39,7 @@ def play(url: str, key: bytes, workers: int, rate: int, seconds: float, sent: An
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"engine-{rank}".encode())
         socket.connect(url)
-        socket.send_multipart(seals[rank].pack(Message("hello", {"engine": rank})))
+        socket.send_multipart(seals[rank].pack(encode(Hello(engine=rank))))
         sockets.append(socket)
     interval = min(0.5, max(0.1, workers / 250))
     per_batch = max(1, round(rate * interval))
@@ -59,7 +60,7 @@ def play(url: str, key: bytes, workers: int, rate: int, seconds: float, sent: An
             rows["compute_s"], rows["exposed_s"], rows["local_loss"] = 0.6 / rate, 0.4 / rate, 1.0
             for name in ("wait_s", "staleness", "bubble_s"):
                 rows[name] = np.nan
-            message = Message("records", {"run": 1, "dropped": 0}, (rows.tobytes(),))
+            message = encode(Records(run=1, dropped=0, rows=rows.tobytes()))
             socket.send_multipart(seals[rank].pack(message))
         step += per_batch
         sent.value = step * workers
@@ -77,9 +78,9 @@ def measure(workers: int, rate: int, seconds: float) -> dict[str, float]:
     """
     history = RunHistory(range(workers))
 
-    def take(engine: int, message: Message) -> None:
-        if message.kind == "records":
-            history.append(records_from(message.payload[0]))
+    def take(engine: int, message: Up) -> None:
+        if isinstance(message, Records):
+            history.append(records_from(message.rows))
 
     router = ControlRouter(take)
     dashboard = Dashboard("bench", lambda name, fields: None)

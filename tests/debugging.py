@@ -4,6 +4,7 @@ import builtins
 
 from notebook_shell import soon
 
+from workbench.messages import AskWhere
 from workbench.session import prompt
 from workbench.session.state import session
 
@@ -44,4 +45,4 @@ def idle():
 
 
 def where(*engines):
-    return session.cluster.engine_set.router.questions.ask("where", engines, 5)
+    return session.cluster.engine_set.router.questions.ask(AskWhere, engines, 5)

@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "workbench"
 Graph = Mapping[str, set[str]]
-THEIRS = frozenset(
-    "_parameters _buffers _values _value _handle _cluster _actions _engines _closed _send "
-    "_repr_mimebundle_".split()
-)
+THEIRS = frozenset((
+    "_parameters", "_buffers", "_values", "_value", "_handle", "_cluster", "_actions", "_engines",
+    "_closed", "_send", "_repr_mimebundle_",
+))  # fmt: skip
 """Names that other libraries have too: torch.nn.Module, Keras' and TensorFlow's variables and
 coordinator, argparse, ipyparallel's client, IPython's display."""
 
@@ -109,10 +109,10 @@ def foreign_privates(trees: Mapping[str, ast.Module]) -> int:
             node.name for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         }  # fmt: skip
-        everybodys = _defined(trees)
+        everybodys = _defined(trees) - THEIRS
         count += sum(
             isinstance(node, ast.Attribute) and node.attr.startswith("_")
-            and not node.attr.startswith("__") and node.attr in everybodys - THEIRS and node.attr not in mine
+            and not node.attr.startswith("__") and node.attr in everybodys and node.attr not in mine
             for node in ast.walk(tree)
         )  # fmt: skip
     return count

@@ -22,7 +22,7 @@ from .session.recipes import recipes
 from .session.show import kept_words, show_attached
 from .session.state import Session, session
 from .session.values import pull_values, push_values
-from .session.verdicts import refusals
+from .session.verdicts import outcome_behind, refusals
 from .views.blocks import ProgressLine, show
 from .words import parse_ranks, strip_comment
 
@@ -242,10 +242,10 @@ _FRAMEWORKS = frozenset({"torch", "tensorflow", "keras"})
 
 def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
     """Add what the notebook knows: a name the engines lack may exist here."""
-    outcome = getattr(error, "outcome", None) or {}
-    if outcome.get("ename") != "NameError":
+    outcome = outcome_behind(error)
+    if outcome is None or outcome.ename != "NameError":
         return error
-    name = outcome["evalue"].split("'")[1] if "'" in outcome["evalue"] else ""
+    name = outcome.evalue.split("'")[1] if "'" in outcome.evalue else ""
     if name and name in namespace:
         step = f"%push {name}, or define it in a %%distributed cell"
         if isinstance(namespace[name], ModuleType):

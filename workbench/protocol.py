@@ -1,9 +1,12 @@
-"""What the notebook's kernel and the engines say to each other, typed, for both sides.
+"""How messages between the notebook's kernel and the engines travel, for both sides.
 
 Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
 (packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
 unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
 `seal.py` adds what makes a signed message good once only.
+
+What there is to say is in `messages.py`. `encode` makes a packet of it; `decode_up` and
+`decode_down` make it of a packet again, each for one direction.
 """
 
 from __future__ import annotations
@@ -13,49 +16,23 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from .events import FROM_ENGINES
+from .messages import BadMessageError, Down, Message, Records, Up
 from .record import RECORD
 from .run_request import RunSettings, settings_from_wire
 
 VERSION = 2
 
-UpKind = Literal[
-    "hello",  # engine, pid, host, device, python: the engine is attached
-    "records",  # payload: RECORD rows; dropped: rows lost so far; more: user-logged columns
-    "event",  # run, name, and the fields of one of `events.EVENTS`
-    "position",  # answer to `halt`: the step this rank has reached
-    "refused",  # engine, count: messages and connections that knew no key, so far
-    "debugger",  # engine, said, and what `engine.attention` says with it
-    "where",  # answer to `where`: ask, engine, then `engine.stacks.where`
-    "stacks",  # answer to `stacks`: ask, engine, at, text
-]
-DownKind = Literal[
-    "welcome",
-    "halt",  # run, purpose: stop | pause; answer with `position`, start no further step
-    "halt_at",  # run, purpose, step: the common step
-    "resume",  # run
-    "advance",  # run, steps: go on for so many steps, then pause again
-    "inject",  # run, faults: list of texts
-    "told",  # run, rank, topic, value: what another engine of the run had to say (event `post`)
-    "debugger",  # do, number, and what `session.paused` says with it
-    "where",  # ask: a number that comes back; where is the main thread, what does it wait in?
-    "stacks",  # ask: the stacks of all threads
-]
-
-UP: frozenset[str] = frozenset(get_args(UpKind))
-DOWN: frozenset[str] = frozenset(get_args(DownKind))
-
 
 @dataclass(frozen=True)
-class Message:
-    """One message of either direction.
+class Packet:
+    """A message as it travels; what reads it is here and in `seal.py` only.
 
     Attributes:
-        kind: An UpKind or a DownKind.
+        kind: How the message is called.
         body: JSON-ready fields.
         payload: Raw buffers.
     """
@@ -65,24 +42,20 @@ class Message:
     payload: Sequence[bytes | memoryview] = ()
 
 
-class BadMessageError(Exception):
-    """A message that is not signed with the cluster's key, is malformed, or of no known kind."""
-
-
 def new_key() -> bytes:
     """Return a fresh key for one cluster."""
     return secrets.token_bytes(32)
 
 
-def pack(message: Message, key: bytes) -> list[bytes | memoryview]:
-    """Return the frames of a message, signed."""
-    header = json.dumps({**message.body, "v": VERSION, "kind": message.kind}).encode()
-    frames: list[bytes | memoryview] = [header, *message.payload]
+def pack(packet: Packet, key: bytes) -> list[bytes | memoryview]:
+    """Return the frames of a packet, signed."""
+    header = json.dumps({**packet.body, "v": VERSION, "kind": packet.kind}).encode()
+    frames: list[bytes | memoryview] = [header, *packet.payload]
     return [_sign(frames, key), *frames]
 
 
-def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
-    """Return the message in `frames`.
+def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Packet:
+    """Return the packet in `frames`.
 
     Raises:
         BadMessageError: The signature does not match, or the header is not ours.
@@ -98,21 +71,53 @@ def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Message:
         raise BadMessageError("kind")
     if version != VERSION:
         raise BadMessageError(f"version {version}, this side speaks {VERSION}")
-    return Message(kind, body, tuple(frames[2:]))
+    return Packet(kind, body, tuple(frames[2:]))
 
 
-def declared(message: Message, kinds: frozenset[str]) -> Message:
-    """Return a message that the other side may send: one of `kinds`, and of a known event.
+_UP_WORD, _DOWN_WORD = "said", "do"
+"""The field that tells messages of one kind apart."""
+_UP: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Up)}
+_DOWN: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Down)}
+
+
+def encode(message: Up | Down) -> Packet:
+    """Return a message as it travels."""
+    body = message.to_wire()
+    if message.word:
+        body[_UP_WORD if isinstance(message, Up) else _DOWN_WORD] = message.word
+    return Packet(message.kind, body, message.buffers())
+
+
+def decode_up(packet: Packet) -> Up:
+    """Return what an engine says.
 
     Raises:
-        BadMessageError: It is none.
+        BadMessageError: Engines say nothing of the kind, or a field is unknown, missing or of
+            another type than it should be.
     """
-    if message.kind not in kinds:
-        raise BadMessageError(f"kind {message.kind!r}")
-    name = message.body.get("name")
-    if message.kind == "event" and not (isinstance(name, str) and name in FROM_ENGINES):
-        raise BadMessageError(f"event {name!r}")
+    message = cast(Up, _decode(packet, _UP, _UP_WORD))
+    if isinstance(message, Records):
+        records_from(message.rows)
     return message
+
+
+def decode_down(packet: Packet) -> Down:
+    """Return what the kernel says.
+
+    Raises:
+        BadMessageError: The kernel says nothing of the kind, or a field is unknown, missing or of
+            another type than it should be.
+    """
+    return cast(Down, _decode(packet, _DOWN, _DOWN_WORD))
+
+
+def _decode(packet: Packet, kinds: Mapping[tuple[str, str], type[Message]], by: str) -> Message:
+    body = dict(packet.body)
+    word = body.pop(by, "")
+    kind = kinds.get((packet.kind, word)) if isinstance(word, str) else None
+    if kind is None:
+        raise BadMessageError(f"kind {packet.kind!r} {word!r}")
+    return kind.from_wire(body, packet.payload)
 
 
 def _sign(frames: Sequence[bytes | memoryview], key: bytes) -> bytes:

@@ -21,7 +21,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from .protocol import BadMessageError, Message, pack, unpack
+from .messages import BadMessageError
+from .protocol import Packet, pack, unpack
 
 WINDOW = 4096
 _VIA = "via"
@@ -46,27 +47,27 @@ class Seal:
         self._seen: dict[str, _Window] = {}
         self._lock = threading.Lock()
 
-    def pack(self, message: Message, to: str = "") -> list[bytes | memoryview]:
-        """Return the frames of a message for the end whose nonce is `to`."""
+    def pack(self, packet: Packet, to: str = "") -> list[bytes | memoryview]:
+        """Return the frames of a packet for the end whose nonce is `to`."""
         via = [self.name, to, next(self._numbers)]
-        return pack(Message(message.kind, {**message.body, _VIA: via}, message.payload), self._key)
+        return pack(Packet(packet.kind, {**packet.body, _VIA: via}, packet.payload), self._key)
 
-    def unpack(self, frames: Sequence[bytes | memoryview]) -> tuple[Message, str]:
-        """Return the message in `frames` and the nonce of the end that sent it.
+    def unpack(self, frames: Sequence[bytes | memoryview]) -> tuple[Packet, str]:
+        """Return the packet in `frames` and the nonce of the end that sent it.
 
         Raises:
             BadMessageError: It is not signed with the key, is malformed, is for somebody else, or
                 was received before.
         """
-        message = unpack(frames, self._key)
-        sender, to, number = _read(message.body.get(_VIA))
+        packet = unpack(frames, self._key)
+        sender, to, number = _read(packet.body.get(_VIA))
         if sender == self.name or (to != self.name and not (self._open and to == "")):
             raise BadMessageError("receiver")
         with self._lock:
             if not self._seen.setdefault(sender, _Window()).accept(number):
                 raise BadMessageError("replay")
-        body = {key: value for key, value in message.body.items() if key != _VIA}
-        return Message(message.kind, body, message.payload), sender
+        body = {key: value for key, value in packet.body.items() if key != _VIA}
+        return Packet(packet.kind, body, packet.payload), sender
 
 
 def _read(via: Any) -> tuple[str, str, int]:

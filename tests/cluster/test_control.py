@@ -17,7 +17,8 @@ from notebook_shell import WAIT_S, soon
 
 import workbench as wb
 from workbench.errors import ClusterError, RunError
-from workbench.protocol import Message, new_key, pack
+from workbench.messages import Hello
+from workbench.protocol import encode, new_key, pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -46,12 +47,12 @@ def test_messages_with_a_wrong_key_are_counted_and_dropped(cluster):
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(router.url)
-        stranger.send_multipart(pack(Message("hello", {"engine": 0}), new_key()))
+        stranger.send_multipart(pack(encode(Hello(engine=0)), new_key()))
         stranger.send_multipart([b"", b"{}"])
         stranger.send(b"garbage")
         assert soon(lambda: router.rejected == before + 3)
     router._on_message = listener
-    assert not [m for _, m in heard if m.kind == "hello"]
+    assert not [m for _, m in heard if isinstance(m, Hello)]
     run.stop()
     assert run.wait(WAIT_S).state == "stopped"
 

@@ -121,7 +121,7 @@ def test_ranks_that_all_compute_and_paused_runs_are_no_hang(book, gate):
         while not task.over.wait(0.05):
             banners.add(task.banner)
         assert banners == {""}
-        states = {place["state"] for answers in seen for place in answers.values()}
+        states = {place.state for answers in seen for place in answers.values()}
         assert "busy" in states
         assert "waits" not in states
 

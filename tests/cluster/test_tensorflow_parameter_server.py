@@ -11,6 +11,7 @@ from notebook_shell import WAIT_S
 
 import workbench as wb
 from workbench.errors import RunError
+from workbench.messages import Told
 from workbench.session.run import Run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
@@ -284,9 +285,9 @@ def test_a_worker_that_does_not_come_is_named(cluster, monkeypatch):
     train(cluster, FIT.format(epochs=1)).wait(WAIT_S)  # the engines are there
     told = Run._tell
 
-    def tell(run, kind, body):
-        if not (kind == "told" and body["topic"] == "up" and body["rank"] == 3):
-            told(run, kind, body)
+    def tell(run, message):
+        if not (isinstance(message, Told) and (message.topic, message.rank) == ("up", 3)):
+            told(run, message)
 
     monkeypatch.setattr(Run, "_tell", tell)
     cell = "import workbench.strategies.tensorflow.parameter_server as one; one.MEET_S = {}"

@@ -9,10 +9,11 @@ import pytest
 from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
 from workbench.cookbook.recipe import Recipe
-from workbench.events import Topic
+from workbench.events import CellLeft, Topic
 from workbench.members import Member
+from workbench.messages import Happened
 from workbench.plan import make_plan
-from workbench.protocol import Message, RunSpec
+from workbench.protocol import RunSpec
 from workbench.session.failure import Names
 from workbench.session.requests import in_lanes, members_of
 from workbench.session.run import Run
@@ -80,5 +81,5 @@ def test_who_failed_among_fewer_workers_is_left_to_clear_away(tmp_path):
     run, left = run_on(tmp_path, [3, 5]), []
     run.go_on(2, [5], "", 0)
     run.task = task_of({5: "rank 1"}, end_soon=lambda but: left.append(but), moved=lambda: None)
-    run.receive(Message("event", {"run": 2, "name": "left", "rank": 0, "status": "error"}))
+    run.receive(Happened(run=2, event=CellLeft(rank=0, status="error")))
     assert left == [5]

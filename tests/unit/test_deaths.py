@@ -12,6 +12,7 @@ from workbench.cluster import deaths
 from workbench.cluster.deaths import Ending, EngineDiedError, Memory
 from workbench.cluster.processes import Exit
 from workbench.members import Member
+from workbench.messages import CellOutcome
 from workbench.session import gone
 
 GB = 10**9
@@ -95,12 +96,12 @@ def test_only_a_kill_asks_the_system():
 KILLED = Ending("SIGKILL")
 
 
-def died(engine: int, how: Ending = KILLED, log: str = "") -> dict:
+def died(engine: int, how: Ending = KILLED, log: str = "") -> CellOutcome:
     return gone.outcome(EngineDiedError(engine, 100 + engine, how, log))
 
 
 def test_several_deaths_are_named_one_by_one():
-    outcomes = {0: {"status": "error"}, 1: died(1, log="no more memory"), 2: died(2)}
+    outcomes = {0: CellOutcome(status="error"), 1: died(1, log="no more memory"), 2: died(2)}
     text = gone.words(1, outcomes, Member.of_ranks)
     assert text.splitlines() == [
         "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
@@ -110,7 +111,7 @@ def test_several_deaths_are_named_one_by_one():
     ]
     assert gone.next_step(outcomes) == "%cluster restart 1 2"
     assert gone.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
-    assert gone.next_step({0: {"status": "ok"}}) is None
+    assert gone.next_step({0: CellOutcome(status="ok")}) is None
 
 
 def test_many_deaths_do_not_fill_the_screen():
@@ -148,5 +149,5 @@ def test_a_table_says_an_end_shortly_and_errors_say_all_of_it(end, short, whole)
 
 
 def test_an_engine_that_was_replaced_is_no_reason_to_recover_and_its_words_are_no_matter():
-    assert died(1, deaths.RESTARTED)["recoverable"] is False
-    assert died(1, Ending(what="restarted", hint="by somebody else"))["recoverable"] is True
+    assert died(1, deaths.RESTARTED).recoverable is False
+    assert died(1, Ending(what="restarted", hint="by somebody else")).recoverable is True

@@ -11,7 +11,8 @@ from workbench.engine.profiles import ProfiledGate, Window
 from workbench.engine.values import describe
 from workbench.errors import PlanError
 from workbench.line import parse_cell_line
-from workbench.protocol import Message
+from workbench.messages import BadMessageError, GoOn, Hold, Typed
+from workbench.protocol import Packet, decode_down
 from workbench.session import prompt
 from workbench.session.logs import Tail, follow
 from workbench.session.paused import Paused
@@ -182,8 +183,8 @@ def test_followed_logs_end_with_their_engines(tmp_path):
 
 def talk(paused_can_prompt=None):
     """An engine's side and the kernel's, joined without a network."""
-    engine = attention.Attention(0, lambda said: kernel.hear(0, said))
-    kernel = Paused(lambda number, message: engine.hear(message.body))
+    engine = attention.Attention(0, lambda said: kernel.hear(said))
+    kernel = Paused(lambda number, message: engine.hear(message))
     if paused_can_prompt is not None:
         kernel.attended(can_prompt=paused_can_prompt)
     return engine, kernel
@@ -254,9 +255,17 @@ def test_stop_releases_a_rank_and_makes_it_deaf():
 @pytest.mark.parametrize(
     "body", [{}, {"do": 3}, {"do": "line"}, {"do": "line", "number": "x"}, {"number": 1}]
 )
-def test_senseless_words_are_no_answers(body):
+def test_senseless_words_are_refused(body):
+    with pytest.raises(BadMessageError):
+        decode_down(Packet("debugger", body))
+
+
+@pytest.mark.parametrize(
+    "word", [Hold(number=1), Typed(number=7, text="p x"), GoOn(number=7, reason="")]
+)
+def test_words_that_answer_another_question_are_passed_over(word):
     engine, kernel = talk()
     engine.ask("debugger", "cell line 3", "")
-    engine.hear(Message("debugger", body).body)
-    kernel._send(0, Message("debugger", {"do": "line", "number": 1, "text": "c"}))
+    engine.hear(word)
+    kernel._send(0, Typed(number=1, text="c"))
     assert engine.next_line() == "c"

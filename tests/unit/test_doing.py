@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from workbench.members import Member
+from workbench.messages import Whereabouts
 from workbench.session.doing import Scene, doing
 
-WAITS = {"state": "waits", "waits_in": "in all_reduce", "at": "", "inside": ""}
-HELD = {"state": "held", "waits_in": "in a pause", "at": "", "inside": ""}
-PAUSED = {"state": "paused", "waits_in": "", "at": "", "inside": ""}
+WAITS = Whereabouts(state="waits", waits_in="in all_reduce")
+HELD = Whereabouts(state="held", waits_in="in a pause")
+PAUSED = Whereabouts(state="paused")
 MEMBERS = {0: Member.of_ranks(0), 1: Member.of_ranks(1), 2: Member.helper("server s0")}
 
 

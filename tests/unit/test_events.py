@@ -10,7 +10,8 @@ import pytest
 
 from workbench import events
 from workbench.events import EVENTS, FROM_ENGINES, UnknownEventError, read
-from workbench.protocol import UP, BadMessageError, Message, declared
+from workbench.messages import BadMessageError
+from workbench.protocol import Packet, decode_up
 
 SOURCES = Path(events.__file__).parent
 ENGINES = ("engine", "strategies")
@@ -68,4 +69,4 @@ def test_an_unknown_event_is_refused_and_so_is_one_of_the_kernels_from_an_engine
         read("invented", {})
     for name in ("invented", "death", "inject"):
         with pytest.raises(BadMessageError, match=name):
-            declared(Message("event", {"run": 1, "name": name}), UP)
+            decode_up(Packet("event", {"run": 1, "name": name}))

@@ -1,22 +1,25 @@
 """How the end of a cell is told, by what its engines came to."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from workbench.members import Member
+from workbench.messages import CellOutcome
 from workbench.session.failure import CellEnd, Names
 
-OK = {"status": "ok"}
-CUT = {"status": "error", "ename": "RuntimeError", "evalue": "Connection closed by peer"}
+OK = CellOutcome(status="ok")
+CUT = CellOutcome(status="error", ename="RuntimeError", evalue="Connection closed by peer")
+GONE = CellOutcome(status="died", ename="ClusterError", evalue="gone", ended="ended")
 
 
-def mine(text: str = "mine") -> dict[str, Any]:
-    return {"status": "error", "ename": "ValueError", "evalue": text}
+def mine(text: str = "mine") -> CellOutcome:
+    return CellOutcome(status="error", ename="ValueError", evalue=text)
 
 
 def end_of(
-    outcomes: dict[int, dict[str, Any]],
+    outcomes: dict[int, CellOutcome],
     members: dict[int, Member] | None = None,
     first: int | None = None,
     **more: Any,
@@ -48,12 +51,12 @@ def test_ranks_whose_errors_differ_in_numbers_alone_failed_alike():
 
 
 def test_where_the_error_is_shown_above_its_message_is_not_repeated():
-    advised = mine() | {"advice": "do this"}
+    advised = replace(mine(), advice="do this")
     error = end_of({0: CUT, 1: advised}, first=0).failure()
     assert error.brief == (
         "Rank 1 (engine 1) failed with the ValueError above.\n  next:    do this"
     )
-    died = {"status": "died", "ename": "EngineError", "evalue": "killed"}
+    died = CellOutcome(status="died", ename="EngineError", evalue="killed")
     assert end_of({0: died, 1: OK}, first=0).failure().brief is None
 
 
@@ -68,7 +71,7 @@ def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
 
 
 def test_a_name_that_only_some_ranks_lack_is_said_to_be_on_another_one():
-    lacks = {"status": "error", "ename": "NameError", "evalue": "name 'model' is not defined"}
+    lacks = CellOutcome(status="error", ename="NameError", evalue="name 'model' is not defined")
     assert "%%rank 0" in str(end_of({0: OK, 1: lacks}, first=1).failure())
     assert "next:" not in str(end_of({0: lacks, 1: lacks}, first=1).failure())
     assert "next:" not in str(end_of({0: OK, 1: mine()}, first=1).failure())
@@ -82,21 +85,17 @@ def test_where_nobody_made_a_mistake_nobody_follows():
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_engine_that_was_killed_for_silence_is_named_with_its_pid(interrupted):
-    silent = {"status": "died", "ename": "ClusterError", "evalue": "gone", "ended": "ended"}
-    error = str(end_of({0: OK, 1: silent}, interrupted=interrupted).failure())
+    error = str(end_of({0: OK, 1: GONE}, interrupted=interrupted).failure())
     assert "Interrupted" in error
     assert "Rank 1 (engine 1, pid 101) was ended: %cluster restart 1" in error
 
 
 def test_all_went_well():
-    assert end_of({0: OK, 1: {"status": "stopped"}}).failure() is None
+    assert end_of({0: OK, 1: CellOutcome(status="stopped")}).failure() is None
 
 
 def test_who_failed_and_then_did_not_clear_away_is_told_by_its_own_error():
-    stuck = {
-        "status": "died", "ename": "ClusterError", "evalue": "gone", "ended": "ended",
-        "failed_of": "KeyError: 'accuracy'",
-    }  # fmt: skip
+    stuck = replace(GONE, failed_of="KeyError: 'accuracy'")
     error = str(end_of({0: CUT, 1: stuck}, first=0).failure())
     assert "Rank 1 (engine 1) failed: KeyError: 'accuracy'" in error
     assert "stalled" not in error

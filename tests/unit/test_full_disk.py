@@ -22,6 +22,7 @@ from workbench.events import EpochBegan, Noted, Topic
 from workbench.history import disk, folders, rewind
 from workbench.history.store import RunHistory
 from workbench.lifecycle import OVER
+from workbench.messages import Happened, Records
 from workbench.plan import make_plan
 from workbench.protocol import RunSpec, records_from
 from workbench.record import RECORD
@@ -93,15 +94,15 @@ def test_a_writer_that_fails_costs_no_row_and_one_note(failing):
         assert link.detach(WAIT_S)
         link.emit(Noted(rank=0, text="still here"))
         steps, notes = [], []
-        while not any("still here" in note["text"] for note in notes):
+        while not any("still here" in note.text for note in notes):
             message = heard.get(timeout=WAIT_S)
-            if message.kind == "records":
-                steps += records_from(message.payload[0])["step"].tolist()
-            elif message.kind == "event" and message.body["name"] == "note":
-                notes.append(message.body)
+            if isinstance(message, Records):
+                steps += records_from(message.rows)["step"].tolist()
+            elif isinstance(message, Happened) and isinstance(message.event, Noted):
+                notes.append(message.event)
         assert steps == list(range(3000))
-        assert [note.get("topic") for note in notes] == [Topic.NOT_ON_DISK.value, None]
-        assert "No space left on device (/kept/here)" in notes[0]["text"]
+        assert [note.topic for note in notes] == [Topic.NOT_ON_DISK.value, None]
+        assert "No space left on device (/kept/here)" in notes[0].text
     finally:
         link.close()
         router.close()
@@ -114,7 +115,7 @@ def test_what_cannot_be_sent_does_not_end_the_control_link():
     try:
         link.emit(Noted(text={1, 2}))  # type: ignore[arg-type]  # no JSON
         link.emit(Noted(text="after it"))
-        while heard.get(timeout=WAIT_S).body.get("text") != "after it":
+        while heard.get(timeout=WAIT_S) != Happened(run=0, event=Noted(text="after it", deaths=[])):
             pass
         assert link.faults <= 1
     finally:

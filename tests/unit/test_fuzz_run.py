@@ -18,8 +18,9 @@ from workbench import lifecycle
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
 from workbench.history.store import RunHistory
+from workbench.messages import Down, Halt, HaltAt, Resume
 from workbench.plan import make_plan
-from workbench.protocol import Message
+from workbench.protocol import Packet, decode_up
 from workbench.record import RECORD
 from workbench.session.agreement import Agreement
 from workbench.session.run import Run
@@ -33,13 +34,13 @@ class Engines:
     """Takes down what the run tells its engines."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, Message]] = []
+        self.sent: list[tuple[int, Down]] = []
         self.interrupts = 0
         self.lost, self.banner = 0, ""
         self.outcomes: dict[int, Any] = {}
         self.engines = SimpleNamespace(router=self)
 
-    def send(self, engine: int, message: Message) -> None:
+    def send(self, engine: int, message: Down) -> None:
         self.sent.append((engine, message))
 
     def interrupt(self) -> None:
@@ -67,7 +68,8 @@ class Life(RuleBasedStateMachine):
         self.asked: Agreement | None = None
 
     def hear(self, kind: str, body: dict[str, Any], *payload: bytes) -> None:
-        self.run.receive(Message(kind, {"run": 1, **body}, payload))
+        message: Any = decode_up(Packet(kind, {"run": 1, **body}, payload))
+        self.run.receive(message)
 
     @rule(rank=RANKS)
     def started(self, rank: int) -> None:
@@ -79,7 +81,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(["epoch", "eval", "log", "note", "warning", "run_finished",
-                              "unmeasured", "server", "post", "checkpoint", "never heard of"]),
+                              "unmeasured", "server", "post", "checkpoint"]),
         rank=RANKS, step=STEPS,
     )  # fmt: skip
     def told(self, name: str, rank: int, step: int) -> None:
@@ -94,7 +96,7 @@ class Life(RuleBasedStateMachine):
         before = len(self.engines.sent)
         self.hear("position", {"rank": rank, "step": step})
         common = self.asked.answer(rank, step) if self.asked and not self.settled else None
-        named = [m.body["step"] for _, m in self.engines.sent[before:] if m.kind == "halt_at"]
+        named = [m.step for _, m in self.engines.sent[before:] if isinstance(m, HaltAt)]
         assert named == ([] if common is None else [common] * WORKERS)
 
     @rule(first=st.integers(0, 30), steps=st.integers(0, 4), rank=RANKS)
@@ -106,10 +108,10 @@ class Life(RuleBasedStateMachine):
     def clicked(self, what: str) -> None:
         before = len(self.engines.sent)
         getattr(self.run, what)()
-        kinds = {message.kind for _, message in self.engines.sent[before:]}
-        if "halt" in kinds:
+        kinds = {type(message) for _, message in self.engines.sent[before:]}
+        if Halt in kinds:
             self.asked = Agreement("stop" if what == "stop" else "pause", WORKERS)
-        if "resume" in kinds or (what == "resume" and self.settled):
+        if Resume in kinds or (what == "resume" and self.settled):
             self.asked = None
         if self.settled:
             assert kinds == set()

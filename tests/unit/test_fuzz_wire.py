@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from workbench.engine.links.hub import _Peer
 from workbench.engine.links.peers import Peers
 from workbench.engine.links.wire import LinkError
 from workbench.engine.links.worker import Link
-from workbench.protocol import BadMessageError, Message
+from workbench.messages import BadMessageError, Down, Up
+from workbench.protocol import Packet
 from workbench.record import RECORD
 from workbench.seal import Seal
 
@@ -36,7 +38,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )  # fmt: skip
 BODIES = st.dictionaries(st.text(max_size=6), JSON, max_size=4)
 MESSAGES = st.builds(
-    lambda kind, body, payload: Message(kind, body, tuple(payload)),
+    lambda kind, body, payload: Packet(kind, body, tuple(payload)),
     st.text(max_size=8),
     BODIES.map(lambda body: {k: v for k, v in body.items() if k not in ("v", "kind")}),
     st.lists(st.binary(max_size=200), max_size=3),
@@ -122,6 +124,16 @@ def test_records_are_whole_rows_or_refused(payload: bytes) -> None:
         assert rows.nbytes == len(payload)
 
 
+@tries(80)
+@given(st.sampled_from([*get_args(Up), *get_args(Down)]), BODIES, st.data())
+def test_fields_of_any_type_make_a_message_or_are_refused(kind: Any, body: Any, data: Any) -> None:
+    names = [one.name for one in dataclasses.fields(kind)]
+    fields = {name: data.draw(JSON) for name in names} | body
+    for decode in (protocol.decode_up, protocol.decode_down):
+        with contextlib.suppress(BadMessageError):
+            assert json.dumps(decode(Packet(kind.kind, fields)).to_wire())
+
+
 @pytest.fixture(scope="module")
 def router() -> Iterator[ControlRouter]:
     router = ControlRouter(lambda engine, message: None)
@@ -136,7 +148,7 @@ def test_the_kernels_end_survives_anything_signed(router: ControlRouter) -> None
     @given(st.sampled_from(KINDS), BODIES, st.sampled_from(["engine", "count", "ask", "via", ""]),
            JSON, st.lists(st.binary(max_size=20), max_size=2))  # fmt: skip
     def check(kind: str, body: Any, field: str, value: Any, payload: list[bytes]) -> None:
-        message = Message(kind, {**body, field: value}, tuple(payload))
+        message = Packet(kind, {**body, field: value}, tuple(payload))
         router._accept(b"somebody", [bytes(frame) for frame in insider.pack(message)])
         assert router._thread.is_alive()
 

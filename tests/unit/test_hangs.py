@@ -3,23 +3,25 @@
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from workbench.engine import attention, stacks, waits
 from workbench.engine.waits import Place, waiting_in
 from workbench.members import Member
+from workbench.messages import AskStacks, AskWhere, StacksAnswer, Whereabouts, WhereAnswer
 from workbench.session.hangs import diagnose, patience_s
 
 MEMBERS = {rank: Member.of_ranks(rank) for rank in range(4)} | {9: Member.helper("server s0")}
 
 
 def waits_in(what="in all_reduce"):
-    return {"state": "waits", "at": "cell line 9", "inside": "all_reduce", "waits_in": what}
+    return Whereabouts(state="waits", at="cell line 9", inside="all_reduce", waits_in=what)
 
 
 def busy(at="train.py:41 in load_batch", inside=""):
-    return {"state": "busy", "at": at, "inside": inside, "waits_in": ""}
+    return Whereabouts(state="busy", at=at, inside=inside)
 
 
 def said(places, waited_s=12.0, ended=(), limit_s=5.0):
@@ -56,8 +58,8 @@ def test_ranks_that_wait_in_different_collectives_wait_for_each_other():
     [
         {0: busy(), 1: busy()},  # all compute
         {0: waits_in(), 1: waits_in()},  # a large message, for all one knows
-        {0: waits_in(), 1: {**busy(), "state": "paused"}},  # by a debugger
-        {0: waits_in(), 1: {**busy(), "state": "held"}},  # by Pause
+        {0: waits_in(), 1: replace(busy(), state="paused")},  # by a debugger
+        {0: waits_in(), 1: replace(busy(), state="held")},  # by Pause
         {0: busy(), 9: busy("")},
     ],
 )
@@ -159,7 +161,7 @@ def test_tensorflow_waits_while_its_whole_process_stands_still(monkeypatch, idle
 
 
 def test_a_process_that_runs_no_cell_is_idle_and_its_stacks_are_told_all_the_same():
-    assert stacks.where()["state"] == "idle"
+    assert stacks.where().state == "idle"
     ready, leave = threading.Event(), threading.Event()
 
     def named_function():
@@ -182,19 +184,20 @@ def test_a_process_that_runs_no_cell_is_idle_and_its_stacks_are_told_all_the_sam
 
 def test_an_answer_never_fails(monkeypatch):
     monkeypatch.setattr(stacks, "_main_thread", lambda: 1 / 0)
-    assert stacks.answer("where")["state"] == "busy"
+    assert stacks.answer(AskWhere(ask=7), 3) == WhereAnswer(engine=3, ask=7, state="busy")
+    told = stacks.answer(AskStacks(ask=8), 3)
+    assert (told.ask, told.state, told.text[:17]) == (8, "busy", "ZeroDivisionError")
 
 
 def test_somebody_at_a_debugger_is_paused(monkeypatch):
     monkeypatch.setattr(attention, "paused_by_user", lambda: "cell line 3")
     monkeypatch.setattr(stacks, "_main_thread", lambda: [Place(__file__, 3, "step")])
-    assert stacks.where()["state"] == "paused"
-    assert stacks.where()["at"].endswith("test_hangs.py:3 in step")
+    assert stacks.where().state == "paused"
+    assert stacks.where().at.endswith("test_hangs.py:3 in step")
 
 
 def test_a_question_is_answered_by_those_who_hear_it_in_time():
     from workbench.cluster.questions import Questions
-    from workbench.protocol import Message
 
     sent = []
     questions = Questions(lambda engine, message: sent.append((engine, message)))
@@ -202,13 +205,14 @@ def test_a_question_is_answered_by_those_who_hear_it_in_time():
     def answer_one():
         while len(sent) < 2:
             time.sleep(0.001)
-        number = sent[0][1].body["ask"]
-        questions.heard(0, Message("where", {"ask": number, "state": "busy"}))
-        questions.heard(5, Message("where", {"ask": number, "state": "busy"}))  # was not asked
-        questions.heard(1, Message("where", {"ask": number + 7}))  # nobody asks that
+        number = sent[0][1].ask
+        questions.heard(WhereAnswer(engine=0, ask=number, state="busy"))
+        questions.heard(WhereAnswer(engine=5, ask=number, state="busy"))  # was not asked
+        questions.heard(WhereAnswer(engine=1, ask=number + 7, state="busy"))  # nobody asks that
+        questions.heard(StacksAnswer(engine=1, ask=number, state="busy"))  # nobody asks for stacks
 
     thread = threading.Thread(target=answer_one)
     thread.start()
-    assert set(questions.ask("where", [0, 1], 0.5)) == {0}
+    assert set(questions.ask(AskWhere, [0, 1], 0.5)) == {0}
     thread.join()
-    assert questions.ask("where", [], 5.0) == {}
+    assert questions.ask(AskWhere, [], 5.0) == {}

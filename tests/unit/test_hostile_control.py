@@ -14,19 +14,20 @@ from workbench.cluster.router import ControlRouter
 from workbench.engine.link import ControlLink
 from workbench.engine.links import auth
 from workbench.events import Noted
-from workbench.protocol import Message, new_key, pack
+from workbench.messages import Halt, Happened, Hello, Up
+from workbench.protocol import Packet, new_key, pack
 from workbench.seal import Seal
 
 WAIT_S = 20
 
 
 @pytest.fixture
-def heard() -> queue.Queue[tuple[int, Message]]:
+def heard() -> queue.Queue[tuple[int, Up]]:
     return queue.Queue()
 
 
 @pytest.fixture
-def router(heard: queue.Queue[tuple[int, Message]]) -> Iterator[ControlRouter]:
+def router(heard: queue.Queue[tuple[int, Up]]) -> Iterator[ControlRouter]:
     router = ControlRouter(lambda engine, message: heard.put((engine, message)))
     yield router
     router.close()
@@ -51,24 +52,24 @@ def soon(condition: Any) -> bool:
 
 
 def test_a_recorded_hello_does_not_take_an_engines_place(
-    router: ControlRouter, heard: queue.Queue[tuple[int, Message]], stranger: Any
+    router: ControlRouter, heard: queue.Queue[tuple[int, Up]], stranger: Any
 ) -> None:
     engine, recorded = Seal(router.key), []
     with zmq.Context() as context, context.socket(zmq.DEALER) as friend:
         friend.setsockopt(zmq.RCVTIMEO, WAIT_S * 1000)
         friend.connect(router.url)
-        recorded.append(engine.pack(Message("hello", {"engine": 3})))
+        recorded.append(engine.pack(Packet("hello", {"engine": 3})))
         friend.send_multipart(recorded[0])
         welcome, kernel = engine.unpack(friend.recv_multipart())
         assert welcome.kind == "welcome"
-        recorded.append(engine.pack(Message("event", {"run": 1, "name": "note"}), kernel))
+        recorded.append(engine.pack(Packet("event", {"run": 1, "name": "note"}), kernel))
         friend.send_multipart(recorded[1])
-        assert [heard.get(timeout=WAIT_S)[1].kind for _ in "ab"] == ["hello", "event"]
+        assert [type(heard.get(timeout=WAIT_S)[1]) for _ in "ab"] == [Hello, Happened]
 
         for frames in recorded:
             stranger.send_multipart(frames)
         assert soon(lambda: router.rejected == 2)
-        router.send(3, Message("halt", {"run": 1}))
+        router.send(3, Halt(run=1, purpose="stop"))
         down = friend.recv_multipart()
         assert engine.unpack(down)[0].kind == "halt"
         with pytest.raises(zmq.Again):  # nothing went to who sent the recorded hello
@@ -77,28 +78,30 @@ def test_a_recorded_hello_does_not_take_an_engines_place(
 
 
 def test_signed_messages_that_make_no_sense_are_counted_and_the_rest_goes_on(
-    router: ControlRouter, heard: queue.Queue[tuple[int, Message]], stranger: Any
+    router: ControlRouter, heard: queue.Queue[tuple[int, Up]], stranger: Any
 ) -> None:
     insider = Seal(router.key)
     senseless = [
-        Message("hello"),
-        Message("hello", {"engine": "3"}),
-        Message("hello", {"engine": None}),
-        Message("event", {"engine": {}, "name": "note"}),
-        Message("event", {"name": "never heard of"}),
-        Message("event", {"name": ["note"]}),
-        Message("event"),
-        Message("never heard of"),
-        Message("halt", {"run": 1}),  # what the kernel says
+        Packet("hello"),
+        Packet("hello", {"engine": "3"}),
+        Packet("hello", {"engine": None}),
+        Packet("event", {"engine": {}, "name": "note"}),
+        Packet("event", {"name": "never heard of"}),
+        Packet("event", {"name": ["note"]}),
+        Packet("event"),
+        Packet("never heard of"),
+        Packet("halt", {"run": 1, "purpose": "stop"}),  # what the kernel says
+        Packet("refused", {"engine": 1, "count": "many"}),
+        Packet("position", {"run": 1, "rank": 0}),
+        Packet("records", {"run": 1, "dropped": 0}, (b"half a row",)),
     ]
     for message in senseless:
         stranger.send_multipart(insider.pack(message))
-    for frames in ([], [b""], [b"", b""], pack(Message("hello", {"engine": 1}), router.key)):
+    for frames in ([], [b""], [b"", b""], pack(Packet("hello", {"engine": 1}), router.key)):
         stranger.send_multipart(frames or [b""])
     assert soon(lambda: router.rejected == len(senseless) + 4)
-    stranger.send_multipart(insider.pack(Message("refused", {"engine": 1, "count": "many"})))
-    stranger.send_multipart(insider.pack(Message("hello", {"engine": 3})))
-    assert heard.get(timeout=WAIT_S) == (3, Message("hello", {"engine": 3}))
+    stranger.send_multipart(insider.pack(Packet("hello", {"engine": 3})))
+    assert heard.get(timeout=WAIT_S) == (3, Hello(engine=3))
     assert router.refused == {}
 
 
@@ -112,17 +115,17 @@ def test_an_engine_obeys_nobody_without_the_key_and_survives_nonsense() -> None:
         identity, *frames = kernel.recv_multipart()
         _, engine = mine.unpack(frames)
         for seal in (unheard, mine):
-            kernel.send_multipart([identity, *seal.pack(Message("welcome"), engine)])
-        question = mine.pack(Message("where", {"ask": 1}), engine)
+            kernel.send_multipart([identity, *seal.pack(Packet("welcome"), engine)])
+        question = mine.pack(Packet("where", {"ask": 1}), engine)
         kernel.send_multipart([identity, *question])
         kinds = [mine.unpack(kernel.recv_multipart()[1:])[0].kind]
         kernel.send_multipart([identity, *question])
-        kernel.send_multipart([identity, *mine.pack(Message("debugger", {"value": []}), engine)])
+        kernel.send_multipart([identity, *mine.pack(Packet("debugger", {"value": []}), engine)])
         assert soon(lambda: link.rejected >= 2)
         for unknown in ("never heard of", "hello"):  # the second is what engines say
-            kernel.send_multipart([identity, *mine.pack(Message(unknown), engine)])
+            kernel.send_multipart([identity, *mine.pack(Packet(unknown), engine)])
         assert soon(lambda: link.rejected >= 4)
-        kernel.send_multipart([identity, *mine.pack(Message("where", {"ask": 1}), engine)])
+        kernel.send_multipart([identity, *mine.pack(Packet("where", {"ask": 1}), engine)])
         while kinds.count("where") < 2 or "refused" not in kinds:
             kinds.append(mine.unpack(kernel.recv_multipart()[1:])[0].kind)
         link.close()

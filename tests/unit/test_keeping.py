@@ -16,6 +16,7 @@ from workbench.engine import home
 from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.tail import Tail
+from workbench.messages import CellOutcome
 from workbench.record import RECORD
 from workbench.scratch import PAGE_BYTES, Page, last_page
 from workbench.session.following import _Outputs
@@ -41,7 +42,7 @@ def test_outputs_are_read_back_once_and_in_order(folder):
     diary.output("display_data", {"data": {}})
     assert [kind for kind, _ in outputs.fresh()] == ["display_data"]
     assert list(outputs.fresh()) == []
-    diary.end({"status": "ok"})
+    diary.end(CellOutcome(status="ok"))
     page = last_page(folder / "doing" / "engine-3.jsonl")
     assert (page["busy"], page["call"], page["outcome"]) == (False, "a", {"status": "ok"})
     assert {path.stat().st_mode & 0o777 for path in (folder / "doing").iterdir()} == {0o600}

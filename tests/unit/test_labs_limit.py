@@ -10,6 +10,7 @@ from notebook_shell import Notebook
 
 from workbench.errors import RunError
 from workbench.labs import asking, limit
+from workbench.messages import CellOutcome
 
 ENDLESS = "# YOUR CODE 3.2\nwhile True:\n    pass"
 
@@ -97,7 +98,7 @@ def test_after_a_syntax_error_the_older_function_is_not_looked_at(watched):
 
 def test_a_syntax_error_that_engines_would_meet_is_known_too(watched):
     error = RunError("SyntaxError: '(' was never closed")
-    error.outcome = {"ename": "SyntaxError"}
+    error.outcome = CellOutcome(status="error", ename="SyntaxError")
 
     def distributed(line, cell):
         raise error

@@ -13,7 +13,8 @@ from workbench.engine.injector import FaultInjector
 from workbench.engine.link import ControlLink
 from workbench.engine.recorder import Recorder, StepResult
 from workbench.events import Evaluated, Noted
-from workbench.protocol import Message, RunSpec, records_from
+from workbench.messages import AskWhere, Halt, HaltAt, Happened, Hello, Inject, Position, Records
+from workbench.protocol import RunSpec, records_from
 
 WAIT_S = 20
 
@@ -30,24 +31,24 @@ def router():
 @pytest.fixture
 def link(router):
     link = ControlLink(3, router.url, router.key, {"pid": 1})
-    assert kind(router, "hello").body["engine"] == 3
+    assert next_of(router, Hello).engine == 3
     yield link
     link.close()
 
 
-def kind(router, wanted):
-    """The next message of a kind."""
+def next_of(router, wanted):
+    """The next message of a class."""
     while True:
         _, message = router.heard.get(timeout=WAIT_S)
-        if message.kind == wanted:
+        if isinstance(message, wanted):
             return message
 
 
-def event(router, name):
+def event(router, wanted):
     while True:
-        message = kind(router, "event")
-        if message.body["name"] == name:
-            return message.body
+        message = next_of(router, Happened)
+        if isinstance(message.event, wanted):
+            return message
 
 
 def context(link, run=1, rank=0):
@@ -68,17 +69,17 @@ def test_rows_and_events_of_a_run_arrive_whole_and_in_order(router, link):
     assert link.detach(WAIT_S)
     steps = []
     while len(steps) < 5000:
-        message = kind(router, "records")
-        assert message.body["dropped"] == 0
-        steps += records_from(message.payload[0])["step"].tolist()
+        message = next_of(router, Records)
+        assert message.dropped == 0
+        steps += records_from(message.rows)["step"].tolist()
     assert steps == list(range(5000))
 
 
 def test_events_carry_the_run_and_their_fields(router, link):
     link.attach(context(link, run=9), None)
     link.emit(Evaluated(step=3, values={"loss": 0.5}))
-    found = event(router, "eval")
-    assert (found["run"], found["step"], found["values"]) == (9, 3, {"loss": 0.5})
+    found = event(router, Evaluated)
+    assert found == Happened(run=9, event=Evaluated(step=3, values={"loss": 0.5}))
 
 
 def test_dropped_rows_are_counted(router, link):
@@ -86,42 +87,42 @@ def test_dropped_rows_are_counted(router, link):
     run.recorder.dropped = 7
     row(run, 0)
     link.attach(run, None)
-    assert kind(router, "records").body["dropped"] == 7
+    assert next_of(router, Records).dropped == 7
 
 
 def test_a_halt_is_answered_with_the_step_and_a_named_step_ends_the_run(router, link):
     run = context(link)
     link.attach(run, None)
     run.gate.enter(4)
-    router.send(3, Message("halt", {"run": 1, "purpose": "stop"}))
-    assert kind(router, "position").body["step"] == 4
-    router.send(3, Message("halt_at", {"run": 1, "purpose": "stop", "step": 5}))
+    router.send(3, Halt(run=1, purpose="stop"))
+    assert next_of(router, Position).step == 4
+    router.send(3, HaltAt(run=1, purpose="stop", step=5))
     assert run.gate.enter(5)
     assert not run.gate.enter(6)
 
 
 def test_what_comes_before_the_run_has_begun_here_is_not_lost(router, link):
-    router.send(3, Message("halt", {"run": 2, "purpose": "stop"}))
-    assert router.questions.ask("where", [3], WAIT_S)  # so the halt was handled before any run
+    router.send(3, Halt(run=2, purpose="stop"))
+    assert router.questions.ask(AskWhere, [3], WAIT_S)  # so the halt was handled before any run
     link.attach(context(link, run=2), None)
-    assert kind(router, "position").body["step"] == -1
+    assert next_of(router, Position).step == -1
 
 
 def test_messages_for_another_run_are_not_obeyed(router, link):
     run = context(link, run=5)
     link.attach(run, None)
-    router.send(3, Message("halt_at", {"run": 4, "purpose": "stop", "step": 0}))
-    router.send(3, Message("inject", {"run": 5, "faults": ["slow=0:1ms"]}))
-    assert router.questions.ask("where", [3], WAIT_S)
+    router.send(3, HaltAt(run=4, purpose="stop", step=0))
+    router.send(3, Inject(run=5, faults=("slow=0:1ms",)))
+    assert router.questions.ask(AskWhere, [3], WAIT_S)
     assert not run.gate.stopping
     assert run.faults.active
 
 
 def test_a_message_for_an_engine_that_is_yet_to_come_waits_for_it(router):
-    router.send(8, Message("halt", {"run": 1, "purpose": "stop"}))
+    router.send(8, Halt(run=1, purpose="stop"))
     link = ControlLink(8, router.url, router.key, {})
     link.attach(context(link), None)
-    assert kind(router, "position").body["step"] == -1
+    assert next_of(router, Position).step == -1
     assert router.connected == {8}
     router.forget(8)
     assert router.connected == frozenset()
@@ -131,7 +132,7 @@ def test_a_message_for_an_engine_that_is_yet_to_come_waits_for_it(router):
 def test_a_link_with_a_wrong_key_is_not_heard_and_hears_nothing(router):
     stranger = ControlLink(1, router.url, b"x" * 32, {})
     friend = ControlLink(2, router.url, router.key, {})
-    assert kind(router, "hello").body["engine"] == 2
+    assert next_of(router, Hello).engine == 2
     stranger.close()
     friend.close()
     assert router.rejected >= 1
@@ -146,14 +147,14 @@ def test_where_the_socket_is_out_of_reach_everything_goes_the_other_way(router):
     link.emit(Noted(rank=0, text="over there"))
     assert link.detach(WAIT_S)
     assert link.using_fallback
-    rows = records_from(kind(router, "records").payload[0])
+    rows = records_from(next_of(router, Records).rows)
     np.testing.assert_array_equal(rows["local_loss"], [2.5])
     link.close()
 
 
 def test_closing_ends_both_threads(router):
     link = ControlLink(1, router.url, router.key, {})
-    kind(router, "hello")
+    next_of(router, Hello)
     link.close()
     router.close()
     names = {thread.name for thread in threading.enumerate()}

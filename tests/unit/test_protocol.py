@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Collection
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,18 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench import protocol
-from workbench.engine import stacks
 from workbench.engine.recorder import Recorder, StepResult
 from workbench.faults import parse_fault
+from workbench.messages import BadMessageError, Down, Up
 from workbench.protocol import (
-    DOWN,
-    UP,
     VERSION,
-    BadMessageError,
-    Message,
+    Packet,
     RunSpec,
     _sign,
-    declared,
+    decode_up,
     new_key,
     pack,
     records_from,
@@ -41,13 +38,13 @@ BODY = st.dictionaries(st.text().filter(lambda name: name not in ("v", "kind")),
 
 @given(BODY, st.lists(st.binary(max_size=200), max_size=3))
 def test_a_message_arrives_as_it_was_sent(body: dict[str, object], payload: list[bytes]) -> None:
-    got = unpack(pack(Message("event", body, payload), KEY), KEY)
+    got = unpack(pack(Packet("event", body, payload), KEY), KEY)
     assert (got.kind, dict(got.body), list(got.payload)) == ("event", body, payload)
 
 
 @given(st.integers(0, 2), st.integers(0, 10_000), st.integers(1, 255))
 def test_any_changed_byte_is_noticed(frame: int, at: int, flip: int) -> None:
-    frames = [bytearray(part) for part in pack(Message("records", {"run": 1}, [b"abc" * 30]), KEY)]
+    frames = [bytearray(part) for part in pack(Packet("records", {"run": 1}, [b"abc" * 30]), KEY)]
     frames[frame][at % len(frames[frame])] ^= flip
     with pytest.raises(BadMessageError, match="signature"):
         unpack([bytes(part) for part in frames], KEY)
@@ -55,7 +52,7 @@ def test_any_changed_byte_is_noticed(frame: int, at: int, flip: int) -> None:
 
 def test_another_clusters_key_is_refused() -> None:
     with pytest.raises(BadMessageError, match="signature"):
-        unpack(pack(Message("resume"), new_key()), new_key())
+        unpack(pack(Packet("resume"), new_key()), new_key())
     assert len(new_key()) == 32
 
 
@@ -66,7 +63,7 @@ def test_too_few_frames_are_refused(frames: list[bytes]) -> None:
 
 
 def test_frames_cannot_be_left_out_swapped_or_cut_elsewhere() -> None:
-    mac, header, first, second = pack(Message("records", {}, [b"aabb", b"cc"]), KEY)
+    mac, header, first, second = pack(Packet("records", {}, [b"aabb", b"cc"]), KEY)
     for forged in (
         [mac, header, first],
         [mac, header, second, first],
@@ -94,7 +91,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 
 def test_a_body_cannot_pass_for_another_kind() -> None:
-    got = unpack(pack(Message("event", {"kind": "halt", "v": 9}), KEY), KEY)
+    got = unpack(pack(Packet("event", {"kind": "halt", "v": 9}), KEY), KEY)
     assert got.kind == "event"
 
 
@@ -149,26 +146,23 @@ def test_a_local_rank_counts_the_workers_of_its_host(
 
 
 @pytest.mark.parametrize(
-    "message",
+    "packet",
     [
-        Message("never heard of"),
-        Message("halt"),  # only the kernel says that
-        Message("event", {"name": "never heard of"}),
-        Message("event", {"name": "death"}),  # the kernel's own
-        Message("event", {"name": ["note"]}),
-        Message("event"),
+        Packet("never heard of"),
+        Packet("halt", {"run": 1, "purpose": "stop"}),  # only the kernel says that
+        Packet("debugger", {"said": "never heard of", "engine": 1}),
+        Packet("debugger", {"do": "line", "number": 1, "text": ""}),
+        Packet("event", {"run": 1, "name": "never heard of"}),
+        Packet("event", {"run": 1, "name": "death"}),  # the kernel's own
+        Packet("event", {"run": 1, "name": ["note"]}),
+        Packet("event", {"name": "note"}),
+        Packet("event"),
     ],
-    ids=lambda message: f"{message.kind} {dict(message.body)}",
+    ids=lambda packet: f"{packet.kind} {dict(packet.body)}",
 )
-def test_what_no_engine_says_is_refused(message: Message) -> None:
+def test_what_no_engine_says_is_refused(packet: Packet) -> None:
     with pytest.raises(BadMessageError, match=r"^(kind|event) "):
-        declared(message, UP)
-
-
-def test_what_was_declared_may_be_said() -> None:
-    said = [Message(kind, {"name": "note"}) for kind in sorted(UP)]
-    assert [declared(message, UP) for message in said] == said
-    assert not DOWN & {"hello", "records", "event", "position", "refused"}
+        decode_up(packet)
 
 
 # -- what is declared is what is sent --------------------------------------------------------------
@@ -176,46 +170,32 @@ def test_what_was_declared_may_be_said() -> None:
 SOURCES = Path(protocol.__file__).parent
 ENGINES = ("engine", "strategies")
 """Folders of the engines' side; the rest is the kernel's."""
-NOT_OURS = ("labs/", "panels/", "engine/links/", "cluster/warm", "engine/debugger.py",
-            "session/paused.py")  # fmt: skip
-"""Where functions of these names say something else to somebody else."""
 
 
-def said_by(tree: ast.AST, names: Collection[str]) -> set[str]:
-    """Return the first word that calls of these functions are given, where it stands there."""
-    return {
-        call.args[0].value
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and call.args
-        and getattr(call.func, "attr", getattr(call.func, "id", "")) in names
-        and isinstance(call.args[0], ast.Constant) and str(call.args[0].value).isidentifier()
-    }  # fmt: skip
-
-
-def said(side: str, names: Collection[str]) -> set[str]:
-    """Return what the sources of one side, `engines` or `kernel`, say by these functions."""
+def made_by(side: str) -> set[str]:
+    """Return the names of all classes that one side, `engines` or `kernel`, makes."""
     found: set[str] = set()
     for path in SOURCES.rglob("*.py"):
         inside = path.relative_to(SOURCES).as_posix()
-        if path.name == "protocol.py" or inside.startswith(NOT_OURS):
+        if path.name == "messages.py" or inside.startswith(ENGINES) != (side == "engines"):
             continue
-        if inside.startswith(ENGINES) == (side == "engines"):
-            found |= said_by(ast.parse(path.read_text()), names)
+        calls = [one for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.Call)]
+        found |= {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
     return found
 
 
-def test_engines_send_the_kinds_that_are_declared_and_no_other() -> None:
-    assert said("engines", ["Message", "say"]) | stacks.ANSWERS == UP
+ASKED = {"AskWhere", "AskStacks"}
+"""Handed as classes to `questions.Questions`, which makes them."""
 
 
-def test_the_kernel_sends_the_kinds_that_are_declared_and_no_other() -> None:
-    steering = ("_tell", "_send", "_ask", "ask")
-    paused = said_by(ast.parse((SOURCES / "session/paused.py").read_text()), ["Message"])
-    assert said("kernel", ["Message", *steering]) | paused == DOWN
+def test_engines_say_all_that_is_declared_for_them_and_nothing_of_the_kernels() -> None:
+    made = made_by("engines")
+    assert {one.__name__ for one in get_args(Up)} - made == set()
+    assert {one.__name__ for one in get_args(Down)} & made == set()
 
 
-def test_a_kind_that_nobody_declared_is_found() -> None:
-    tree = ast.parse(
-        "link.say('new', {}); emit('event', a=1); Message(kind); x.say(1); other('no')"
-    )
-    assert said_by(tree, ["say", "emit", "Message"]) == {"new", "event"}
+def test_the_kernel_says_all_that_is_declared_for_it_and_nothing_of_the_engines() -> None:
+    made = made_by("kernel")
+    assert {one.__name__ for one in get_args(Down)} - made == ASKED
+    # A call of debugpy answers with the fields of `Served` where no cell is under way.
+    assert {one.__name__ for one in get_args(Up)} & made <= {"Served"}

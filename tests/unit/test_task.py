@@ -5,6 +5,7 @@ import signal
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from workbench.cluster.calls import Call
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import ClusterError, RunError
 from workbench.members import Member
+from workbench.messages import CellOutcome, Copy, OwnLoop
 from workbench.plan import make_plan
 from workbench.session import show
 from workbench.session.run import Run
@@ -76,6 +78,16 @@ def test_a_cell_is_over_when_every_engine_is_done(engines):
     assert task.is_over
     assert over == [task]
     assert task.failure() is None
+
+
+@pytest.mark.parametrize("answer", [None, {"status": "ok", "new": 1}, {"status": "odd"}])
+def test_an_outcome_that_cannot_be_read_is_an_error_and_the_cell_is_over(engines, answer):
+    task, _ = start(engines, 0, 1)
+    engines.calls[0].finish({"status": "ok"})
+    engines.calls[1].finish(answer)
+    assert task.is_over
+    assert "Rank 1 (engine 1) failed" in str(task.failure())
+    assert "cannot be read: CellOutcome" in str(task.failure())
 
 
 def test_a_cell_is_over_although_nobody_tells_of_the_end_of_an_engine_that_was_killed(
@@ -231,7 +243,7 @@ def run_with(tmp_path, **overrides):
     return Run(plan, number=1, name="r", engines=[0, 1], devices=["cpu"] * 2, folder=tmp_path)
 
 
-OK = {"status": "ok", "trained": 3, "options_read": False}
+OK = CellOutcome(status="ok", trained=3)
 
 
 def test_a_cell_that_trained_is_no_error(tmp_path):
@@ -240,12 +252,12 @@ def test_a_cell_that_trained_is_no_error(tmp_path):
 
 
 def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
-    nothing = {**OK, "trained": 0}
+    nothing = CellOutcome(status="ok")
     assert "Nothing was distributed" in str(outcome_error(run_with(tmp_path), {0: nothing}))
     error = str(outcome_error(run_with(tmp_path, framework="tensorflow"), {0: nothing}))
     assert "strategy.run" in error
     assert "%%rank 0" in error
-    stopped = {**nothing, "status": "stopped"}
+    stopped = CellOutcome(status="stopped")
     assert outcome_error(run_with(tmp_path), {0: stopped}) is None
 
 
@@ -259,20 +271,21 @@ def test_a_cell_that_trained_nothing_is_an_error(tmp_path):
     ],
 )
 def test_a_loop_that_recorded_nothing_says_what_was_missing(tmp_path, loop, words):
-    told = dict(zip(("by", "backwards", "updates"), loop, strict=True))
-    error = outcome_error(run_with(tmp_path), {0: {**OK, "trained": 0, "loop": told}})
+    by, backwards, updates = loop
+    told = OwnLoop(by=by, backwards=backwards, updates=updates)
+    error = outcome_error(run_with(tmp_path), {0: CellOutcome(status="ok", loop=told)})
     assert words in str(error)
 
 
 def test_ignored_overrides_are_an_error_unless_somebody_read_them(tmp_path):
     run = run_with(tmp_path, epochs=3, batch_size=64)
     assert "--batch-size, --epochs" in str(outcome_error(run, {0: OK, 1: OK}))
-    assert outcome_error(run, {0: OK, 1: {**OK, "options_read": True}}) is None
+    assert outcome_error(run, {0: OK, 1: replace(OK, options_read=True)}) is None
 
 
 def test_a_rank_that_ended_with_another_model_is_named():
-    def ended(digest: int, rank: int, like: int = 0) -> dict:
-        return {"copies": {"digest": digest, "rank": rank, "like": like}}
+    def ended(digest: int, rank: int, like: int = 0) -> CellOutcome:
+        return CellOutcome(status="ok", copies=Copy(digest=digest, rank=rank, like=like))
 
     assert outcome_notes({0: ended(5, 0), 1: ended(5, 1)}) == []
     assert outcome_notes({0: ended(5, 0), 1: ended(6, 1, like=1)}) == []  # rounded otherwise
@@ -282,7 +295,8 @@ def test_a_rank_that_ended_with_another_model_is_named():
 
 def test_reassigned_names_are_told_once():
     assert outcome_notes({0: OK, 1: OK}) == []
-    (note,) = outcome_notes({0: {"reassigned": ["rank"]}, 1: {"reassigned": ["rank", "device"]}})
+    once, twice = (replace(OK, reassigned=names) for names in (("rank",), ("rank", "device")))
+    (note,) = outcome_notes({0: once, 1: twice})
     assert "device, rank" in note
 
 
@@ -301,7 +315,8 @@ def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
         return SimpleNamespace(plan=SimpleNamespace(strategy=strategy), error=error)
 
     refused = RunError("Ranks 0-1 failed")
-    refused.outcome = {"ename": "FitError", "evalue": "It does not support step_fn.\n  next: ..."}
+    words = "It does not support step_fn.\n  next: ..."
+    refused.outcome = CellOutcome(status="error", ename="FitError", evalue=words)
     assert refusals([ran("mirrored"), ran("sharded")]) is None
     error = refusals([ran("model_split", refused), ran("mirrored")])
     assert error.what.startswith("1 of 2 runs were refused")

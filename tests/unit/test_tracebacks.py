@@ -152,7 +152,7 @@ def test_a_syntax_error_names_its_cell(monkeypatch):
     monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 5}])
     with pytest.raises(SyntaxError) as caught:
         compile("x = 1\nx = )\n", CELL, "exec")
-    assert outcome_of(caught.value)["evalue"] == "unmatched ')' (Cell In[5], line 2)"
+    assert outcome_of(caught.value).evalue == "unmatched ')' (Cell In[5], line 2)"
 
 
 def test_a_frame_is_shown_at_the_line_where_it_was_left():

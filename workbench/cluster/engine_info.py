@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..protocol import Message
+from ..messages import Up
 from .deaths import Ending
 
 _KNOWN = ("uuid", "pid", "host", "python", "device")
@@ -39,7 +39,7 @@ class EngineInfo:
 class Listeners:
     """Who is told what; each is called on a background thread and must return quickly."""
 
-    message: Callable[[int, Message], None]
+    message: Callable[[int, Up], None]
     death: Callable[[EngineInfo], None]
     helper: Callable[[str], None] = lambda text: None
     """Told, in words, when a process of the cluster that is no engine ended."""

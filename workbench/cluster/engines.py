@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError
-from ..protocol import Message
+from ..messages import Up
 from . import calls, deaths, kept, profile, progress
 from .calls import Call
 from .deaths import Ending
@@ -350,7 +350,7 @@ class Engines:
         """Return host and port of the TCPStore, started on first use."""
         return self._ground.store.address()
 
-    def _heard(self, engine: int, message: Message) -> None:
+    def _heard(self, engine: int, message: Up) -> None:
         self._listeners.message(engine, message)
 
     def _engine_left(self, engine: int, how: deaths.Ending) -> None:

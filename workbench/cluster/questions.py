@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
-from ..protocol import Message
+from ..messages import AskStacks, AskWhere, Down, StacksAnswer, WhereAnswer
 
 
 @dataclass
 class _Question:
     missing: set[int]
-    answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    wanted: type[WhereAnswer]
+    answers: dict[int, Any] = field(default_factory=dict)
     complete: threading.Event = field(default_factory=threading.Event)
 
 
@@ -25,35 +26,45 @@ class Questions:
         send: Sends a message to one engine.
     """
 
-    def __init__(self, send: Callable[[int, Message], None]) -> None:
+    def __init__(self, send: Callable[[int, Down], None]) -> None:
         self._send = send
         self._numbers = itertools.count(1)
         self._open: dict[int, _Question] = {}
         self._lock = threading.Lock()
 
+    @overload
     def ask(
-        self, kind: str, engines: Iterable[int], timeout_s: float
-    ) -> dict[int, Mapping[str, Any]]:
+        self, question: type[AskWhere], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, WhereAnswer]: ...
+    @overload
+    def ask(
+        self, question: type[AskStacks], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, StacksAnswer]: ...
+    def ask(
+        self, question: type[AskWhere | AskStacks], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, Any]:
         """Return what each engine answered within `timeout_s`; who was silent is missing."""
-        question = _Question(set(engines))
+        asked = _Question(set(engines), StacksAnswer if question is AskStacks else WhereAnswer)
         number = next(self._numbers)
         with self._lock:
-            self._open[number] = question
-        for engine in sorted(question.missing):
-            self._send(engine, Message(kind, {"ask": number}))
-        if question.missing:
-            question.complete.wait(timeout_s)
+            self._open[number] = asked
+        for engine in sorted(asked.missing):
+            self._send(engine, question(ask=number))
+        if asked.missing:
+            asked.complete.wait(timeout_s)
         with self._lock:
             del self._open[number]
-            return dict(question.answers)
+            return dict(asked.answers)
 
-    def heard(self, engine: int, message: Message) -> None:
+    def heard(self, answer: WhereAnswer) -> None:
         """Take an answer; one that comes too late is nobody's."""
         with self._lock:
-            question = self._open.get(int(message.body["ask"]))
-            if question is None or engine not in question.missing:
+            asked = self._open.get(answer.ask)
+            if asked is None or type(answer) is not asked.wanted:
                 return
-            question.missing.remove(engine)
-            question.answers[engine] = message.body
-            if not question.missing:
-                question.complete.set()
+            if answer.engine not in asked.missing:
+                return
+            asked.missing.remove(answer.engine)
+            asked.answers[answer.engine] = answer
+            if not asked.missing:
+                asked.complete.set()

@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import zmq
 
-from ..protocol import UP, BadMessageError, Message, declared, new_key
+from ..messages import BadMessageError, Down, Hello, OfEngine, Refused, Up, Welcome, WhereAnswer
+from ..protocol import decode_up, encode, new_key
 from ..seal import Seal
 from ..wakeup import Wakeup
 from . import exposure
@@ -22,7 +23,7 @@ from .questions import Questions
 
 log = logging.getLogger("workbench.cluster")
 
-OnMessage = Callable[[int, Message], None]
+OnMessage = Callable[[int, Up], None]
 """`on_message(engine, message)`, called on the router's thread; must return quickly."""
 
 
@@ -45,7 +46,7 @@ class ControlRouter:
     ) -> None:
         self._on_message = on_message
         self.key = key or new_key()
-        self._outbox: deque[tuple[int, Message]] = deque()
+        self._outbox: deque[tuple[int, Down]] = deque()
         self._peers: dict[int, tuple[bytes, str]] = {}  # address on the socket, nonce
         self.questions = Questions(self.send)
         self._closed = False
@@ -64,7 +65,7 @@ class ControlRouter:
         self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
         self._thread.start()
 
-    def send(self, engine: int, message: Message) -> None:
+    def send(self, engine: int, message: Down) -> None:
         """Send to one engine; a message for an engine that has not said hello waits for it."""
         self._outbox.append((engine, message))
         self._wake()
@@ -118,37 +119,25 @@ class ControlRouter:
 
     def _accept(self, identity: bytes, frames: list[bytes]) -> None:
         try:
-            message, nonce = self._seal.unpack(frames)
-            engine = self._engine_of(declared(message, UP))
+            packet, nonce = self._seal.unpack(frames)
+            message = decode_up(packet)
         except BadMessageError:
             self.rejected += 1
             return
-        if message.kind == "hello" and identity:
-            self._peers[engine] = identity, nonce
-            self._outbox.append((engine, Message("welcome", {})))
-        elif message.kind == "refused":
-            self._note_refused(engine, message)
-            return
+        engine = message.engine if isinstance(message, OfEngine) else -1
         try:
-            if "ask" in message.body:
-                self.questions.heard(engine, message)
-                return
-            self._on_message(engine, message)
+            match message:
+                case Refused():
+                    self.refused[engine] = message.count
+                case WhereAnswer():
+                    self.questions.heard(message)
+                case _:
+                    if isinstance(message, Hello) and identity:
+                        self._peers[engine] = identity, nonce
+                        self._outbox.append((engine, Welcome()))
+                    self._on_message(engine, message)
         except Exception:  # one run's trouble must not deafen the others
             log.exception("A message of engine %d was not understood", engine)
-
-    def _note_refused(self, engine: int, message: Message) -> None:
-        count = message.body.get("count")
-        if type(count) is int:
-            self.refused[engine] = count
-
-    @staticmethod
-    def _engine_of(message: Message) -> int:
-        """Return which engine a message says it is from; -1 where it says nothing."""
-        engine = message.body.get("engine", None if message.kind == "hello" else -1)
-        if type(engine) is not int:
-            raise BadMessageError("engine")
-        return engine
 
     def _send_waiting(self) -> None:
         later = []
@@ -160,6 +149,6 @@ class ControlRouter:
                 continue
             with contextlib.suppress(zmq.Again):
                 identity, nonce = peer
-                frames = self._seal.pack(message, nonce)
+                frames = self._seal.pack(encode(message), nonce)
                 self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         self._outbox.extend(later)

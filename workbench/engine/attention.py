@@ -19,20 +19,42 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
+from ..messages import (
+    Answered,
+    Down,
+    GoOn,
+    Hold,
+    Left,
+    Repeat,
+    Serve,
+    Served,
+    Stopped,
+    ToUser,
+    Typed,
+)
 from . import debugpy_server
 
 HEARD_S = 5.0
 PATIENCE_S = 1800.0
 """How long the other ranks wait in a collective for one that is paused (see GROUP_TIMEOUT)."""
 
-Send = Callable[[dict[str, Any]], None]
+Said = Stopped | Answered | Left | Served
+Send = Callable[[Said], None]
 
 
 class Released(Exception):
     """Stop was pressed, or the cell is over: nobody is asked any more."""
+
+
+@dataclass(frozen=True)
+class _Release:
+    """This engine's own word that the cell goes on."""
+
+    reason: str
 
 
 class Attention:
@@ -40,7 +62,7 @@ class Attention:
 
     Args:
         engine: Id of this engine.
-        send: Sends a `debugger` message to the kernel; never waits.
+        send: Sends a message to the kernel; never waits.
     """
 
     def __init__(self, engine: int, send: Send) -> None:
@@ -49,10 +71,16 @@ class Attention:
         self.deaf = ""  # why nothing is asked for the rest of this cell
         self.announce = True  # whether the user must be told: no cell of the notebook blocks
         self._number = 0
-        self._stop: dict[str, Any] | None = None
-        self._words: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._stop: Stopped | None = None
+        self._words: queue.SimpleQueue[ToUser | _Release] = queue.SimpleQueue()
 
-    def ask(self, kind: str, where: str, text: str, patience_s: float = PATIENCE_S) -> str:
+    def ask(
+        self,
+        kind: Literal["debugger", "input", "password"],
+        where: str,
+        text: str,
+        patience_s: float = PATIENCE_S,
+    ) -> str:
         """Say that the cell has stopped; return why it must go on, empty where it may wait.
 
         Args:
@@ -64,10 +92,10 @@ class Attention:
         if self.deaf:
             return self.deaf
         self._number += 1
-        stop = {
-            "engine": self.engine, "said": "stopped", "number": self._number, "asks": kind,
-            "where": where, "text": text, "patience_s": patience_s, "since": time.time(),
-        }  # fmt: skip
+        stop = Stopped(
+            engine=self.engine, number=self._number, asks=kind,
+            where=where, text=text, patience_s=patience_s, since=time.time(),
+        )  # fmt: skip
         self._stop = stop
         self.send(stop)
         end = time.monotonic() + HEARD_S
@@ -76,12 +104,12 @@ class Attention:
                 word = self._words.get(timeout=left)
             except queue.Empty:
                 break
-            if word.get("number") == self._number and word.get("do") == "hold":
-                self.announce = word.get("announce") is not False
+            if isinstance(word, Hold) and word.number == self._number:
+                self.announce = word.announce
                 return ""
-            if self._ends(word):
+            if reason := self._ends(word):
                 self._stop = None
-                return str(word.get("reason") or "the notebook says so")
+                return reason
         self._stop = None
         return "the notebook does not answer"
 
@@ -93,54 +121,54 @@ class Attention:
         """
         while True:
             word = self._words.get()
-            if self._ends(word):
-                raise Released(str(word.get("reason") or "the notebook says so"))
-            if word.get("number") == self._number and word.get("do") == "line":
-                return str(word.get("text", ""))
+            if reason := self._ends(word):
+                raise Released(reason)
+            if isinstance(word, Typed) and word.number == self._number:
+                return word.text
 
-    def _ends(self, word: Mapping[str, Any]) -> bool:
-        if word.get("do") == "release":
-            return True
-        return word.get("do") == "go_on" and word.get("number") == self._number
+    def _ends(self, word: ToUser | _Release) -> str:
+        """Return why the cell goes on; empty where it does not."""
+        if isinstance(word, _Release) or (isinstance(word, GoOn) and word.number == self._number):
+            return word.reason or "the notebook says so"
+        return ""
 
     def answer(self, text: str) -> None:
         """Say what came of the line."""
-        said = {"engine": self.engine, "said": "answer", "number": self._number, "text": text}
-        self.send(said)
+        self.send(Answered(engine=self.engine, number=self._number, text=text))
 
     def leave(self, text: str = "") -> None:
         """Say that the cell goes on."""
         self._stop = None
-        said = {"engine": self.engine, "said": "left", "number": self._number, "text": text}
-        self.send(said)
+        self.send(Left(engine=self.engine, number=self._number, text=text))
 
     @property
     def where(self) -> str:
         """Where the cell waits for its user; empty while it does not."""
         stop = self._stop
-        return str(stop["where"]) if stop is not None else ""
+        return stop.where if stop is not None else ""
 
-    def hear(self, word: Mapping[str, Any]) -> None:
+    def hear(self, word: Down) -> None:
         """Take the kernel's word; called on the control thread."""
         stop = self._stop
-        if word.get("do") == "where":  # a notebook that has not heard the question
-            if stop is not None:
-                self.send(stop)
-        elif word.get("do") == "serve":
-            threading.Thread(target=self._serve, args=(word.get("port"),), daemon=True).start()
-        elif stop is not None:
-            self._words.put(word)
+        match word:
+            case Repeat():  # a notebook that has not heard the question
+                if stop is not None:
+                    self.send(stop)
+            case Serve():
+                threading.Thread(target=self._serve, args=(word.port,), daemon=True).start()
+            case ToUser():
+                if stop is not None:
+                    self._words.put(word)
 
-    def _serve(self, port: Any) -> None:
+    def _serve(self, port: int) -> None:
         """Serve debugpy, from a thread of its own: the cell may be busy or stuck."""
-        said = debugpy_server.serve(port if isinstance(port, int) else 0)
-        self.send({"engine": self.engine, "said": "served", **said})
+        self.send(Served(engine=self.engine, **debugpy_server.serve(port)))
 
     def release(self, reason: str) -> None:
         """Let the cell go on and ask nothing more in it; from any thread."""
         self.deaf = reason
         if self._stop is not None:
-            self._words.put({"do": "release", "reason": reason})
+            self._words.put(_Release(reason))
 
     def cell_begins(self) -> None:
         """Ask again: another cell begins."""
@@ -182,8 +210,8 @@ def release(reason: str) -> None:
         _attention.release(reason)
 
 
-def hear(word: Mapping[str, Any]) -> None:
-    """Take a `debugger` message of the kernel."""
+def hear(word: Down) -> None:
+    """Take the kernel's word to a cell that waits for its user."""
     if _attention is not None:
         _attention.hear(word)
 

@@ -12,7 +12,7 @@ import os
 import pdb
 import sys
 import threading
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import RunError
 from . import attention, debugpy_server, places
@@ -57,7 +57,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
         try:
             frame = sys._getframe(1)
             where = places.where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            kind = "password" if password else "input"
+            kind: Literal["input", "password"] = "password" if password else "input"
             sys.stdout.flush()
             reason = asks.ask(kind, where, str(prompt), patience_s())
             if not reason:

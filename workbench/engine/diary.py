@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..messages import CellOutcome
 from ..scratch import Page
 
 DOING = "doing"
@@ -56,11 +57,11 @@ class Diary:
             self._wrote = False
         self._write({"busy": True, "call": call, "what": what})
 
-    def end(self, outcome: Mapping[str, Any]) -> None:
+    def end(self, outcome: CellOutcome) -> None:
         """The cell is over; all that it printed has been written."""
         with self._lock:
             call, self._call = self._call, ""
-        self._write({"busy": False, "call": call, "outcome": dict(outcome)})
+        self._write({"busy": False, "call": call, "outcome": outcome.to_wire()})
 
     def output(self, kind: str, content: Mapping[str, Any]) -> None:
         """Something was printed or shown."""

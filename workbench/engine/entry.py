@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import psutil
 
 from .. import scratch
+from ..messages import CellOutcome
 from . import (
     answers,
     attention,
@@ -141,7 +142,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     if scratch.folder() is not None:  # where multiprocessing puts its sockets
         vars(multiprocessing.current_process())["_config"]["tempdir"] = scratch.folder()
     _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
-    attention.install(info["engine"], lambda said: link.say("debugger", said))
+    attention.install(info["engine"], link.say)
     breakpoints.install()
     tracebacks.install(IPythonShell().shell)
     progress_bars.install()
@@ -202,25 +203,21 @@ def _keep_diary(info: Mapping[str, Any]) -> None:
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one cell (see `runtime.run_cell`)."""
+    """Run one cell (see `runtime.run_cell`); return its outcome as it travels."""
     if _engine is None:
         raise RuntimeError("this engine is not attached to a notebook")
     shell = IPythonShell()
     shell.autoreload(request.get("autoreload") or "0")
     tracebacks.show_as(request.get("traceback") or tracebacks.KINDS[0])
     if _diary is None:
-        return run_cell(_engine, shell, request)
+        return run_cell(_engine, shell, request).to_wire()
     _diary.begin(str(request.get("call", "")), str(request.get("what", "a cell")))
-    outcome: dict[str, Any] = {
-        "status": "error",
-        "ename": "RuntimeError",
-        "evalue": "it was cut off",
-    }
+    outcome = CellOutcome(status="error", ename="RuntimeError", evalue="it was cut off")
     try:
         outcome = run_cell(_engine, shell, request)
     finally:
         _diary.end(outcome)
-    return outcome
+    return outcome.to_wire()
 
 
 def push(values: Mapping[str, Any]) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Literal
 
+from ..messages import Purpose
 from .marks import PAUSE, waits_in
 
-Purpose = Literal["stop", "pause"]
 NO_LIMIT = 1 << 62
 
 

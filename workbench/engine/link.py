@@ -23,7 +23,27 @@ import zmq
 from .. import events
 from ..errors import WorkbenchError
 from ..history import disk
-from ..protocol import DOWN, BadMessageError, Message, declared
+from ..messages import (
+    Advance,
+    AskStacks,
+    AskWhere,
+    BadMessageError,
+    Down,
+    Halt,
+    HaltAt,
+    Happened,
+    Hello,
+    Inject,
+    OfRun,
+    Position,
+    Records,
+    Refused,
+    Resume,
+    Told,
+    Up,
+    Welcome,
+)
+from ..protocol import decode_down, encode
 from ..record import RECORD
 from ..seal import Seal
 from ..wakeup import Wakeup
@@ -65,7 +85,7 @@ class ControlLink:
         engine: Permanent id of this engine.
         url: The kernel's control socket.
         key: The cluster's key; every message is signed with it.
-        about: Fields of the `hello` message.
+        about: Fields of `messages.Hello`.
         fallback: Sends frames another way (through ipyparallel) where the socket cannot be
             reached within `WELCOME_S`.
         home: Knows when the kernel is another one, or gone for good.
@@ -84,11 +104,11 @@ class ControlLink:
         self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
         self._fallback, self._home = fallback, home
         self._events: deque[tuple[int, events.Event]] = deque(maxlen=MAX_EVENTS)
-        self._sayings: deque[Message] = deque(maxlen=MAX_EVENTS)
+        self._sayings: deque[Up] = deque(maxlen=MAX_EVENTS)
         self._run: RunContext | None = None
         self._writer: Writer | None = None
         self._lost = 0
-        self._early: deque[Message] = deque(maxlen=MAX_EARLY)
+        self._early: deque[Down] = deque(maxlen=MAX_EARLY)
         self._closed = False
         self._welcomed = False
         self._flushed = threading.Event()
@@ -124,9 +144,9 @@ class ControlLink:
         self._events.append((run, event))
         self._wake()
 
-    def say(self, kind: str, body: Mapping[str, Any]) -> None:
+    def say(self, message: Up) -> None:
         """Send a message that belongs to no run; never waits."""
-        self._sayings.append(Message(kind, body))
+        self._sayings.append(message)
         self._wake()
 
     def flush(self, timeout_s: float) -> bool:
@@ -196,7 +216,7 @@ class ControlLink:
         socket.connect(self._url)
         poller.register(socket, zmq.POLLIN)
         self._socket = socket
-        self._send(Message("hello", {**self._about, "engine": self._engine}))
+        self._send(Hello(engine=self._engine, **self._about))
         return socket
 
     def _interval(self) -> float:
@@ -214,22 +234,21 @@ class ControlLink:
                 self._send_rows(run, rows)
         if (count := self.rejected + auth.refused.count) != self._told_refused:
             self._told_refused = count
-            self._send(Message("refused", {"engine": self._engine, "count": count}))
+            self._send(Refused(engine=self._engine, count=count))
         while self._sayings:
             self._send(self._sayings.popleft())
         while self._events:
             number, event = self._events.popleft()
-            fields = event.to_wire()
-            self._write(partial(_append_event, name=event.name, fields=fields))
-            self._send(Message("event", {"run": number, "name": event.name, **fields}))
+            self._write(partial(_append_event, name=event.name, fields=event.to_wire()))
+            self._send(Happened(run=number, event=event))
         if wanted:
             self._flush_wanted = False
             self._flushed.set()
 
     def _send_rows(self, run: RunContext, rows: bytes) -> None:
         self._write(lambda writer: writer.append_records(rows))
-        body = {"run": run.spec.run, "dropped": run.recorder.dropped + self._lost}
-        if not self._send(Message("records", body, (rows,))):
+        dropped = run.recorder.dropped + self._lost
+        if not self._send(Records(run=run.spec.run, dropped=dropped, rows=rows)):
             self._lost += len(rows) // RECORD.itemsize
 
     def _write(self, write: Callable[[Writer], None]) -> None:
@@ -250,10 +269,10 @@ class ControlLink:
             spec = self._run.spec
             self.emit(disk.unwritten(spec.run_dir, error, spec.rank))
 
-    def _send(self, message: Message) -> bool:
-        if message.kind == "hello":
+    def _send(self, message: Up) -> bool:
+        if isinstance(message, Hello):
             self._kernel = ""
-        frames = self._seal.pack(message, self._kernel)
+        frames = self._seal.pack(encode(message), self._kernel)
         if self.using_fallback and self._fallback is not None:
             self._fallback(frames)
             return True
@@ -270,12 +289,12 @@ class ControlLink:
             except zmq.Again:
                 return
             try:
-                message, sender = self._seal.unpack(frames)
-                declared(message, DOWN)
+                packet, sender = self._seal.unpack(frames)
+                message = decode_down(packet)
             except BadMessageError:
                 self.rejected += 1
                 continue
-            if message.kind == "welcome":
+            if isinstance(message, Welcome):
                 self._kernel = sender
             self._obey(message)
 
@@ -286,45 +305,45 @@ class ControlLink:
         for message in early:
             self._obey(message)
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: Down) -> None:
         """Handle a message; one that makes no sense must not end this thread."""
         try:
             self._handle(message)
         except (KeyError, ValueError, TypeError, AttributeError, WorkbenchError):
             self.rejected += 1
 
-    def _handle(self, message: Message) -> None:
-        if message.kind == "welcome":
-            self._welcomed, self.using_fallback = True, False
-        elif message.kind == "debugger":
-            attention.hear(message.body)
-        elif message.kind in ("halt", "halt_at") and message.body.get("purpose") == "stop":
-            attention.release("Stop was pressed")
-        elif message.kind in stacks.ANSWERS:
-            about = {"ask": message.body.get("ask"), "engine": self._engine}
-            self._send(Message(message.kind, {**stacks.answer(message.kind), **about}))
-        run = self._run
-        if run is None and "run" in message.body:
-            self._early.append(message)  # Stop was pressed before this engine has begun
-            return
-        if run is None or message.body.get("run") != run.spec.run:
-            return
-        body = message.body
-        if message.kind == "halt":
-            step = run.gate.halt()
-            self._send(
-                Message("position", {"run": run.spec.run, "rank": run.spec.rank, "step": step})
-            )
-        elif message.kind == "halt_at":
-            run.gate.halt_at(body["purpose"], int(body["step"]))
-        elif message.kind == "resume":
-            run.gate.resume()
-        elif message.kind == "advance":
-            run.gate.advance(int(body["steps"]))
-        elif message.kind == "told":
-            run.board.hear(str(body["topic"]), int(body["rank"]), body["value"])
-        elif message.kind == "inject":
-            run.faults.set(body["faults"])
+    def _handle(self, message: Down) -> None:
+        match message:
+            case Welcome():
+                self._welcomed, self.using_fallback = True, False
+            case AskWhere() | AskStacks():
+                self._send(stacks.answer(message, self._engine))
+            case OfRun():
+                if isinstance(message, (Halt, HaltAt)) and message.purpose == "stop":
+                    attention.release("Stop was pressed")
+                run = self._run
+                if run is None:
+                    self._early.append(message)  # Stop was pressed before this engine has begun
+                elif message.run == run.spec.run:
+                    self._steer(run, message)
+            case _:
+                attention.hear(message)
+
+    def _steer(self, run: RunContext, message: OfRun) -> None:
+        match message:
+            case Halt():
+                step = run.gate.halt()
+                self._send(Position(run=run.spec.run, rank=run.spec.rank, step=step))
+            case HaltAt():
+                run.gate.halt_at(message.purpose, message.step)
+            case Resume():
+                run.gate.resume()
+            case Advance():
+                run.gate.advance(message.steps)
+            case Told():
+                run.board.hear(message.topic, message.rank, message.value)
+            case Inject():
+                run.faults.set(message.faults)
 
 
 def _append_event(writer: Writer, name: str, fields: Mapping[str, Any]) -> None:

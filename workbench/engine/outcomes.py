@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from ..errors import EngineSpentError, RunStopped, WorkbenchError
+from ..messages import CellOutcome
 from . import places
 from .advice import advice, plain
 from .links.wire import LinkError
@@ -18,24 +19,22 @@ def _words(error: BaseException) -> str:
     return places.fold_text(plain(str(error)))
 
 
-def outcome_of(error: BaseException | None) -> dict[str, Any]:
-    """Return `status`, and of an error its words and what may help against it."""
+def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
+    """Return how a cell ended, and of an error its words and what may help against it."""
     if error is None:
-        return {"status": "ok"}
-    status = "error"
+        return CellOutcome(status="ok")
+    status: Literal["error", "stopped", "interrupted"] = "error"
     if isinstance(error, RunStopped):
         status = "stopped"
     elif isinstance(error, KeyboardInterrupt):
         status = "interrupted"
-    outcome: dict[str, Any] = {
-        "status": status,
-        "ename": type(error).__name__,
-        "evalue": _words(error),
-    }
-    if isinstance(error, EngineSpentError):
-        outcome["replace"] = True
-    if isinstance(error, LinkError) and error.felt:
-        outcome["felt"] = error.felt
-    if not isinstance(error, WorkbenchError):  # ours say it themselves
-        outcome["advice"] = advice(f"{type(error).__name__}: {error}")
-    return outcome
+    ours = isinstance(error, WorkbenchError)  # ours say themselves what helps
+    return CellOutcome(
+        status=status,
+        ename=type(error).__name__,
+        evalue=_words(error),
+        traceback=traceback,
+        replace=isinstance(error, EngineSpentError),
+        felt=error.felt if isinstance(error, LinkError) else "",
+        advice=None if ours else advice(f"{type(error).__name__}: {error}"),
+    )

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from .. import events
 from ..errors import WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
+from ..messages import CellOutcome, Copy, OwnLoop
 from ..protocol import RunSpec
 from ..record import FLAG_SKEWED_CLOCK
 from . import context as run_context
@@ -83,15 +84,12 @@ def support(framework: str) -> Any:
 
 
 @begins_cell
-def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[str, Any]:
+def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOutcome:
     """Run one cell on this engine.
 
     Args:
         request: `spec` (RunSpec), `source`, `number` of the notebook cell, `group` (whether an
             SPMD cell gets a process group), `inject` (whether names are set).
-
-    Returns:
-        `status` (ok, error, stopped, interrupted), `ename`, `evalue`, `trained`, `weights`.
     """
     spec = RunSpec.from_wire(request["spec"])
     if engine.group and engine.framework != spec.framework:
@@ -102,7 +100,6 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
     if spec.role == "server":
         return _serve(engine, spec, framework)
     injected = _inject(shell.namespace, spec, framework)
-    outcome: dict[str, Any]
     with engine.watch.armed(), _environment(framework.environ(spec)), postmortem.cell():
         try:
             if spec.mode == "run":
@@ -112,19 +109,20 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> dict[s
         except KeyboardInterrupt as error:
             outcome = outcome_of(error)
         except Exception as error:
-            outcome = outcome_of(error) | {"traceback": traceback.format_exc()}
+            outcome = outcome_of(error, traceback.format_exc())
     engine.injected.update(injected)
-    outcome["reassigned"] = [k for k, v in injected.items() if shell.namespace.get(k, v) is not v]
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
-    if outcome["status"] in ("error", "interrupted") or engine.watch.broke_out or lost:
-        outcome["group_broken"] = True
-    outcome["cut_off"] = engine.watch.broke_out
-    return outcome
+    return replace(
+        outcome,
+        reassigned=tuple(k for k, v in injected.items() if shell.namespace.get(k, v) is not v),
+        group_broken=not outcome.is_well or engine.watch.broke_out or lost,
+        cut_off=engine.watch.broke_out,
+    )
 
 
 def _spmd(
     engine: Engine, shell: Shell, spec: RunSpec, framework: Any, request: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> CellOutcome:
     framework.setup(spec)
     if request.get("group", True):
         _ensure_group(engine, spec, framework)
@@ -138,7 +136,7 @@ def _train(
     framework: Any,
     request: Mapping[str, Any],
     injected: dict[str, Any],
-) -> dict[str, Any]:
+) -> CellOutcome:
     run = _new_run(engine, spec)
     _attach(engine, run)
     run_context.set_current(run)
@@ -152,9 +150,8 @@ def _train(
             shell.namespace.update(names)
             injected.update(names)
             outcome = _execute(shell, framework, request)
-            _cell_ended(engine, run, outcome, kept)
-        _tell_end(run, framework, outcome)
-        return outcome
+            outcome = _cell_ended(engine, run, outcome, kept)
+        return _tell_end(run, framework, outcome)
     finally:
         _tear_down(engine, run, framework)
 
@@ -195,35 +192,39 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
 
 
 def _cell_ended(
-    engine: Engine, run: RunContext, outcome: dict[str, Any], kept: rescue.Rescue | None
-) -> None:
+    engine: Engine, run: RunContext, outcome: CellOutcome, kept: rescue.Rescue | None
+) -> CellOutcome:
     """Save what the end of the cell is to leave, still in the strategy's scope."""
-    run.failed = outcome["status"] not in ("ok", "stopped")
-    if run.gate.stopping or outcome["status"] == "interrupted":
+    run.failed = not outcome.is_well
+    if run.gate.stopping or outcome.status == "interrupted":
         engine.watch.begin_clearing(whole=not run.failed)
-    run.emit(events.CellLeft(rank=run.spec.rank, status=outcome["status"]))
+    run.emit(events.CellLeft(rank=run.spec.rank, status=outcome.status))
     if run.failed and run.checkpoints is not None and kept is not None:
-        outcome["kept_step"] = kept.keep(run.checkpoints)
+        outcome = replace(outcome, kept_step=kept.keep(run.checkpoints))
     if run.checkpoints is not None:
         run.checkpoints.conclude(failed=run.failed)
     if run.copies is not None and not run.failed:
-        outcome["copies"] = run.copies()
+        outcome = replace(outcome, copies=Copy(**run.copies()))
+    return outcome
 
 
-def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
+def _tell_end(run: RunContext, framework: Any, outcome: CellOutcome) -> CellOutcome:
     """Write the weights; say what the run came to, in the outcome and to the kernel."""
-    if outcome["status"] == "ok" and run.gate.stopping:
-        outcome["status"] = "stopped"
-    outcome["trained"] = run.trained
-    outcome["loop"] = {"by": run.taken_over, "backwards": run.backwards, "updates": run.updates}
-    outcome["options_read"] = run.options_read
-    outcome["initial_read"] = run.initial_read
     try:
-        outcome["weights"] = _save_weights(run, framework)
+        weights = _save_weights(run, framework)
     except WorkbenchError:
         if not run.failed:
             raise
-        outcome["weights"] = None  # they went with what the cell failed of, which is told already
+        weights = None  # they went with what the cell failed of, which is told already
+    outcome = replace(
+        outcome,
+        status="stopped" if outcome.status == "ok" and run.gate.stopping else outcome.status,
+        trained=run.trained,
+        loop=OwnLoop(by=run.taken_over, backwards=run.backwards, updates=run.updates),
+        options_read=run.options_read,
+        initial_read=run.initial_read,
+        weights=weights,
+    )
     run.emit(
         events.RunFinished(
             rank=run.spec.rank,
@@ -233,13 +234,14 @@ def _tell_end(run: RunContext, framework: Any, outcome: dict[str, Any]) -> None:
             paused_s=run.gate.paused_s,
             train_s=run.train_s,
             eval_s=run.eval_s,
-            weights=outcome["weights"],
-            status=outcome["status"],
+            weights=outcome.weights,
+            status=outcome.status,
         )
     )
+    return outcome
 
 
-def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
+def _serve(engine: Engine, spec: RunSpec, framework: Any) -> CellOutcome:
     """Take part in a run as a server: no cell is run, no process group joined."""
     run = RunContext(
         spec, Recorder(spec.run, spec.rank, capacity=1), Gate(), FaultInjector(spec.rank),
@@ -250,11 +252,11 @@ def _serve(engine: Engine, spec: RunSpec, framework: Any) -> dict[str, Any]:
         with engine.watch.armed():
             framework.setup(spec)
             serve(run, framework)
-        return {"status": "ok"}
+        return CellOutcome(status="ok")
     except KeyboardInterrupt as error:
         return outcome_of(error)
     except Exception as error:
-        return outcome_of(error) | {"traceback": traceback.format_exc()}
+        return outcome_of(error, traceback.format_exc())
     finally:
         engine.link.detach()
 
@@ -351,7 +353,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> CellOutcome:
     """Run the cell; where its error has a well-known cause, say it below the traceback."""
     error = shell.execute(request["source"], request["number"])
     postmortem.keep(error)

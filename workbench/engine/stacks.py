@@ -12,41 +12,32 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Literal
 
+from ..messages import AskStacks, AskWhere, StacksAnswer, Whereabouts, WhereAnswer
 from . import attention, marks, places
 from .waits import Place, waiting_in
 
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def where() -> dict[str, Any]:
-    """Return where the main thread is.
-
-    Returns:
-        `state` (idle, busy, waits, held, paused), `at` (the innermost line of the user's, as
-        `train.py:41 in load_batch` or `cell line 7`), `inside` (what a library is doing there),
-        `waits_in` (the collective or whatever else it waits in).
-    """
+def where() -> Whereabouts:
+    """Return where the main thread is."""
     stack = _main_thread()
     if stack is None:
-        return {"state": "idle", "at": "", "inside": "", "waits_in": ""}
+        return Whereabouts(state="idle")
     user = next((k for k, place in enumerate(stack) if places.is_yours(place.file)), None)
     inner = stack[:user]
     found = waiting_in(inner, stack[user] if user is not None else None)
     at = _spell(stack, user) if user is not None else ""
     inside = _inside(inner) if user is not None else _phase(inner)
-    state = "busy"
+    waits_in = "" if found is None else found.label
     if attention.paused_by_user():
-        state = "paused"
-    elif found is not None:
-        state = "held" if found.by_user else "waits"
-    return {
-        "state": state,
-        "at": at,
-        "inside": inside,
-        "waits_in": "" if found is None else found.label,
-    }
+        return Whereabouts(state="paused", at=at, inside=inside, waits_in=waits_in)
+    if found is None:
+        return Whereabouts(state="busy", at=at, inside=inside)
+    state: Literal["held", "waits"] = "held" if found.by_user else "waits"
+    return Whereabouts(state=state, at=at, inside=inside, waits_in=waits_in)
 
 
 def dump() -> str:
@@ -141,13 +132,15 @@ def _short(file: str) -> str:
     return file.replace(str(Path(_PACKAGE).parent) + os.sep, "")
 
 
-ANSWERS = frozenset({"where", "stacks"})
-"""Questions of the kernel that are answered here."""
-
-
-def answer(kind: str) -> dict[str, Any]:
+def answer(question: AskWhere | AskStacks, engine: int) -> WhereAnswer | StacksAnswer:
     """Answer one; frames that change while they are read must not end the control thread."""
+    text = ""
     try:
-        return where() if kind == "where" else {**where(), "text": dump()}
+        place = where()
+        if isinstance(question, AskStacks):
+            text = dump()
     except Exception as error:
-        return {"state": "busy", "at": "", "inside": "", "waits_in": "", "text": repr(error)}
+        place, text = Whereabouts(state="busy"), repr(error)
+    if isinstance(question, AskStacks):
+        return StacksAnswer(engine=engine, ask=question.ask, text=text, **vars(place))
+    return WhereAnswer(engine=engine, ask=question.ask, **vars(place))

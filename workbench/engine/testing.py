@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import events
+from ..messages import CellOutcome
 from ..protocol import RunSpec, records_from
 from .context import RunContext
 from .interrupt import InterruptWatch
@@ -133,7 +134,7 @@ class CellReport:
         trained, train_s, eval_s: As in `RunContext`.
     """
 
-    outcome: dict[str, Any]
+    outcome: CellOutcome
     error: str
     rows: Any
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -182,9 +183,8 @@ class EngineHarness:
         request = {"spec": spec.to_wire(), "source": source, "number": self._cells}
         outcome = run_cell(self._engine, shell, request)
         error = shell.error
-        if not error and outcome["status"] not in ("ok", "stopped"):
-            trace = outcome.get("traceback", "")
-            error = f"{outcome['ename']}: {outcome['evalue']}\n{trace}"
+        if not error and not outcome.is_well:
+            error = f"{outcome.words}\n{outcome.traceback}"
         return CellReport(
             outcome=outcome,
             error=error,

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..session.verdicts import outcome_behind
+
 MARKER = re.compile(r"#\s*YOUR CODE\s+(\d+\.\d+)")
 """What marks the cell of an exercise; a student may write below it what they like."""
 
@@ -45,8 +47,8 @@ def _ended(info: Any, result: Any) -> Ended:
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return Ended(on_engines, "", False)
-    outcome = getattr(error, "outcome", None) or {}  # of an error on the engines
-    name = str(outcome.get("ename") or type(error).__name__)
+    outcome = outcome_behind(error)  # of an error on the engines
+    name = (outcome.ename if outcome is not None else "") or type(error).__name__
     return Ended(on_engines, name, name in _UNREADABLE)
 
 

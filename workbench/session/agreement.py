@@ -5,9 +5,7 @@ Pure: answers in, the common step out.
 
 from __future__ import annotations
 
-from typing import Literal
-
-Purpose = Literal["stop", "pause"]
+from ..messages import Purpose
 
 
 class Agreement:

@@ -12,8 +12,8 @@ from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
 from ..cookbook.recipe import Recipe
 from ..errors import RunError
+from ..messages import Answered, Happened, Left, Position, Records, Served, Stopped, Up
 from ..plan import Plan, plan_of
-from ..protocol import Message
 from ..run_request import from_arguments, takes_flags
 from . import checkpoints, hangs, logging_to, registry, status
 from .checks import (
@@ -345,11 +345,12 @@ class Cluster:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _message(self, engine: int, message: Message) -> None:
-        if message.kind == "debugger":
-            self.paused.hear(engine, message.body)
-        else:
-            self.hearing.receive(message)
+    def _message(self, engine: int, message: Up) -> None:
+        match message:
+            case Stopped() | Answered() | Left() | Served():
+                self.paused.hear(message)
+            case Records() | Happened() | Position():
+                self.hearing.receive(message)
 
     def _death(self, engine: EngineInfo) -> None:
         self.paused.forget(engine.id)

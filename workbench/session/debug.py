@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import ClusterError
+from ..messages import Served
 from ..views.blocks import show
 from . import prompt
 from .paused import Paused
@@ -90,26 +91,26 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
         ClusterError: debugpy is missing there, or the port is taken.
     """
     check_living(cluster, engine)
-    found: Mapping[str, Any]
     if cluster.is_busy:
         found = cluster.paused.serve(engine, port)
     else:
-        found = cluster.engine_set.call([engine], SERVE, (port,))[engine]
-    if "missing" in found:
+        answer = cluster.engine_set.call([engine], SERVE, (port,))[engine]
+        found = Served(engine=engine, **answer)
+    if found.missing is not None:
         raise ClusterError(
             "debugpy is not installed where the engines run.",
-            seen=found["missing"],
+            seen=found.missing,
             next_step="pip install 'distributed-workbench[debug]', then %cluster restart",
         )
-    if "taken" in found:
+    if found.port is None:
         raise ClusterError(
             f"debugpy cannot listen on 127.0.0.1:{port}.",
-            seen=found["taken"],
+            seen=found.taken,
             allowed="a free port; 0 takes any",
             next_step=f"%cluster debug {engine} --port {port + 1 if port else 0}",
         )
     host = cluster.engine_set.known(engine).host
-    return attach_words(engine, int(found["port"]), host, before=bool(found["before"]))
+    return attach_words(engine, found.port, host, before=found.before)
 
 
 def attach_words(engine: int, port: int, host: str, *, before: bool) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..cluster.vitals import State
 from ..members import Member
+from ..messages import Whereabouts
 
 Doing = tuple[State, str]
 
@@ -25,7 +25,7 @@ class Scene:
 
     unfinished: Mapping[int, Member]
     run_state: str
-    places: Mapping[int, Mapping[str, Any]]
+    places: Mapping[int, Whereabouts]
 
 
 def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: bool) -> Doing:
@@ -42,12 +42,12 @@ def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: b
     if engine not in scene.unfinished:
         return ("busy", "busy") if state == "busy" and not scene.unfinished else ("idle", "idle")
     place = scene.places.get(engine)
-    if place is not None and place["state"] == "paused":
+    if place is not None and place.state == "paused":
         return "paused", "paused at a debugger"
-    if scene.run_state == "paused" or (place is not None and place["state"] == "held"):
+    if scene.run_state == "paused" or (place is not None and place.state == "held"):
         return "paused", "paused"
-    if place is not None and place["state"] == "waits":
-        return "waiting", f"waiting {place['waits_in']}"
+    if place is not None and place.state == "waits":
+        return "waiting", f"waiting {place.waits_in}"
     who = scene.unfinished[engine]
     if not scene.run_state:
         return "cell", "in a cell"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import RunError, without_numbers
 from ..members import Member, called
+from ..messages import CellOutcome, Outcomes
 from . import gone, reasons
 
 
@@ -48,7 +48,7 @@ class CellEnd:
     """
 
     names: Names
-    outcomes: Mapping[int, dict[str, Any]]
+    outcomes: Outcomes
     first_failed: int | None
     lost: frozenset[int]
     interrupted: bool
@@ -61,7 +61,7 @@ class CellEnd:
             return None
         cause = reasons.root_cause(self.outcomes, self.first_failed, self.lost)
         outcome = self.outcomes[cause]
-        mine = not (reasons.is_collateral(outcome) or outcome.get("ended"))
+        mine = not (reasons.is_collateral(outcome) or outcome.ended)
         return cause if mine or not self.interrupted else None
 
     @property
@@ -76,16 +76,13 @@ class CellEnd:
         return [
             i
             for i in self._bad
-            if i != cause
-            and (self.outcomes[i].get("ended") or reasons.is_collateral(self.outcomes[i]))
+            if i != cause and (self.outcomes[i].ended or reasons.is_collateral(self.outcomes[i]))
         ]
 
     @property
     def _bad(self) -> list[int]:
         return [
-            i
-            for i, outcome in self.outcomes.items()
-            if outcome["status"] not in ("ok", "stopped") and i not in self.lost
+            i for i, outcome in self.outcomes.items() if not outcome.is_well and i not in self.lost
         ]
 
     def say(self, engines: Iterable[int]) -> str:
@@ -101,19 +98,19 @@ class CellEnd:
         what, told = self._reason(cause)
         if others := [i for i in self._bad if i not in told]:
             what += f"\n  with it: {self.say(others)}"
-        step = gone.next_step(self.outcomes) or outcome.get("advice") or self._elsewhere(outcome)
+        step = gone.next_step(self.outcomes) or outcome.advice or self._elsewhere(outcome)
         error = RunError(what, next_step=step)
-        if outcome["status"] == "error" and not outcome.get("ended"):
+        if outcome.status == "error" and not outcome.ended:
             who = self._who(told)
-            error.brief = f"{who} failed with the {outcome['ename']} above."
+            error.brief = f"{who} failed with the {outcome.ename} above."
             error.brief += f"\n  next:    {step}" if step else ""
         error.outcome = outcome  # type: ignore[attr-defined]
         return error
 
-    def _elsewhere(self, outcome: Mapping[str, Any]) -> str | None:
+    def _elsewhere(self, outcome: CellOutcome) -> str | None:
         """Return what to do where a rank lacks a name that another one did not miss."""
-        missed = outcome.get("ename") == "NameError"
-        if not missed or all(one["status"] != "ok" for one in self.outcomes.values()):
+        missed = outcome.ename == "NameError"
+        if not missed or all(one.status != "ok" for one in self.outcomes.values()):
             return None
         return (
             "the name may be on another rank only, as after a run whose replicas share an engine: "
@@ -123,20 +120,20 @@ class CellEnd:
     def _reason(self, cause: int) -> tuple[str, list[int]]:
         """Return what happened to the cause, and the engines of which all is said with that."""
         outcome, outcomes = self.outcomes[cause], self.outcomes
-        if outcome.get("ended") and outcome.get("failed_of"):
+        if outcome.ended and outcome.failed_of:
             who = f"{self.names.of(cause)} (engine {cause})"
-            ended = f"{who} failed: {outcome['failed_of']}\n  It did not clear away, and was ended"
+            ended = f"{who} failed: {outcome.failed_of}\n  It did not clear away, and was ended"
             return ended, [cause]
-        if outcome.get("ended"):
+        if outcome.ended:
             stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
             return f"{stalled}and was ended", [cause]
-        if outcome["status"] == "died":
-            died = [i for i in gone.of(outcomes) if i == cause or not outcomes[i].get("ended")]
+        if outcome.status == "died":
+            died = [i for i in gone.of(outcomes) if i == cause or not outcomes[i].ended]
             return gone.words(cause, outcomes, self.names.member), died
-        words = reasons.words(outcome)
+        words = outcome.words
         kind = without_numbers(words)
-        same = [i for i in self._bad if without_numbers(reasons.words(outcomes[i])) == kind]
-        same = [i for i in same if i == cause or not outcomes[i].get("ended")]
+        same = [i for i in self._bad if without_numbers(outcomes[i].words) == kind]
+        same = [i for i in same if i == cause or not outcomes[i].ended]
         return f"{self._who(same)} failed: {words}", same
 
     def _who(self, engines: Sequence[int]) -> str:
@@ -150,7 +147,7 @@ class CellEnd:
         """The error of a cell that ended because it was interrupted; None when all went well."""
         ended = self.ended
         if not (self.interrupted or ended) and all(
-            outcome["status"] != "interrupted" for outcome in self.outcomes.values()
+            outcome.status != "interrupted" for outcome in self.outcomes.values()
         ):
             return None
         what = "".join(f"\n  {text}" for text in ended.values())
@@ -163,8 +160,8 @@ class CellEnd:
     def ended(self) -> dict[int, str]:
         """What is to be said of engines that we killed, since no interrupt reached them."""
         return {
-            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome['ended']}: "
+            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
             f"%cluster restart {i}"
             for i, outcome in self.outcomes.items()
-            if outcome.get("ended")
+            if outcome.ended
         }

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import lifecycle
+from .. import events, lifecycle
 from ..cluster import kept
 from ..cluster.calls import Call
 from ..cluster.engines import Engines
 from ..errors import RunError
 from ..history.tail import Tail
 from ..members import Member
-from ..protocol import Message
+from ..messages import BadMessageError, CellOutcome, Happened, Position, Records
 from ..scratch import last_page
 from .run import Run
-from .task import OnLoss, Task
+from .task import OnLoss, Task, unreadable
 
 LOOK_S = 0.15
 BEGIN_S = 10.0
@@ -40,22 +40,22 @@ class FollowedRun(Run):
         self._tail = Tail(self.folder)
         self._reading = threading.Lock()
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Records | Happened | Position) -> None:
         """Take a message of this run; what is on disk as well is taken from there."""
-        if message.kind == "event":
-            body = message.body
-            on_disk = int(body.get("rank", 0)) < len(self.engines)
-            if not on_disk:
+        match message:
+            case Position():
                 super().receive(message)
-        elif message.kind != "records":
-            super().receive(message)
+            case Happened() if (getattr(message.event, "rank", None) or 0) >= len(self.engines):
+                super().receive(message)
 
     def catch_up(self) -> None:
         """Take in what engines have written since the last time."""
         with self._reading:
             for name, fields in self._tail.events():
-                with contextlib.suppress(KeyError, lifecycle.InvalidTransitionError):
-                    self._event(name, fields)
+                with contextlib.suppress(
+                    KeyError, lifecycle.InvalidTransitionError, events.UnknownEventError
+                ):
+                    self._event(events.read(name, fields), fields)
             for rows in self._tail.rows():
                 self.history.append(rows)
                 if self.task is not None:
@@ -135,17 +135,25 @@ class Follower:
         page = last_page(self._folder / kept.DOING / f"engine-{engine}.jsonl")
         return page if isinstance(page, dict) else {}
 
-    def _ended(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _ended(self) -> Iterator[tuple[int, CellOutcome]]:
         for engine, call in self.calls.items():
             if call.done.is_set():
                 continue
             page = self._page(engine)
             if page.get("call") == self._ids[engine]:
                 if not page.get("busy") and isinstance(page.get("outcome"), dict):
-                    yield engine, page["outcome"]
+                    yield engine, _written(page["outcome"])
             elif time.monotonic() - self._began > BEGIN_S:
                 why = "its notebook was gone before this engine was asked to begin"
-                yield engine, {"status": "error", "ename": "RunError", "evalue": why}
+                yield engine, CellOutcome(status="error", ename="RunError", evalue=why)
+
+
+def _written(outcome: object) -> CellOutcome:
+    """Return an outcome that an engine, of any version, has written."""
+    try:
+        return CellOutcome.from_wire(outcome, strict=False)
+    except BadMessageError as error:
+        return unreadable(error)
 
 
 class _Outputs:

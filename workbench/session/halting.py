@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from ..escalation import ANSWER_S, CLEAR_S, REACH_S
-from .agreement import Agreement, Purpose
+from ..messages import Down, Halt, HaltAt, Purpose, Resume
+from .agreement import Agreement
 
-
-class Send(Protocol):
-    """Sends a message to every engine that runs the cell."""
-
-    def __call__(self, kind: str, **body: object) -> None:
-        """Send it."""
+Send = Callable[[Down], None]
+"""Sends a message to every engine that runs the cell."""
 
 
 class Halting:
     """Brings a run's workers to one step, and interrupts them where that does not work.
 
     Args:
+        run: The run's number, which messages name.
         sync: Whether the workers take each step together; others stop where they are.
         interrupt: Ends the cell on all its engines.
         pace_s: Seconds that a step takes, as far as is known (NaN: not).
@@ -29,13 +26,14 @@ class Halting:
 
     def __init__(
         self,
+        run: int,
         sync: bool,
         workers: int,
         send: Send,
         interrupt: Callable[[], None],
         pace_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._sync, self._workers = sync, workers
+        self._run, self._sync, self._workers = run, sync, workers
         self._send, self._interrupt, self._pace_s = send, interrupt, pace_s
         self._agreement: Agreement | None = None
         self._arrived: set[int] = set()
@@ -46,11 +44,11 @@ class Halting:
         """Have the workers stop or pause; returns at once."""
         with self._lock:
             if not self._sync:
-                self._send("halt_at", purpose=purpose, step=-1)
+                self._send(HaltAt(run=self._run, purpose=purpose, step=-1))
                 self._expect_end(purpose)
                 return
             self._agreement = Agreement(purpose, self._workers)
-            self._send("halt", purpose=purpose)
+            self._send(Halt(run=self._run, purpose=purpose))
             if purpose == "stop":
                 self._later(ANSWER_S, self._interrupt_unless_agreed)
 
@@ -58,7 +56,7 @@ class Halting:
         """Let the workers go on after a pause."""
         with self._lock:
             self._agreement = None
-            self._send("resume")
+            self._send(Resume(run=self._run))
 
     def position(self, rank: int, step: int) -> None:
         """Take a worker's answer: the step it has begun."""
@@ -66,7 +64,7 @@ class Halting:
             agreement = self._agreement
             common = agreement.answer(rank, step) if agreement is not None else None
         if agreement is not None and common is not None:
-            self._send("halt_at", purpose=agreement.purpose, step=common)
+            self._send(HaltAt(run=self._run, purpose=agreement.purpose, step=common))
             self._expect_end(agreement.purpose)
 
     def arrived(self, worker: int) -> None:

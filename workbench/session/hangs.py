@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from ..members import Member, called
+from ..messages import AskWhere, Whereabouts, WhereAnswer
 from .task import Task
 
 HANG_S = 5.0
@@ -21,8 +21,7 @@ ANSWER_S = 2.0
 ALIKE = 3
 """All in the same collective may be a large message: said only after so many times `HANG_S`."""
 
-Where = Mapping[str, Any]
-Ask = Callable[[str, Iterable[int], float], Mapping[int, Where]]
+Ask = Callable[[type[AskWhere], Iterable[int], float], Mapping[int, WhereAnswer]]
 
 
 def patience_s() -> float:
@@ -76,9 +75,10 @@ class _Watch:
     def _look(self, moved_at: float) -> str:
         task, now = self._task, time.perf_counter()
         asked = task.unfinished()
-        places = dict.fromkeys(asked) | dict(self._ask("where", asked, ANSWER_S))
+        places: dict[int, Whereabouts | None] = dict.fromkeys(asked)
+        places |= self._ask(AskWhere, asked, ANSWER_S)
         for engine, place in places.items():
-            if place is not None and place["state"] != "waits":
+            if place is not None and place.state != "waits":
                 self._busy_at[engine] = now
         waited_s = {i: now - max(moved_at, self._busy_at.get(i, 0.0)) for i in places}
         members = {i: task.member(i) for i in task.ids}
@@ -87,7 +87,7 @@ class _Watch:
 
 
 def diagnose(
-    places: Mapping[int, Where | None],
+    places: Mapping[int, Whereabouts | None],
     waited_s: Mapping[int, float],
     members: Mapping[int, Member],
     ended: Iterable[int],
@@ -104,12 +104,10 @@ def diagnose(
         limit_s: Shorter waits are none.
     """
     workers = {i: p for i, p in places.items() if members[i].role == "worker" or p is None}
-    states = {p["state"] for p in workers.values() if p is not None}
+    states = {p.state for p in workers.values() if p is not None}
     if states & {"paused", "held"}:
         return ""
-    waiting = [
-        i for i, p in workers.items() if p and p["state"] == "waits" and waited_s[i] >= limit_s
-    ]
+    waiting = [i for i, p in workers.items() if p and p.state == "waits" and waited_s[i] >= limit_s]
     if not waiting:
         return ""
     others = [i for i in workers if i not in waiting]
@@ -117,22 +115,26 @@ def diagnose(
     elsewhere = _elsewhere(others, workers, members, ended)
     if elsewhere:
         return f"{waits}; {elsewhere}"
-    if len({str((workers[i] or {})["waits_in"]) for i in waiting}) > 1:
+    if len({_waits_in(workers[i]) for i in waiting}) > 1:
         return f"{waits}: they wait for each other"
     if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
         return f"{waits}, and nobody is elsewhere: a large message, or tensors that do not match"
     return ""
 
 
+def _waits_in(place: Whereabouts | None) -> str:
+    return "" if place is None else place.waits_in
+
+
 def _waits(
     waiting: list[int],
-    places: Mapping[int, Where | None],
+    places: Mapping[int, Whereabouts | None],
     waited_s: Mapping[int, float],
     members: Mapping[int, Member],
 ) -> str:
     groups: dict[str, list[int]] = {}
     for engine in waiting:
-        groups.setdefault(str((places[engine] or {})["waits_in"]), []).append(engine)
+        groups.setdefault(_waits_in(places[engine]), []).append(engine)
     parts = []
     for what, engines in groups.items():
         verb = "have" if len(engines) > 1 else "has"
@@ -143,7 +145,7 @@ def _waits(
 
 def _elsewhere(
     others: Iterable[int],
-    places: Mapping[int, Where | None],
+    places: Mapping[int, Whereabouts | None],
     members: Mapping[int, Member],
     ended: Iterable[int],
 ) -> str:
@@ -159,13 +161,13 @@ def _elsewhere(
     return ", ".join(parts)
 
 
-def place_words(place: Where | None) -> str:
+def place_words(place: Whereabouts | None) -> str:
     """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
     if place is None:
         return f"silent: no answer in {ANSWER_S:g} s (a call into C that does not return?)"
-    if place["state"] == "idle":
+    if place.state == "idle":
         return "idle"
-    if not place["at"]:
-        return str(place["inside"] or "busy")
-    inside = f", in {place['inside']}" if place["inside"] else ""
-    return f"at {place['at']}{inside}"
+    if not place.at:
+        return place.inside or "busy"
+    inside = f", in {place.inside}" if place.inside else ""
+    return f"at {place.at}{inside}"

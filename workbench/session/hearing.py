@@ -6,7 +6,7 @@ import itertools
 import threading
 from pathlib import Path
 
-from ..protocol import Message
+from ..messages import Happened, Position, Records
 from .run import Run
 
 
@@ -51,8 +51,8 @@ class Hearing:
             self._runs[number], self.folders[number] = run, run.folder
         return number
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Records | Happened | Position) -> None:
         """Hand a message to the run it names; one of a run that is not heard is dropped."""
-        run = self._runs.get(int(message.body.get("run", 0) or 0))
+        run = self._runs.get(message.run)
         if run is not None:
             run.receive(message)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .. import checkpoints
 from ..cluster.devices import Leases
 from ..errors import ClusterError, RunError, WorkbenchError
+from ..messages import Outcomes
 from . import hangs
 from .checks import check_arrived
 from .pool import Pool
@@ -121,16 +121,16 @@ class Launch:
         else:
             run.finish(error)
 
-    def _sweep(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
+    def _sweep(self, outcomes: Outcomes) -> None:
         """Remove parts that came after their checkpoint had been given up.
 
         Only here is nobody writing any more; after a failure a slow write may still be under way.
         """
         folder = self.plan.checkpoint
-        if folder and all(one["status"] in ("ok", "stopped") for one in outcomes.values()):
+        if folder and all(one.is_well for one in outcomes.values()):
             checkpoints.sweep(folder, lambda _, token: token == self._token)
 
-    def _replace(self, outcomes: Mapping[int, Mapping[str, Any]]) -> bool:
+    def _replace(self, outcomes: Outcomes) -> bool:
         """Replace engines that say they must be; return whether the run begins again on them."""
         found = spent(outcomes)
         if not found:

@@ -10,13 +10,23 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import RunError
 from ..members import ranges
-from ..protocol import Message
+from ..messages import (
+    Answered,
+    Down,
+    GoOn,
+    Hold,
+    Left,
+    Repeat,
+    Serve,
+    Served,
+    Stopped,
+    Typed,
+)
 
 ANSWER_S = 600.0
 STEP_S = 3.0
@@ -26,25 +36,6 @@ SETTLE_S = 0.15
 """Ranks reach the same breakpoint at slightly different times; the prompt waits for them."""
 GO_ON = ("c", "cont", "continue", "q", "quit", "exit")
 NO_PROMPT = "this notebook's front end has no prompt"
-
-
-@dataclass(frozen=True)
-class Stop:
-    """One rank's question.
-
-    Attributes:
-        asks: `debugger`, `input` or `password`.
-        where: Place in the cell.
-        patience_s: How long the other ranks wait for this one in a collective.
-    """
-
-    engine: int
-    number: int
-    asks: str
-    where: str
-    text: str = ""
-    patience_s: float = 0.0
-    since: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +53,12 @@ class Paused:
         send: Sends a message to an engine.
     """
 
-    def __init__(self, send: Callable[[int, Message], None]) -> None:
+    def __init__(self, send: Callable[[int, Down], None]) -> None:
         self._send = send
-        self._stops: dict[int, Stop] = {}
+        self._stops: dict[int, Stopped] = {}
         self._answers: dict[int, str] = {}
         self._left: dict[int, str] = {}
-        self._served: dict[int, Mapping[str, Any]] = {}
+        self._served: dict[int, Served] = {}
         self._changed = threading.Condition()
         self._attended_s = -ATTENDED_S
         self._promised = False
@@ -78,31 +69,29 @@ class Paused:
 
     # -- from the engines --------------------------------------------------------------------------
 
-    def hear(self, engine: int, body: Mapping[str, Any]) -> None:
-        """Take an engine's `debugger` message; called on the router's thread."""
-        said = body.get("said")
+    def hear(self, message: Stopped | Answered | Left | Served) -> None:
+        """Take an engine's word of its debugger; called on the router's thread."""
+        engine = message.engine
         with self._changed:
-            if said == "stopped":
-                self._hold(engine, body)
-            elif said == "answer":
-                self._answers[engine] = str(body.get("text", ""))
-            elif said == "left":
-                self._left[engine] = str(body.get("text", ""))
-                self._drop(engine)
-            elif said == "served":
-                self._served[engine] = body
+            match message:
+                case Stopped():
+                    self._hold(message)
+                case Answered():
+                    self._answers[engine] = message.text
+                case Left():
+                    self._left[engine] = message.text
+                    self._drop(engine)
+                case Served():
+                    self._served[engine] = message
             self._changed.notify_all()
 
-    def _hold(self, engine: int, body: Mapping[str, Any]) -> None:
-        stop = Stop(
-            engine, int(body["number"]), str(body["asks"]), str(body["where"]),
-            str(body.get("text", "")), float(body.get("patience_s", 0)), float(body["since"]),
-        )  # fmt: skip
+    def _hold(self, stop: Stopped) -> None:
         if self._attended and not self._can_prompt:
-            self._tell(stop, "go_on", reason=NO_PROMPT)
+            self._send(stop.engine, GoOn(number=stop.number, reason=NO_PROMPT))
             return
-        self._stops[engine] = stop
-        self._tell(stop, "hold", announce=not (self.prompting or self._attended))
+        self._stops[stop.engine] = stop
+        announce = not (self.prompting or self._attended)
+        self._send(stop.engine, Hold(number=stop.number, announce=announce))
 
     def attended(self, *, can_prompt: bool) -> None:
         """Take note that a cell blocks whose main thread looks after those that pause."""
@@ -139,7 +128,7 @@ class Paused:
     # -- to the engines ----------------------------------------------------------------------------
 
     @property
-    def stops(self) -> dict[int, Stop]:
+    def stops(self) -> dict[int, Stopped]:
         """Who is paused, by engine id."""
         with self._changed:
             return dict(sorted(self._stops.items()))
@@ -156,7 +145,7 @@ class Paused:
                 raise RunError(f"Rank {engine} is not paused.", allowed=self.names() or "nobody is")
             self._answers.pop(engine, None)
             self._left.pop(engine, None)
-            self._tell(stop, "line", text=line)
+            self._send(engine, Typed(number=stop.number, text=line))
             if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
                 raise RunError(f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.")
             if engine in self._answers:
@@ -173,16 +162,16 @@ class Paused:
         with self._changed:
             stop = self._stops.pop(engine, None)
         if stop is not None:
-            self._tell(stop, "go_on", reason=reason)
+            self._send(engine, GoOn(number=stop.number, reason=reason))
 
-    def inquire(self, engine: int, timeout_s: float = 1.0) -> Stop | None:
+    def inquire(self, engine: int, timeout_s: float = 1.0) -> Stopped | None:
         """Return an engine's question, also one that was asked of another notebook."""
-        self._send(engine, Message("debugger", {"do": "where"}))
+        self._send(engine, Repeat())
         with self._changed:
             self._until(lambda: engine in self._stops, timeout_s)
             return self._stops.get(engine)
 
-    def serve(self, engine: int, port: int, timeout_s: float = 30.0) -> Mapping[str, Any]:
+    def serve(self, engine: int, port: int, timeout_s: float = 30.0) -> Served:
         """Have an engine serve debugpy, whatever its cell does (`engine/debugpy_server.py`).
 
         Raises:
@@ -190,13 +179,10 @@ class Paused:
         """
         with self._changed:
             self._served.pop(engine, None)
-            self._send(engine, Message("debugger", {"do": "serve", "port": port}))
+            self._send(engine, Serve(port=port))
             if not self._until(lambda: engine in self._served, timeout_s):
                 raise RunError(f"Rank {engine} does not answer.", next_step="%cluster stacks")
             return self._served.pop(engine)
-
-    def _tell(self, stop: Stop, do: str, **more: Any) -> None:
-        self._send(stop.engine, Message("debugger", {"do": do, "number": stop.number, **more}))
 
     def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait in short pieces, so that an interrupt of the notebook is noticed at once."""
@@ -208,10 +194,10 @@ class Paused:
             self._changed.wait(min(0.1, left))
         return True
 
-    def settled(self) -> dict[int, Stop]:
+    def settled(self) -> dict[int, Stopped]:
         """Return who is paused, once nobody has joined or left for a moment."""
         end = time.monotonic() + STEP_S
-        before: dict[int, Stop] | None = None
+        before: dict[int, Stopped] | None = None
         while (now := self.stops) != before and time.monotonic() < end:
             before = now
             with self._changed:

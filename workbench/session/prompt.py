@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 from ..errors import RunError
 from ..members import ranges
-from .paused import GO_ON, NO_PROMPT, Paused, Reply, Stop, everyone
+from ..messages import Stopped
+from .paused import GO_ON, NO_PROMPT, Paused, Reply, everyone
 
 HELP = (
     "w u d l p pp a locals n s c q, or any expression; `rank 2` looks at another paused rank, "
@@ -111,7 +112,7 @@ class Prompt:
             paused.prompting, paused.on_drop = False, lambda engine: None
 
     @staticmethod
-    def _introduce(stop: Stop, stops: dict[int, Stop]) -> None:
+    def _introduce(stop: Stopped, stops: dict[int, Stopped]) -> None:
         others = [engine for engine in stops if engine != stop.engine]
         also = f"; paused too: {ranges(others)}" if others else ""
         say(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
@@ -126,7 +127,7 @@ class Prompt:
                 self._poked = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    def _read(self, stop: Stop) -> str | None:
+    def _read(self, stop: Stopped) -> str | None:
         """Return the user's line; None when the rank was let go meanwhile."""
         text = f"rank {stop.engine}: {stop.text}"
         prompt = f"rank {stop.engine}> " if stop.asks == "debugger" else text
@@ -148,7 +149,7 @@ class Prompt:
             say(f"rank {stop.engine} is no longer paused\n")
             return None
 
-    def _obey(self, stop: Stop, line: str) -> int:
+    def _obey(self, stop: Stopped, line: str) -> int:
         """Do what a line says; return which rank is looked at next."""
         paused, engine, words = self._paused, stop.engine, line.split()
         if stop.asks != "debugger":

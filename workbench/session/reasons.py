@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+
+from ..messages import CellOutcome, Outcomes
 
 _TELLING = (
     r"Connection closed by peer|Connection reset(?: by peer)?|Broken pipe|Socket closed|Timed out"
@@ -18,23 +19,15 @@ COLLATERAL = re.compile(
 """What libraries say when another rank has gone: never the reason that is shown first."""
 MAX_WORDS = 100
 
-Outcome = Mapping[str, Any]
-Outcomes = Mapping[int, Outcome]
 
-
-def words(outcome: Outcome) -> str:
-    """Return an error as `ValueError: text`."""
-    return f"{outcome['ename']}: {outcome['evalue']}"
-
-
-def is_collateral(outcome: Outcome) -> bool:
+def is_collateral(outcome: CellOutcome) -> bool:
     """Whether the rank only felt another one's end.
 
     That is certain where its connections were cut so that it stopped waiting, and where our own
     links have `felt` it; of a library's errors the words tell.
     """
-    certain = bool(outcome.get("cut_off") or outcome.get("felt"))
-    return certain or COLLATERAL.search(words(outcome)) is not None
+    certain = outcome.cut_off or bool(outcome.felt)
+    return certain or COLLATERAL.search(outcome.words) is not None
 
 
 def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) -> int:
@@ -45,11 +38,11 @@ def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) 
         first_failed: Who failed first.
         lost: Engines whose death the others survived.
     """
-    failed = [i for i, o in outcomes.items() if o["status"] in ("died", "error")]
-    failed = [i for i in failed if i not in set(lost) and not outcomes[i].get("ended")]
-    died = [i for i in failed if outcomes[i]["status"] == "died"]
+    failed = [i for i, o in outcomes.items() if o.status in ("died", "error")]
+    failed = [i for i in failed if i not in set(lost) and not outcomes[i].ended]
+    died = [i for i in failed if outcomes[i].status == "died"]
     own = [i for i in failed if not is_collateral(outcomes[i])]
-    silent = [i for i, o in outcomes.items() if o.get("ended")]
+    silent = [i for i, o in outcomes.items() if o.ended]
     if silent and not (own or died):
         return silent[0]  # the others had waited for it
     if died:
@@ -71,17 +64,16 @@ def with_it(outcomes: Outcomes, engines: Iterable[int], called: Callable[[list[i
     return "; ".join(f"{called(members)}: {what}" for what, members in groups.items())
 
 
-def _shortly(outcome: Outcome) -> str:
-    if outcome.get("ended"):
-        return str(outcome["ended"])
-    if outcome["status"] == "interrupted":
+def _shortly(outcome: CellOutcome) -> str:
+    if outcome.ended:
+        return outcome.ended
+    if outcome.status == "interrupted":
         return "interrupted"
-    if outcome["status"] == "died":
-        return str(outcome["evalue"])
-    if outcome.get("felt"):
-        return str(outcome["felt"])
-    text = words(outcome)
-    if told := re.search(_TELLING, str(outcome["evalue"]), re.IGNORECASE):
+    if outcome.status == "died":
+        return outcome.evalue
+    if outcome.felt:
+        return outcome.felt
+    if told := re.search(_TELLING, outcome.evalue, re.IGNORECASE):
         return told[0]
-    line = text.splitlines()[0]
+    line = outcome.words.splitlines()[0]
     return line if len(line) <= MAX_WORDS else line[: MAX_WORDS - 1] + "…"

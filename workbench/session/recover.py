@@ -44,10 +44,10 @@ LOAN_TIMEOUT_S = 120.0
 def lost(task: Task) -> list[int]:
     """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
     outcomes = task.outcomes
-    dead = [i for i in gone.of(outcomes) if not outcomes[i].get("ended")]
-    if task.interrupted or not any(outcomes[i].get("recoverable") for i in dead):
+    dead = [i for i in gone.of(outcomes) if not outcomes[i].ended]
+    if task.interrupted or not any(outcomes[i].recoverable for i in dead):
         return []
-    errors = [o for o in outcomes.values() if o["status"] == "error"]
+    errors = [o for o in outcomes.values() if o.status == "error"]
     if any(not reasons.is_collateral(one) for one in errors):
         return []
     return gone.of(outcomes)  # those that we had to end are gone as well
@@ -71,8 +71,7 @@ class Recoverer:
         if self._why_not:
             return False
         how = "; ".join(
-            f"{run.called(i)} died: {task.outcomes[i].get('how') or 'how is not known'}"
-            for i in dead
+            f"{run.called(i)} died: {task.outcomes[i].how or 'how is not known'}" for i in dead
         )
         run.advance("recover")
         threading.Thread(
@@ -200,7 +199,7 @@ class Recoverer:
         run, engines = self._launch.run, self._launch.pool.engines
         if run.task is None or len({engines.engines[i].host for i in run.members}) > 1:
             return None
-        kept = {i: int(o.get("kept_step", -1)) for i, o in run.task.outcomes.items()}
+        kept = {i: o.kept_step for i, o in run.task.outcomes.items()}
         living = [i for i in kept if kept[i] > beyond and i in self._launch.pool.ids]
         if not living:
             return None

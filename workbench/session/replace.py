@@ -7,19 +7,19 @@ trained the run then begins again on the fresh engines; otherwise they are there
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..cluster.engines import Engines
 from ..errors import ClusterError
 from ..members import ranges
+from ..messages import Outcomes
 
 WAIT_S = 60.0
 
 
-def spent(outcomes: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+def spent(outcomes: Outcomes) -> dict[int, str]:
     """Return the engines that must be replaced, and why."""
-    return {i: str(o.get("evalue", "")) for i, o in outcomes.items() if o.get("replace")}
+    return {i: o.evalue for i, o in outcomes.items() if o.replace}
 
 
 def words(ids: Sequence[int], why: str) -> str:

@@ -24,8 +24,9 @@ from ..history import disk
 from ..history.store import RunHistory
 from ..history.summary import RunSummary, summarise
 from ..members import Member
+from ..messages import Advance, Down, Happened, Inject, Position, Records, Told
 from ..plan import Plan
-from ..protocol import Message, records_from
+from ..protocol import records_from
 from ..targets import ALLOWED, parse_targets
 from .halting import Halting
 from .logging_to import LINGER_S, RunLog, check
@@ -97,11 +98,12 @@ class Run:
         self.over = threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
-        self._deliver: Callable[[int, Message], None] = _to_nobody
+        self._deliver: Callable[[int, Down], None] = _to_nobody
         self.began = time.time()
 
     def _make_halting(self) -> Halting:
-        return Halting(self.plan.sync, len(self.members), self._send, self.interrupt, self._pace_s)
+        about = (self.number, self.plan.sync, len(self.members))
+        return Halting(*about, self._send, self.interrupt, self._pace_s)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Run:
     def _conclude(self, error: RunError | None) -> None:
         self.error = error
         stopped = self.task is not None and any(
-            o["status"] == "stopped" for o in self.task.outcomes.values()
+            o.status == "stopped" for o in self.task.outcomes.values()
         )
         with contextlib.suppress(lifecycle.InvalidTransitionError):
             if error is None and stopped and self._state != "stopping":
@@ -228,30 +230,27 @@ class Run:
 
     # -- messages from the engines --------------------------------------------------------------
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Records | Happened | Position) -> None:
         """Take a message of this run; called on the router's thread."""
-        if self.task is not None and message.kind in ("records", "event"):
+        if self.task is not None and not isinstance(message, Position):
             self.task.moved()
-        if message.kind == "records":
-            rows = records_from(message.payload[0])
-            self.history.append(rows)
-            if len(rows):
-                self._dropped[int(rows["rank"][0])] = int(message.body["dropped"])
-        elif message.kind == "position":
-            self._halting.position(int(message.body["rank"]), int(message.body["step"]))
-        elif message.kind == "event":
-            fields = {k: v for k, v in message.body.items() if k not in ("run", "name")}
-            self._event(str(message.body["name"]), fields)
+        match message:
+            case Records():
+                rows = records_from(message.rows)
+                self.history.append(rows)
+                if len(rows):
+                    self._dropped[int(rows["rank"][0])] = message.dropped
+            case Position():
+                self._halting.position(message.rank, message.step)
+            case Happened():
+                self._event(message.event, message.event.to_wire())
 
-    def _event(self, name: str, fields: dict[str, Any]) -> None:
-        try:
-            event = events.read(name, fields)
-        except events.UnknownEventError:  # on a disk that another version has written
-            return
+    def _event(self, event: events.Event, fields: Mapping[str, Any]) -> None:
+        """Take in an event; its fields on a disk say when it was, too."""
         if isinstance(event, events.Posted):
-            self._tell("told", fields)
+            self._tell(Told(run=self.number, rank=event.rank, topic=event.topic, value=event.value))
             return
-        self.history.hear(name, fields)
+        self.history.hear(event.name, fields)
         match event:
             case events.RunStarted() if self._state in ("starting", "recovering"):
                 self.advance("start")
@@ -270,14 +269,14 @@ class Run:
                 if self._state == "paused":
                     self.advance("resume")
 
-    def open_board(self, deliver: Callable[[int, Message], None], engines: Sequence[int]) -> None:
+    def open_board(self, deliver: Callable[[int, Down], None], engines: Sequence[int]) -> None:
         """Let the run's engines, servers too, hear of each other; before any of them begins."""
         self._deliver, self._everyone = deliver, tuple(engines)
 
-    def _tell(self, kind: str, body: Mapping[str, Any]) -> None:
+    def _tell(self, message: Down) -> None:
         """Send to all engines of the run, also to those that do not run the cell."""
         for engine in self._everyone:
-            self._deliver(engine, Message(kind, {**body, "run": self.number}))
+            self._deliver(engine, message)
 
     def died(self, engine: EngineInfo) -> None:
         """Name an engine of the run that has ended, while the others are still at it."""
@@ -338,7 +337,7 @@ class Run:
 
     def step(self, steps: int = 1) -> None:
         """While paused: do so many steps, then pause again."""
-        self._send("advance", steps=steps)
+        self._send(Advance(run=self.number, steps=int(steps)))
 
     def inject(self, *faults: str) -> None:
         """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
@@ -351,13 +350,14 @@ class Run:
             fault.check(len(self.engines), links=self.plan.entry.links)
         if not self.is_over:
             self.faults = _lasting(parsed)
-            self._tell("inject", {"faults": [fault.text for fault in parsed]})
-            self.history.event(events.Injected(faults=[fault.text for fault in parsed]))
+            texts = tuple(fault.text for fault in parsed)
+            self._tell(Inject(run=self.number, faults=texts))
+            self.history.event(events.Injected(faults=list(texts)))
 
-    def _send(self, kind: str, **body: Any) -> None:
+    def _send(self, message: Down) -> None:
         if self.task is not None and not self.is_over:
             for engine in self.members:
-                self.task.engines.router.send(engine, Message(kind, {"run": self.number, **body}))
+                self.task.engines.router.send(engine, message)
 
     def _pace_s(self) -> float:
         """Seconds a step takes on the whole; NaN before the first."""
@@ -615,7 +615,7 @@ class Run:
                     return
 
 
-def _to_nobody(engine: int, message: Message) -> None:
+def _to_nobody(engine: int, message: Down) -> None:
     """Deliver nothing."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ..messages import AskStacks, Whereabouts
 from .hangs import ANSWER_S, place_words
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def gather(cluster: ClusterAccess, ids: Iterable[int] | None = None) -> Stacks:
     engines = cluster.engine_set
     wanted = [engines.known(i).id for i in ids] if ids is not None else cluster.ids
     living = [i for i in wanted if i in cluster.ids]
-    found = engines.router.questions.ask("stacks", living, ANSWER_S)
+    found = engines.router.questions.ask(AskStacks, living, ANSWER_S)
     workers = cluster.worker_ids
     return Stacks(
         Stack(
@@ -68,14 +69,14 @@ def gather(cluster: ClusterAccess, ids: Iterable[int] | None = None) -> Stacks:
             f"{f'rank {workers.index(i)}' if i in workers else 'server'} "
             f"(engine {i}, pid {engines.engines[i].pid})",
             _words(found.get(i)) if i in living else f"dead ({engines.engines[i].exit})",
-            str(found.get(i, {}).get("text", "")),
+            found[i].text if i in found else "",
         )
         for i in wanted
     )
 
 
-def _words(answer: Mapping[str, Any] | None) -> str:
+def _words(answer: Whereabouts | None) -> str:
     words = place_words(answer)
-    if answer is None or not answer["waits_in"]:
+    if answer is None or not answer.waits_in:
         return words
-    return f"{words}; waits {answer['waits_in']}"
+    return f"{words}; waits {answer.waits_in}"

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..cluster.calls import Call
@@ -18,6 +19,7 @@ from ..cluster.engines import Engines
 from ..errors import ClusterError, RunError
 from ..escalation import AGAIN_S, GRACE_S, HEARD_S, KILL_S
 from ..members import Member
+from ..messages import BadMessageError, CellOutcome
 from ..views.output import OutputBoard
 from . import gone
 from .failure import CellEnd, Names
@@ -57,7 +59,7 @@ class Task:
         self.ids = list(requests)
         self.names = Names(self.ids, members)
         self.board = OutputBoard(members)
-        self.outcomes: dict[int, dict[str, Any]] = {}
+        self.outcomes: dict[int, CellOutcome] = {}
         self.first_failed: int | None = None
         self.over = threading.Event()
         self.on_late: Callable[[], object] = lambda: None  # told of output after the cell's end
@@ -119,19 +121,19 @@ class Task:
             self.changed.set()
 
     def _settled(self, call: Call) -> None:
-        outcome = call.result
-        if isinstance(outcome, BaseException):
-            outcome = _early_interrupt(outcome) or gone.outcome(outcome)
-            if call.engine in self._ended:
-                if failed_of := self._shown_by(call.engine):
-                    outcome["failed_of"] = failed_of
-                outcome["ended"] = f"ended, since it did not answer an interrupt for {KILL_S:g} s"
+        outcome = _outcome_of(call.result)
+        if isinstance(call.result, BaseException) and call.engine in self._ended:
+            outcome = replace(
+                outcome,
+                failed_of=self._shown_by(call.engine),
+                ended=f"ended, since it did not answer an interrupt for {KILL_S:g} s",
+            )
         self.moved()
         with self._lock:
             self.outcomes[call.engine] = outcome
-            spared = outcome["status"] == "died" and self._can_spare(call.engine)
-            bad = outcome["status"] in ("error", "died") and not spared
-            bad = bad and "ended" not in outcome
+            spared = outcome.status == "died" and self._can_spare(call.engine)
+            bad = outcome.status in ("error", "died") and not spared
+            bad = bad and not outcome.ended
             first = bad and self.first_failed is None
             if first:
                 self.first_failed = call.engine
@@ -139,11 +141,11 @@ class Task:
         self.changed.set()
         if spared:
             name = self.names.of(call.engine)
-            text = f"{name} is gone, the others go on: {outcome['evalue']}"
+            text = f"{name} is gone, the others go on: {outcome.evalue}"
             _guarded(self._on_loss, text, [call.engine])
         if complete:
             self._end()
-        elif first or outcome["status"] == "interrupted":
+        elif first or outcome.status == "interrupted":
             self.end_soon()
 
     def _shown_by(self, engine: int) -> str:
@@ -270,7 +272,7 @@ class Task:
     @property
     def group_broken(self) -> bool:
         """Whether the process group of these engines must be made anew."""
-        return any(o.get("group_broken") or o["status"] == "died" for o in self.outcomes.values())
+        return any(o.group_broken or o.status == "died" for o in self.outcomes.values())
 
     @property
     def explained(self) -> bool:
@@ -300,13 +302,23 @@ def _guarded(callback: Callable[..., object], *args: object) -> None:
         log.exception("What follows from a cell went wrong")
 
 
-def _early_interrupt(error: BaseException) -> dict[str, Any] | None:
-    """Return the outcome of a call that was interrupted before its cell began; None of others."""
-    if getattr(error, "ename", "") != "KeyboardInterrupt":
-        return None
-    return {
-        "status": "interrupted",
-        "ename": "KeyboardInterrupt",
-        "evalue": "",
-        "group_broken": True,
-    }
+def _outcome_of(result: object) -> CellOutcome:
+    """Return the outcome that a call has ended in."""
+    match result:
+        case CellOutcome():  # read from an engine's diary
+            return result
+        case BaseException():
+            if getattr(result, "ename", "") != "KeyboardInterrupt":
+                return gone.outcome(result)
+            # It was interrupted before its cell began.
+            return CellOutcome(status="interrupted", ename="KeyboardInterrupt", group_broken=True)
+    try:
+        return CellOutcome.from_wire(result)
+    except BadMessageError as error:
+        return unreadable(error)
+
+
+def unreadable(error: BadMessageError) -> CellOutcome:
+    """Return the outcome of a cell whose engine gave one that this version does not know."""
+    why = f"how the cell ended on this engine cannot be read: {error}"
+    return CellOutcome(status="error", ename="RunError", evalue=why, group_broken=True)

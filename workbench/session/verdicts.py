@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import FitError, RunError
+from ..messages import CellOutcome, Outcomes, OwnLoop
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
@@ -26,8 +27,6 @@ _TRAINS = {
     ),
 }
 """What counts as training in a cell, and what to do with one that does not train."""
-
-Outcomes = Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,16 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
         An error when the cell trained nothing, or ignored what the line overrides; None when all
         is well, and for runs that ended in another error or were stopped.
     """
-    if run.state == "stopping" or any(o["status"] != "ok" for o in outcomes.values()):
+    if run.state == "stopping" or any(o.status != "ok" for o in outcomes.values()):
         return None
-    if not any(o.get("trained") for o in outcomes.values()):
-        loops = [o["loop"] for o in outcomes.values() if o.get("loop")]
-        if any(loop["by"] for loop in loops):
+    if not any(o.trained for o in outcomes.values()):
+        loops = [o.loop for o in outcomes.values() if o.loop is not None]
+        if any(loop.by for loop in loops):
             return _no_step(loops)
-        if any(loop["updates"] for loop in loops):
+        if any(loop.updates for loop in loops):
             return RunError(
                 "The cell trained, but not under the strategy: its optimizer was not handed over.",
-                seen=f"{max(loop['updates'] for loop in loops)} optimizer steps on a worker, "
+                seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
                 "none of them recorded",
                 allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
                 "distributes itself",
@@ -83,7 +82,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             next_step=next_step,
         )
     ignored = sorted(set(run.plan.overrides) - HONOURED_ANYWAY)
-    if ignored and not any(o.get("options_read") for o in outcomes.values()):
+    if ignored and not any(o.options_read for o in outcomes.values()):
         name = ignored[0]
         return RunError(
             "The line overrides what the cell's own loop does not read, so it was ignored.",
@@ -91,7 +90,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
         )
-    if run.plan.init_from and not any(o.get("initial_read") for o in outcomes.values()):
+    if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
             "The cell's own loop took no initial weights, so it started from its own.",
             seen=f"--init-from {run.plan.init_from}",
@@ -101,11 +100,10 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
     return None
 
 
-def _no_step(loops: list[Mapping[str, Any]]) -> RunError:
+def _no_step(loops: list[OwnLoop]) -> RunError:
     """Return the error for a loop that was handed over and in which no step ended."""
-    by, backwards, updates = (
-        max(loop[name] for loop in loops) for name in ("by", "backwards", "updates")
-    )
+    by = max(loop.by for loop in loops)
+    backwards, updates = max(one.backwards for one in loops), max(one.updates for one in loops)
     seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
     if updates:
         return RunError(
@@ -125,10 +123,16 @@ def _no_step(loops: list[Mapping[str, Any]]) -> RunError:
     )
 
 
+def outcome_behind(error: BaseException | None) -> CellOutcome | None:
+    """Return the outcome that a cell failed for; None where the error is no cell's."""
+    outcome = getattr(error, "outcome", None)
+    return outcome if isinstance(outcome, CellOutcome) else None
+
+
 def is_refusal(error: RunError) -> bool:
     """Whether a strategy refused what it was to train, before anything was trained."""
-    outcome = getattr(error, "outcome", None) or {}
-    return bool(outcome.get("ename") == FitError.__name__)
+    outcome = outcome_behind(error)
+    return outcome is not None and outcome.ename == FitError.__name__
 
 
 def refusals(runs: Sequence[RunData]) -> RunError | None:
@@ -145,8 +149,8 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
 
 
 def _reason(error: RunError | None) -> str:
-    outcome = getattr(error, "outcome", None) or {}
-    return str(outcome.get("evalue", "")).partition("\n")[0]
+    outcome = outcome_behind(error)
+    return "" if outcome is None else outcome.evalue.partition("\n")[0]
 
 
 def short_handed(dead: Sequence[int], living: int) -> str:
@@ -188,12 +192,12 @@ def outcome_notes(outcomes: Outcomes) -> list[str]:
 
 def _unlike_copies(outcomes: Outcomes) -> list[str]:
     """Say which ranks ended an own loop with another model than the others."""
-    ends = [o["copies"] for o in outcomes.values() if o.get("copies")]
-    digests = [end["digest"] for end in ends]
-    if len(set(digests)) < 2 or len({end["like"] for end in ends}) > 1:
+    ends = [o.copies for o in outcomes.values() if o.copies is not None]
+    digests = [end.digest for end in ends]
+    if len(set(digests)) < 2 or len({end.like for end in ends}) > 1:
         return []
     usual = max(digests, key=digests.count)
-    odd = sorted(end["rank"] for end in ends if end["digest"] != usual)
+    odd = sorted(end.rank for end in ends if end.digest != usual)
     who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
     return [
         f"The copies of the model differ at the end of the cell ({who}): something changed them on "
@@ -203,7 +207,7 @@ def _unlike_copies(outcomes: Outcomes) -> list[str]:
 
 
 def _reassigned(outcomes: Outcomes) -> list[str]:
-    names = sorted({name for o in outcomes.values() for name in o.get("reassigned", ())})
+    names = sorted({name for o in outcomes.values() for name in o.reassigned})
     if not names:
         return []
     return [

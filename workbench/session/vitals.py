@@ -14,6 +14,7 @@ from ..cluster.engines import EngineInfo
 from ..cluster.gpus import GpuReading, Gpus
 from ..cluster.readings import Processes, Reading
 from ..cluster.vitals import EngineVitals, LastLine, gpu_use
+from ..messages import AskWhere, Whereabouts
 from .doing import Doing, Scene, doing
 from .run import Run
 
@@ -182,8 +183,8 @@ def look(cluster: ClusterAccess) -> Scene:
     if task is None or task.is_over:
         return Scene({}, "", {})
     unfinished = {engine: task.member(engine) for engine in task.unfinished()}
-    places: Mapping[int, Mapping[str, Any]] = {}
+    places: Mapping[int, Whereabouts] = {}
     if time.perf_counter() - task.moved_at >= QUIET_S:
         asked = [engine for engine in unfinished if engine in cluster.ids]
-        places = cluster.engine_set.router.questions.ask("where", asked, ANSWER_S)
+        places = cluster.engine_set.router.questions.ask(AskWhere, asked, ANSWER_S)
     return Scene(unfinished, str(busy.state) if isinstance(busy, Run) else "", places)

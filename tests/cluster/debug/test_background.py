@@ -26,14 +26,14 @@ dist.barrier()
     assert soon(paused)
     assert paused()[1].where == "cell line 3 in look"
     answers = where(0, 1)
-    assert answers[1]["state"] == "paused", "a rank paused by its user is not called a hang"
+    assert answers[1].state == "paused", "a rank paused by its user is not called a hang"
     book.refused("%cluster debug 0", "Another one is going on")
     assert "breakpoint()" in book.ok("%cluster debug 1 -c 'l'").stdout
     said = book.ok("%cluster debug -c 'p secret' -c 'secret = 99' -c c").stdout
     assert said.splitlines()[0] == "41"
     assert idle()
     assert session.cluster.pull(["found"], [1])[1]["found"] == 100
-    assert where(1)[1]["state"] == "idle"
+    assert where(1)[1].state == "idle"
 
 
 def test_other_notebooks_question_is_found(book):

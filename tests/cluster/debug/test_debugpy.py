@@ -40,7 +40,7 @@ def test_vs_code_stops_at_a_breakpoint_and_looks_around(book):
     stop = client.event("stopped")
     stack = client.ask("stackTrace", threadId=stop["threadId"])["stackFrames"]
     assert client.ask("evaluate", expression="x", frameId=stack[0]["id"])["result"] == "42"
-    assert where(1)[1]["state"] == "paused"
+    assert where(1)[1].state == "paused"
     client.ask("continue", threadId=stop["threadId"])
     assert idle()
     client.close()
@@ -58,7 +58,7 @@ def test_debugpy_can_be_served_while_the_cell_runs(book):
     client.event("stopped")
     frame = client.ask("stackTrace", threadId=main)["stackFrames"][0]
     assert frame["line"] == 3
-    assert where(0)[0]["state"] == "paused"
+    assert where(0)[0].state == "paused"
     client.ask("continue", threadId=main)
     client.close()
     session.cluster.last_task.interrupt()

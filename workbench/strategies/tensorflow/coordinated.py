@@ -101,9 +101,7 @@ class Coordinated:
     def _after(self, training: Training, done: int, *, evaluates: bool) -> None:
         training.logs["loss"] = NAN if self.last is None else self.last.loss
         if evaluates and training.eval_source is not None:
-            training.evaluate(
-                training.context.strategy, (done - 1) // training.job.steps_per_epoch
-            )
+            training.evaluate(training.context.strategy, (done - 1) // training.job.steps_per_epoch)
             self.closures.idle()
 
     def _places(self, source: Any, first: int) -> Iterator[list[tuple[Any, int]]]:

@@ -1,0 +1,582 @@
+"""What the notebook's kernel and the engines say to each other, one class each, and nothing else.
+
+`Up` is all that an engine may say, `Down` all that the kernel may; both ends tell them apart by
+their classes. How a message travels is for `protocol.py`: its kind, for the debugger its word too,
+and the fields that `to_wire` gives. `from_wire` makes it of them again and refuses what is unknown,
+missing or of another type, so that nobody behind it looks at a field that may not be there.
+
+What a cell came to on an engine is `CellOutcome`: it answers the call that ran the cell, and lies
+in the engine's diary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from . import events
+
+Buffer = bytes | memoryview
+Self = TypeVar("Self", bound="Message")
+Purpose = Literal["stop", "pause"]
+
+
+class BadMessageError(Exception):
+    """A message that is not signed with the cluster's key, is malformed, or of no known kind."""
+
+
+# -- fields, checked ---------------------------------------------------------------------------
+
+
+def fields_of(kind: Any, data: object, *, strict: bool = True) -> dict[str, Any]:
+    """Return what a dataclass is made of, from JSON.
+
+    Args:
+        kind: The dataclass.
+        strict: Whether fields that the class does not have are refused; else they are left out.
+
+    Raises:
+        BadMessageError: A field is unknown, missing, or of another type than is declared.
+    """
+    if not isinstance(data, Mapping):
+        raise BadMessageError(f"{kind.__name__} is no table: {type(data).__name__}")
+    hints, needed = _declared(kind)
+    if strict and (unknown := [name for name in data if name not in hints]):
+        raise BadMessageError(f"{kind.__name__} has no field {unknown[0]!r}")
+    if missing := needed - data.keys():
+        raise BadMessageError(f"{kind.__name__} lacks {', '.join(sorted(missing))}")
+    return {
+        name: _checked(data[name], hint, f"{kind.__name__}.{name}", strict)
+        for name, hint in hints.items()
+        if name in data
+    }
+
+
+@functools.cache
+def _declared(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of a dataclass's fields by name, and the names of those without default."""
+    hints, fields = get_type_hints(kind), dataclasses.fields(kind)
+    needed = [
+        one.name
+        for one in fields
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    ]
+    return {one.name: hints[one.name] for one in fields}, frozenset(needed)
+
+
+def _checked(value: Any, hint: Any, what: str, strict: bool) -> Any:
+    """Return a value of JSON as the type that a field declares."""
+    origin = get_origin(hint)
+    if hint is Any or (hint in (bool, int, str, type(None)) and type(value) is hint):
+        return value
+    if origin is Literal and isinstance(value, str) and value in get_args(hint):
+        return value
+    if origin in (Union, types.UnionType):
+        for one in get_args(hint):
+            with contextlib.suppress(BadMessageError):
+                return _checked(value, one, what, strict)
+    if hint is float and type(value) in (int, float):
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_checked(one, get_args(hint)[0], what, strict) for one in value)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return hint(**fields_of(hint, value, strict=strict))
+    raise BadMessageError(f"{what} is a {type(value).__name__}")
+
+
+# -- of either direction -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: How it is called on the wire.
+        word: What it says or has done, where several messages are of one kind.
+    """
+
+    kind: ClassVar[str] = ""
+    word: ClassVar[str] = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return its fields, JSON-ready."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return what travels beside the fields, as raw bytes."""
+        return ()
+
+    @classmethod
+    def from_wire(cls: type[Self], data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Self:
+        """Return the message that was sent.
+
+        Raises:
+            BadMessageError: Its fields or buffers are not those of this class.
+        """
+        if buffers:
+            raise BadMessageError(f"{cls.__name__} has no buffers")
+        return cls(**fields_of(cls, data))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfEngine(Message):
+    """What an engine says of itself, whatever run it takes part in."""
+
+    engine: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRun(Message):
+    """What belongs to a run; `run` is its number, 0 outside of runs."""
+
+    run: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToUser(Message):
+    """The kernel's word to a cell that waits for its user; `number` is its question's."""
+
+    kind: ClassVar[str] = "debugger"
+    number: int
+
+
+# -- up: what engines say ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(OfEngine):
+    """The engine is attached."""
+
+    kind: ClassVar[str] = "hello"
+    pid: int = 0
+    host: str = ""
+    python: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(OfEngine):
+    """How many messages and connections that knew no key there were so far."""
+
+    kind: ClassVar[str] = "refused"
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records(OfRun):
+    """What steps were measured.
+
+    Attributes:
+        dropped: How many rows were lost so far.
+        rows: `record.RECORD` rows, packed.
+    """
+
+    kind: ClassVar[str] = "records"
+    dropped: int
+    rows: Buffer = b""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return its fields, JSON-ready."""
+        return {"run": self.run, "dropped": self.dropped}
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Return the rows."""
+        return (self.rows,)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Records:
+        """Return the message that was sent."""
+        if len(buffers) != 1 or "rows" in data:
+            raise BadMessageError(f"Records has {len(buffers)} buffers, not 1")
+        return cls(**fields_of(cls, data), rows=buffers[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happened(OfRun):
+    """Something happened in the run."""
+
+    kind: ClassVar[str] = "event"
+    event: events.Event
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return its fields, JSON-ready."""
+        return {"run": self.run, "name": self.event.name, **self.event.to_wire()}
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Happened:
+        """Return the message that was sent; its event is one that engines may send."""
+        name = data.get("name")
+        if not (isinstance(name, str) and name in events.FROM_ENGINES):
+            raise BadMessageError(f"event {name!r}")
+        if buffers or type(data.get("run")) is not int:
+            raise BadMessageError(f"event {name!r} of run {data.get('run')!r}")
+        fields = {key: value for key, value in data.items() if key not in ("run", "name")}
+        return cls(run=data["run"], event=events.read(name, fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position(OfRun):
+    """Answers `Halt`: the step that this rank has begun; it begins no other."""
+
+    kind: ClassVar[str] = "position"
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(OfEngine):
+    """A cell waits for its user.
+
+    Attributes:
+        number: Of the question, among this engine's.
+        where: Place in the cell.
+        text: What the user is shown first.
+        patience_s: How long the other ranks wait for this one in a collective.
+        since: When it stopped (seconds since 1970).
+    """
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "stopped"
+    number: int
+    asks: Literal["debugger", "input", "password"]
+    where: str
+    text: str = ""
+    patience_s: float = 0.0
+    since: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(OfEngine):
+    """What came of a line; the cell waits for the next one."""
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "answer"
+    number: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(OfEngine):
+    """The cell goes on."""
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "left"
+    number: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served(OfEngine):
+    """What came of `Serve`.
+
+    Attributes:
+        port: Where debugpy listens; None: it does not.
+        before: Whether it did already.
+        missing, taken: Why it does not.
+    """
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "served"
+    port: int | None = None
+    before: bool = False
+    missing: str | None = None
+    taken: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """Where an engine's main thread is.
+
+    Attributes:
+        at: The innermost line of the user's: `train.py:41 in load_batch`, `cell line 7`.
+        inside: What a library is doing there.
+        waits_in: The collective, or whatever else it waits in.
+    """
+
+    state: Literal["idle", "busy", "waits", "held", "paused"]
+    at: str = ""
+    inside: str = ""
+    waits_in: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhereAnswer(Whereabouts, OfEngine):
+    """Answers `AskWhere`; `ask` is the question's number."""
+
+    kind: ClassVar[str] = "where"
+    ask: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StacksAnswer(WhereAnswer):
+    """Answers `AskStacks`: `text` holds the stacks of all threads."""
+
+    kind: ClassVar[str] = "stacks"
+    text: str = ""
+
+
+# -- down: what the kernel says ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    """Answers `Hello`."""
+
+    kind: ClassVar[str] = "welcome"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halt(OfRun):
+    """Answer with your `Position`, and begin no further step."""
+
+    kind: ClassVar[str] = "halt"
+    purpose: Purpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltAt(OfRun):
+    """Halt after this step, which all ranks reach; -1: where each stands."""
+
+    kind: ClassVar[str] = "halt_at"
+    purpose: Purpose
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(OfRun):
+    """Go on after a pause."""
+
+    kind: ClassVar[str] = "resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance(OfRun):
+    """Go on for so many steps, then pause again."""
+
+    kind: ClassVar[str] = "advance"
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inject(OfRun):
+    """The faults that hold from now on, as text."""
+
+    kind: ClassVar[str] = "inject"
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(OfRun):
+    """What another engine of the run has posted (`events.Posted`)."""
+
+    kind: ClassVar[str] = "told"
+    rank: int
+    topic: str
+    value: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold(ToUser):
+    """Wait for the user; `announce`: tell them, since no cell of the notebook blocks."""
+
+    word: ClassVar[str] = "hold"
+    announce: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoOn(ToUser):
+    """Nobody answers, and why; the cell goes on."""
+
+    word: ClassVar[str] = "go_on"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed(ToUser):
+    """What the user has typed."""
+
+    word: ClassVar[str] = "line"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat(Message):
+    """Say again where the cell waits for its user, if it does."""
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "where"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Message):
+    """Serve debugpy at this port; 0: any that is free."""
+
+    kind: ClassVar[str] = "debugger"
+    word: ClassVar[str] = "serve"
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskWhere(Message):
+    """Where is the main thread, and what does it wait in? `ask` comes back."""
+
+    kind: ClassVar[str] = "where"
+    ask: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskStacks(Message):
+    """The stacks of all threads; `ask` comes back."""
+
+    kind: ClassVar[str] = "stacks"
+    ask: int
+
+
+Up = (
+    Hello
+    | Refused
+    | Records
+    | Happened
+    | Position
+    | Stopped
+    | Answered
+    | Left
+    | Served
+    | WhereAnswer
+    | StacksAnswer
+)
+Down = (
+    Welcome
+    | Halt
+    | HaltAt
+    | Resume
+    | Advance
+    | Inject
+    | Told
+    | Hold
+    | GoOn
+    | Typed
+    | Repeat
+    | Serve
+    | AskWhere
+    | AskStacks
+)
+
+
+# -- what a cell came to -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoop:
+    """What a cell's own loop did: who was handed it, backward passes, optimizer steps."""
+
+    by: str = ""
+    backwards: int = 0
+    updates: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """An engine's copy of the model at the end: digests of what is rounded alike can be compared.
+
+    Attributes:
+        rank: The rank under which the engine's rows are kept.
+    """
+
+    rank: int
+    digest: int
+    like: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOutcome:
+    """What a cell came to on one engine; of an engine that died, as the kernel has found it.
+
+    Attributes:
+        ename, evalue: The class of an error, and its words.
+        traceback: Of an error that was not the cell's.
+        advice: What helps against it.
+        felt: What our own links saw of another engine's end, where that was the error.
+        replace: The engine's framework cannot be used any more.
+        trained: How many steps.
+        loop: What an own loop did.
+        options_read: Whether the cell read `wb.options`.
+        initial_read: Whether a model took the initial weights.
+        weights: Name of the file with the final weights.
+        copies: The engine's copy of the model, where copies should be equal.
+        kept_step: The step that was rescued for whoever goes on; -1: none.
+        reassigned: Names of ours that the cell gave another value.
+        group_broken: Whether the process group must be made anew.
+        cut_off: Whether the engine's connections were cut so that it stopped waiting.
+        how: How a dead engine ended.
+        log: The last lines of its log.
+        recoverable: Whether it died by itself, so that a run may go on without it.
+        restarted: Whether it was restarted, so that it is there again.
+        with_all: Whether it ended with all others.
+        ended: Words for how it was ended by us; empty: it was not.
+        failed_of: The error that it had shown before.
+    """
+
+    status: Literal["ok", "error", "stopped", "interrupted", "died"]
+    ename: str = ""
+    evalue: str = ""
+    traceback: str = ""
+    advice: str | None = None
+    felt: str = ""
+    replace: bool = False
+    trained: int = 0
+    loop: OwnLoop | None = None
+    options_read: bool = False
+    initial_read: bool = False
+    weights: str | None = None
+    copies: Copy | None = None
+    kept_step: int = -1
+    reassigned: tuple[str, ...] = ()
+    group_broken: bool = False
+    cut_off: bool = False
+    how: str = ""
+    log: str = ""
+    recoverable: bool = False
+    restarted: bool = False
+    with_all: bool = False
+    ended: str = ""
+    failed_of: str = ""
+
+    @property
+    def words(self) -> str:
+        """The error as `ValueError: text`."""
+        return f"{self.ename}: {self.evalue}"
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the cell went through, or was stopped as its user wanted."""
+        return self.status in ("ok", "stopped")
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; what is as by default is left out."""
+        bare = CellOutcome(status=self.status)
+        said = dataclasses.asdict(self).items()
+        return {k: v for k, v in said if k == "status" or v != getattr(bare, k)}
+
+    @staticmethod
+    def from_wire(data: object, *, strict: bool = True) -> CellOutcome:
+        """Rebuild what `to_wire` gave, from JSON.
+
+        Args:
+            strict: Whether fields that this version does not know are refused; those of a file
+                that another one wrote are left out.
+
+        Raises:
+            BadMessageError: It is none.
+        """
+        return CellOutcome(**fields_of(CellOutcome, data, strict=strict))
+
+
+Outcomes = Mapping[int, CellOutcome]
+"""What a cell came to on each of its engines."""
