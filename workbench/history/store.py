@@ -430,6 +430,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 "The rows of this run were on disk, and they are gone.",
                 seen=str(self._rests_in),
                 next_step="run.save(path) keeps a copy elsewhere",
+                code="WB-RUN-045",
             )
         try:
             self._rebuild(self._rests_in)

@@ -66,6 +66,7 @@ def check_living(cluster: Cluster, engine: int) -> None:
             f"Engine {engine} is gone ({info.exit}), and its frames with it.",
             allowed=", ".join(map(str, cluster.ids)),
             next_step=f"%cluster logs {engine} shows its last words",
+            code="WB-CLUSTER-037",
         )
 
 
@@ -100,6 +101,7 @@ def serve(cluster: Cluster, engine: int, port: int) -> str:
             "debugpy is not installed where the engines run.",
             seen=found["missing"],
             next_step="pip install 'distributed-workbench[debug]', then %cluster restart",
+            code="WB-CLUSTER-038",
         )
     if "taken" in found:
         raise ClusterError(
@@ -107,6 +109,7 @@ def serve(cluster: Cluster, engine: int, port: int) -> str:
             seen=found["taken"],
             allowed="a free port; 0 takes any",
             next_step=f"%cluster debug {engine} --port {port + 1 if port else 0}",
+            code="WB-CLUSTER-039",
         )
     host = cluster._engines.known(engine).host
     return attach_words(engine, int(found["port"]), host, before=bool(found["before"]))

@@ -181,7 +181,7 @@ class _Outputs:
 def abandon(run: Run, text: str) -> None:
     """End a run for this notebook only: another one has it, and settles it on disk."""
     run._halting.close()
-    run.error = RunError(text)
+    run.error = RunError(text, code="WB-RUN-068")
     with contextlib.suppress(lifecycle.InvalidTransitionError):
         run.advance("fail")
     if run.task is not None:

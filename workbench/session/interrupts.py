@@ -62,4 +62,6 @@ def ending(cluster: Cluster) -> Iterator[None]:
         else:
             busy.interrupt()
             settle(busy.over, busy.interrupt)
-        raise RunError("Interrupted: the cell was ended on all its engines.") from None
+        raise RunError(
+            "Interrupted: the cell was ended on all its engines.", code="WB-RUN-069"
+        ) from None

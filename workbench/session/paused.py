@@ -153,12 +153,19 @@ class Paused:
         with self._changed:
             stop = self._stops.get(engine)
             if stop is None:
-                raise RunError(f"Rank {engine} is not paused.", allowed=self.names() or "nobody is")
+                raise RunError(
+                    f"Rank {engine} is not paused.",
+                    allowed=self.names() or "nobody is",
+                    code="WB-RUN-073",
+                )
             self._answers.pop(engine, None)
             self._left.pop(engine, None)
             self._tell(stop, "line", text=line)
             if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
-                raise RunError(f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.")
+                raise RunError(
+                    f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.",
+                    code="WB-RUN-074",
+                )
             if engine in self._answers:
                 return Reply(self._answers.pop(engine), paused=True)
             text = self._left.pop(engine)
@@ -192,7 +199,11 @@ class Paused:
             self._served.pop(engine, None)
             self._send(engine, Message("debugger", {"do": "serve", "port": port}))
             if not self._until(lambda: engine in self._served, timeout_s):
-                raise RunError(f"Rank {engine} does not answer.", next_step="%cluster stacks")
+                raise RunError(
+                    f"Rank {engine} does not answer.",
+                    next_step="%cluster stacks",
+                    code="WB-RUN-075",
+                )
             return self._served.pop(engine)
 
     def _tell(self, stop: Stop, do: str, **more: Any) -> None:
