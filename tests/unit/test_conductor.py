@@ -55,7 +55,9 @@ def test_a_stopped_run_ends_the_rest_of_the_cell() -> None:
     assert states(queue.items) == {"a": "stopped", "b": "stopped"}
 
 
-@pytest.mark.parametrize("error", [RunError("rank 0 failed"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [RunError("rank 0 failed", code="WB-RUN-000"), KeyboardInterrupt()]
+)
 def test_a_failure_or_an_interrupt_ends_the_cell_and_is_raised(error: BaseException) -> None:
     cluster = Cluster(finish)
     queue = queue_on(cluster)
@@ -123,7 +125,7 @@ def test_what_is_added_while_a_cell_trains_runs_after_it_in_the_background() -> 
 def refuse(*names: str) -> Callable[[Any], None]:
     def end(run: Any) -> None:
         if run.name in names:
-            run.end("failed", RunError(f"{run.name} refuses"))
+            run.end("failed", RunError(f"{run.name} refuses", code="WB-RUN-000"))
         else:
             finish(run)
 

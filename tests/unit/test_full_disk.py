@@ -168,7 +168,7 @@ def test_a_runs_description_that_cannot_be_written_costs_one_note(nowhere):
 
 
 @pytest.mark.parametrize("part", ["_halting.close", "history.finish", "_conclude", "record"])
-@pytest.mark.parametrize("error", [None, RunError("Rank 1 failed.")])
+@pytest.mark.parametrize("error", [None, RunError("Rank 1 failed.", code="WB-RUN-000")])
 def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, error):
     run = a_run(tmp_path)
     owner, _, name = part.rpartition(".")
@@ -177,7 +177,7 @@ def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, er
     assert run.is_over
     if part != "_conclude":
         assert run.state == ("finished" if error is None else "failed")
-    run.finish(RunError("again"))
+    run.finish(RunError("again", code="WB-RUN-000"))
     assert run.error is (None if part == "_conclude" else error)
 
 

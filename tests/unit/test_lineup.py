@@ -16,7 +16,7 @@ def test_they_run_in_their_order_and_one_at_a_time() -> None:
     assert line.begin() is None  # one runs
     line.settle(a, "finished")
     assert line.begin() is b
-    line.settle(b, "failed", RunError("no"))
+    line.settle(b, "failed", RunError("no", code="WB-RUN-000"))
     assert line.begin() is None
     assert line.done
     assert states(line.items) == {"a": "finished", "b": "failed"}

@@ -166,7 +166,7 @@ def test_runs_that_end_early_are_completed_too(run, tmp_path, uri, state, status
         run.advance("stop")
         finish(run)
     else:
-        finish(run, RunError("Rank 1 broke"))
+        finish(run, RunError("Rank 1 broke", code="WB-RUN-000"))
     assert run.state == state
     (tracked,) = read_tracked(uri, "own")
     assert tracked.status == status
@@ -179,7 +179,7 @@ def test_runs_that_end_early_are_completed_too(run, tmp_path, uri, state, status
 
 def test_a_run_without_a_step_is_written_too(run, tmp_path):
     run.log_to(f"tensorboard:{tmp_path}/board")
-    run.finish(RunError("nothing came of it"))
+    run.finish(RunError("nothing came of it", code="WB-RUN-000"))
     assert run.logs[0].wait(60)
     board = read_board(tmp_path / "board" / "base")
     assert "nothing came of it" in board.texts["notes"]

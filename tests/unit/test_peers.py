@@ -57,7 +57,9 @@ def test_who_feels_anothers_end_says_so_beside_its_words():
 
     assert outcome_of(closed("server s0"))["felt"] == "Connection closed by peer"
     assert outcome_of(ended("worker 1"))["felt"] == "Connection closed by peer"
-    assert "felt" not in outcome_of(LinkError("Connection closed by peer: worker 1 is gone."))
+    assert "felt" not in outcome_of(
+        LinkError("Connection closed by peer: worker 1 is gone.", code="WB-RUN-000")
+    )
 
 
 def test_only_this_user_may_enter_the_folder() -> None:
