@@ -97,7 +97,7 @@ def test_a_cell_does_not_push_in_while_the_queue_is_at_work() -> None:
     queue = queue_on(cluster)
     queue.add(plans_of("ab"))
     cluster.next()
-    with pytest.raises(RunError, match="queue is at work"):
+    with pytest.raises(RunError, match="WB-RUN-081"):
         queue.train(plans_of("c"), conduct_on(cluster))
     queue.stop_all()
     queue.wait(WAIT_S)
