@@ -14,6 +14,9 @@ HEAD = """# Mistakes, and what they say
 
 <!-- Written by the tests (WORKBENCH_WRITE_DOCS=1 python -m pytest tests -k mistake). -->
 
+The first line of each ends in its code, `[WB-FIT-...]`, which stays when the words change; a list
+of all codes is in [error-codes.md](error-codes.md).
+
 Each of these is made for real in the tests: the error below is what was shown, the next step is
 followed, and the cluster works after it. Cells are shown without what they share:
 

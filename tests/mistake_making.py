@@ -18,8 +18,9 @@ def make(book: Notebook, mistake: Mistake) -> None:
     """Make the mistake, read its error, do what it advises, and see that the cluster works."""
     if mistake.before:
         book.ok(mistake.before)
-    cell = book.refused(mistake.cell, *mistake.words)
+    cell = book.refused(mistake.cell)
     assert isinstance(cell.error, WorkbenchError), cell.error
+    assert cell.error.code == mistake.code, cell.error
     assert cell.seconds < mistake.within_s
     check(mistake, str(cell.error))
     if mistake.cure:

@@ -1,4 +1,4 @@
-"""Mistakes of users, named: each cell, the words its error must hold, and what the error advises.
+"""Mistakes of users, named: each cell, the code of its error, and what the error advises.
 
 The tables are in `mistakes_of_lines.py`, `mistakes_of_cells.py` and `mistakes_of_keras.py`.
 `cluster/test_mistakes.py` makes every one of them on real engines, follows the advice, and holds
@@ -27,7 +27,7 @@ class Mistake:
     Attributes:
         title: What went wrong, as a user would say it.
         cell: What was typed.
-        words: What the error must hold.
+        code: The error's, empty where there is none; what it says stands on the page.
         cure: What the error advises, followed; empty where the advice is not a cell.
         before: A cell that must have run before.
         framework: What the engines have.
@@ -37,7 +37,7 @@ class Mistake:
 
     title: str
     cell: str
-    words: tuple[str, ...]
+    code: str
     cure: str = ""
     before: str = ""
     framework: str = "torch"

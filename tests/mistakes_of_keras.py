@@ -21,14 +21,14 @@ TENSORFLOW = [
     Mistake(
         "The Keras model is not compiled",
         keras("model.fit(x, y, verbose=0)", KERAS),
-        ("not compiled", "model.compile("),
+        "WB-FIT-082",
         keras("model.fit(x, y, verbose=0)"),
         framework="tensorflow",
     ),
     Mistake(
         "The batch does not divide over the replicas",
         keras("model.fit(x, y, batch_size=31, verbose=0)"),
-        ("31 over 2", "batch_size=32", "30"),
+        "WB-FIT-073",
         keras("model.fit(x, y, batch_size=32, verbose=0)"),
         framework="tensorflow",
     ),
@@ -38,7 +38,7 @@ TENSORFLOW = [
             "data = tf.data.Dataset.from_tensor_slices((x, y))\n"
             "model.fit(data.batch(32), batch_size=16, verbose=0)"
         ),
-        ("batches of 32, batch_size=16", "leave batch_size out"),
+        "WB-FIT-090",
         keras(
             "data = tf.data.Dataset.from_tensor_slices((x, y))\n"
             "model.fit(data.batch(32), verbose=0)"
@@ -52,20 +52,20 @@ TENSORFLOW = [
             "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 3))\n"
             "model.fit(torch.utils.data.DataLoader(data, batch_size=32), verbose=0)"
         ),
-        ("data is PyTorch's", "x.numpy()"),
+        "WB-FIT-088",
         framework="tensorflow",
         within_s=30,
     ),
     Mistake(
         "A strategy that TensorFlow does not have",
         keras("model.fit(x, y)", strategy="sharded"),
-        ("not available for tensorflow", "--framework torch"),
+        "WB-PLAN-001",
         framework="tensorflow",
     ),
     Mistake(
         "The data has another shape than the Keras model takes",
         keras("model.build((None, 5))\nmodel.fit(x, y, verbose=0)"),
-        ("(16, 4)", "the layer was built for 5 on axis -1"),
+        "WB-RUN-066",
         keras("model.build((None, 4))\nmodel.fit(x, y, verbose=0)"),
         framework="tensorflow",
     ),

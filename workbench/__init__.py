@@ -62,6 +62,7 @@ def need_a_system_that_works() -> None:
             allowed="Linux, macOS, WSL2",
             next_step="run `wsl --install` in PowerShell as administrator, restart, open Ubuntu, "
             "and install Workbench and JupyterLab there",
+            code="WB-CLUSTER-001",
         )
 
 

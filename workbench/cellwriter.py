@@ -60,6 +60,7 @@ def line_of(plan: Plan, *, framework: str = "torch") -> str:
             "The plan cannot be written as a cell: a line has no place for a line break.",
             seen=next((word for word in words if word.splitlines() != [word]), line),
             next_step="choose a name without one",
+            code="WB-PLAN-010",
         )
     _check_said(plan, parse_cell_line(line), framework)
     return line
@@ -134,4 +135,5 @@ def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
                 seen=value,
                 allowed=f"the nearest is {got!r}",
                 next_step="run it with cluster.run(...)",
+                code="WB-PLAN-011",
             )

@@ -116,6 +116,7 @@ def at(path: str | os.PathLike[str]) -> Checkpoint:
         "There is no checkpoint here.",
         seen=str(path),
         allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
+        code="WB-RUN-001",
     )
 
 
@@ -133,6 +134,7 @@ def checked(one: Checkpoint) -> Checkpoint:
             seen=f"version {one.about['version']} at {one.path}",
             allowed=f"version {VERSION}",
             next_step="go on with the version that wrote it",
+            code="WB-RUN-002",
         )
     return one
 
@@ -166,6 +168,7 @@ def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
         seen=f"{one.path}: {', '.join(found[:_MOST_FAULTS])}{more}",
         allowed="a checkpoint whose files are as they were written",
         next_step=_instead(one, found),
+        code="WB-RUN-003",
     )
 
 
@@ -224,25 +227,33 @@ def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str
     """
     if on_failure and on_failure not in ON_FAILURE:
         raise PlanError(
-            "--on-failure was not understood.", seen=on_failure, allowed=", ".join(ON_FAILURE)
+            "--on-failure was not understood.",
+            seen=on_failure,
+            allowed=", ".join(ON_FAILURE),
+            code="WB-PLAN-012",
         )
     if every and not folder:
         raise PlanError(
             "How often to write checkpoints was said, but not where.",
             seen=f"checkpoint_every={every}",
             next_step="add --checkpoint DIR",
+            code="WB-PLAN-013",
         )
     if on_failure == "replace" and not folder:
         raise PlanError(
             "A run can go on in a fresh engine only from a checkpoint.",
             seen="on_failure='replace' without a checkpoint folder",
             next_step="add --checkpoint DIR",
+            code="WB-PLAN-014",
         )
     if not folder:
         return "", 0, on_failure or "stop"
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
         raise PlanError(
-            "checkpoint_every counts steps.", seen=every, allowed="a whole number, at least 1"
+            "checkpoint_every counts steps.",
+            seen=every,
+            allowed="a whole number, at least 1",
+            code="WB-PLAN-015",
         )
     return _writable(folder), int(every or EVERY), on_failure or "replace"
 
@@ -255,6 +266,7 @@ def _writable(folder: str) -> str:
             "Checkpoints go into a folder, and this is a file.",
             seen=str(path),
             next_step="name another folder",
+            code="WB-PLAN-016",
         )
     there = path
     while not there.exists():
@@ -264,6 +276,7 @@ def _writable(folder: str) -> str:
             "Checkpoints cannot be written there.",
             seen=f"{there} ({reason})",
             allowed="a folder that this user may write to",
+            code="WB-PLAN-017",
         )
     return str(path)
 

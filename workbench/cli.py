@@ -55,6 +55,7 @@ def _need(module: str) -> Any:
         raise WorkbenchError(
             f"{module} is not installed.",
             next_step="pip install 'distributed-workbench[torch,lab]'",
+            code="WB-GEN-001",
         ) from None
 
 

@@ -92,6 +92,7 @@ def _stop(ids: Sequence[str], *, everything: bool) -> int:
             seen=", ".join(unknown) or None,
             allowed=", ".join(found) or "none: there is no cluster",
             next_step="workbench ps lists them; workbench stop --all ends all of yours",
+            code="WB-CLUSTER-002",
         )
     left = []
     for one in found.values():

@@ -99,6 +99,7 @@ def check_opening(rest: list[str]) -> None:
                 seen=text,
                 allowed="flags of JupyterLab",
                 next_step=f"workbench labs {text if is_source else Path(text) / SOURCES}",
+                code="WB-PLAN-018",
             )
 
 
@@ -109,6 +110,7 @@ def _check_sources(sources: list[Path]) -> None:
             "workbench labs makes notebooks from labs' sources; none was given.",
             allowed="files lab_N.md",
             next_step=f"workbench labs notebooks/solutions/lab_1.md; {OPENS}",
+            code="WB-PLAN-019",
         )
     for source in sources:
         if source.is_dir() or source.suffix == ".ipynb":
@@ -118,6 +120,7 @@ def _check_sources(sources: list[Path]) -> None:
                 seen=str(source),
                 allowed="files lab_N.md",
                 next_step=f"workbench labs {source / SOURCES}" if within else OPENS,
+                code="WB-PLAN-020",
             )
 
 
@@ -190,16 +193,23 @@ def _limits(given: argparse.Namespace) -> Limits:
     for name, value in least.items():
         seen = getattr(given, name)
         if not value <= seen < 10**7:  # so is what is no number
-            raise PlanError(f"--{name} is out of range.", seen=seen, allowed=f"{value} or more")
+            raise PlanError(
+                f"--{name} is out of range.",
+                seen=seen,
+                allowed=f"{value} or more",
+                code="WB-PLAN-021",
+            )
     if given.lab is not None:
         try:
             lab_of(given.lab)
         except Unreadable as why:
-            raise PlanError(f"--lab cannot be used: {why}", seen=str(given.lab)) from None
+            raise PlanError(
+                f"--lab cannot be used: {why}", seen=str(given.lab), code="WB-PLAN-022"
+            ) from None
     if given.json not in (None, "-"):
         folder = Path(given.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(given.json).is_dir():
-            raise PlanError("--json cannot be written there.", seen=given.json)
+            raise PlanError("--json cannot be written there.", seen=given.json, code="WB-PLAN-023")
     return Limits(
         cell_s=given.limit, total_s=given.total, memory_gb=given.memory, disk_gb=given.disk
     )

@@ -83,6 +83,7 @@ def parse_cluster_line(line: str) -> ClusterLine:
             "Which cluster?",
             allowed="%cluster attach ID",
             next_step="workbench ps, in a terminal, lists them",
+            code="WB-PLAN-026",
         )
     numbers = () if action in ("start", "attach") else values
     ranks = tuple(i for text in numbers for i in parse_ranks(text))
@@ -108,5 +109,5 @@ def parse_cluster_line(line: str) -> ClusterLine:
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
         allowed = "1024 to 65535, or 0 for any that is free"
-        raise PlanError("--port is no port.", seen=text, allowed=allowed)
+        raise PlanError("--port is no port.", seen=text, allowed=allowed, code="WB-PLAN-027")
     return int(text)

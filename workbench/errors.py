@@ -5,6 +5,28 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
+
+RETIRED: frozenset[str] = frozenset()
+"""Codes of errors that are no more; their numbers are never given again."""
+
+_CODED = re.compile(r"\[(WB-[A-Z]+-\d{3})\]$")
+
+
+def _coded(what: str, code: str) -> tuple[str, str]:
+    """Return the words with the code at the end of their first line, and the code.
+
+    Words that tell of another error of ours (a rank's, a stored run's) end in that one's code.
+    """
+    first, *rest = what.split("\n")
+    if told := _CODED.search(first):
+        return what, told[1]
+    return "\n".join([f"{first} [{code}]", *rest]), code
+
+
+def _unmade(kind: type[BaseException], *args: object) -> BaseException:
+    """Return an error whose attributes are put in by whoever copies it or sends it on."""
+    return kind.__new__(kind, *args)
 
 
 class WorkbenchError(Exception):
@@ -12,21 +34,28 @@ class WorkbenchError(Exception):
 
     Args:
         what: One sentence that says what is wrong.
+        code: What the error is called, whatever its words become: `WB-PLAN-012`. One per place
+            that raises; docs/error-codes.md lists all.
         seen: The value that was met, shown with `repr` unless it is a string with spaces.
         allowed: What would have been accepted.
         next_step: What the user can do now.
+
+    Attributes:
+        code: As shown: of an error that tells of a rank's error of ours, that one's.
     """
 
     def __init__(
         self,
         what: str,
         *,
+        code: str,
         seen: object = None,
         allowed: str | None = None,
         next_step: str | None = None,
     ) -> None:
         self.what, self.seen, self.allowed, self.next_step = what, seen, allowed, next_step
-        lines = [what]
+        shown, self.code = _coded(what, code)
+        lines = [shown]
         if seen is not None:
             lines.append(f"  seen:    {seen!r}")
         if allowed is not None:
@@ -34,6 +63,9 @@ class WorkbenchError(Exception):
         if next_step is not None:
             lines.append(f"  next:    {next_step}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unmade, (type(self), *self.args), vars(self)
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook: a mistake in a line needs the message, not our stack."""
@@ -81,7 +113,23 @@ class RunStopped(Exception):
     """Raised inside a user's own training loop when Stop was pressed; ends the cell quietly."""
 
 
-class RunDamagedWarning(UserWarning):
+class WorkbenchWarning(UserWarning):
+    """Base of all warnings given by Workbench; what it says ends in its code.
+
+    Args:
+        what: What the user should know.
+        code: As of an error: `WB-WARN-001`.
+    """
+
+    def __init__(self, what: str, *, code: str) -> None:
+        shown, self.code = _coded(what, code)
+        super().__init__(shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unmade, (type(self), *self.args), vars(self)
+
+
+class RunDamagedWarning(WorkbenchWarning):
     """A run was loaded from a folder that lacks a part of what was written there."""
 
 
@@ -105,5 +153,9 @@ def unknown(kind: str, name: str, names: Iterable[str], next_step: str | None = 
     guess = nearest(name, known)
     step = f"did you mean {guess!r}?" if guess else next_step
     return PlanError(
-        f"There is no {kind} of that name.", seen=name, allowed=", ".join(known), next_step=step
+        f"There is no {kind} of that name.",
+        seen=name,
+        allowed=", ".join(known),
+        next_step=step,
+        code="WB-PLAN-037",
     )

@@ -78,12 +78,14 @@ class Fault:
                 seen=self.text,
                 allowed="slow, jitter and kill with every strategy",
                 next_step="choose a strategy with links: wb.strategies() says which have them",
+                code="WB-PLAN-038",
             )
         if self.rank is not None and not 0 <= self.rank < workers:
             raise PlanError(
                 "The fault is for a worker that this run does not have.",
                 seen=self.text,
                 allowed=f"ranks 0 to {workers - 1}",
+                code="WB-PLAN-039",
             )
 
 
@@ -116,7 +118,7 @@ def parse_fault(text: str) -> Fault:
             return Fault("kill", int(rank), step=int(step))
     except ValueError:
         pass
-    raise PlanError("The fault was not understood.", seen=text, allowed=FORMS)
+    raise PlanError("The fault was not understood.", seen=text, allowed=FORMS, code="WB-PLAN-040")
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -83,6 +83,7 @@ class Limits:
             next_step="workbench ps lists the others; workbench stop ID ends one"
             if elsewhere
             else "ask for fewer with -n or %cluster start",
+            code="WB-PLAN-055",
         )
 
     def check_hosts(self, hosts: str) -> None:
@@ -93,6 +94,7 @@ class Limits:
                 seen=f"--hosts {hosts}",
                 allowed=f"engines of this machine ({self.sources.get('hosts')})",
                 next_step="leave --hosts out",
+                code="WB-PLAN-056",
             )
 
     def permits(self, number: int, uuid: str) -> bool:
@@ -157,6 +159,7 @@ def _of_file(path: Path) -> Limits:
             seen=f"{path}: {error}",
             allowed="a TOML file that everybody can read",
             next_step="tell the administrator of this machine",
+            code="WB-PLAN-057",
         ) from error
     unknown = sorted(set(given) - set(VARIABLES))
     if unknown:
@@ -198,6 +201,7 @@ def _misunderstood(where: str, name: str, value: object, allowed: str) -> PlanEr
         seen=value,
         allowed=allowed,
         next_step="correct it there, or tell the administrator of this machine",
+        code="WB-PLAN-058",
     )
 
 

@@ -112,6 +112,7 @@ class WorkbenchMagics(Magics):
                 "Which strategy?",
                 allowed=", ".join(catalog.names()),
                 next_step="%distributed mirrored",
+                code="WB-PLAN-059",
             )
         recipe = session.recipe_named(asked.recipe, asked.framework)
         self._cell(asked, recipe, recipe.cell if asked.local else recipe.source)
@@ -121,7 +122,9 @@ class WorkbenchMagics(Magics):
         """Run the cell on some engines: `%%rank 0` is short for `%%distributed --ranks 0`."""
         words = strip_comment(line).split(maxsplit=1)
         if not words:
-            raise PlanError("Which rank?", allowed="%%rank 0, %%rank 0,2, %%rank 0-2")
+            raise PlanError(
+                "Which rank?", allowed="%%rank 0, %%rank 0,2, %%rank 0-2", code="WB-PLAN-060"
+            )
         asked = parse_cell_line(
             f"--ranks {','.join(map(str, parse_ranks(words[0])))} {' '.join(words[1:])}", "%%rank"
         )
@@ -131,7 +134,9 @@ class WorkbenchMagics(Magics):
     def panel(self, line: str) -> None:
         """Show the panel: pick, run, compare and break strategies with the mouse."""
         if rest := strip_comment(line).strip():
-            raise PlanError("%panel takes nothing.", seen=rest, next_step="%panel")
+            raise PlanError(
+                "%panel takes nothing.", seen=rest, next_step="%panel", code="WB-PLAN-061"
+            )
         from .panels.show import panel
 
         show(panel())
@@ -210,6 +215,7 @@ class WorkbenchMagics(Magics):
                 seen=first,
                 allowed="%%distributed above the code that the engines run",
                 next_step=f"%{first}",
+                code="WB-PLAN-062",
             )
 
 
@@ -251,7 +257,7 @@ def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
         if isinstance(namespace[name], ModuleType):
             step = f"import {namespace[name].__name__} in the cell"
         here = "The name exists in the notebook, but not on the engines."
-        found = RunError(f"{error.what}\n  {here}", seen=name, next_step=step)
+        found = RunError(f"{error.what}\n  {here}", seen=name, next_step=step, code="WB-RUN-052")
         if error.brief is not None:
             head = error.brief.partition("\n")[0]
             found.brief, found.shown = f"{head}\n  {here}\n  next:    {step}", error.shown

@@ -81,6 +81,7 @@ def stages_per_worker(options: Mapping[str, Any]) -> int:
             f"Schedule {name} has one stage per worker.",
             seen=f"stages_per_worker={given}",
             next_step="-o schedule=interleaved",
+            code="WB-PLAN-078",
         )
     return 1
 
@@ -106,6 +107,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             f"The {name} schedule passes the whole batch along: it has one microbatch.",
             seen=f"microbatches={count}",
             next_step=f"-o schedule=gpipe -o microbatches={count}",
+            code="WB-PLAN-079",
         )
     if count < least:
         raise PlanError(
@@ -113,6 +115,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             seen=f"microbatches={count} on {workers} workers",
             allowed=f"{least} or more",
             next_step=f"-o microbatches={2 * workers}, or -o schedule=gpipe",
+            code="WB-PLAN-080",
         )
     rounds = max(1, count // workers)
     if schedule.rounds and count % rounds:
@@ -121,6 +124,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             seen=f"microbatches={count} in {rounds} rounds on {workers} workers",
             allowed=f"a multiple of {workers}",
             next_step=f"-o microbatches={workers * rounds}",
+            code="WB-PLAN-081",
         )
     if batch_size is not None and count > batch_size:
         raise PlanError(
@@ -128,6 +132,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
             seen=f"microbatches={count}, batch_size={batch_size}",
             allowed=f"at most {batch_size} microbatches",
             next_step="raise batch_size, or lower -o microbatches",
+            code="WB-PLAN-082",
         )
     return int(count)
 
@@ -143,6 +148,7 @@ def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> N
                 seen=f"stages={workers} on {every} workers",
                 allowed="a number of workers that stages divides",
                 next_step=f"use -n {-(-every // workers) * workers}",
+                code="WB-PLAN-083",
             )
         batch_size = None if batch_size is None else -(-batch_size * workers // every)
     microbatches(options, workers, batch_size)

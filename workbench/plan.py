@@ -77,6 +77,7 @@ class Plan(RunSettings):
                     seen=", ".join(devices),
                     allowed=f"another {name} on CPUs: {default} chooses one that works",
                     next_step=f"leave it out, or -o {name}={default}",
+                    code="WB-PLAN-084",
                 )
 
     def with_seed(self, seed: int) -> Plan:
@@ -136,6 +137,7 @@ def make_plan(
         raise PlanError(
             "The cell is empty: there is nothing to train.",
             next_step="write the training below the magic",
+            code="WB-PLAN-085",
         )
     windows.check_window(asked.profile, given.get("steps"))
     folder, every, on_failure = checkpoints.settings(
@@ -181,7 +183,12 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in overrides.items() if value is not None}
     for key, value in given.items():
         if key not in OVERRIDES:
-            raise PlanError("There is no such override.", seen=key, allowed=", ".join(OVERRIDES))
+            raise PlanError(
+                "There is no such override.",
+                seen=key,
+                allowed=", ".join(OVERRIDES),
+                code="WB-PLAN-086",
+            )
         given[key] = check_seed(value) if key == "seed" else check_count(key, value)
     return given
 
@@ -196,6 +203,7 @@ def _check_layout(
             seen=f"batch_size={batch} over {count} workers",
             allowed=f"batch_size of at least {count}",
             next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
+            code="WB-PLAN-087",
         )
     if entry.rules:
         module, _, rule = entry.rules.partition(":")
@@ -218,6 +226,7 @@ def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> N
             seen="--on-failure continue",
             allowed="stop; replace, with --checkpoint DIR",
             next_step="--checkpoint DIR --on-failure replace",
+            code="WB-PLAN-088",
         )
 
 
@@ -225,7 +234,10 @@ def check_name(name: object) -> None:
     """Raise PlanError where a run cannot be called so."""
     if not isinstance(name, str):
         raise PlanError(
-            "A run's name is text.", seen=name, allowed=f"text of at most {MOST_NAME} characters"
+            "A run's name is text.",
+            seen=name,
+            allowed=f"text of at most {MOST_NAME} characters",
+            code="WB-PLAN-089",
         )
     if len(name) > MOST_NAME:
         raise PlanError(
@@ -233,6 +245,7 @@ def check_name(name: object) -> None:
             seen=f"{name[:40]}...",
             allowed=f"at most {MOST_NAME} characters",
             next_step="--name with a shorter name",
+            code="WB-PLAN-090",
         )
 
 
@@ -240,7 +253,10 @@ def check_count(what: str, value: object) -> int:
     """Return `value` as a whole number of at least 1, or raise PlanError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(
-            f"{what} must count something.", seen=value, allowed="a whole number, at least 1"
+            f"{what} must count something.",
+            seen=value,
+            allowed="a whole number, at least 1",
+            code="WB-PLAN-091",
         )
     return value
 
@@ -248,5 +264,7 @@ def check_count(what: str, value: object) -> int:
 def check_seed(value: object) -> int:
     """Return `value` as a seed (0 or more), or raise PlanError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PlanError("A seed is a whole number.", seen=value, allowed="0 or more")
+        raise PlanError(
+            "A seed is a whole number.", seen=value, allowed="0 or more", code="WB-PLAN-092"
+        )
     return value

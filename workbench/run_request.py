@@ -96,7 +96,10 @@ class Flag:
         """
         if self.choices and value not in self.choices:
             raise PlanError(
-                f"{self.argument} has no such value.", seen=value, allowed=", ".join(self.choices)
+                f"{self.argument} has no such value.",
+                seen=value,
+                allowed=", ".join(self.choices),
+                code="WB-PLAN-093",
             )
         if self.repeated and self.is_text:
             return self.read([value] if isinstance(value, str) else list(value))
@@ -122,7 +125,12 @@ def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
 def _option(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise PlanError("An option has a name and a value.", seen=text, allowed="-o bucket_mb=10")
+        raise PlanError(
+            "An option has a name and a value.",
+            seen=text,
+            allowed="-o bucket_mb=10",
+            code="WB-PLAN-094",
+        )
     return key.strip(), value.strip()
 
 
@@ -472,7 +480,10 @@ def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
     for argument, value in asked.items():
         if argument not in _ARGUMENTS:
             raise PlanError(
-                "A run has no such argument.", seen=argument, allowed=", ".join(_ARGUMENTS)
+                "A run has no such argument.",
+                seen=argument,
+                allowed=", ".join(_ARGUMENTS),
+                code="WB-PLAN-095",
             )
         if value is not None:
             found[_ARGUMENTS[argument]] = FLAGS[_ARGUMENTS[argument]].given(value)

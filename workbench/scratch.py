@@ -47,6 +47,7 @@ def export(path: Path, content: bytes) -> Path:
             seen=str(path),
             allowed="a file in a folder that is there, on a disk with room",
             next_step="make room there, or name another file",
+            code="WB-RUN-058",
         ) from error
     return path
 

@@ -20,4 +20,6 @@ def notebooks_folder() -> Path:
     for folder in (Path(__file__).parents[1] / "notebooks", Path(sys.prefix) / SHARED):
         if (folder / QUICKSTART).exists():
             return folder
-    raise WorkbenchError("The notebooks are not installed.", next_step="install from a checkout")
+    raise WorkbenchError(
+        "The notebooks are not installed.", next_step="install from a checkout", code="WB-GEN-005"
+    )

@@ -50,9 +50,16 @@ def parse_target(text: str) -> Target:
     """
     kind, _, where = text.strip().partition(":")
     if kind not in KINDS:
-        raise PlanError("--log knows no such kind.", seen=_short(text), allowed=ALLOWED)
+        raise PlanError(
+            "--log knows no such kind.", seen=_short(text), allowed=ALLOWED, code="WB-PLAN-140"
+        )
     if any(not char.isprintable() for char in where):
-        raise PlanError("A place has a line break or worse.", seen=_short(text), allowed=ALLOWED)
+        raise PlanError(
+            "A place has a line break or worse.",
+            seen=_short(text),
+            allowed=ALLOWED,
+            code="WB-PLAN-141",
+        )
     return Target(kind, _folder(where, text) if kind == "tensorboard" else _store(where))
 
 
@@ -74,6 +81,7 @@ def _folder(where: str, text: str) -> str:
             seen=_short(text),
             allowed="tensorboard:DIR",
             next_step="--log tensorboard:runs",
+            code="WB-PLAN-142",
         )
     return _absolute(where)
 
@@ -89,13 +97,16 @@ def _store(where: str) -> str:
             seen=_short(where),
             allowed=_URIS,
             next_step="--log mlflow:sqlite:///mlflow.db",
+            code="WB-PLAN-143",
         )
     if kind == "sqlite":
         return _sqlite(where, scheme, rest)
     if kind == "file":
         path = rest.removeprefix("//")
         if not path:
-            raise PlanError("The URI names no folder.", seen=where, allowed="file:mlruns")
+            raise PlanError(
+                "The URI names no folder.", seen=where, allowed="file:mlruns", code="WB-PLAN-144"
+            )
         return f"file://{_absolute(path)}"
     _check_host(where)
     return where
@@ -108,6 +119,7 @@ def _sqlite(where: str, scheme: str, rest: str) -> str:
             "The URI names no database file.",
             seen=_short(where),
             allowed="sqlite:///mlflow.db, or sqlite:////home/me/mlflow.db for a whole path",
+            code="WB-PLAN-145",
         )
     return f"{scheme}:///{_absolute(match[1])}"
 
@@ -120,7 +132,7 @@ def _check_host(where: str) -> None:
         host = secret = None
     if not host or " " in where:
         seen = _short(re.sub(r"//[^/@]*@", "//***@", where))  # it may hold a password
-        raise PlanError("MLflow's URI is malformed.", seen=seen, allowed=_URIS)
+        raise PlanError("MLflow's URI is malformed.", seen=seen, allowed=_URIS, code="WB-PLAN-146")
     if secret is not None:
         raise PlanError(
             "The URI holds a password, which would be kept with the run.",
@@ -128,6 +140,7 @@ def _check_host(where: str) -> None:
             allowed="a URI without one",
             next_step="set MLFLOW_TRACKING_URI (or MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD), and log to mlflow:",
+            code="WB-PLAN-147",
         )
 
 

@@ -107,4 +107,5 @@ def _unlike(seen: str, allowed: str) -> PlanError:
         seen=seen,
         allowed=allowed,
         next_step="build the model as the cell did",
+        code="WB-PLAN-151",
     )

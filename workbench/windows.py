@@ -22,11 +22,15 @@ def parse_window(text: str) -> Window:
             "--profile names steps, first and end.",
             seen=text,
             allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
+            code="WB-PLAN-152",
         )
     start, stop = int(match[1]), int(match[2])
     if start >= stop:
         raise PlanError(
-            "--profile ends before it begins.", seen=text, allowed=f"{stop}:{max(start, stop + 1)}"
+            "--profile ends before it begins.",
+            seen=text,
+            allowed=f"{stop}:{max(start, stop + 1)}",
+            code="WB-PLAN-153",
         )
     return start, stop
 
@@ -41,4 +45,5 @@ def check_window(window: Window | None, steps: int | None) -> None:
         seen=f"{window[0]}:{window[1]} of {steps} steps",
         allowed=f"0 to {steps}",
         next_step=f"--profile {last}:{steps}, or more --steps",
+        code="WB-PLAN-154",
     )

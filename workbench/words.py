@@ -22,8 +22,11 @@ class Parser(argparse.ArgumentParser):
                 seen=flag[1],
                 allowed=self.format_usage().replace("usage: ", "").strip(),
                 next_step=f"{self.prog}? shows the help",
+                code="WB-PLAN-155",
             )
-        raise PlanError(f"{self.prog}: {message}.", next_step=f"{self.prog}? shows the help")
+        raise PlanError(
+            f"{self.prog}: {message}.", next_step=f"{self.prog}? shows the help", code="WB-PLAN-156"
+        )
 
 
 def tokens(line: str) -> Sequence[str]:
@@ -35,7 +38,9 @@ def tokens(line: str) -> Sequence[str]:
     try:
         return shlex.split(strip_comment(line))
     except ValueError as error:
-        raise PlanError("The line was not understood.", seen=line, allowed=str(error)) from None
+        raise PlanError(
+            "The line was not understood.", seen=line, allowed=str(error), code="WB-PLAN-157"
+        ) from None
 
 
 def strip_comment(line: str) -> str:
@@ -59,7 +64,9 @@ def whole_number(what: str, text: str, least: int = 1) -> int:
     """
     if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
         allowed = f"a whole number, at least {least}"
-        raise PlanError(f"{what} must count something.", seen=_short(text), allowed=allowed)
+        raise PlanError(
+            f"{what} must count something.", seen=_short(text), allowed=allowed, code="WB-PLAN-158"
+        )
     return int(text)
 
 
@@ -77,10 +84,16 @@ def parse_ranks(text: str) -> tuple[int, ...]:
                 "Ranks were not understood.",
                 seen=_short(text),
                 allowed="0,2 or 0-2 or [0,2], with numbers up to 9999",
+                code="WB-PLAN-159",
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise PlanError("A range of ranks goes upwards.", seen=part.strip(), allowed="0-2")
+            raise PlanError(
+                "A range of ranks goes upwards.",
+                seen=part.strip(),
+                allowed="0-2",
+                code="WB-PLAN-160",
+            )
         found.extend(range(first, last + 1))
     return tuple(dict.fromkeys(found))
 

@@ -244,7 +244,9 @@ def test_a_start_that_fails_leaves_a_notebook_that_can_try_again(monkeypatch):
     with notebook(fresh=True) as book:
         monkeypatch.setattr(
             "workbench.cluster.ground.Ground.launch",
-            lambda *args: (_ for _ in ()).throw(ClusterError("They did not start.")),
+            lambda *args: (_ for _ in ()).throw(
+                ClusterError("They did not start.", code="WB-CLUSTER-000")
+            ),
         )
         book.refused("%cluster start 1", "did not start")
         monkeypatch.undo()

@@ -44,13 +44,13 @@ def test_what_cannot_be_is_refused(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for given, words in (
-        ({"checkpoint_every": 5}, "but not where"),
-        ({"on_failure": "pray"}, "stop, continue, replace"),
-        ({"on_failure": "replace"}, "--checkpoint DIR"),
-        ({"checkpoint": str(file)}, "this is a file"),
-        ({"checkpoint": str(file / "below")}, "cannot be written"),
-        ({"checkpoint": str(tmp_path), "checkpoint_every": -1}, "at least 1"),
-        ({"checkpoint": str(tmp_path), "checkpoint_every": 2.5}, "at least 1"),
+        ({"checkpoint_every": 5}, "WB-PLAN-013"),
+        ({"on_failure": "pray"}, r"WB-PLAN-012[\s\S]*stop, continue, replace"),
+        ({"on_failure": "replace"}, "WB-PLAN-014"),
+        ({"checkpoint": str(file)}, "WB-PLAN-016"),
+        ({"checkpoint": str(file / "below")}, "WB-PLAN-017"),
+        ({"checkpoint": str(tmp_path), "checkpoint_every": -1}, "WB-PLAN-015"),
+        ({"checkpoint": str(tmp_path), "checkpoint_every": 2.5}, "WB-PLAN-015"),
     ):
         with pytest.raises(PlanError, match=words):
             plan(**given)
@@ -81,10 +81,10 @@ def test_the_last_whole_one_is_found(tmp_path):
 
 
 def test_none_and_another_version_are_errors(tmp_path):
-    with pytest.raises(RunError, match="no checkpoint here"):
+    with pytest.raises(RunError, match="WB-RUN-001"):
         checkpoints.at(tmp_path)
     stored(tmp_path, 5, version=99)
-    with pytest.raises(RunError, match="version 99"):
+    with pytest.raises(RunError, match=r"WB-RUN-002[\s\S]*99"):
         checkpoints.at(tmp_path)
 
 

@@ -39,7 +39,7 @@ def test_the_notebooks_of_the_checkout_are_found():
 def test_notebooks_that_are_not_installed_are_an_error(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(shipped, "__file__", str(tmp_path / "workbench" / "shipped.py"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(WorkbenchError, match="not installed"):
+    with pytest.raises(WorkbenchError, match="WB-GEN-005"):
         cli.notebooks_folder()
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
     assert "install from a checkout" in capsys.readouterr().err
@@ -74,7 +74,7 @@ def test_the_summary_is_the_last_table():
 
 
 def test_a_missing_tool_is_named_with_what_installs_it():
-    with pytest.raises(WorkbenchError, match="pip install"):
+    with pytest.raises(WorkbenchError, match="WB-GEN-001"):
         cli._need("surely_not_installed")
 
 

@@ -227,7 +227,7 @@ def test_the_verdict_does_not_judge_by_a_handful_of_steps() -> None:
 
 def test_one_run_has_no_verdict_and_none_is_an_error() -> None:
     assert compare([make_summary("mirrored")]).verdict == ""
-    with pytest.raises(RunError, match="nothing to compare"):
+    with pytest.raises(RunError, match="WB-RUN-035"):
         compare([])
 
 

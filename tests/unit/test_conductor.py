@@ -55,7 +55,9 @@ def test_a_stopped_run_ends_the_rest_of_the_cell() -> None:
     assert states(queue.items) == {"a": "stopped", "b": "stopped"}
 
 
-@pytest.mark.parametrize("error", [RunError("rank 0 failed"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [RunError("rank 0 failed", code="WB-RUN-000"), KeyboardInterrupt()]
+)
 def test_a_failure_or_an_interrupt_ends_the_cell_and_is_raised(error: BaseException) -> None:
     cluster = Cluster(finish)
     queue = queue_on(cluster)
@@ -95,7 +97,7 @@ def test_a_cell_does_not_push_in_while_the_queue_is_at_work() -> None:
     queue = queue_on(cluster)
     queue.add(plans_of("ab"))
     cluster.next()
-    with pytest.raises(RunError, match="queue is at work"):
+    with pytest.raises(RunError, match="WB-RUN-081"):
         queue.train(plans_of("c"), conduct_on(cluster))
     queue.stop_all()
     queue.wait(WAIT_S)
@@ -123,7 +125,7 @@ def test_what_is_added_while_a_cell_trains_runs_after_it_in_the_background() -> 
 def refuse(*names: str) -> Callable[[Any], None]:
     def end(run: Any) -> None:
         if run.name in names:
-            run.end("failed", RunError(f"{run.name} refuses"))
+            run.end("failed", RunError(f"{run.name} refuses", code="WB-RUN-000"))
         else:
             finish(run)
 
@@ -136,7 +138,7 @@ def test_what_may_pass_does_not_end_the_rest() -> None:
     runs = queue.train(plans_of("abc"), conduct_on(cluster), lambda error: "refuses" in str(error))
     assert [run.name for run in runs] == ["a", "b", "c"]
     assert states(queue.items) == {"a": "failed", "b": "finished", "c": "finished"}
-    assert str(runs[0].error) == "a refuses"
+    assert runs[0].error.what == "a refuses"
 
 
 def test_where_all_fail_the_first_error_is_raised() -> None:

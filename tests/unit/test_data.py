@@ -95,12 +95,12 @@ def test_synthetic_classes_can_be_learnt() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: data.digits("tset"), "did you mean 'test'"),
-        (lambda: data.digits(None), "no split"),
-        (lambda: data.corpus("train", block=0), "block must count"),
-        (lambda: data.corpus("test", block=10**7, arrays=True), "shorter than one block"),
-        (lambda: data.synthetic(0), "samples must count"),
-        (lambda: data.synthetic(3, shape=(0,)), "shape must count"),
+        (lambda: data.digits("tset"), r"WB-DATA-002[\s\S]*did you mean 'test'"),
+        (lambda: data.digits(None), "WB-DATA-002"),
+        (lambda: data.corpus("train", block=0), r"block.*WB-DATA-003"),
+        (lambda: data.corpus("test", block=10**7, arrays=True), "WB-DATA-005"),
+        (lambda: data.synthetic(0), r"samples.*WB-DATA-003"),
+        (lambda: data.synthetic(3, shape=(0,)), r"shape.*WB-DATA-003"),
     ],
 )
 def test_what_does_not_exist_is_refused(call, words: str) -> None:

@@ -154,13 +154,13 @@ def test_a_set_that_takes_many_is_asked_once_per_batch() -> None:
 @pytest.mark.parametrize(
     ("data", "batch", "words"),
     [
-        (TensorDataset(torch.empty(0)), 4, "is empty"),
-        ((torch.ones(3), torch.ones(4)), 2, "unequal"),
-        (torch.ones(3), 2, "not understood"),
-        ("digits", 2, "not understood"),
-        (Squares(), None, "not said"),
-        (DataLoader(Squares(), batch_size=None), None, "how many samples"),
-        (DataLoader(Squares(3), batch_size=4, drop_last=True), None, "only batch"),
+        (TensorDataset(torch.empty(0)), 4, "WB-FIT-054"),
+        ((torch.ones(3), torch.ones(4)), 2, "WB-FIT-050"),
+        (torch.ones(3), 2, "WB-FIT-055"),
+        ("digits", 2, "WB-FIT-055"),
+        (Squares(), None, "WB-FIT-049"),
+        (DataLoader(Squares(), batch_size=None), None, "WB-FIT-051"),
+        (DataLoader(Squares(3), batch_size=4, drop_last=True), None, "WB-FIT-053"),
     ],
 )
 def test_what_is_no_data_is_refused(data: Any, batch: int | None, words: str) -> None:
@@ -173,7 +173,7 @@ def test_a_batch_sampler_of_ones_own_is_refused() -> None:
         """Some other way to make batches."""
 
     loader = DataLoader(Squares(), batch_sampler=Own(range(10), 4, False))
-    with pytest.raises(FitError, match="batch_sampler"):
+    with pytest.raises(FitError, match="WB-FIT-052"):
         make_source(loader, None, seed=0, shuffle=True)
 
 
@@ -183,7 +183,7 @@ def test_an_empty_stream_says_so() -> None:
             return iter(())
 
     source = make_source(Nothing(), 4, seed=0, shuffle=True)
-    with pytest.raises(FitError, match="no sample"):
+    with pytest.raises(FitError, match="WB-FIT-048"):
         next(source.shares(0, 1))
 
 

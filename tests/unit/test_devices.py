@@ -94,7 +94,7 @@ def test_auto_takes_the_least_used_gpus_first(nvml):
 
 def test_auto_falls_back_to_the_cpu_but_cuda_does_not():
     assert devices.parse_devices("auto", []) == "cpu"
-    with pytest.raises(ClusterError, match="none was found"):
+    with pytest.raises(ClusterError, match="WB-CLUSTER-004"):
         devices.parse_devices("cuda", [])
 
 
@@ -107,13 +107,13 @@ def test_named_gpus_keep_their_order(given):
 
 @pytest.mark.parametrize("given", ["0,7", "0,0", [3]])
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(given):
-    with pytest.raises(PlanError, match="0, 1"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-024[\s\S]*0, 1"):
         devices.parse_devices(given, found(0, 0))
 
 
 @pytest.mark.parametrize("given", ["gpu", "0;1", "", "cuda0"])
 def test_words_that_are_not_understood_are_refused(given):
-    with pytest.raises(PlanError, match="auto, cpu, cuda"):
+    with pytest.raises(PlanError, match="WB-PLAN-025"):
         devices.parse_devices(given, found(0))
 
 
@@ -188,9 +188,9 @@ def test_the_administrators_limit_counts_as_nvml_does(nvml, monkeypatch, visible
 def test_a_gpu_beyond_the_limit_is_refused_by_name_of_the_limit(nvml, monkeypatch):
     nvml()
     monkeypatch.setenv("WORKBENCH_DEVICES", "1")
-    with pytest.raises(PlanError, match="WORKBENCH_DEVICES"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-024[\s\S]*WORKBENCH_DEVICES"):
         devices.parse_devices("0")
     monkeypatch.setenv("WORKBENCH_DEVICES", "cpu")
-    with pytest.raises(ClusterError, match="WORKBENCH_DEVICES"):
+    with pytest.raises(ClusterError, match=r"WB-CLUSTER-004[\s\S]*WORKBENCH"):
         devices.parse_devices("cuda")
     assert devices.parse_devices("auto") == "cpu"

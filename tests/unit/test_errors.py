@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
 import pytest
 
 from workbench import errors
+from workbench.cluster.deaths import Ending, EngineDiedError
 from workbench.errors import PlanError, WorkbenchError, nearest, unknown
+from workbench.session.registry import MissingRunError
 
 KINDS = [
     kind
@@ -14,26 +21,66 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_says_what_was_seen_what_is_allowed_and_what_to_do(kind: type) -> None:
-    text = str(kind("It broke.", seen=7, allowed="1 to 5", next_step="use 5"))
-    assert text.splitlines() == [
-        "It broke.",
+    error = kind("It broke.", code="WB-GEN-000", seen=7, allowed="1 to 5", next_step="use 5")
+    assert str(error).splitlines() == [
+        "It broke. [WB-GEN-000]",
         "  seen:    7",
         "  allowed: 1 to 5",
         "  next:    use 5",
     ]
+    assert (error.code, error.what) == ("WB-GEN-000", "It broke.")
 
 
 def test_an_error_leaves_out_what_it_does_not_know() -> None:
-    assert str(WorkbenchError("It broke.")) == "It broke."
-    assert str(WorkbenchError("It broke.", seen=0)) == "It broke.\n  seen:    0"
+    assert str(WorkbenchError("It broke.", code="WB-GEN-000")) == "It broke. [WB-GEN-000]"
+    text = str(WorkbenchError("It broke.", code="WB-GEN-000", seen=0))
+    assert text == "It broke. [WB-GEN-000]\n  seen:    0"
+
+
+def test_the_code_ends_the_first_line_of_several() -> None:
+    error = PlanError("No.\n  with it: rank 1", code="WB-PLAN-000", next_step="this")
+    assert str(error) == "No. [WB-PLAN-000]\n  with it: rank 1\n  next:    this"
+
+
+def test_an_error_that_tells_of_anothers_has_that_ones_code() -> None:
+    inner = errors.FitError("It is no model.", code="WB-FIT-000", seen=3)
+    error = errors.RunError(f"Rank 1 failed: FitError: {inner}", code="WB-RUN-000")
+    assert error.code == "WB-FIT-000"
+    assert str(error) == "Rank 1 failed: FitError: It is no model. [WB-FIT-000]\n  seen:    3"
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RunError("No.\n  at all", code="WB-RUN-000", seen=1),
+        errors.RunDamagedWarning("Half of it is there.", code="WB-WARN-000"),
+        EngineDiedError(1, 55, Ending("SIGKILL"), "log"),
+        MissingRunError("x", ["xy"]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_is_the_same_in_another_process(
+    error: Exception, again: Callable[[Exception], Exception]
+) -> None:
+    other = again(error)
+    assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
+
+
+def test_a_warning_ends_in_its_code() -> None:
+    with pytest.warns(errors.RunDamagedWarning) as caught:
+        warnings.warn(errors.RunDamagedWarning("Half.", code="WB-WARN-000"), stacklevel=1)
+    assert str(caught[0].message) == "Half. [WB-WARN-000]"
+    assert caught[0].message.code == "WB-WARN-000"  # type: ignore[union-attr]
 
 
 def test_notebooks_show_the_message_without_our_stack() -> None:
-    assert PlanError("No.")._render_traceback_() == ["PlanError: No."]
+    error = PlanError("No.", code="WB-PLAN-000")
+    assert error._render_traceback_() == ["PlanError: No. [WB-PLAN-000]"]
 
 
 def test_a_failure_that_stands_above_is_not_told_twice() -> None:
-    error = errors.RunError("Rank 1 failed: ValueError: mine.", next_step="this")
+    error = errors.RunError("Rank 1 failed: ValueError: mine.", next_step="this", code="WB-RUN-000")
     error.brief = "Rank 1 failed with the ValueError above."
     assert error._render_traceback_() == [f"RunError: {error}"]
     error.shown = True

@@ -127,7 +127,7 @@ def test_a_file_is_saved_by_its_suffix(tmp_path, suffix: str) -> None:
 
 
 def test_another_suffix_is_refused_and_nothing_is_written(tmp_path) -> None:
-    with pytest.raises(PlanError, match=r"\.csv, \.md"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-149[\s\S]*csv, \.md"):
         Compared(compared("two")).save(tmp_path / "out.docx")
     assert not list(tmp_path.iterdir())
 
@@ -148,7 +148,7 @@ def test_the_table_sorts_by_a_figure_or_a_heading() -> None:
             found = [rates[row[0]] for row in table.rows]
             assert found == sorted(rates.values(), reverse=descending)
             assert found[next(iter(table.strong))] == max(rates.values())
-    with pytest.raises(PlanError, match="no column to sort by"):
+    with pytest.raises(PlanError, match=r"column to sort by.*WB-PLAN-037"):
         shown.table(sort="speediness")
 
 

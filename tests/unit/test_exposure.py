@@ -36,7 +36,7 @@ def test_a_forbidden_binding_is_refused_before_it_is_explained(
     monkeypatch.setenv("WORKBENCH_HOSTS", "no")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(PlanError, match="no engines on other hosts"):
+        with pytest.raises(PlanError, match="WB-PLAN-056"):
             check_limits(1, hosts="*")
 
 

@@ -42,12 +42,12 @@ def test_engines_are_called_by_their_ranks_else_by_their_part():
 def test_ranks_that_failed_alike_are_named_by_their_ranks_also_where_only_some_ran_the_cell():
     members = {1: Member.of_ranks(1), 2: Member.of_ranks(2)}
     error = end_of({1: mine(), 2: mine()}, members, first=2).failure()
-    assert str(error) == "Ranks 1-2 failed: ValueError: mine"
+    assert error.what == "Ranks 1-2 failed: ValueError: mine"
 
 
 def test_ranks_whose_errors_differ_in_numbers_alone_failed_alike():
     error = end_of({0: mine("336x8"), 1: mine("344x8"), 2: OK}, first=1).failure()
-    assert str(error) == "Ranks 0-1 failed: ValueError: 344x8"
+    assert error.what == "Ranks 0-1 failed: ValueError: 344x8"
 
 
 def test_where_the_error_is_shown_above_its_message_is_not_repeated():
@@ -67,7 +67,7 @@ def test_who_only_felt_it_follows_and_the_lost_are_no_part_of_it():
     said = (
         "Rank 1 (engine 1) failed: ValueError: mine\n  with it: rank 0: Connection closed by peer"
     )
-    assert str(end.failure()) == said
+    assert end.failure().what == said
 
 
 def test_a_name_that_only_some_ranks_lack_is_said_to_be_on_another_one():

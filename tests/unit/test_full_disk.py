@@ -162,14 +162,14 @@ def test_a_runs_description_that_cannot_be_written_costs_one_note(nowhere):
     run.finish(None)
     assert (run.is_over, run.state) == (True, "finished")
     assert len(run.snapshot().notes) == 1
-    with pytest.raises(RunError, match="no weights: they could not be written"):
+    with pytest.raises(RunError, match="WB-RUN-086"):
         run.weights()
-    with pytest.raises(RunError, match="cannot be saved there"):
+    with pytest.raises(RunError, match="WB-RUN-042"):
         run.save(nowhere / "copy")
 
 
 @pytest.mark.parametrize("part", ["_halting.close", "history.finish", "_conclude", "record"])
-@pytest.mark.parametrize("error", [None, RunError("Rank 1 failed.")])
+@pytest.mark.parametrize("error", [None, RunError("Rank 1 failed.", code="WB-RUN-000")])
 def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, error):
     run = a_run(tmp_path)
     owner, _, name = part.rpartition(".")
@@ -178,7 +178,7 @@ def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, er
     assert run.is_over
     if part != "_conclude":
         assert run.state == ("finished" if error is None else "failed")
-    run.finish(RunError("again"))
+    run.finish(RunError("again", code="WB-RUN-000"))
     assert run.error is (None if part == "_conclude" else error)
 
 
@@ -287,9 +287,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         scratch.replace(tmp_path / "run.json", "new")
     run = a_run(tmp_path, checkpoint=str(tmp_path / "kept"))
-    with pytest.raises(PlanError, match="Checkpoints cannot be written there"):
+    with pytest.raises(PlanError, match="WB-PLAN-098"):
         checkpoints.describe(run)
-    with pytest.raises(RunError, match="No space left on device"):
+    with pytest.raises(RunError, match=r"No space left on device.*WB-RUN-058"):
         scratch.export(tmp_path / "run.json", b"new")
     assert sorted(os.listdir(tmp_path)) == ["kept", "run.json"]
     assert os.listdir(tmp_path / "kept") == []

@@ -116,7 +116,7 @@ class Life(RuleBasedStateMachine):
         if self.settled:
             assert kinds == set()
 
-    @rule(error=st.none() | st.just(RunError("boom")))
+    @rule(error=st.none() | st.just(RunError("boom", code="WB-RUN-000")))
     def finished(self, error: RunError | None) -> None:
         if not self.settled:
             self.run.finish(error)

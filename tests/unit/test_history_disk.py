@@ -128,18 +128,18 @@ def test_rows_of_another_version_are_refused_not_misread(tmp_path: Path) -> None
     for other in (80, None):
         meta["record_bytes"] = other
         (tmp_path / disk.META).write_text(json.dumps(meta))
-        with pytest.raises(RunError, match="Another version"):
+        with pytest.raises(RunError, match="WB-RUN-039"):
             store.read_run(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no saved run"):
+    with pytest.raises(RunError, match="WB-RUN-036"):
         store.read_run(tmp_path / "nothing")
     (tmp_path / disk.META).write_text("[1, 2")
-    with pytest.raises(RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="WB-RUN-037"):
         store.read_run(tmp_path)
     (tmp_path / disk.META).write_text("[1, 2]")
-    with pytest.raises(RunError, match="no description"):
+    with pytest.raises(RunError, match="WB-RUN-038"):
         store.read_run(tmp_path)
 
 
@@ -162,10 +162,10 @@ def test_saving_never_touches_a_folder_that_holds_something_else(tmp_path: Path)
     source = write_run(tmp_path / "live", make_rows(2, 1))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("x")
-    with pytest.raises(RunError, match="not a run"):
+    with pytest.raises(RunError, match="WB-RUN-041"):
         disk.save(source, tmp_path / "thesis")
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
-    with pytest.raises(RunError, match="no saved run"):
+    with pytest.raises(RunError, match="WB-RUN-036"):
         disk.save(tmp_path / "absent", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -185,7 +185,7 @@ def test_a_failed_copy_leaves_the_older_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk.shutil, "copy2", full)
-    with pytest.raises(RunError, match="No space left on device") as told:
+    with pytest.raises(RunError, match=r"No space left on device.*WB-RUN-042") as told:
         disk.save(write_run(tmp_path / "b", make_rows(8, 1)), target)
     assert "make room" in str(told.value)
     assert store.read_run(target)[1].totals.steps == 3

@@ -122,7 +122,7 @@ def test_rows_that_somebody_has_removed_are_named(tmp_path):
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    with pytest.raises(RunError, match="they are gone"):
+    with pytest.raises(RunError, match="WB-RUN-045"):
         history["loss"]
     assert history.rests
 

@@ -77,5 +77,5 @@ def test_faults_can_be_replaced_and_cleared_in_mid_run(slept: list[float]) -> No
 
 
 def test_what_is_no_fault_is_refused() -> None:
-    with pytest.raises(PlanError, match="not understood"):
+    with pytest.raises(PlanError, match="WB-PLAN-040"):
         FaultInjector(0, ["slow"])

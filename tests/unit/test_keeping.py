@@ -236,7 +236,7 @@ def test_the_idle_timeout_that_holds(monkeypatch):
     assert _idle_s("never", keep=True) == float("inf")
     monkeypatch.setenv("WORKBENCH_IDLE_TIMEOUT", "10m")
     assert {_idle_s(None, keep=True), _idle_s("never", keep=False)} == {600.0}
-    with pytest.raises(PlanError, match="--idle-timeout"):
+    with pytest.raises(PlanError, match="WB-PLAN-108"):
         _idle_s("soon", keep=True)
 
 
@@ -245,7 +245,7 @@ def test_the_lines_of_kept_clusters():
     assert (asked.count, asked.keep, asked.idle_timeout) == (8, True, "30m")
     asked = parse_cluster_line("attach ab12 --take")
     assert (asked.action, asked.cluster, asked.take, asked.ranks) == ("attach", "ab12", True, ())
-    with pytest.raises(PlanError, match="Which cluster"):
+    with pytest.raises(PlanError, match="WB-PLAN-026"):
         parse_cluster_line("attach")
 
 

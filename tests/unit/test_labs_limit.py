@@ -97,7 +97,7 @@ def test_after_a_syntax_error_the_older_function_is_not_looked_at(watched):
 
 
 def test_a_syntax_error_that_engines_would_meet_is_known_too(watched):
-    error = RunError("SyntaxError: '(' was never closed")
+    error = RunError("SyntaxError: '(' was never closed", code="WB-RUN-000")
     error.outcome = CellOutcome(status="error", ename="SyntaxError")
 
     def distributed(line, cell):

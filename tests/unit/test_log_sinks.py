@@ -166,7 +166,7 @@ def test_runs_that_end_early_are_completed_too(run, tmp_path, uri, state, status
         run.advance("stop")
         finish(run)
     else:
-        finish(run, RunError("Rank 1 broke"))
+        finish(run, RunError("Rank 1 broke", code="WB-RUN-000"))
     assert run.state == state
     (tracked,) = read_tracked(uri, "own")
     assert tracked.status == status
@@ -179,7 +179,7 @@ def test_runs_that_end_early_are_completed_too(run, tmp_path, uri, state, status
 
 def test_a_run_without_a_step_is_written_too(run, tmp_path):
     run.log_to(f"tensorboard:{tmp_path}/board")
-    run.finish(RunError("nothing came of it"))
+    run.finish(RunError("nothing came of it", code="WB-RUN-000"))
     assert run.logs[0].wait(60)
     board = read_board(tmp_path / "board" / "base")
     assert "nothing came of it" in board.texts["notes"]
@@ -247,19 +247,19 @@ def test_a_place_that_fails_costs_a_note_and_no_other_place(run, tmp_path, monke
 
 def test_what_cannot_be_written_to_is_refused(run, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(PlanError, match="this is a file"):
+    with pytest.raises(PlanError, match="WB-PLAN-126"):
         run.log_to(f"tensorboard:{tmp_path}/file")
-    with pytest.raises(PlanError, match="cannot be written"):
+    with pytest.raises(PlanError, match="WB-PLAN-119"):
         run.log_to("tensorboard:/proc/runs")
-    with pytest.raises(PlanError, match="cannot be written"):
+    with pytest.raises(PlanError, match="WB-PLAN-119"):
         run.log_to(f"mlflow:sqlite:///{tmp_path}/none/mlflow.db")
     (tmp_path / "bad.db").write_bytes(b"no database " * 1000)
-    with pytest.raises(PlanError, match="MLflow cannot use"):
+    with pytest.raises(PlanError, match="WB-PLAN-121"):
         run.log_to(f"mlflow:sqlite:///{tmp_path}/bad.db")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(PlanError, match="Which store"):
+    with pytest.raises(PlanError, match="WB-PLAN-122"):
         run.log_to("mlflow:")
-    with pytest.raises(PlanError, match="Log to where"):
+    with pytest.raises(PlanError, match="WB-PLAN-118"):
         run.log_to()
     assert not run.logs
 
@@ -268,7 +268,7 @@ def test_a_server_that_is_not_there_is_refused_at_once(run):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(PlanError, match="does not answer") as refused:
+    with pytest.raises(PlanError, match="WB-PLAN-124") as refused:
         run.log_to(f"mlflow:http://127.0.0.1:{port}")
     assert "mlflow server" in refused.value.next_step
 

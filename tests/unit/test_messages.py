@@ -153,5 +153,5 @@ def test_unusable_numbers_of_workers_are_refused(workers: Any) -> None:
 
 
 def test_a_pipeline_that_does_not_fit_is_refused_as_in_a_run() -> None:
-    with pytest.raises(PlanError, match="whole pipelines"):
+    with pytest.raises(PlanError, match="WB-PLAN-083"):
         diagram("hybrid", 4, stages=3)

@@ -56,12 +56,14 @@ class Session:
         progress(Progress("connect", 1, count, f"connecting engines: 1 of {count}"))
         self.during()
         if devices == "cuda":
-            raise ClusterError("There is no GPU.", seen="cuda", next_step="devices cpu")
+            raise ClusterError(
+                "There is no GPU.", seen="cuda", next_step="devices cpu", code="WB-CLUSTER-000"
+            )
         self.cluster = Cluster(count)
 
     def need_cluster(self):
         if self.cluster is None:
-            raise ClusterError("No cluster is running in this notebook.")
+            raise ClusterError("No cluster is running in this notebook.", code="WB-CLUSTER-000")
         return self.cluster
 
     def stop(self):

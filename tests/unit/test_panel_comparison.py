@@ -37,7 +37,7 @@ def panel(monkeypatch):
     def compare(*runs):
         panel.made.append([run.name for run in runs])
         if len(runs) == 3:
-            raise RunError("Too many.")
+            raise RunError("Too many.", code="WB-RUN-000")
         return Compared(runs)
 
     monkeypatch.setattr(comparison, "runs", panel.runs)
@@ -85,7 +85,7 @@ def test_it_is_made_once_until_other_runs_are_picked(panel):
 def test_what_cannot_be_compared_says_why_in_its_place(panel):
     add(panel, made("a"), made("b"), made("c"))
     found = shown(panel)
-    assert (found["compared"], found["why"]) == (None, "Too many.")
+    assert (found["compared"], found["why"]) == (None, "Too many. [WB-RUN-000]")
     assert panel.notices == []
 
 

@@ -92,13 +92,13 @@ def test_a_failed_run_shows_what_its_ranks_printed_read_once(panel):
 
     run = Made("base", "failed")
     run.error, run.task = (
-        RunError("Rank 1 failed."),
+        RunError("Rank 1 failed.", code="WB-RUN-000"),
         SimpleNamespace(board=SimpleNamespace(text=text)),
     )
     panel.runs.add(run)
     for _ in range(3):
         wire = panel.wire()["live"]
-    assert wire["error"] == "Rank 1 failed."
+    assert wire["error"] == "Rank 1 failed. [WB-RUN-000]"
     assert wire["printed"].endswith("the end")
     assert len(wire["printed"]) == MOST_CHARACTERS
     assert len(read) == 1

@@ -37,7 +37,7 @@ class Counter(Part):
 
     @action()
     def fail(self):
-        raise PlanError("It cannot be done.", seen="3", allowed="2")
+        raise PlanError("It cannot be done.", seen="3", allowed="2", code="WB-PLAN-000")
 
     @action()
     def crash(self):

@@ -55,7 +55,7 @@ class Choice:
 
     def check(self, framework):
         if self.mistake:
-            raise PlanError(self.mistake)
+            raise PlanError(self.mistake, code="WB-PLAN-000")
 
     def plans(self, session):
         return [make_plan(Recipe("wb.fit()"), "mirrored", workers=2, name=n) for n in self.names]

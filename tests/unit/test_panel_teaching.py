@@ -34,7 +34,7 @@ class Made:
 
     def step_picture(self, step=None):
         if step is not None and step > 9:
-            raise RunError("There is no such step.", seen=step, allowed="0 to 9")
+            raise RunError("There is no such step.", seen=step, allowed="0 to 9", code="WB-RUN-000")
         return Picture(f"step {9 if step is None else step}")
 
     def snapshot(self):

@@ -46,7 +46,9 @@ def test_the_queue_begins_again_when_more_is_added_later() -> None:
 @pytest.mark.parametrize("keep_going", [False, True])
 def test_after_a_failure_the_rest_is_given_up_unless_told_otherwise(keep_going: bool) -> None:
     def behave(run: Run) -> None:
-        run.end("failed", RunError("rank 1 failed")) if run.name == "b" else run.end()
+        run.end(
+            "failed", RunError("rank 1 failed", code="WB-RUN-000")
+        ) if run.name == "b" else run.end()
 
     queue = queue_on(Cluster(behave), keep_going=keep_going)
     a, b, c, d = queue.add(plans_of("abcd"))
@@ -63,7 +65,7 @@ def test_a_plan_that_cannot_begin_fails_like_one_that_ends_badly() -> None:
 
     def refuse(plan: Plan) -> None:
         if plan.name == "a":
-            raise PlanError("The folder holds other checkpoints.")
+            raise PlanError("The folder holds other checkpoints.", code="WB-PLAN-000")
 
     cluster.refuse = refuse
     queue = queue_on(cluster, keep_going=True)
@@ -80,10 +82,10 @@ def test_a_cluster_that_dies_ends_the_queue_even_if_it_keeps_going() -> None:
     run = cluster.next()
 
     def gone(plan: Plan) -> None:
-        raise ClusterError("All engines are dead.")
+        raise ClusterError("All engines are dead.", code="WB-CLUSTER-000")
 
     cluster.refuse = gone
-    run.end("failed", RunError("Engine 0 died."))
+    run.end("failed", RunError("Engine 0 died.", code="WB-RUN-000"))
     queue.wait(WAIT_S)
     assert (a.state, b.state, c.state) == ("failed", "failed", "stopped")
     assert isinstance(b.error, ClusterError)
@@ -141,7 +143,7 @@ def test_stop_reaches_a_plan_that_waits_for_the_cluster_and_the_next_begins() ->
     def refuse(plan: Plan) -> None:
         if plan.name == "a":
             asked.set()
-            raise BusyError("Another one is going on: a cell.")
+            raise BusyError("Another one is going on: a cell.", code="WB-RUN-000")
 
     cluster.refuse = refuse
     queue = queue_on(cluster)
@@ -177,10 +179,10 @@ def test_a_closed_queue_starts_nothing_and_takes_nothing() -> None:
     _, b = queue.add(plans_of("ab"))
     run = cluster.next()
     queue.close()
-    run.end("failed", RunError("The cluster was stopped."))
+    run.end("failed", RunError("The cluster was stopped.", code="WB-RUN-000"))
     queue.wait(WAIT_S)
     assert (b.state, b.why) == ("stopped", queues.CLOSED)
-    with pytest.raises(ClusterError, match="takes no plans"):
+    with pytest.raises(ClusterError, match="WB-CLUSTER-041"):
         queue.add(plan_of("c"))
 
 
@@ -191,7 +193,7 @@ def test_the_queue_waits_for_a_cell_that_was_quicker() -> None:
     def refuse(plan: Plan) -> None:
         turns.append(plan.name)
         if len(turns) < 3:
-            raise BusyError("Another one is going on: a cell.")
+            raise BusyError("Another one is going on: a cell.", code="WB-RUN-000")
 
     cluster.refuse = refuse
     queue = queue_on(cluster)
@@ -258,7 +260,9 @@ def test_progress_follows_the_steps_and_never_falls(monkeypatch: pytest.MonkeyPa
 
 def test_the_wire_is_json_with_states_errors_and_seeds() -> None:
     def behave(run: Run) -> None:
-        run.end("failed", RunError("rank 1 failed")) if run.name.startswith("b") else run.end()
+        run.end("failed", RunError("rank 1 failed", code="WB-RUN-000")) if run.name.startswith(
+            "b"
+        ) else run.end()
 
     queue = queue_on(Cluster(behave), keep_going=True)
     queue.add([plan_of("a"), plan_of("b").with_seed(3)])

@@ -100,7 +100,7 @@ def test_a_name_has_one_function() -> None:
     def one():
         pass
 
-    with pytest.raises(PlanError, match=r"Another function[\s\S]*name that one\(\) does not have"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-111[\s\S]*one"):
 
         @wb.recipe(name="one")
         def two():
@@ -108,7 +108,7 @@ def test_a_name_has_one_function() -> None:
 
     wb.recipes.forget("one")
     assert "one" not in wb.recipes
-    with pytest.raises(PlanError, match="no recipe of that name"):
+    with pytest.raises(PlanError, match=r"recipe.*WB-PLAN-037"):
         wb.recipes.forget("one")
 
 
@@ -136,15 +136,15 @@ def needs(data, lr=0.1):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (5, r"A recipe is a function[\s\S]*'int'"),
-        (print, "A recipe is a function"),
-        (Recipe, "A recipe is a function"),
-        (lambda: 1, "lambda"),
-        (closure(), "captured"),
-        (waits, "async"),
-        (yields, "yields"),
-        (needs, r"every argument needs a default[\s\S]*data[\s\S]*needs\(data=\.\.\.\)"),
-        (eval("lambda: 1"), "source cannot be read"),
+        (5, r"WB-PLAN-028[\s\S]*'int'"),
+        (print, "WB-PLAN-028"),
+        (Recipe, "WB-PLAN-028"),
+        (lambda: 1, "WB-PLAN-035"),
+        (closure(), r"WB-PLAN-036[\s\S]*captured"),
+        (waits, "WB-PLAN-029"),
+        (yields, "WB-PLAN-029"),
+        (needs, r"WB-PLAN-031[\s\S]*data[\s\S]*needs\(data"),
+        (eval("lambda: 1"), "WB-PLAN-034"),
     ],
 )
 def test_what_is_no_recipe_is_refused_with_the_cure(function: Any, says: str) -> None:
@@ -155,7 +155,7 @@ def test_what_is_no_recipe_is_refused_with_the_cure(function: Any, says: str) ->
 
 @pytest.mark.parametrize("name", ["-x", " a", "a\nb", "#1", "%x"])
 def test_a_name_can_stand_on_a_line(name: str) -> None:
-    with pytest.raises(PlanError, match="no name for a recipe"):
+    with pytest.raises(PlanError, match="WB-PLAN-030"):
         wb.recipe(name=name)(yields_nothing)
 
 
@@ -171,9 +171,9 @@ def test_parameters_are_set_by_name_and_travel() -> None:
     assert found.digest != other.digest
     plan = make_plan(other, "mirrored", workers=1)
     assert Plan.from_wire(plan.to_wire()) == plan
-    with pytest.raises(PlanError, match="did you mean 'lr'"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-037[\s\S]*'lr'"):
         found.with_parameters(rl=1)
-    with pytest.raises(PlanError, match="cannot be written down"):
+    with pytest.raises(PlanError, match="WB-PLAN-033"):
         found.with_parameters(lr=object())
 
 
@@ -256,7 +256,9 @@ def test_an_older_run_is_found_and_an_unknown_name_is_answered() -> None:
     ran("base", "old = 1")
     ran("base", "new = 1")
     assert wb.recipes["base@1"].source == "old = 1"
-    with pytest.raises(PlanError, match=r"no recipe[\s\S]*base@1, char_[\s\S]*mean 'digits_mlp'"):
+    with pytest.raises(
+        PlanError, match=r"recipe.*WB-PLAN-037[\s\S]*base@1, char_[\s\S]*'digits_mlp'"
+    ):
         wb.recipes["digits_mpl"]
     with pytest.raises(KeyError):
         Recipes()["nothing at all"]

@@ -85,13 +85,13 @@ def test_runs_are_found_by_place_too():
     for name in ("a", "b"):
         runs.add(FakeRun(name))
     assert (runs[-1].name, runs[0].name) == ("b", "a")
-    with pytest.raises(PlanError, match="no such run") as told:
+    with pytest.raises(PlanError, match="WB-PLAN-115") as told:
         runs[2]
     assert "-2 to 1" in str(told.value)
-    with pytest.raises(PlanError, match="no such run"):
+    with pytest.raises(PlanError, match="WB-PLAN-115"):
         runs[None]
     assert 0 not in runs
-    with pytest.raises(PlanError, match="no run yet"):
+    with pytest.raises(PlanError, match="WB-PLAN-114"):
         Runs()[-1]
 
 

@@ -44,12 +44,12 @@ def test_epochs_on_the_line_replace_steps_in_the_cell() -> None:
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "3"])
 def test_counts_are_whole_and_positive(bad: Any) -> None:
     for values in ((bad, 1, None), (8, bad, None), (8, 1, bad)):
-        with pytest.raises(FitError, match="must count"):
+        with pytest.raises(FitError, match="WB-FIT-014"):
             settings.check_counts(make_context(), *values, 0)
 
 
 def test_a_batch_is_compared_with_the_workers() -> None:
-    with pytest.raises(FitError, match="batch_size of at least 2"):
+    with pytest.raises(FitError, match=r"WB-FIT-016[\s\S]*2"):
         settings.check_batch(1, make_context())
     settings.check_batch(2, make_context())
 
@@ -57,9 +57,9 @@ def test_a_batch_is_compared_with_the_workers() -> None:
 def test_features_come_from_the_catalog() -> None:
     entry = replace(catalog.lookup("mirrored"), supports=frozenset({"metrics"}), ways=("fit",))
     settings.check_supported(entry, "fit", ["metrics"])
-    with pytest.raises(FitError, match="does not support clip_norm, compile"):
+    with pytest.raises(FitError, match=r"clip_norm, compile.*WB-FIT-027"):
         settings.check_supported(entry, "fit", ["compile", "clip_norm"])
-    with pytest.raises(FitError, match=r"cannot be used with wb.prepare"):
+    with pytest.raises(FitError, match=r"wb\.prepare.*WB-FIT-026"):
         settings.check_supported(entry, "prepare", [])
 
 
@@ -72,7 +72,7 @@ def test_callbacks_are_functions_or_objects() -> None:
     found = settings.Callbacks.of([Both(), print])
     assert (len(found.step_end), len(found.epoch_end), len(found.train_end)) == (2, 0, 1)
     assert settings.Callbacks.of(print).step_end == [print]
-    with pytest.raises(FitError, match="not understood"):
+    with pytest.raises(FitError, match="WB-FIT-029"):
         settings.Callbacks.of([3])
 
 
@@ -90,7 +90,7 @@ def test_a_model_of_an_earlier_run_is_pointed_out_once_per_run() -> None:
 
 
 def test_outside_a_run_the_magic_to_use_is_named() -> None:
-    with pytest.raises(RunError, match="%%distributed mirrored"):
+    with pytest.raises(RunError, match="WB-RUN-007"):
         require("wb.fit")
 
 
@@ -102,7 +102,7 @@ def test_log_takes_numbers_at_the_step_under_way() -> None:
     try:
         log(lr=0.1, n=3)
         assert events == [("log", {"rank": 0, "step": 12, "values": {"lr": 0.1, "n": 3.0}})]
-        with pytest.raises(FitError, match="name is none"):
+        with pytest.raises(FitError, match=r"name.*WB-FIT-008"):
             log(name="x")
     finally:
         set_current(None)

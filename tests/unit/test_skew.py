@@ -38,7 +38,7 @@ def test_a_small_alpha_is_more_uneven() -> None:
 
 
 def test_a_worker_without_a_sample_is_refused() -> None:
-    with pytest.raises(FitError, match="left without a sample"):
+    with pytest.raises(FitError, match="WB-FIT-030"):
         dirichlet_shards(np.zeros(3, int), 4, 0.1, seed=0)
 
 

@@ -31,10 +31,10 @@ def test_a_sweep_of_one_is_the_plain_plan() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"strategies": []}, "at least one strategy"),
-        ({"recipes": []}, "at least one recipe"),
-        ({"seeds": 0}, "count something"),
-        ({"seeds": [-1]}, "seed"),
+        ({"strategies": []}, r"strategy.*WB-PLAN-133"),
+        ({"recipes": []}, r"recipe.*WB-PLAN-133"),
+        ({"seeds": 0}, "WB-PLAN-091"),
+        ({"seeds": [-1]}, "WB-PLAN-092"),
         ({"strategies": ["mirrored", "nonsense"]}, "nonsense"),
     ],
 )

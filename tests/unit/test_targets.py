@@ -40,20 +40,20 @@ def test_places_are_whole(text, where, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wandb:project", "no such kind"),
-        ("", "no such kind"),
-        ("tensorboard", "a folder of this machine"),
-        ("tensorboard:", "a folder of this machine"),
-        ("tensorboard:gs://bucket/runs", "a folder of this machine"),
-        ("tensorboard:a\nb", "line break"),
-        ("mlflow:mlruns", "named by a URI"),
-        ("mlflow:ftp://host/", "named by a URI"),
-        ("mlflow:sqlite:mlflow.db", "no database file"),
-        ("mlflow:sqlite:///", "no database file"),
-        ("mlflow:http://", "malformed"),
-        ("mlflow:http://[::1", "malformed"),
-        ("mlflow:http://host:port", "malformed"),
-        ("mlflow:file:", "no folder"),
+        ("wandb:project", "WB-PLAN-140"),
+        ("", "WB-PLAN-140"),
+        ("tensorboard", "WB-PLAN-142"),
+        ("tensorboard:", "WB-PLAN-142"),
+        ("tensorboard:gs://bucket/runs", "WB-PLAN-142"),
+        ("tensorboard:a\nb", "WB-PLAN-141"),
+        ("mlflow:mlruns", "WB-PLAN-143"),
+        ("mlflow:ftp://host/", "WB-PLAN-143"),
+        ("mlflow:sqlite:mlflow.db", "WB-PLAN-145"),
+        ("mlflow:sqlite:///", "WB-PLAN-145"),
+        ("mlflow:http://", "WB-PLAN-146"),
+        ("mlflow:http://[::1", "WB-PLAN-146"),
+        ("mlflow:http://host:port", "WB-PLAN-146"),
+        ("mlflow:file:", "WB-PLAN-144"),
     ],
 )
 def test_what_is_no_place_is_refused(text, words):
@@ -63,14 +63,14 @@ def test_what_is_no_place_is_refused(text, words):
 
 
 def test_a_malformed_uri_is_shown_without_its_password():
-    with pytest.raises(PlanError, match="malformed") as refused:
+    with pytest.raises(PlanError, match="WB-PLAN-146") as refused:
         parse_target("mlflow:mysql://me:secret@host:port/runs")
     assert "secret" not in str(refused.value)
     assert "host:port" in str(refused.value)
 
 
 def test_a_password_is_refused_and_not_repeated():
-    with pytest.raises(PlanError, match="password") as refused:
+    with pytest.raises(PlanError, match="WB-PLAN-147") as refused:
         parse_target("mlflow:https://me:s3cret@host/mlflow")
     assert "s3cret" not in str(refused.value)
     assert "MLFLOW_TRACKING_URI" in refused.value.next_step

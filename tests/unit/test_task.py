@@ -34,7 +34,7 @@ class FakeEngines:
 
     def submit(self, engine, name, args, on_output):
         if engine in self.dead:
-            raise ClusterError("That engine is not there.")
+            raise ClusterError("That engine is not there.", code="WB-CLUSTER-000")
         self.calls[engine], self.outputs[engine] = Call(engine), on_output
         return self.calls[engine]
 
@@ -45,7 +45,7 @@ class FakeEngines:
         self.interrupted.append((engine, sig))
 
     def give_up(self, engine):
-        self.calls[engine].finish(ClusterError("Engine died."))
+        self.calls[engine].finish(ClusterError("Engine died.", code="WB-CLUSTER-000"))
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_who_is_ended_for_silence_is_the_reason_unless_another_failed(engines, w
     engines.calls[0].finish(error(*words))
     task._kill_rest()
     assert len(engines.interrupted) == 1
-    engines.calls[1].finish(ClusterError("Engine 1 died: SIGKILL."))
+    engines.calls[1].finish(ClusterError("Engine 1 died: SIGKILL.", code="WB-CLUSTER-000"))
     assert str(task.failure()).startswith(reason)
 
 
@@ -165,13 +165,13 @@ def test_equal_errors_are_one(engines):
     task, _ = start(engines, 0, 1, 2)
     for engine in (0, 1, 2):
         engines.calls[engine].finish(error("NameError", "name 'x' is not defined"))
-    assert str(task.failure()) == "Ranks 0-2 failed: NameError: name 'x' is not defined"
+    assert task.failure().what == "Ranks 0-2 failed: NameError: name 'x' is not defined"
 
 
 def test_a_dead_engine_is_the_reason_whoever_complained_first(engines):
     task, _ = start(engines, 0, 1)
     engines.calls[0].finish(error("RuntimeError", "something else"))
-    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL."))
+    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL.", code="WB-CLUSTER-000"))
     assert "Rank 1 is gone" in str(task.failure())
     assert "%cluster restart 1" in str(task.failure())
     assert task.group_broken
@@ -198,7 +198,7 @@ def test_a_failure_in_the_background_is_told_with_the_output(engines):
     task, _ = start(engines, 0, 1)
     shown(engines, 0, "RuntimeError", PEER)
     engines.calls[0].finish(error("RuntimeError", PEER))
-    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL."))
+    engines.calls[1].finish(ClusterError("Engine 1 (pid 5) died: SIGKILL.", code="WB-CLUSTER-000"))
     tell(task, task.failure())
     text = task.board.text()
     assert "Rank 1 is gone: Engine 1 (pid 5) died: SIGKILL." in text
@@ -210,8 +210,8 @@ def test_a_failure_in_the_background_is_told_with_the_output(engines):
 def test_a_run_that_trained_nothing_in_the_background_says_so(engines):
     task, _ = start(engines, 0)
     engines.calls[0].finish({"status": "ok"})
-    tell(task, RunError("Nothing was distributed."))
-    assert task.board.text() == "Nothing was distributed."
+    tell(task, RunError("Nothing was distributed.", code="WB-RUN-000"))
+    assert task.board.text() == "Nothing was distributed. [WB-RUN-000]"
 
 
 def test_what_a_rank_has_shown_in_the_background_is_not_told_again(engines):
@@ -314,7 +314,7 @@ def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
     def ran(strategy, error=None):
         return SimpleNamespace(plan=SimpleNamespace(strategy=strategy), error=error)
 
-    refused = RunError("Ranks 0-1 failed")
+    refused = RunError("Ranks 0-1 failed", code="WB-RUN-000")
     words = "It does not support step_fn.\n  next: ..."
     refused.outcome = CellOutcome(status="error", ename="FitError", evalue=words)
     assert refusals([ran("mirrored"), ran("sharded")]) is None

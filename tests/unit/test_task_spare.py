@@ -49,7 +49,7 @@ def task(lost):
 
 
 def dies(task, engine):
-    task.engines.calls[engine].finish(ClusterError(f"Engine {engine} died."))
+    task.engines.calls[engine].finish(ClusterError(f"Engine {engine} died.", code="WB-CLUSTER-000"))
 
 
 def ends(task, *engines):

@@ -72,7 +72,7 @@ def test_a_weight_that_is_computed_from_others_is_left_whole() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(FitError, match="No layer") as caught:
+    with pytest.raises(FitError, match="WB-FIT-151") as caught:
         find_plan(nn.Sequential(nn.Conv2d(1, 4, 3)), 2)
     assert "Conv2d" in str(caught.value.seen)
 
@@ -82,7 +82,7 @@ def test_plans_are_given_by_name_with_wildcards() -> None:
     assert given_plan(model, "*.fc1=col, *.fc2=row", 2) == {
         "0.fc1": "col", "1.fc1": "col", "0.fc2": "row", "1.fc2": "row",
     }  # fmt: skip
-    for text, says in (("*.fc1", "not understood"), ("*.fc9=col", "lacks")):
+    for text, says in (("*.fc1", "WB-FIT-152"), ("*.fc9=col", "WB-FIT-153")):
         with pytest.raises(FitError, match=says):
             given_plan(model, text, 2)
 

@@ -90,7 +90,10 @@ def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
     source = "def train():\n    check('x')\ntrain()"
     linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
     names = {"FitError": FitError}
-    library = "def check(name):\n    raise FitError('No.', seen=name, next_step='this')"
+    library = (
+        "def check(name):\n"
+        "    raise FitError('No.', code='WB-FIT-000', seen=name, next_step='this')"
+    )
     exec(compile(library, "/x/site-packages/lib.py", "exec"), names)
     try:
         exec(compile(source, CELL, "exec"), names)
@@ -104,7 +107,7 @@ def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
         "Cell In[3], line 2, in train",
         "----> 2 check('x')",
         "",
-        "FitError: No.",
+        "FitError: No. [WB-FIT-000]",
         "  seen:    'x'",
         "  next:    this",
     ]

@@ -95,15 +95,15 @@ def test_a_worker_on_its_own_is_given_the_others_rate() -> None:
 
 def test_what_cannot_be_answered_is_said() -> None:
     history = make_history(make_rows(10, 2))
-    with pytest.raises(PlanError, match="No worker stands out"):
+    with pytest.raises(PlanError, match="WB-PLAN-043"):
         what_if(history)
-    with pytest.raises(PlanError, match="no such worker"):
+    with pytest.raises(PlanError, match="WB-PLAN-044"):
         what_if(history, 2)
-    with pytest.raises(PlanError, match="compared with others"):
+    with pytest.raises(PlanError, match="WB-PLAN-042"):
         what_if(make_history(make_rows(10, 1)), 0)
     rows = make_rows(10, 2)
     rows["ready_s"] = NAN
-    with pytest.raises(RunError, match="not measured"):
+    with pytest.raises(RunError, match="WB-RUN-047"):
         what_if(make_history(rows), 0)
-    with pytest.raises(RunError, match="No step is complete"):
+    with pytest.raises(RunError, match="WB-RUN-046"):
         what_if(history, 0, first=50)

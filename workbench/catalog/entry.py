@@ -58,11 +58,17 @@ class Option:
             value = self._convert(text)
         except (ValueError, KeyError):
             raise PlanError(
-                f"Option {self.name} was not understood.", seen=text, allowed=self.allowed
+                f"Option {self.name} was not understood.",
+                seen=text,
+                allowed=self.allowed,
+                code="WB-PLAN-002",
             ) from None
         if self.pattern and not re.fullmatch(self.pattern, str(value)):
             raise PlanError(
-                f"Option {self.name} was not understood.", seen=text, allowed=self.allowed
+                f"Option {self.name} was not understood.",
+                seen=text,
+                allowed=self.allowed,
+                code="WB-PLAN-003",
             )
         if self.kind == "choice" and value not in self.choices:
             raise unknown(f"value for option {self.name}", str(value), self.choices)
@@ -74,6 +80,7 @@ class Option:
             raise PlanError(
                 f"Option {self.name} is out of range.", seen=value, allowed=self.allowed,
                 next_step=f"-o {self.name}={nearest:g}, or leave it out",
+                code="WB-PLAN-004",
             )  # fmt: skip
         return value
 
@@ -223,9 +230,12 @@ class Strategy:
                 seen=name,
                 allowed=", ".join(option.name for option in self.options) or "no options",
                 next_step=f"%%distributed {elsewhere[0]} -o {name}=...",
+                code="WB-PLAN-005",
             )
         if not self.options:
-            raise PlanError(f"Strategy {self.name} takes no options.", seen=name)
+            raise PlanError(
+                f"Strategy {self.name} takes no options.", seen=name, code="WB-PLAN-006"
+            )
         raise unknown(f"option of {self.name}", name, [option.name for option in self.options])
 
     def settings(self, given: dict[str, Any], others: Iterable[Strategy] = ()) -> dict[str, Any]:
@@ -245,5 +255,6 @@ class Strategy:
                     f"Options {pair[0]} and {pair[1]} of {self.name} exclude each other.",
                     seen=", ".join(f"{name}={values[name]}" for name in pair),
                     next_step="leave one of them out",
+                    code="WB-PLAN-007",
                 )
         return values

@@ -229,11 +229,14 @@ def messages(
 
     entry = lookup(strategy, framework)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise PlanError("workers is a whole number.", seen=workers, allowed="1 or more")
+        raise PlanError(
+            "workers is a whole number.", seen=workers, allowed="1 or more", code="WB-PLAN-008"
+        )
     if workers > MOST_WORKERS:
         raise PlanError(
             "A picture of so many workers cannot be read.", seen=f"workers={workers}",
             allowed=f"1 to {MOST_WORKERS}", next_step="the pattern is the same with 8",
+            code="WB-PLAN-009",
         )  # fmt: skip
     settings = entry.settings(dict(options or {}))
     count = min(workers, entry.max_workers or workers)

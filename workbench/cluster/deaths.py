@@ -100,7 +100,7 @@ class EngineDiedError(ClusterError):
             what, step = f"Engine {engine} (pid {pid}) was restarted.", "run the cell again"
         else:
             what, step = f"Engine {engine} (pid {pid}) died: {how}.", f"%cluster restart{one}"
-        super().__init__(what, next_step=step)
+        super().__init__(what, code="WB-CLUSTER-003", next_step=step)
 
 
 @dataclass(frozen=True)

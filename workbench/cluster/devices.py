@@ -193,6 +193,7 @@ def parse_devices(devices: str | Sequence[int], found: Sequence[Device] | None =
             seen=devices,
             allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
             next_step="--devices cpu trains on the CPU; nvidia-smi shows what the driver sees",
+            code="WB-CLUSTER-004",
         )
     if isinstance(wanted, str):
         ordered = sorted(gpus, key=lambda gpu: (gpu.used_bytes, gpu.index))
@@ -205,6 +206,7 @@ def parse_devices(devices: str | Sequence[int], found: Sequence[Device] | None =
                 seen=index,
                 allowed=", ".join(map(str, known)) + _limit(),
                 next_step="numbers count within CUDA_VISIBLE_DEVICES; leave --devices out for auto",
+                code="WB-PLAN-024",
             )
     return wanted
 
@@ -228,6 +230,7 @@ def _words(devices: str | Sequence[int]) -> str | tuple[int, ...]:
         "The devices were not understood.",
         seen=devices,
         allowed="auto, cpu, cuda, or GPU numbers such as 0,1",
+        code="WB-PLAN-025",
     )
 
 

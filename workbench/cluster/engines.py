@@ -199,6 +199,7 @@ class Engines:
                 seen=engine,
                 allowed=f"one of {self.ids}",
                 next_step=f"%cluster restart {engine}",
+                code="WB-CLUSTER-005",
             )
         call = calls.submit(
             self._ground.client, self._ground.socket, info.uuid, engine, name, args,
@@ -343,6 +344,7 @@ class Engines:
                 seen=engine,
                 allowed=", ".join(map(str, sorted(self.engines))),
                 next_step="%cluster lists them",
+                code="WB-CLUSTER-006",
             )
         return info
 
@@ -408,7 +410,7 @@ class Engines:
         """End everything this cluster started; safe to call twice."""
         self._stopping = True
         for call in self._calls.all():
-            call.finish(ClusterError("The cluster was stopped."))
+            call.finish(ClusterError("The cluster was stopped.", code="WB-CLUSTER-007"))
         self._ground.stop()
         self.engines.clear()
         with contextlib.suppress(Exception):
@@ -432,6 +434,7 @@ class Engines:
                 "This cluster cannot be kept.",
                 seen=self._ground.why_not,
                 allowed="engines forked on this machine (--launcher local, on Linux)",
+                code="WB-CLUSTER-008",
             )
         self.idle_timeout_s = idle_timeout_s
 
@@ -471,7 +474,11 @@ class Engines:
         """Return a call that stands for what another kernel began; somebody else finishes it."""
         call, info = Call(engine), self.engines.get(engine)
         if info is None or info.state == "dead":
-            call.finish(ClusterError(f"Engine {engine} died: {info.exit if info else 'gone'}."))
+            call.finish(
+                ClusterError(
+                    f"Engine {engine} died: {info.exit if info else 'gone'}.", code="WB-CLUSTER-009"
+                )
+            )
             return call
         info.state = "busy"
         self._calls.add(call)
@@ -485,7 +492,7 @@ class Engines:
         """Let go of all processes, which go on without us; what waits for them here is told why."""
         self._stopping = True
         for call in self._calls.all():
-            call.finish(ClusterError(reason))
+            call.finish(ClusterError(reason, code="WB-CLUSTER-010"))
         self._ground.release()
         self.engines.clear()
         with contextlib.suppress(Exception):

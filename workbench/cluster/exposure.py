@@ -6,11 +6,13 @@ import ipaddress
 import socket
 import warnings
 
+from ..errors import WorkbenchWarning
+
 PAGE = "docs/security.md"
 EVERY = ("*", "0.0.0.0", "::")
 
 
-class ExposureWarning(UserWarning):
+class ExposureWarning(WorkbenchWarning):
     """Something is about to listen where other hosts can connect."""
 
 
@@ -42,7 +44,7 @@ def warn(hosts: str) -> None:
     if beyond_loopback(hosts):
         with warnings.catch_warnings():
             warnings.simplefilter("always", ExposureWarning)
-            warnings.warn(words(hosts), ExposureWarning, stacklevel=3)
+            warnings.warn(ExposureWarning(words(hosts), code="WB-WARN-001"), stacklevel=3)
 
 
 def reachable(host: str) -> str:

@@ -154,6 +154,7 @@ class Ground:
                 "The cluster's controller did not start.",
                 seen=str(self._error),
                 next_step=f"its log is in {self.folder / 'log'}",
+                code="WB-CLUSTER-011",
             ) from self._error
 
     def _preparing(self) -> progress.Progress:

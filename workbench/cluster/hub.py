@@ -173,6 +173,7 @@ class Hub:
                 "The cluster's controller does not answer.",
                 seen=f"nothing for {ANSWER_S:g} s",
                 next_step="%cluster stop, then start again",
+                code="WB-CLUSTER-012",
             )
 
     def together(self) -> contextlib.AbstractContextManager[None]:

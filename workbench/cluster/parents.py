@@ -59,7 +59,9 @@ class Parents:
         """
         with self._lock:
             if self._stopped:
-                raise ClusterError("The cluster was stopped.", next_step="%cluster start")
+                raise ClusterError(
+                    "The cluster was stopped.", next_step="%cluster start", code="WB-CLUSTER-013"
+                )
             parent = self._parents.get(framework)
             if parent is None or not parent.alive:
                 if parent is not None:  # it ended, or could not import; so did its engines

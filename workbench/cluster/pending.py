@@ -65,8 +65,13 @@ def gather(pending: Iterable[Call], name: str, timeout_s: float) -> dict[int, An
             raise NoAnswerError(
                 f"Engine {one.engine} did not answer within {timeout_s:g} s.",
                 next_step=f"%cluster restart {one.engine}",
+                code="WB-CLUSTER-014",
             )
         if isinstance(one.result, BaseException):
-            raise ClusterError(f"Engine {one.engine} failed in {name}.", seen=str(one.result))
+            raise ClusterError(
+                f"Engine {one.engine} failed in {name}.",
+                seen=str(one.result),
+                code="WB-CLUSTER-015",
+            )
         results[one.engine] = one.result
     return results

@@ -127,7 +127,9 @@ def can_fork(framework: str = "torch") -> tuple[bool, str]:
     """Say whether a warm parent can work here, and if not, why."""
     asked = os.environ.get(FORK, "")
     if asked not in ("", "on", "off"):
-        raise ClusterError(f"{FORK} is not understood.", seen=asked, allowed="on, off")
+        raise ClusterError(
+            f"{FORK} is not understood.", seen=asked, allowed="on, off", code="WB-CLUSTER-016"
+        )
     if asked == "off":
         return False, f"{FORK}=off says so"
     if not sys.platform.startswith("linux"):
@@ -165,6 +167,7 @@ def start_keeper(folder: str = "") -> tuple[subprocess.Popen[bytes], str, int]:
             "The store that workers meet at did not start.",
             seen=f"exit code {process.wait()}",
             next_step=f"run {sys.executable} -m {keeper.__name__} in a terminal to see why",
+            code="WB-CLUSTER-017",
         )
     answer = json.loads(line)
     return process, str(answer["host"]), int(answer["port"])

@@ -102,6 +102,7 @@ class Starter:
                 + (f": {', '.join(how)}." if how else f" within {timeout_s:g} s."),
                 seen=logs or "nothing in their logs",
                 next_step="%cluster stop, then start again",
+                code="WB-CLUSTER-018",
             )
 
     def _output(self, engine_set: Any, missing: Sequence[int]) -> str:

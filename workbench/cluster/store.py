@@ -88,6 +88,7 @@ class Store:
                 "The store that workers meet at does not end.",
                 seen=f"pid {pid}, for {END_S:g} s",
                 next_step="%cluster stop, then start again",
+                code="WB-CLUSTER-019",
             )
 
     def about(self) -> dict[str, Any]:

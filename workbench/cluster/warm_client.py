@@ -105,7 +105,11 @@ class WarmParent:
                 return self
             possible, reason = can_fork(self.framework)
             if not possible:
-                raise ClusterError("Engines cannot be forked from a warm parent.", seen=reason)
+                raise ClusterError(
+                    "Engines cannot be forked from a warm parent.",
+                    seen=reason,
+                    code="WB-CLUSTER-020",
+                )
             ours, theirs = socket.socketpair()
             where = os.path.join(self.folder, "log") if self.folder else None
             log_fd, self._log_path = tempfile.mkstemp(
@@ -146,6 +150,7 @@ class WarmParent:
                 "The cluster's warm parent cannot be reached.",
                 seen=str(error),
                 next_step="workbench ps lists the clusters there are",
+                code="WB-CLUSTER-021",
             ) from error
         if "error" in answer:
             sock.close()
@@ -154,6 +159,7 @@ class WarmParent:
                 "The cluster belongs to another notebook.",
                 seen=f"its kernel has pid {owner}",
                 next_step="%cluster attach ID --take takes it from there",
+                code="WB-CLUSTER-022",
             )
         self._sock, self._kept = sock, True
         self.report = answer["report"]
@@ -363,6 +369,7 @@ class WarmParent:
                 raise ClusterError(
                     f"The warm parent that forks engines (pid {pid}) was halted by SIGSTOP.",
                     next_step="%cluster restart",
+                    code="WB-CLUSTER-023",
                 )
 
     def tell(self, cmd: str, **fields: Any) -> Future[dict[str, Any]]:
@@ -471,6 +478,7 @@ class WarmParent:
         return ClusterError(
             f"{what}\n{tail}".rstrip(),
             next_step="%cluster stop, then start again; --launcher local starts engines without it",
+            code="WB-CLUSTER-024",
         )
 
 

@@ -27,12 +27,18 @@ def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -
             function, or an argument has no default.
     """
     if not inspect.isfunction(function):
-        raise PlanError("A recipe is a function.", seen=type(function).__name__, next_step=NEXT)
+        raise PlanError(
+            "A recipe is a function.",
+            seen=type(function).__name__,
+            next_step=NEXT,
+            code="WB-PLAN-028",
+        )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise PlanError(
             "A recipe is a plain function: it trains when it is called.",
             seen=f"{function.__name__}, which is async or yields",
             next_step=NEXT,
+            code="WB-PLAN-029",
         )
     made = Recipe.from_function(function)
     called = check_name(name or function.__name__)
@@ -55,6 +61,7 @@ def check_name(name: object) -> str:
             "That is no name for a recipe.",
             seen=name,
             allowed="text of one line that does not begin with -, # or %",
+            code="WB-PLAN-030",
         )
     return text
 
@@ -74,5 +81,6 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
             seen=", ".join(bare),
             allowed=f"def {function.__name__}({bare[0]}=...)",
             next_step="give it a default, or cluster.run(function, args=(...), strategy=...)",
+            code="WB-PLAN-031",
         )
     return found

@@ -94,6 +94,7 @@ class Recipe:
                     seen=f"argument {index}: {type(value).__name__}",
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
                     next_step="make it inside the function",
+                    code="WB-PLAN-032",
                 )
         return f"{self.source.rstrip()}\n\n\n{self.call(*map(repr, self.args))}\n"
 
@@ -117,6 +118,7 @@ class Recipe:
                     seen=type(value).__name__,
                     allowed="numbers, text, true or false, None, and lists and dicts of them",
                     next_step="make it inside the function",
+                    code="WB-PLAN-033",
                 )
         return replace(self, parameters={**self.parameters, **values})
 
@@ -134,16 +136,20 @@ class Recipe:
                 "The function's source cannot be read, so it cannot be sent to the engines.",
                 seen=repr(function),
                 next_step="define it in a cell or a module, or pass the source as a string",
+                code="WB-PLAN-034",
             ) from error
         name = function.__name__
         if name == "<lambda>":
-            raise PlanError("A lambda is no recipe.", next_step="give it a name with def")
+            raise PlanError(
+                "A lambda is no recipe.", next_step="give it a name with def", code="WB-PLAN-035"
+            )
         free = inspect.getclosurevars(function).nonlocals
         if free:
             raise PlanError(
                 "The function uses names of an enclosing function, which engines do not have.",
                 seen=", ".join(sorted(free)),
                 next_step="pass them as args=(...)",
+                code="WB-PLAN-036",
             )
         return Recipe(source=undecorated(source), origin=name, function=name, args=args)
 

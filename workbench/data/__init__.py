@@ -107,6 +107,7 @@ def _torch_sets() -> Any:
             "A PyTorch data set needs PyTorch, which is not installed.",
             seen=str(error),
             next_step="pass arrays=True for NumPy arrays",
+            code="WB-DATA-001",
         ) from error
 
 
@@ -119,12 +120,16 @@ def _split(name: object) -> str:
         seen=name,
         allowed=" or ".join(map(repr, SPLITS)),
         next_step=f"did you mean {guess!r}?" if guess else None,
+        code="WB-DATA-002",
     )
 
 
 def _count(what: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise DataError(
-            f"{what} must count something.", seen=value, allowed="a whole number, at least 1"
+            f"{what} must count something.",
+            seen=value,
+            allowed="a whole number, at least 1",
+            code="WB-DATA-003",
         )
     return int(value)

@@ -54,6 +54,7 @@ def _digits_table() -> NDArray[np.float64]:
     raise DataError(
         "The digits come with scikit-learn, which was not found.",
         next_step="pip install scikit-learn",
+        code="WB-DATA-004",
     )
 
 
@@ -72,7 +73,10 @@ def corpus_arrays(split: str, block: int) -> Pair:
     count = (len(part) - 1) // block
     if count < 1:
         raise DataError(
-            "The text is shorter than one block.", seen=block, allowed=f"1 to {len(part) - 1}"
+            "The text is shorter than one block.",
+            seen=block,
+            allowed=f"1 to {len(part) - 1}",
+            code="WB-DATA-005",
         )
     end = count * block
     return part[:end].reshape(count, block).copy(), part[1 : end + 1].reshape(count, block).copy()
@@ -86,6 +90,7 @@ def _corpus() -> NDArray[np.int64]:
         raise DataError(
             "The corpus is made of Python's own source files, which this Python lacks.",
             seen=sysconfig.get_path("stdlib"),
+            code="WB-DATA-006",
         )
     texts, size = [], 0
     for index in np.random.default_rng(0).permutation(len(paths)):

@@ -60,6 +60,7 @@ class Board:
                         + ", ".join((names or {}).get(rank, str(rank)) for rank in missing),
                         allowed=f"an answer within {timeout_s:g} s",
                         next_step="%cluster shows which are alive; %cluster restart",
+                        code="WB-CLUSTER-025",
                     )
                 self._changed.wait(left_s)
             heard = self._heard[topic]

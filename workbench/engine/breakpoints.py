@@ -75,6 +75,7 @@ def ask(prompt: object = "", *, password: bool = False) -> str:
         f"{name} was called on an engine, where nobody can type: {reason}.",
         seen=str(prompt),
         next_step="ask in a cell of the notebook, then %push the value to the engines",
+        code="WB-RUN-004",
     )
 
 

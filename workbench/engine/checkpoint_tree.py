@@ -52,6 +52,7 @@ def encode(
                 "A checkpoint cannot hold this part of the state.",
                 seen=f"{path}: {type(value).__name__}",
                 allowed="numbers, texts, tensors, arrays, and lists and dicts of these",
+                code="WB-FIT-001",
             )
         if isinstance(value, Mapping):
             pairs = [[walk(k, path), walk(v, f"{path}[{k!r}]")] for k, v in value.items()]

@@ -143,9 +143,9 @@ class Writer:
         missing = [temporary / f"rank-{r}" for r in self._ranks()]
         while missing := [part for part in missing if not part.is_dir()]:
             if not temporary.is_dir() or (temporary / "failed").exists():
-                raise RunError("another worker could not write its part")
+                raise RunError("another worker could not write its part", code="WB-RUN-005")
             if clock() > end_s or self._leaving.is_set():
-                raise RunError(f"the part of {missing[0].name} did not come")
+                raise RunError(f"the part of {missing[0].name} did not come", code="WB-RUN-006")
             self._leaving.wait(POLL_S)
 
     def _others_sums(self, temporary: Path) -> checksums.Sums:

@@ -102,6 +102,7 @@ class Checkpoints:
                 "The checkpoint is of another cell: the trainings before this one differ.",
                 seen=f"{self.context.trained} steps before it, then {about['base']}",
                 next_step="go on with the cell as it was: wb.resume runs the one that was saved",
+                code="WB-FIT-002",
             )
         self._saved = self.resumed_step = self.start.step
         return about
@@ -141,6 +142,7 @@ class Checkpoints:
                 seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 allowed="the model, optimizer and scheduler it was taken of",
                 next_step="go on with the cell as it was, or begin anew in another folder",
+                code="WB-FIT-003",
             ) from error
         if whole and own is not None:
             self._format.set_random_state(own["random"])
@@ -286,6 +288,7 @@ def checkpoint() -> None:
         raise FitError(
             "The run has no folder for checkpoints.",
             next_step="name one on the line: %%distributed mirrored --checkpoint DIR",
+            code="WB-FIT-004",
         )
     checkpoints_of(context).asked = True
 

@@ -123,5 +123,6 @@ def require(what: str) -> RunContext:
             f"{what} was called outside a training run.",
             allowed=f"a cell under %%distributed STRATEGY ({', '.join(catalog.names())})",
             next_step="put %%distributed mirrored on top of the cell",
+            code="WB-RUN-007",
         )
     return _current

@@ -122,7 +122,7 @@ class LiveDebugger(Debugger):
         self.botframe: FrameType | None = outer[-1]
         self.interaction(frame)
         if self.quitting:
-            raise RunError(QUIT)
+            raise RunError(QUIT, code="WB-RUN-008")
         if self.breaks or self.stopframe is not self.botframe:
             for one in outer:
                 one.f_trace = self.trace_dispatch
@@ -219,7 +219,7 @@ class LiveDebugger(Debugger):
             return super().trace_dispatch(frame, event, arg)
         except bdb.BdbQuit:
             sys.settrace(None)
-            raise RunError(QUIT) from None
+            raise RunError(QUIT, code="WB-RUN-009") from None
 
     def end(self) -> None:
         """Stop following: the cell is over."""

@@ -83,6 +83,7 @@ def fit(
         raise FitError(
             f"wb.fit was not given {' or '.join(missing)}.",
             next_step="wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
+            code="WB-FIT-005",
         )
     used = {
         "step_fn": step_fn, "eval_data": eval_data, "metrics": metrics, "scheduler": scheduler,
@@ -169,6 +170,7 @@ def _sources(
             "The data has no length, so an epoch has no end.",
             seen=type(data).__name__,
             next_step="pass steps=1000",
+            code="WB-FIT-006",
         )
     if source.samples is not None and source.samples % source.batch_size:
         settings.check_supported(context.entry, "fit", ["uneven_batches"])
@@ -187,5 +189,6 @@ def _sources(
                 seen=f"{type(sample).__name__}"
                 + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
                 next_step="pass step_fn=lambda model, batch: ... instead of loss",
+                code="WB-FIT-007",
             )
     return source, evaluation

@@ -32,5 +32,6 @@ def load(framework: str) -> list[str]:
             seen=str(error),
             next_step=f"install it where the engine runs: "
             f"pip install 'distributed-workbench[{framework}]'",
+            code="WB-CLUSTER-026",
         ) from error
     return imported()

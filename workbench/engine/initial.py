@@ -45,11 +45,15 @@ def read(folder: Path) -> tuple[dict[str, Any], str]:
         framework, written = str(meta["framework"]), dict(meta.get(FILES) or {})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "The weights to start from cannot be read on this engine.", seen=str(error)
+            "The weights to start from cannot be read on this engine.",
+            seen=str(error),
+            code="WB-RUN-010",
         ) from error
     names = {name for name in written if name.endswith(".npz")}
     for name in sorted(names | {path.name for path in folder.glob("weights*.npz")}):
         arrays.update(read_weights(folder / name, written.get(name, ())))
     if not arrays:
-        raise RunError("The run to start from left no weights.", seen=str(folder))
+        raise RunError(
+            "The run to start from left no weights.", seen=str(folder), code="WB-RUN-011"
+        )
     return arrays, framework

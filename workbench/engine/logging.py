@@ -33,6 +33,7 @@ def _number(name: str, value: Any) -> float:
             f"wb.log takes numbers; {name} is none.",
             seen=type(value).__name__,
             next_step=f"pass {name}=float(...)",
+            code="WB-FIT-008",
         ) from error
 
 

@@ -80,6 +80,7 @@ def _prepare_another(
             allowed="one loop in a cell; its loader and keep= go with the first wb.prepare",
             next_step="wb.prepare(model, optimizer) for the loop's other models; a second loop "
             "goes into a cell of its own",
+            code="WB-FIT-009",
         )
     module = check_pair(context, model, optimizer)
     saved = context.spec.checkpoint or context.spec.resume
@@ -89,6 +90,7 @@ def _prepare_another(
             seen="--checkpoint with several models",
             allowed="all models and optimizers of the loop in the first call's keep=",
             next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
+            code="WB-FIT-010",
         )
     another: tuple[Any, Any] = context.strategy.adopt_another(module, optimizer)
     return another
@@ -121,6 +123,7 @@ def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
                 seen=type(thing).__name__,
                 allowed="objects with state_dict and load_state_dict, as schedulers are",
                 next_step="wb.prepare(model, optimizer, loader, keep=[scheduler])",
+                code="WB-FIT-011",
             )
     return tuple(keep)
 
@@ -138,6 +141,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
             "An own loop needs a built optimizer.",
             seen=type(optimizer).__name__,
             next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
+            code="WB-FIT-012",
         )
     if make_real := getattr(support, "make_real", None):
         make_real(module, (lambda: None) if source is None else source.peek)

@@ -200,4 +200,5 @@ def check(run: RunContext, total_steps: int) -> None:
             seen=f"{start}:{stop} of {total_steps} steps",
             allowed=f"0 to {total_steps}",
             next_step=f"--profile {max(0, total_steps - 5)}:{total_steps}",
+            code="WB-FIT-013",
         )

@@ -70,11 +70,16 @@ def check_counts(
         optional = name != "epochs" and value is None
         if not optional and (isinstance(value, bool) or not _whole(value) or value < 1):
             raise FitError(
-                f"{name} must count something.", seen=value, allowed="a whole number, at least 1"
+                f"{name} must count something.",
+                seen=value,
+                allowed="a whole number, at least 1",
+                code="WB-FIT-014",
             )
     seed = given.get("seed", seed)
     if isinstance(seed, bool) or not _whole(seed) or seed < 0:
-        raise FitError("A seed is a whole number.", seen=seed, allowed="0 or more")
+        raise FitError(
+            "A seed is a whole number.", seen=seed, allowed="0 or more", code="WB-FIT-015"
+        )
     return Counts(seed=int(seed), **counts)
 
 
@@ -87,6 +92,7 @@ def check_batch(batch_size: int, context: RunContext) -> None:
             seen=f"batch_size={batch_size} over {workers} workers",
             allowed=f"batch_size of at least {workers}",
             next_step=f"raise batch_size, or use fewer workers with -n {batch_size}",
+            code="WB-FIT-016",
         )
 
 
@@ -104,6 +110,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
             seen="neither loss nor step_fn" if loss is None else "both",
             allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
             next_step="pass loss=torch.nn.CrossEntropyLoss()" if loss is None else "leave one out",
+            code="WB-FIT-017",
         )
     for name, value in (("loss", loss), ("step_fn", step_fn)):
         if value is not None and (not callable(value) or isinstance(value, type)):
@@ -113,6 +120,7 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
                 next_step=f"make an instance: {value.__name__}()"
                 if isinstance(value, type)
                 else None,
+                code="WB-FIT-018",
             )
     chosen = dict(metrics or {})
     if chosen and step_fn is not None:
@@ -120,10 +128,16 @@ def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable
             "Metrics are functions of (output, y), which step_fn does not show.",
             seen=", ".join(chosen),
             next_step="use loss=..., or log the numbers in step_fn with wb.log(...)",
+            code="WB-FIT-019",
         )
     for name, metric in chosen.items():
         if not callable(metric):
-            raise FitError(f"Metric {name} cannot be called.", seen=metric, allowed="fn(output, y)")
+            raise FitError(
+                f"Metric {name} cannot be called.",
+                seen=metric,
+                allowed="fn(output, y)",
+                code="WB-FIT-020",
+            )
     return chosen
 
 
@@ -136,17 +150,39 @@ def check_extras(
         FitError: Naming the value seen and what is allowed.
     """
     if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or clip_norm <= 0):
-        raise FitError("clip_norm must be positive.", seen=clip_norm, allowed="a number above 0")
+        raise FitError(
+            "clip_norm must be positive.",
+            seen=clip_norm,
+            allowed="a number above 0",
+            code="WB-FIT-021",
+        )
     if not _whole(accumulate) or accumulate < 1:
-        raise FitError("accumulate must count micro-batches.", seen=accumulate, allowed="1 or more")
+        raise FitError(
+            "accumulate must count micro-batches.",
+            seen=accumulate,
+            allowed="1 or more",
+            code="WB-FIT-022",
+        )
     if precision not in PRECISIONS:
         raise FitError(
-            "The precision is not known.", seen=precision, allowed="None, 'bf16' or 'fp16'"
+            "The precision is not known.",
+            seen=precision,
+            allowed="None, 'bf16' or 'fp16'",
+            code="WB-FIT-023",
         )
     if eval_every is not None and (not _whole(eval_every) or eval_every < 1):
-        raise FitError("eval_every counts steps.", seen=eval_every, allowed="1 or more, or None")
+        raise FitError(
+            "eval_every counts steps.",
+            seen=eval_every,
+            allowed="1 or more, or None",
+            code="WB-FIT-024",
+        )
     if eval_every is not None and eval_data is None:
-        raise FitError("eval_every was given without eval_data.", next_step="pass eval_data=...")
+        raise FitError(
+            "eval_every was given without eval_data.",
+            next_step="pass eval_data=...",
+            code="WB-FIT-025",
+        )
 
 
 def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
@@ -167,6 +203,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             seen=words[way],
             allowed=", ".join(words[other] for other in entry.ways),
             next_step=f"use {words[entry.ways[0]]}",
+            code="WB-FIT-026",
         )
     missing = sorted(set(used) - entry.supports)
     if missing:
@@ -174,6 +211,7 @@ def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[st
             f"Strategy {entry.name} does not support {', '.join(missing)}.",
             allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
             next_step="leave it out, or choose another strategy: wb.strategies()",
+            code="WB-FIT-027",
         )
 
 
@@ -191,6 +229,7 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
             seen=", ".join(sparse),
             allowed=f"dense gradients, or a strategy of {', '.join(able)}",
             next_step="make the embedding with sparse=False",
+            code="WB-FIT-028",
         )
 
 
@@ -235,6 +274,7 @@ class Callbacks:
                     "A callback was not understood.",
                     seen=callback,
                     allowed=f"a function (step, logs), or an object with {', '.join(every)}",
+                    code="WB-FIT-029",
                 )
             found.step_end.append(callback)
         return found

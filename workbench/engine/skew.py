@@ -46,6 +46,7 @@ def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int
         seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
         f"{workers} workers",
         next_step="raise skew, or use fewer workers",
+        code="WB-FIT-030",
     )
 
 

@@ -71,7 +71,9 @@ class StreamSource(Source):
             held = (start, stop) if stop > start else (0, 1)
             yield Share(slice_batch(batch, *held), stop - start, total, step, epoch)
         if empty:
-            raise FitError("The data set gave no sample.", seen=type(self.data).__name__)
+            raise FitError(
+                "The data set gave no sample.", seen=type(self.data).__name__, code="WB-FIT-031"
+            )
 
     def _batches(self) -> Iterator[Any]:
         if isinstance(self.data, tf.data.Dataset):
@@ -97,7 +99,11 @@ def batch_length(batch: Any) -> int:
     """Return how many samples a batch holds: the first array's first dimension."""
     leaves = tf.nest.flatten(batch)
     if not leaves or not np.ndim(leaves[0]):
-        raise FitError("A batch without an array cannot be counted.", seen=type(batch).__name__)
+        raise FitError(
+            "A batch without an array cannot be counted.",
+            seen=type(batch).__name__,
+            code="WB-FIT-032",
+        )
     return len(leaves[0])
 
 
@@ -124,6 +130,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed=KINDS,
             next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
+            code="WB-FIT-033",
         )
     if isinstance(data, tf.data.Dataset):
         return _from_dataset(data, batch_size)
@@ -137,12 +144,13 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
             "How many samples make a step was not said.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
+            code="WB-FIT-034",
         )
     if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
         arrays = tuple(np.asarray(part) for part in data)
         lengths = [len(array) for array in arrays]
         if len(set(lengths)) > 1:
-            raise FitError("The arrays have unequal lengths.", seen=lengths)
+            raise FitError("The arrays have unequal lengths.", seen=lengths, code="WB-FIT-035")
         _not_empty(lengths[0], data)
         return ArraySource(arrays, make_order(lengths[0], batch_size, seed=seed, shuffle=shuffle))
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -152,6 +160,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
             seen=type(data).__name__,
             allowed=KINDS,
             next_step="wb.fit(model, (x, y), ...)",
+            code="WB-FIT-036",
         )
     _not_empty(len(data), data)
     return ArraySource(data, make_order(len(data), batch_size, seed=seed, shuffle=shuffle))
@@ -165,12 +174,13 @@ def _from_dataset(data: tf.data.Dataset, batch_size: int | None) -> StreamSource
         raise FitError(
             "The tf.data set has no batches, and no batch size was given.",
             next_step="pass batch_size=64, or data.batch(64)",
+            code="WB-FIT-037",
         )
     else:
         data, made = data.batch(batch_size), batch_size
     steps = int(data.cardinality())
     if steps == 0:
-        raise FitError("The data set is empty.", seen=type(data).__name__)
+        raise FitError("The data set is empty.", seen=type(data).__name__, code="WB-FIT-038")
     return StreamSource(data, made, steps if steps > 0 else None)
 
 
@@ -191,6 +201,7 @@ def _same_batch(made: int, asked: int | None) -> None:
             "The data set has its batches made already, of another size.",
             seen=f"batches of {made}, batch_size={asked}",
             next_step=f"leave batch_size out, or batch the data set by {asked}",
+            code="WB-FIT-039",
         )
 
 
@@ -207,7 +218,7 @@ def _of_torch(data: Any) -> bool:
 
 def _not_empty(length: int, data: Any) -> None:
     if length == 0:
-        raise FitError("The data set is empty.", seen=type(data).__name__)
+        raise FitError("The data set is empty.", seen=type(data).__name__, code="WB-FIT-040")
 
 
 def divisible(loader: Any, *, seed: int) -> Source:
@@ -220,6 +231,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
         "Under TensorFlow a loop divides its data by itself.",
         seen=type(loader).__name__,
         next_step="strategy.experimental_distribute_dataset(data)",
+        code="WB-FIT-041",
     )
 
 

@@ -29,6 +29,7 @@ def build_module(model: Any) -> Any:
         or (f"class {model.__name__}" if isinstance(model, type) else type(built).__name__),
         allowed="a keras.Model, or a function without arguments that returns one",
         next_step="pass the model itself: wb.fit(model, ...)",
+        code="WB-FIT-042",
     )
 
 
@@ -55,6 +56,7 @@ def check_optimizer(optimizer: Any, model: Any) -> None:
             seen=optimizer,
             allowed="a keras.optimizers.Optimizer, or a function of the variables that returns one",
             next_step="optimizer=keras.optimizers.SGD(0.1)",
+            code="WB-FIT-043",
         )
 
 
@@ -70,6 +72,7 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             seen=f"scheduler(0) raised {type(error).__name__}: {error}",
             allowed="a function of the step, or one of keras.optimizers.schedules",
             next_step="scheduler=keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)",
+            code="WB-FIT-044",
         ) from error
 
 

@@ -57,7 +57,7 @@ class TensorFlowProfiler:
                 return None
             found = sorted(Path(self._folder).rglob("*.xplane.pb"))
             if not found:
-                raise RunError("TensorFlow's profiler has written nothing.")
+                raise RunError("TensorFlow's profiler has written nothing.", code="WB-RUN-028")
             shutil.copyfile(found[0], path.with_suffix(".xplane.pb"))
             path.write_text(json.dumps({"traceEvents": list(_events(found[0]))}))
             return path
@@ -91,7 +91,9 @@ def _protocol() -> Any:
     for package in _PROTOCOLS:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{package}.xplane_pb2")
-    raise RunError("This TensorFlow does not bring the protocol of its profiles.")
+    raise RunError(
+        "This TensorFlow does not bring the protocol of its profiles.", code="WB-RUN-029"
+    )
 
 
 def make(spec: RunSpec) -> TensorFlowProfiler:

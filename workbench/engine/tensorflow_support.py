@@ -72,6 +72,7 @@ def setup(spec: RunSpec) -> None:
             seen=f"KERAS_BACKEND={keras.backend.backend()}",
             allowed="tensorflow",
             next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
+            code="WB-CLUSTER-027",
         )
     if spec.mode == "run" and os.environ.get("TF_CONFIG"):
         raise ClusterError(
@@ -79,6 +80,7 @@ def setup(spec: RunSpec) -> None:
             seen=os.environ["TF_CONFIG"],
             allowed="no TF_CONFIG",
             next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
+            code="WB-CLUSTER-028",
         )
     tensorflow_temp.keep_to_cluster()
     # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
@@ -120,6 +122,7 @@ def configure(devices: int, threads: int) -> None:
             seen=str(error),
             allowed=f"{devices} logical CPU devices",
             next_step="%cluster restart",
+            code="WB-CLUSTER-029",
         ) from error
     _configured.devices, _configured.threads = devices, threads
 

@@ -23,6 +23,7 @@ def batch_length(data: Any) -> int:
         "A batch without a tensor cannot be counted.",
         seen=type(data).__name__,
         next_step="let the collate function return tensors whose first dimension is the batch",
+        code="WB-FIT-045",
     )
 
 

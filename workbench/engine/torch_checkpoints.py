@@ -69,6 +69,7 @@ class _IndexUnpickler(pickle.Unpickler):
                 "The checkpoint's index refers to what no index needs; it is not read.",
                 seen=f"{module}.{name}",
                 next_step="use checkpoints from a source that you trust",
+                code="WB-RUN-030",
             )
         return super().find_class(module, name)
 
@@ -77,7 +78,7 @@ def _member(of: Any, name: str) -> Any:
     """Return a member of one of the index's enumerations; no other attribute of anything."""
     if isinstance(of, EnumMeta) and name in of.__members__:
         return of.__members__[name]
-    raise RunError("The checkpoint's index is damaged.", seen=f"{of!r}.{name}")
+    raise RunError("The checkpoint's index is damaged.", seen=f"{of!r}.{name}", code="WB-RUN-031")
 
 
 class _Reader(FileSystemReader):
@@ -88,7 +89,9 @@ class _Reader(FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
-            raise RunError("The checkpoint's index is damaged.", seen=type(found).__name__)
+            raise RunError(
+                "The checkpoint's index is damaged.", seen=type(found).__name__, code="WB-RUN-032"
+            )
         if found.storage_meta is not None:
             found.storage_meta.load_id = self.load_id
         return found

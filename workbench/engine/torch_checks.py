@@ -44,6 +44,7 @@ def check_closure(optimizer: Any) -> None:
             allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
             next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
             "wb.prepare under %%distributed one_device",
+            code="WB-FIT-046",
         )
 
 
@@ -104,4 +105,5 @@ def _unreal(model: torch.nn.Module, seen: str) -> FitError:
         seen=seen,
         allowed="a model that takes the first part of a batch: model(x)",
         next_step="call it once before: model(x[:1]), then train it",
+        code="WB-FIT-047",
     )

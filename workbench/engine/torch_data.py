@@ -152,7 +152,11 @@ class StreamSource(Source):
             kept = (start, stop) if stop > start else (0, 1)
             yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
         if empty:
-            raise FitError("The data set gave no sample.", seen=type(self.loader.dataset).__name__)
+            raise FitError(
+                "The data set gave no sample.",
+                seen=type(self.loader.dataset).__name__,
+                code="WB-FIT-048",
+            )
 
 
 def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
@@ -173,6 +177,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
             "How many samples make a step was not said.",
             allowed="a whole number of samples over all workers",
             next_step="pass batch_size=64",
+            code="WB-FIT-049",
         )
     if isinstance(data, IterableDataset):
         return StreamSource(DataLoader(data, batch_size=batch_size), batch_size)
@@ -180,7 +185,7 @@ def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) 
         tensors = tuple(torch.as_tensor(part) for part in data)
         lengths = [len(tensor) for tensor in tensors]
         if len(set(lengths)) > 1:
-            raise FitError("The arrays have unequal lengths.", seen=lengths)
+            raise FitError("The arrays have unequal lengths.", seen=lengths, code="WB-FIT-050")
         _not_empty(lengths[0], data)
         return TensorSource(tensors, make_order(lengths[0], batch_size, seed=seed, shuffle=shuffle))
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -199,6 +204,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
             "The loader does not say how many samples make a batch.",
             seen=type(loader.batch_sampler or loader.sampler).__name__,
             next_step="give the DataLoader a batch_size",
+            code="WB-FIT-051",
         )
     if isinstance(loader.dataset, IterableDataset):
         if size != loader.batch_size:
@@ -209,6 +215,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
             "A loader with a batch_sampler of its own cannot be divided over workers.",
             seen=type(loader.batch_sampler).__name__,
             next_step="give the DataLoader batch_size and sampler instead",
+            code="WB-FIT-052",
         )
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
@@ -229,6 +236,7 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> 
         raise FitError(
             "The loader drops its only batch: it is smaller than the batch size.",
             seen=f"{order.samples} samples, batch size {size}, drop_last=True",
+            code="WB-FIT-053",
         )
     return _indexed(dataset, order, loader)
 
@@ -294,7 +302,7 @@ def _is_array(part: Any) -> bool:
 
 def _not_empty(length: int, data: Any) -> None:
     if length == 0:
-        raise FitError("The data set is empty.", seen=type(data).__name__)
+        raise FitError("The data set is empty.", seen=type(data).__name__, code="WB-FIT-054")
 
 
 def _unknown(data: Any) -> FitError:
@@ -303,6 +311,7 @@ def _unknown(data: Any) -> FitError:
         seen=type(data).__name__,
         allowed=KINDS,
         next_step="wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
+        code="WB-FIT-055",
     )
 
 
@@ -317,6 +326,7 @@ def divisible(loader: Any, *, seed: int) -> Source:
             "The loader is no DataLoader.",
             seen=type(loader).__name__,
             allowed="a torch.utils.data.DataLoader with a batch_size",
+            code="WB-FIT-056",
         )
     source = make_source(loader, None, seed=seed, shuffle=False)
     source.given = undivided(loader)

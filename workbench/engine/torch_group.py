@@ -122,7 +122,9 @@ def has_group() -> bool:
 def _connect_store(spec: RunSpec) -> Any:
     global _store_port
     if spec.store is None:
-        raise ClusterError("The engine was not told where the store is.", seen=spec.run_id)
+        raise ClusterError(
+            "The engine was not told where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
+        )
     host, port = spec.store
     _store_port = port  # an interrupt breaks the connection to it while it is being made, too
     stores: Any = dist  # the stores are there, but not declared as exported
@@ -135,6 +137,7 @@ def _connect_store(spec: RunSpec) -> Any:
             "The store in which workers meet does not answer.",
             seen=f"{host}:{port}",
             next_step="run the cell again; where that does not help, %cluster restart",
+            code="WB-CLUSTER-031",
         ) from error
     store.set_timeout(STORE_TIMEOUT)
     return store
@@ -334,6 +337,7 @@ def _check_world(spec: RunSpec, size: int, rank: int) -> None:
         next_step="leave them out"
         if size == spec.world_size
         else f"leave them out, or run the cell on {size} workers: %%distributed -n {size}",
+        code="WB-CLUSTER-032",
     )
 
 
@@ -355,6 +359,7 @@ def _serves(spec: RunSpec, backend: str | None) -> bool:
             seen=f"{backend} on {spec.device}",
             allowed=spec.backend,
             next_step=f"init_process_group({spec.backend!r}), or leave the backend out",
+            code="WB-CLUSTER-033",
         )
     have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()
     return bool(mine == have.get(kind))

@@ -34,7 +34,7 @@ class TorchProfiler:
             RunError: The cell's own profiler is running.
         """
         if torch._C._autograd._profiler_enabled():
-            raise RunError("the cell's own torch.profiler is running")
+            raise RunError("the cell's own torch.profiler is running", code="WB-RUN-033")
         self._synchronise()
         with _quiet():
             self._profile.start()

@@ -44,6 +44,7 @@ def labels(source: Source) -> NDArray[np.int64]:
             "A stream cannot be dealt out by class: its samples have no index.",
             seen=type(source).__name__,
             next_step="leave out -o skew, or use a data set with an index",
+            code="WB-FIT-057",
         )
     if target is None or target.dim() != 1 or target.is_floating_point():
         raise FitError(
@@ -51,6 +52,7 @@ def labels(source: Source) -> NDArray[np.int64]:
             seen="no pairs (x, y)" if target is None else f"y of {target.dtype}, {target.dim()}-d",
             allowed="pairs (x, y) with y one whole number per sample",
             next_step="leave out -o skew",
+            code="WB-FIT-058",
         )
     return target.cpu().numpy().astype(np.int64)
 

@@ -164,17 +164,20 @@ def build_module(model: Any) -> torch.nn.Module:
             seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
             allowed="a module, or a function without arguments that returns one",
             next_step="pass the module itself: wb.fit(model, ...)",
+            code="WB-FIT-059",
         )
     if isinstance(built, torch.nn.parallel.DistributedDataParallel):
         raise FitError(
             "The model is wrapped in DistributedDataParallel already.",
             next_step="pass model.module, or keep your wrapper and call wb.watch instead",
+            code="WB-FIT-060",
         )
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise FitError(
             "The model has no parameter that can be trained.",
             seen=type(built).__name__,
             next_step="set requires_grad=True on some of its parameters",
+            code="WB-FIT-061",
         )
     return built
 
@@ -190,6 +193,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
                 seen=f"{len(strange)} foreign parameters",
                 next_step="build it from this model, or pass a function of the parameters: "
                 "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                code="WB-FIT-062",
             )
     elif not callable(optimizer):
         raise FitError(
@@ -197,6 +201,7 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
             seen=optimizer,
             allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            code="WB-FIT-063",
         )
 
 
@@ -208,18 +213,21 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise FitError(
             "ReduceLROnPlateau needs a measured value, so it cannot be stepped by wb.fit.",
             next_step="step it in a callback: on_epoch_end(epoch, logs)",
+            code="WB-FIT-064",
         )
     if isinstance(scheduler, LRScheduler):
         if scheduler.optimizer is not optimizer:
             raise FitError(
                 "The scheduler steers another optimizer than the one that is trained with.",
                 next_step="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+                code="WB-FIT-065",
             )
     elif scheduler is not None and not callable(scheduler):
         raise FitError(
             "The scheduler was not understood.",
             seen=scheduler,
             allowed="a scheduler, or a function of the optimizer that returns one",
+            code="WB-FIT-066",
         )
 
 

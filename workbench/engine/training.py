@@ -178,6 +178,7 @@ class Training:
                     seen=f"{name} {batches[name]}",
                     allowed=f"{name} {about[name]}",
                     next_step="go on with the same data and batch size",
+                    code="WB-FIT-067",
                 )
         self.first = int(about["step"])
         shares = self._shares(strategy, source, self.first - self.base)

@@ -39,11 +39,13 @@ def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
             seen="--checkpoint with wb.watch",
             allowed="--checkpoint with wb.fit or wb.prepare",
             next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
+            code="WB-FIT-068",
         )
     if importlib.util.find_spec(f"workbench.strategies.{framework}.watched") is None:
         raise FitError(
             f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
             next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
+            code="WB-FIT-069",
         )
     module = importlib.import_module(f"workbench.strategies.{framework}.watched")
     initialise(context, model)

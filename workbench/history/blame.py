@@ -109,6 +109,7 @@ def blame(history: Stored, first: int | None = None, last: int | None = None) ->
         raise PlanError(
             "The last step is before the first.", seen=f"first={first}, last={last}",
             allowed="last at least as large as first, both included",
+            code="WB-PLAN-041",
         )  # fmt: skip
     rows = Waits.of(history)
     low = rows.step >= (first if first is not None else 0)

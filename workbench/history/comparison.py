@@ -69,7 +69,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         RunError: No run was given.
     """
     if not runs:
-        raise RunError("There is nothing to compare.", allowed="one run or more")
+        raise RunError("There is nothing to compare.", allowed="one run or more", code="WB-RUN-035")
     groups = _by_plan(runs)
     base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
     index = 0 if base is None else base

@@ -126,11 +126,14 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
             "There is no saved run here.",
             seen=str(folder),
             allowed=f"a folder with {META}, as run.save(path) writes it",
+            code="WB-RUN-036",
         ) from None
     except (OSError, ValueError) as error:
-        raise RunError(f"{META} cannot be read.", seen=str(folder)) from error
+        raise RunError(f"{META} cannot be read.", seen=str(folder), code="WB-RUN-037") from error
     if not isinstance(meta, dict):
-        raise RunError(f"{META} holds no description of a run.", seen=str(folder))
+        raise RunError(
+            f"{META} holds no description of a run.", seen=str(folder), code="WB-RUN-038"
+        )
     return meta
 
 
@@ -174,6 +177,7 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
         next_step=f"torch.load({str(plain)!r}, weights_only=True) has the same weights"
         if plain.is_file() and plain.stat().st_size
         else "take the folder from a copy, or train again: run.to_cell() gives the cell",
+        code="WB-RUN-040",
     )
 
 
@@ -226,6 +230,7 @@ def save(
             "The target holds something that is not a run; nothing was saved.",
             seen=str(goal),
             allowed="a new path, an empty folder, or a run saved before",
+            code="WB-RUN-041",
         )
     if memory is None and goal.exists() and goal.samefile(source):
         return goal
@@ -237,6 +242,7 @@ def save(
             seen=str(goal),
             allowed="a folder that this user may write to, on a disk with room",
             next_step="make room there, or name another folder",
+            code="WB-RUN-042",
         ) from error
     return goal
 

@@ -116,7 +116,9 @@ def _rows(
 ) -> tuple[int, NDArray[np.intp]]:
     """Return the step's number and its rows, by rank."""
     if not len(steps):
-        raise RunError("The run has done no step yet.", next_step="wait for its first step")
+        raise RunError(
+            "The run has done no step yet.", next_step="wait for its first step", code="WB-RUN-043"
+        )
     if step is None and not history.joined:
         latest = {int(rank): at for at, rank in enumerate(ranks)}
         rows = np.asarray([latest[rank] for rank in sorted(latest)], np.intp)
@@ -132,6 +134,7 @@ def _rows(
         raise RunError(
             "That step is not in the history.", seen=f"step={step}",
             allowed=f"{steps[0]} to {steps[-1]}{every}",
+            code="WB-RUN-044",
         )  # fmt: skip
     return step, rows
 

@@ -431,6 +431,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                 "The rows of this run were on disk, and they are gone.",
                 seen=str(self._rests_in),
                 next_step="run.save(path) keeps a copy elsewhere",
+                code="WB-RUN-045",
             )
         try:
             self._rebuild(self._rests_in)
@@ -544,6 +545,7 @@ def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], RunHistory]:
             seen=f"rows of {row_bytes or 'unknown'} bytes",
             allowed=f"{RECORD.itemsize} bytes",
             next_step="load it with the version that saved it",
+            code="WB-RUN-039",
         )
     ranks = meta.get("ranks") or range(1 + max(disk.ranks_on_disk(folder), default=0))
     history = RunHistory(

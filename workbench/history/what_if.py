@@ -106,6 +106,7 @@ def what_if(
             "No step is complete on all workers, so there is nothing to recompute.",
             seen=f"steps {first} to {last}" if first is not None or last is not None else None,
             next_step="wait for the run's first steps",
+            code="WB-RUN-046",
         )
     piped = np.isfinite(table.bubble_s).all()
     saved = _busier(table, k) if piped else _shortest_wait(table, k)
@@ -169,6 +170,7 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
         raise PlanError(
             "What if needs a worker to be compared with others.", seen=f"{ranks} worker",
             allowed="runs of 2 or more workers",
+            code="WB-PLAN-042",
         )  # fmt: skip
     if without is None:
         worst = blame(history, first, last).worst
@@ -176,11 +178,15 @@ def _rank(history: RunHistory, without: int | None, first: int | None, last: int
             raise PlanError(
                 "No worker stands out as slow, so there is no straggler to leave out.",
                 next_step=f"pick a worker, 0 to {ranks - 1}: run.what_if({ranks - 1})",
+                code="WB-PLAN-043",
             )
         return worst
     if not 0 <= without < ranks:
         raise PlanError(
-            "The run has no such worker.", seen=f"without={without}", allowed=f"0 to {ranks - 1}"
+            "The run has no such worker.",
+            seen=f"without={without}",
+            allowed=f"0 to {ranks - 1}",
+            code="WB-PLAN-044",
         )
     return without
 
@@ -192,6 +198,7 @@ def _shortest_wait(table: Table, k: int) -> Floats:
             "The workers' waits were not measured, so nothing can be said without one of them.",
             seen=f"{np.isnan(waits).any(axis=1).sum()} of {len(waits)} steps unmeasured",
             next_step="run.history.unmeasured says why",
+            code="WB-RUN-047",
         )
     return np.asarray(waits.min(axis=1))
 
@@ -203,7 +210,11 @@ def _busier(table: Table, k: int) -> Floats:
 
 def _alone(history: RunHistory, table: Table, k: int) -> WhatIf:
     if not np.isfinite(table.step_s).any(axis=0).all():
-        raise RunError("Some worker has done no step yet.", next_step="wait for its first step")
+        raise RunError(
+            "Some worker has done no step yet.",
+            next_step="wait for its first step",
+            code="WB-RUN-048",
+        )
     spent = np.nansum(table.step_s, axis=0)
     for_k = np.nan_to_num(np.where(table.blamed == k, table.parts_s[:, :, WAIT], 0.0))
     samples = np.nansum(table.samples, axis=0)

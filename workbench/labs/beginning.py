@@ -65,6 +65,7 @@ def _have(engines: int, framework: str, line: ProgressLine) -> str:
             raise PlanError(
                 "The notebook works on a kept cluster; a lab clears its engines.",
                 next_step="begin the lab in a notebook of its own, or %cluster stop first",
+                code="WB-PLAN-045",
             )
         words = f" (a cluster of {len(old.worker_ids)} was stopped for it)"
         session.stop()

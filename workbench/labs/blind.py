@@ -131,6 +131,7 @@ def _play_of(case: Case) -> Play:
             seen=case,
             allowed="what blind.practice() and blind.case() returned last",
             next_step='case = blind.case("A")',
+            code="WB-PLAN-046",
         )
     return play
 
@@ -152,7 +153,12 @@ def time_message(case: Case, size_bytes: int) -> float:
     """
     _play_of(case)
     if not isinstance(size_bytes, (int, np.integer)) or size_bytes < 1:
-        raise PlanError("A message has a size.", seen=size_bytes, allowed="bytes, at least 1")
+        raise PlanError(
+            "A message has a size.",
+            seen=size_bytes,
+            allowed="bytes, at least 1",
+            code="WB-PLAN-047",
+        )
     return message_s(case, int(size_bytes))
 
 

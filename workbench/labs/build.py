@@ -90,15 +90,18 @@ def execute(made: NotebookNode, folder: Path, lessons: Sequence[Sequence[str]] =
                 "The run does not show what the lab says, so its outputs are not stored.",
                 seen=said.removeprefix(_NOT_SHOWN),
                 next_step="run it again while nothing else runs; if it stays so, the lab is wrong",
+                code="WB-GEN-002",
             ) from None
-        raise WorkbenchError(f"A cell of the lab failed: {error}") from None
+        raise WorkbenchError(f"A cell of the lab failed: {error}", code="WB-GEN-003") from None
     finally:
         made.metadata = metadata  # without the versions of the kernel that ran it
         made.cells = cells
     for cell in made.cells:
         if "check" in cell.metadata.get("tags", []) and not _passed(cell):
             raise WorkbenchError(
-                "A check does not pass on the solution.", seen=_plain(cell) or cell.source
+                "A check does not pass on the solution.",
+                seen=_plain(cell) or cell.source,
+                code="WB-GEN-004",
             )
 
 

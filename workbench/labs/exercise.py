@@ -96,6 +96,7 @@ def find(number: object) -> Exercise:
             seen=number,
             allowed='a text such as "3.2"',
             next_step='labs.check("3.2")',
+            code="WB-PLAN-048",
         )
     mine = {found.number: found for found in exercises(int(parts[1]))}
     if text not in mine:

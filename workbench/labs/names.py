@@ -55,7 +55,7 @@ def namespaces() -> Namespaces:
         task.over.wait()
     failure = task.failure()
     if failure is not None:
-        raise RunError(failure.what, next_step=failure.next_step)
+        raise RunError(failure.what, next_step=failure.next_step, code="WB-RUN-049")
     found = cluster.pull([_FOUND], task.ids)
     shell: Any = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
     hidden = {} if shell is None else shell.user_ns_hidden

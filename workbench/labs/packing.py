@@ -61,10 +61,16 @@ def take_home(*runs: Run | str, to: str | Path = "lab.zip") -> Bundle:
     """
     path = Path(to)
     if path.suffix != ".zip":
-        raise PlanError("The file is to be a zip file.", seen=str(to), allowed='"lab.zip"')
+        raise PlanError(
+            "The file is to be a zip file.", seen=str(to), allowed='"lab.zip"', code="WB-PLAN-049"
+        )
     chosen = [known[run] if isinstance(run, str) else run for run in runs or known.values()]
     if not chosen:
-        raise PlanError("There is no run to take home.", next_step="run a training cell first")
+        raise PlanError(
+            "There is no run to take home.",
+            next_step="run a training cell first",
+            code="WB-PLAN-050",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         top = Path(folder, "runs")

@@ -72,7 +72,7 @@ class RunFacts:
             RunError: It has not finished.
         """
         if self._figures is None:
-            raise RunError(f"Run {self.name} has no figures.", seen=self.state)
+            raise RunError(f"Run {self.name} has no figures.", seen=self.state, code="WB-RUN-050")
         return self._figures
 
     def weights(self) -> Mapping[str, NDArray[Any]]:
@@ -82,7 +82,7 @@ class RunFacts:
             RunError: It left none.
         """
         if self._weights is None:
-            raise RunError(f"Run {self.name} has no weights.", seen=self.state)
+            raise RunError(f"Run {self.name} has no weights.", seen=self.state, code="WB-RUN-051")
         return self._weights
 
 

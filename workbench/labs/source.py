@@ -78,7 +78,9 @@ def read(path: Path) -> Lab:
     """
     named = _NAME.fullmatch(path.name)
     if named is None or not path.is_file():
-        raise PlanError("There is no such lab.", seen=str(path), allowed="a file lab_N.md")
+        raise PlanError(
+            "There is no such lab.", seen=str(path), allowed="a file lab_N.md", code="WB-PLAN-051"
+        )
     lab = Lab(int(named[1]), _pieces(path.read_text(encoding="utf-8")))
     _verify(lab, path)
     return lab
@@ -90,7 +92,11 @@ def _pieces(text: str) -> list[Piece]:
         if not isinstance(piece, Piece):
             cells = [one for one in found if one.kind != "text"]
             if not cells:
-                raise PlanError("A lesson stands before the first cell of its lab.", seen=piece[0])
+                raise PlanError(
+                    "A lesson stands before the first cell of its lab.",
+                    seen=piece[0],
+                    code="WB-PLAN-052",
+                )
             cells[-1].lessons += piece
         else:
             found.append(piece)
@@ -130,6 +136,7 @@ def _in_order(text: str) -> Iterator[Piece | list[str]]:
                 seen=f"```python{block[1]}",
                 allowed="unseen or lesson; exercise, solution, right, wrong or check, and the "
                 "exercise's number; an exercise stands before what belongs to it",
+                code="WB-PLAN-053",
             )
     if prose := text[at:].strip():
         yield Piece("text", prose)
@@ -148,4 +155,6 @@ def _verify(lab: Lab, path: Path) -> None:
         elif piece.exercise not in checked:
             lacking = "a check"
         if lacking:
-            raise PlanError(f"Exercise {piece.exercise} lacks {lacking}.", seen=str(path))
+            raise PlanError(
+                f"Exercise {piece.exercise} lacks {lacking}.", seen=str(path), code="WB-PLAN-054"
+            )

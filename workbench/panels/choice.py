@@ -147,7 +147,9 @@ class Choice:
     def check(self, framework: str) -> None:
         """Raise PlanError where nothing is picked, or a field that matters is wrong."""
         if not self.picks[framework]:
-            raise PlanError("No strategy is picked.", next_step="pick one of the cards")
+            raise PlanError(
+                "No strategy is picked.", next_step="pick one of the cards", code="WB-PLAN-063"
+            )
         for name, wrong in self.wrong.items():
             owner, _, rest = name.partition(".")
             strategy = rest.partition(".")[0]
@@ -156,7 +158,9 @@ class Choice:
                 continue
             if owner == "recipe" and strategy != (self.recipe or strategy):
                 continue
-            raise PlanError(f"{field_name(name)}: {wrong.why}", seen=wrong.typed)
+            raise PlanError(
+                f"{field_name(name)}: {wrong.why}", seen=wrong.typed, code="WB-PLAN-064"
+            )
 
     # -- what is typed -----------------------------------------------------------------------------
 
@@ -205,7 +209,9 @@ class Choice:
             if text and name == "checkpoint_every":
                 _whole(text, least=1, most=None)
             elif text and name == "on_failure" and text not in ON_FAILURE:
-                raise PlanError("Not possible.", seen=text, allowed=", ".join(ON_FAILURE))
+                raise PlanError(
+                    "Not possible.", seen=text, allowed=", ".join(ON_FAILURE), code="WB-PLAN-065"
+                )
             elif name == "log":
                 parse_targets(text.split())
             left = {key: one for key, one in self.texts.items() if key != name}
@@ -279,6 +285,7 @@ def check_written_for(recipe: Recipe, framework: str) -> None:
             f"{recipe.name or recipe.origin} is written for {recipe.framework}.",
             seen=framework,
             next_step=f"choose {recipe.framework} above the cards, or another recipe",
+            code="WB-PLAN-066",
         )
 
 
@@ -302,7 +309,9 @@ def _whole(text: str, *, least: int, most: int | None) -> int:
         if value >= least and (most is None or value <= most):
             return value
     limits = f"from {least} to {most}" if most is not None else f"{least} or more"
-    raise PlanError("Not possible.", seen=text, allowed=f"a whole number, {limits}")
+    raise PlanError(
+        "Not possible.", seen=text, allowed=f"a whole number, {limits}", code="WB-PLAN-067"
+    )
 
 
 def _like(default: Any, text: str) -> Any:
@@ -314,10 +323,14 @@ def _like(default: Any, text: str) -> Any:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         if default is None:
             return text
-        raise PlanError("Not understood.", seen=text, allowed=f"like {default!r}") from None
+        raise PlanError(
+            "Not understood.", seen=text, allowed=f"like {default!r}", code="WB-PLAN-068"
+        ) from None
     wanted = float if isinstance(default, float) else type(default)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if default is not None and type(value) is not wanted:
-        raise PlanError("Not understood.", seen=text, allowed=f"like {default!r}")
+        raise PlanError(
+            "Not understood.", seen=text, allowed=f"like {default!r}", code="WB-PLAN-069"
+        )
     return value

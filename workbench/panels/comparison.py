@@ -70,7 +70,9 @@ class ComparisonPart(Part):
         """Take a run in, or leave it out."""
         names = [one.name for one in self.runs()]
         if run not in runs:
-            raise PlanError("There is no such run.", seen=run, allowed=", ".join(runs))
+            raise PlanError(
+                "There is no such run.", seen=run, allowed=", ".join(runs), code="WB-PLAN-070"
+            )
         self._picked = [*names, run] if on else [name for name in names if name != run]
 
     @action()
@@ -116,9 +118,13 @@ class ComparisonPart(Part):
     def export(self, kind: str) -> dict[str, str]:
         """Return the comparison as a file: its name, type and bytes in base64."""
         if kind not in KINDS:
-            raise PlanError("There is no such form.", seen=kind, allowed=", ".join(KINDS))
+            raise PlanError(
+                "There is no such form.", seen=kind, allowed=", ".join(KINDS), code="WB-PLAN-071"
+            )
         if self._compared is None:
-            raise RunError("Nothing is compared yet.", next_step="pick runs that are over")
+            raise RunError(
+                "Nothing is compared yet.", next_step="pick runs that are over", code="WB-RUN-053"
+            )
         data = as_bytes(self._compared.comparison, f".{kind}")
         return {
             "name": f"comparison.{kind}",

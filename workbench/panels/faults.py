@@ -94,7 +94,9 @@ class FaultsPart(Part):
     def _going_on(self) -> Run:
         run = self._live().run()
         if run is None or run.is_over:
-            raise RunError("Faults are for a run that goes on.", next_step="start one: Run")
+            raise RunError(
+                "Faults are for a run that goes on.", next_step="start one: Run", code="WB-RUN-054"
+            )
         return run
 
 
@@ -120,6 +122,9 @@ def _number(name: str, value: object, low: float, high: float) -> float:
         number = float("nan")
     if not low <= number <= high:
         raise PlanError(
-            f"{name} is out of range.", seen=value, allowed=f"a number from {low:g} to {high:g}"
+            f"{name} is out of range.",
+            seen=value,
+            allowed=f"a number from {low:g} to {high:g}",
+            code="WB-PLAN-072",
         )
     return number

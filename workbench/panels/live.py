@@ -75,7 +75,11 @@ class LivePart(Part):
     def load(self, path: str) -> None:
         """Bring a saved run back and show it."""
         if not path.strip():
-            raise RunError("Which run?", next_step="type the folder that run.save(path) wrote")
+            raise RunError(
+                "Which run?",
+                next_step="type the folder that run.save(path) wrote",
+                code="WB-RUN-055",
+            )
         found = load(Path(path.strip()).expanduser())
         runs.add(found)
         self._picked = found.name
@@ -103,5 +107,5 @@ class LivePart(Part):
     def _going_on(self) -> Run:
         run = self.run()
         if run is None or run.is_over:
-            raise RunError("No run is going on.", next_step="start one: Run")
+            raise RunError("No run is going on.", next_step="start one: Run", code="WB-RUN-056")
         return run

@@ -116,7 +116,7 @@ class Panel:
                 reply(None)
                 return
             if part not in self.parts:
-                raise PlanError("The panel has no such section.", seen=part)
+                raise PlanError("The panel has no such section.", seen=part, code="WB-PLAN-073")
             found = self.parts[part].find(verb, fields)
         except WorkbenchError as error:
             self._failed(part, error)

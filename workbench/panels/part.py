@@ -74,11 +74,14 @@ class Part(ABC):
                 f"The panel's {self.name} has no such control.",
                 seen=name,
                 allowed=", ".join(self._actions),
+                code="WB-PLAN-074",
             )
         try:
             inspect.signature(found.call).bind(**fields)
         except TypeError as error:
-            raise PlanError(f"{self.name}.{name} was asked wrongly.", seen=str(error)) from None
+            raise PlanError(
+                f"{self.name}.{name} was asked wrongly.", seen=str(error), code="WB-PLAN-075"
+            ) from None
         return found
 
     def close(self) -> None:  # noqa: B027 - most hold nothing

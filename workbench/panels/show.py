@@ -99,6 +99,7 @@ def panel() -> PanelView:
             "The panel needs a notebook.",
             seen="no Jupyter kernel",
             next_step="jupyter lab, or wb.Cluster(...).run(...) and wb.compare(...) in scripts",
+            code="WB-PLAN-076",
         )
     pump = shared()
     return PanelView(pump.panel, pump)

@@ -105,7 +105,10 @@ class StrategiesPart(Part):
         """Switch the framework; each has picks of its own."""
         if name not in catalog.FRAMEWORKS:
             raise PlanError(
-                "There is no such framework.", seen=name, allowed=", ".join(catalog.FRAMEWORKS)
+                "There is no such framework.",
+                seen=name,
+                allowed=", ".join(catalog.FRAMEWORKS),
+                code="WB-PLAN-077",
             )
         self.panel.choice.framework = name
 

@@ -73,7 +73,9 @@ class TeachingPart(Part):
     def _run(self) -> Run:
         run = self._live().run()
         if run is None:
-            raise RunError("There is no run to look at yet.", next_step="start one: Run")
+            raise RunError(
+                "There is no run to look at yet.", next_step="start one: Run", code="WB-RUN-057"
+            )
         return run
 
 

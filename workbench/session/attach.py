@@ -63,9 +63,12 @@ def _find(cluster: str) -> kept.Found:
             seen=cluster,
             allowed=", ".join(ids) or "no cluster is kept here; %cluster start 4 --keep starts one",
             next_step="workbench ps lists all clusters",
+            code="WB-CLUSTER-034",
         )
     if found.owner is not None and found.owner["pid"] == os.getpid():
-        raise ClusterError("This notebook has that cluster already.", seen=cluster)
+        raise ClusterError(
+            "This notebook has that cluster already.", seen=cluster, code="WB-CLUSTER-035"
+        )
     return found
 
 

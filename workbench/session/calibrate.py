@@ -170,7 +170,9 @@ def read_back(run: Run, frames: int = 0) -> Calibration:
     others = late & (history["rank"] != 1)
     own = late & (history["rank"] == 1)
     if not others.any():
-        raise RunError("The run has too few steps to read anything back.", seen=len(history))
+        raise RunError(
+            "The run has too few steps to read anything back.", seen=len(history), code="WB-RUN-059"
+        )
     waits_ms = history["sync_wait_s"][others] * 1e3
     low_ms, middle_ms, high_ms = np.percentile(waits_ms, (25, 50, 75))
     totals = history.totals

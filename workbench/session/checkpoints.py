@@ -78,12 +78,14 @@ def claim(plan: Plan, resume_from: str = "") -> None:
             seen=f"{plan.checkpoint}: run {name} at step {last.step}",
             next_step=f"wb.resume({plan.checkpoint!r}) goes on from there; checkpoint='another "
             "folder' keeps both",
+            code="WB-PLAN-096",
         )
     raise PlanError(
         "The folder holds checkpoints already.",
         seen=f"{plan.checkpoint}: run {name} at step {last.step}",
         next_step=f"wb.resume({plan.checkpoint!r}) goes on with it; another --checkpoint DIR "
         "begins anew",
+        code="WB-PLAN-097",
     )
 
 
@@ -112,6 +114,7 @@ def describe(run: RunData) -> None:
             "Checkpoints cannot be written there.",
             seen=f"{type(error).__name__}: {error}",
             next_step="name another folder",
+            code="WB-PLAN-098",
         ) from error
 
 
@@ -133,6 +136,7 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
             "The run that these checkpoints belong to is not on record here.",
             seen=f"{Path(folder) / RUN}: {type(error).__name__}: {error}",
             next_step="run its cell again with %%distributed, in another --checkpoint DIR",
+            code="WB-RUN-060",
         ) from error
     if not whole:
         raise RunError(
@@ -141,6 +145,7 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
             allowed="the file as the run left it",
             next_step="restore it from a copy; if you changed it yourself, take its last line "
             '("checksum") out',
+            code="WB-RUN-061",
         )
     assert isinstance(about, dict)
     return about

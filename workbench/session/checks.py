@@ -29,6 +29,7 @@ def check_travels(values: Mapping[str, object]) -> None:
                 seen=type(value).__name__,
                 allowed="data, arrays, models, functions and classes",
                 next_step="make it there: put the line that makes it under %%distributed",
+                code="WB-PLAN-099",
             )
 
 
@@ -42,7 +43,7 @@ def check_arrived(found: Mapping[int, Mapping[str, object]]) -> None:
         for name, value in values.items():
             if isinstance(value, Unread):
                 what = f"{name} cannot be brought from engine {engine} to the notebook."
-                raise RunError(what, **_why(value, name))
+                raise RunError(what, **_why(value, name), code="WB-RUN-062")
 
 
 def _why(unread: Unread, name: str) -> dict[str, Any]:
@@ -87,6 +88,7 @@ def check_size(what: str, count: object) -> int:
             f"{what}: that is more workers than one notebook can serve.",
             seen=checked,
             allowed=f"1 to {MAX_ENGINES}",
+            code="WB-PLAN-100",
         )
     return checked
 
@@ -116,6 +118,7 @@ def check_members(ids: Sequence[int], members: Sequence[int]) -> None:
             seen=", ".join(map(str, strange)),
             allowed=", ".join(map(str, members)),
             next_step="%cluster lists them",
+            code="WB-PLAN-101",
         )
 
 
@@ -133,6 +136,7 @@ def check_framework(framework: str) -> None:
             f"{framework} is not installed here.",
             seen=framework,
             next_step=f"pip install 'distributed-workbench[{framework}]', then restart the kernel",
+            code="WB-CLUSTER-036",
         )
 
 
@@ -148,4 +152,6 @@ def to_recipe(source: str | Callable[..., Any] | Recipe, args: tuple[Any, ...] =
         return Recipe(source)
     if callable(source):
         return Recipe.from_function(source, args)
-    raise PlanError("A recipe is source code or a function.", seen=type(source).__name__)
+    raise PlanError(
+        "A recipe is source code or a function.", seen=type(source).__name__, code="WB-PLAN-102"
+    )

@@ -267,10 +267,12 @@ class Cluster:
         except KeyboardInterrupt:
             # Once it is under way, its engines are told to end by who hears of this.
             if run.task is None:
-                run.finish(RunError("Interrupted before it began."))
+                run.finish(RunError("Interrupted before it began.", code="WB-RUN-063"))
             raise
         except BaseException as error:
-            run.finish(error if isinstance(error, RunError) else RunError(str(error)))
+            run.finish(
+                error if isinstance(error, RunError) else RunError(str(error), code="WB-RUN-064")
+            )
             raise
         return run
 
@@ -526,4 +528,5 @@ class Cluster:
             next_step="wait for it (run.wait()), or stop it (run.stop())"
             if isinstance(busy, Run)
             else "wait for it, or interrupt it",
+            code="WB-RUN-065",
         )

@@ -116,7 +116,7 @@ def compare(*runs: Run | str) -> Compared:
         PlanError: No run was given, something that is none, or a name that no run has.
     """
     if not runs:
-        raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")')
+        raise PlanError("Nothing to compare.", next_step='wb.compare("a", "b")', code="WB-PLAN-103")
     return Compared(comparison.compare([_run(one).summarise() for one in runs]))
 
 
@@ -130,6 +130,7 @@ def _run(one: object) -> Run:
         seen=type(one).__name__,
         allowed='a run, or its name in wb.runs ("a")',
         next_step='wb.compare("a", "b")',
+        code="WB-PLAN-104",
     )
 
 

@@ -67,6 +67,7 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
             f"Engine {engine} is gone ({info.exit}), and its frames with it.",
             allowed=", ".join(map(str, cluster.ids)),
             next_step=f"%cluster logs {engine} shows its last words",
+            code="WB-CLUSTER-037",
         )
 
 
@@ -101,6 +102,7 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
             "debugpy is not installed where the engines run.",
             seen=found.missing,
             next_step="pip install 'distributed-workbench[debug]', then %cluster restart",
+            code="WB-CLUSTER-038",
         )
     if found.port is None:
         raise ClusterError(
@@ -108,6 +110,7 @@ def serve(cluster: ClusterAccess, engine: int, port: int) -> str:
             seen=found.taken,
             allowed="a free port; 0 takes any",
             next_step=f"%cluster debug {engine} --port {port + 1 if port else 0}",
+            code="WB-CLUSTER-039",
         )
     host = cluster.engine_set.known(engine).host
     return attach_words(engine, found.port, host, before=found.before)

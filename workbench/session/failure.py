@@ -99,7 +99,7 @@ class CellEnd:
         if others := [i for i in self._bad if i not in told]:
             what += f"\n  with it: {self.say(others)}"
         step = gone.next_step(self.outcomes) or outcome.advice or self._elsewhere(outcome)
-        error = RunError(what, next_step=step)
+        error = RunError(what, next_step=step, code="WB-RUN-066")
         if outcome.status == "error" and not outcome.ended:
             who = self._who(told)
             error.brief = f"{who} failed with the {outcome.ename} above."
@@ -154,6 +154,7 @@ class CellEnd:
         return RunError(
             f"Interrupted: the cell was ended on all its engines.{what}",
             next_step=gone.next_step(self.outcomes),
+            code="WB-RUN-067",
         )
 
     @property

@@ -61,7 +61,10 @@ def prewarmed() -> str | None:
         return None
     if asked not in ("", "torch", "tensorflow"):
         raise PlanError(
-            f"{PREWARM} is not understood.", seen=asked, allowed="torch, tensorflow, off"
+            f"{PREWARM} is not understood.",
+            seen=asked,
+            allowed="torch, tensorflow, off",
+            code="WB-PLAN-105",
         )
     return asked or default_framework()
 

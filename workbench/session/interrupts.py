@@ -78,4 +78,6 @@ def ending(cluster: Occupied) -> Iterator[None]:
             raise
         busy.stop()
         settle(busy.over, busy.interrupt)
-        raise RunError("Interrupted: the cell was ended on all its engines.") from None
+        raise RunError(
+            "Interrupted: the cell was ended on all its engines.", code="WB-RUN-069"
+        ) from None

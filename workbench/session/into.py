@@ -31,7 +31,9 @@ def load_into(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) ->
         return _into_keras(model, arrays, framework)
     if torch is None or not hasattr(model, "load_state_dict"):
         raise PlanError(
-            "load_into takes a torch module or a Keras model.", seen=type(model).__name__
+            "load_into takes a torch module or a Keras model.",
+            seen=type(model).__name__,
+            code="WB-PLAN-106",
         )
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -47,6 +49,7 @@ def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) 
             "The Keras model has no weights yet: it does not know the shape of its input.",
             seen=model.name,
             next_step="call it on a batch, or give it a keras.layers.Input, then load again",
+            code="WB-PLAN-107",
         )
     variables: dict[str, Any] = {}
     for variable in model.weights:

@@ -198,6 +198,7 @@ def _idle_s(asked: str | float | None, keep: bool) -> float:
                 "--idle-timeout was not understood.",
                 seen=asked,
                 allowed='a time: "45m", "2h", "90s", or "never"',
+                code="WB-PLAN-108",
             ) from None
     return limits.load().idle_timeout(given)
 

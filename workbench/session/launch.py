@@ -152,7 +152,7 @@ class Launch:
                 raise error
             self.submit()
         except WorkbenchError as failure:
-            self.run.finish(RunError(str(failure)))
+            self.run.finish(RunError(str(failure), code="WB-RUN-070"))
         except Exception as failure:
             log.exception("Run %r could not begin again", self.run.name)
             self.run.finish(_unexpected(failure))
@@ -177,4 +177,4 @@ class Launch:
 
 
 def _unexpected(error: Exception) -> RunError:
-    return RunError(f"Workbench itself failed: {type(error).__name__}: {error}")
+    return RunError(f"Workbench itself failed: {type(error).__name__}: {error}", code="WB-RUN-071")

@@ -125,6 +125,7 @@ class Lineup:
                 next_step="queue.stop() ends the one that runs"
                 if item.state == "running"
                 else None,
+                code="WB-PLAN-109",
             )
         return item
 
@@ -138,7 +139,9 @@ class Lineup:
             if item.number == number:
                 return item
         known = ", ".join(str(item.number) for item in self.items) or "the queue is empty"
-        raise PlanError("There is no such plan in the queue.", seen=number, allowed=known)
+        raise PlanError(
+            "There is no such plan in the queue.", seen=number, allowed=known, code="WB-PLAN-110"
+        )
 
     # -- what happens ------------------------------------------------------------------------------
 

@@ -28,7 +28,9 @@ def load(path: str | Path) -> Run:
     folder = Path(path)
     meta, history = store.read_run(folder)
     if "plan" not in meta:
-        raise RunError("The run was cut off before its plan was written.", seen=str(folder))
+        raise RunError(
+            "The run was cut off before its plan was written.", seen=str(folder), code="WB-RUN-072"
+        )
     run = Run(
         Plan.from_wire(meta["plan"]),
         number=int(meta.get("number", 0)),
@@ -41,7 +43,7 @@ def load(path: str | Path) -> Run:
     if damaged := _damage(run, meta):
         text = f"What was loaded is damaged: {'; '.join(damaged)}."
         history.event(Noted(rank=0, text=text, topic=Topic.DAMAGED, value=damaged))
-        warnings.warn(_words(run, damaged), RunDamagedWarning, stacklevel=2)
+        warnings.warn(RunDamagedWarning(_words(run, damaged), code="WB-WARN-002"), stacklevel=2)
     run.color = runs.color(run.plan)
     return run
 

@@ -142,12 +142,19 @@ class Paused:
         with self._changed:
             stop = self._stops.get(engine)
             if stop is None:
-                raise RunError(f"Rank {engine} is not paused.", allowed=self.names() or "nobody is")
+                raise RunError(
+                    f"Rank {engine} is not paused.",
+                    allowed=self.names() or "nobody is",
+                    code="WB-RUN-073",
+                )
             self._answers.pop(engine, None)
             self._left.pop(engine, None)
             self._send(engine, Typed(number=stop.number, text=line))
             if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
-                raise RunError(f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.")
+                raise RunError(
+                    f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.",
+                    code="WB-RUN-074",
+                )
             if engine in self._answers:
                 return Reply(self._answers.pop(engine), paused=True)
             text = self._left.pop(engine)
@@ -181,7 +188,11 @@ class Paused:
             self._served.pop(engine, None)
             self._send(engine, Serve(port=port))
             if not self._until(lambda: engine in self._served, timeout_s):
-                raise RunError(f"Rank {engine} does not answer.", next_step="%cluster stacks")
+                raise RunError(
+                    f"Rank {engine} does not answer.",
+                    next_step="%cluster stacks",
+                    code="WB-RUN-075",
+                )
             return self._served.pop(engine)
 
     def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:

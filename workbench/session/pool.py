@@ -107,6 +107,7 @@ class Pool:
             raise ClusterError(
                 f"All {'engines' if not self.ids else 'workers'} are dead: {how_ended(dead)}.",
                 next_step="%cluster restart",
+                code="WB-CLUSTER-040",
             )
         check_size("The number of workers", count)
         missing = count - len(self.worker_ids)

@@ -57,6 +57,7 @@ class PostMortem:
                 allowed="a rank whose last cell raised; interrupted ones keep nothing, and the "
                 "next cell and %cluster free drop it",
                 next_step="%cluster debug without a number opens the rank that failed first",
+                code="WB-RUN-076",
             )
         self.error = str(found["error"])
         self.current = int(found["current"])
@@ -71,7 +72,9 @@ class PostMortem:
         index = frame.index if isinstance(frame, Frame) else frame
         found = self._call("evaluate", index, expression)
         if "error" in found:
-            raise RunError(f"{expression} on rank {self.engine}: {found['error']}")
+            raise RunError(
+                f"{expression} on rank {self.engine}: {found['error']}", code="WB-RUN-077"
+            )
         return str(found["value"])
 
     def command(self, line: str) -> str:
@@ -82,7 +85,10 @@ class PostMortem:
         """
         text = self._call("command", line)
         if text is None:
-            raise RunError(f"Rank {self.engine} keeps its failure no more: a cell has run since.")
+            raise RunError(
+                f"Rank {self.engine} keeps its failure no more: a cell has run since.",
+                code="WB-RUN-078",
+            )
         return str(text)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -95,7 +101,9 @@ class PostMortem:
             if not call.done.wait(INTERRUPT_S):
                 raise
         if isinstance(call.result, BaseException):
-            raise RunError(f"Rank {self.engine} did not answer.", seen=str(call.result))
+            raise RunError(
+                f"Rank {self.engine} did not answer.", seen=str(call.result), code="WB-RUN-079"
+            )
         return call.result
 
     def __repr__(self) -> str:
@@ -119,6 +127,7 @@ def failed_engine(task: Task | None) -> int:
         raise RunError(
             "Nothing to debug: the last cell has not failed, and no rank is paused.",
             next_step="put breakpoint() into a cell, or name a rank: %cluster debug 1 --port 5678",
+            code="WB-RUN-080",
         )
     return cause
 

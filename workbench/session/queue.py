@@ -69,7 +69,9 @@ class Queue:
         with self._lock:
             if self._closed:
                 raise ClusterError(
-                    f"The queue takes no plans: {CLOSED}.", next_step="start another"
+                    f"The queue takes no plans: {CLOSED}.",
+                    next_step="start another",
+                    code="WB-CLUSTER-041",
                 )
             items = self._line.add([plans] if isinstance(plans, Plan) else plans)
             if items and self._worker is None:
@@ -272,6 +274,7 @@ class Queue:
                     "The cluster's queue is at work.",
                     seen=f"{len(self._line.waiting)} plans wait",
                     next_step="queue.wait(), or queue.stop_all()",
+                    code="WB-RUN-081",
                 )
 
     def _take_up(self, plans: Iterable[Plan]) -> list[Item]:

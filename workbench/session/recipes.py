@@ -45,6 +45,7 @@ class Recipes(Mapping[str, Recipe]):
                 seen=made.name,
                 allowed=f"a name that {known[0].function}() does not have",
                 next_step=f"@wb.recipe(name=...), or wb.recipes.forget({made.name!r}) first",
+                code="WB-PLAN-111",
             )
         self._functions[made.name] = (made, owner)
         return made
@@ -133,8 +134,9 @@ class MissingRecipeError(KeyError, PlanError):
     def __init__(self, name: str, names: list[str]) -> None:
         error = unknown("recipe", name, names, "the name of a run, of a function or of a recipe")
         PlanError.__init__(
-            self, error.what, seen=error.seen, allowed=error.allowed, next_step=error.next_step
-        )
+            self, error.what, code=error.code,
+            seen=error.seen, allowed=error.allowed, next_step=error.next_step,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return str(self.args[0])

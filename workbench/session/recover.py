@@ -83,7 +83,9 @@ class Recoverer:
         """Add to the error of a death why the run did not go on."""
         if not self._why_not:
             return error
-        told = RunError(f"{error.what}\n  {self._why_not}", next_step=error.next_step)
+        told = RunError(
+            f"{error.what}\n  {self._why_not}", next_step=error.next_step, code="WB-RUN-082"
+        )
         vars(told).update({k: v for k, v in vars(error).items() if k == "outcome"})
         return told
 
@@ -97,7 +99,9 @@ class Recoverer:
         left = [i for i in launch.run.members if i not in dead]
         try:
             if not left or set(dead) & set(launch.servers):
-                raise PlanError("only workers can be done without, and one must be left")
+                raise PlanError(
+                    "only workers can be done without, and one must be left", code="WB-PLAN-112"
+                )
             check_fewer(launch.plan, len(left))
         except PlanError as error:
             return f"It could not go on with fewer workers: {error.what}"
@@ -116,13 +120,16 @@ class Recoverer:
                 again = isinstance(error, ClusterError) and bool(dead)
                 why = self._hopeless(dead) if again else "It could not go on."
                 if why:
-                    run.finish(RunError(f"{how}.\n  {why}\n  {error}"))
+                    run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
                     return
                 how = "; ".join(map(self._died_meanwhile, dead))
             except Exception as error:  # else it would be recovering for ever
                 log.exception("Run %r could not go on", run.name)
                 run.finish(
-                    RunError(f"{how}.\n  It could not go on: {type(error).__name__}: {error}")
+                    RunError(
+                        f"{how}.\n  It could not go on: {type(error).__name__}: {error}",
+                        code="WB-RUN-084",
+                    )
                 )
                 return
 

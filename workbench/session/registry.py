@@ -64,7 +64,10 @@ class Runs(Mapping[str, Run]):
         run = self[name]
         if not run.is_over:
             raise PlanError(
-                f"Run {name} goes on.", seen=run.state, next_step="stop it first: run.stop()"
+                f"Run {name} goes on.",
+                seen=run.state,
+                next_step="stop it first: run.stop()",
+                code="WB-PLAN-113",
             )
         with self._lock:
             self._runs = {key: one for key, one in self._runs.items() if one is not run}
@@ -135,6 +138,7 @@ class MissingRunError(KeyError, PlanError):
                 "There is no run yet.",
                 seen=name,
                 next_step="run the cells above that train, or a first %%distributed mirrored",
+                code="WB-PLAN-114",
             )
         elif isinstance(name, str):
             told = unknown("run", name, names)
@@ -145,8 +149,9 @@ class MissingRunError(KeyError, PlanError):
                 allowed=f"a name: {', '.join(sorted(names))}; or a place: -{len(names)} to "
                 f"{len(names) - 1}, -1 is the newest",
                 next_step="wb.runs.latest is the newest run",
+                code="WB-PLAN-115",
             )
-        PlanError.__init__(self, told.what, seen=told.seen, allowed=told.allowed,
+        PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,
                            next_step=told.next_step)  # fmt: skip
 
     def __str__(self) -> str:
@@ -193,6 +198,7 @@ def weights_folder(name: str) -> str:
             f"Run {name} left no weights to start from.",
             seen=run.state,
             allowed="a run that finished or was stopped",
+            code="WB-PLAN-116",
         )
     return str(run.folder)
 

@@ -66,6 +66,7 @@ def resume(
             seen=recipe.origin,
             allowed=f"args=({about['arguments']} values)",
             next_step="wb.resume(path, args=(...))",
+            code="WB-PLAN-117",
         )
     same = strategy in (None, before.strategy)
     plan = make_plan(
@@ -99,4 +100,5 @@ def _cluster() -> Cluster:
     raise ClusterError(
         "No cluster is running in this notebook." if not running else "Which cluster?",
         next_step="run %cluster start 2 first" if not running else "pass cluster=...",
+        code="WB-CLUSTER-042",
     )

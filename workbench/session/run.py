@@ -198,7 +198,7 @@ class Run:
     def abandon(self, text: str) -> None:
         """End for this notebook only: another one has the run, and settles it on disk."""
         self._halting.close()
-        self.error = RunError(text)
+        self.error = RunError(text, code="WB-RUN-068")
         with contextlib.suppress(lifecycle.InvalidTransitionError):
             self.advance("fail")
         if self.task is not None:
@@ -225,7 +225,7 @@ class Run:
         # A run whose notebook died has no end on record.
         self._state = state if state in lifecycle.OVER else "failed"
         if meta.get("error"):
-            self.error = RunError(str(meta["error"]))
+            self.error = RunError(str(meta["error"]), code="WB-RUN-085")
         self.over.set()
 
     # -- messages from the engines --------------------------------------------------------------
@@ -500,6 +500,7 @@ class Run:
                     f"Run {self.name} has no weights: they could not be written to disk.",
                     seen=why,
                     next_step="make room there, and train again",
+                    code="WB-RUN-086",
                 )
             raise RunError(
                 f"Run {self.name} has no weights"
@@ -507,6 +508,7 @@ class Run:
                 + ".",
                 seen=self.state,
                 allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
+                code="WB-RUN-087",
             )
         found: dict[str, np.ndarray[Any, Any]] = {}
         for file in files:
@@ -597,7 +599,7 @@ class Run:
         """
         texts = parse_targets(targets)
         if not texts:
-            raise PlanError("Log to where?", allowed=ALLOWED)
+            raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
         check(texts)
         log = RunLog(self, texts)
         self.logs.append(log)

@@ -174,6 +174,7 @@ class RunView:
                 f"Interrupted: run {self.run.name!r} was stopped after "
                 f"{self.run.history.totals.steps} steps.",
                 next_step="its history is kept in wb.runs",
+                code="WB-RUN-088",
             ) from None
         except RunError as error:
             here = copy.copy(error)  # the run keeps one that is told whole, where it is asked for

@@ -91,6 +91,7 @@ class Session:
                 "This notebook has a cluster.",
                 seen=self.cluster.keeping.id,
                 next_step="%cluster stop ends it; or attach in another notebook",
+                code="WB-CLUSTER-043",
             )
         found = attach(cluster, take=take)
         prepared, self.prepared = self.prepared, None
@@ -117,11 +118,13 @@ class Session:
                     seen=settings[name],
                     allowed=now,
                     next_step="%cluster stop, then start again",
+                    code="WB-PLAN-127",
                 )
         if settings.get("keep") and not cluster.keeping.kept:
             raise PlanError(
                 "The notebook's cluster was started without --keep.",
                 next_step="%cluster stop, then start again",
+                code="WB-PLAN-128",
             )
         if framework := settings.get("framework"):
             cluster.use(framework)
@@ -154,6 +157,7 @@ class Session:
             raise ClusterError(
                 gone or "No cluster is running in this notebook.",
                 next_step="run %cluster start 2 first",
+                code="WB-CLUSTER-044",
             )
         return self.cluster
 
@@ -193,6 +197,7 @@ class Session:
                 "These flags belong to a training run, and the line names no strategy.",
                 seen=", ".join(given),
                 next_step="name a strategy: %%distributed mirrored ...",
+                code="WB-PLAN-129",
             )
 
     def plans(self, line: RunRequest, recipe: Recipe) -> list[Plan]:
@@ -203,6 +208,7 @@ class Session:
                 "A strategy chooses its own workers.",
                 seen=f"--ranks {','.join(map(str, line.ranks))}",
                 next_step="use -n for the number of workers",
+                code="WB-PLAN-130",
             )
         several = len(line.strategies) > 1
         found = []
@@ -235,6 +241,7 @@ class Session:
                 "Only one run at a time can go on in the background.",
                 seen=f"{len(plans)} runs",
                 next_step="cluster.queue() runs several, one after the other",
+                code="WB-PLAN-131",
             )
 
         def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
@@ -269,6 +276,7 @@ class Session:
             raise PlanError(
                 "No cell was trained yet, so there is nothing to run again.",
                 next_step="train a cell with %%distributed STRATEGY first",
+                code="WB-PLAN-132",
             )
         return self.recipe
 

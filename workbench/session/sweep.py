@@ -46,7 +46,11 @@ def sweep(
     chosen = [strategies] if isinstance(strategies, str) else list(strategies)
     if not sources or not chosen:
         missing = "recipe" if not sources else "strategy"
-        raise PlanError(f"A sweep needs at least one {missing}.", allowed="one, or a list of them")
+        raise PlanError(
+            f"A sweep needs at least one {missing}.",
+            allowed="one, or a list of them",
+            code="WB-PLAN-133",
+        )
     asked = from_arguments("", settings)
     wanted = list(range(check_count("seeds", seeds)) if isinstance(seeds, int) else seeds)
     found = []

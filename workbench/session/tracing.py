@@ -35,6 +35,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
             f"Run {run.name} has no step to draw.",
             seen=run.state,
             allowed="a run with a complete step",
+            code="WB-RUN-089",
         )
     goal = Path(path if path is not None else _name(run.name)).expanduser().absolute()
     fresh = goal.with_name(f".{goal.name}.{os.getpid()}")
@@ -47,6 +48,7 @@ def write(run: RunData, path: str | Path | None = None) -> Path:
             f"The trace cannot be written: {error.strerror}.",
             seen=str(goal),
             allowed="a file in a folder that is there",
+            code="WB-RUN-090",
         ) from error
     finally:
         with contextlib.suppress(OSError):

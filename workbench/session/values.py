@@ -19,7 +19,9 @@ def push_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     names, flags = _split(line, ("--rank",), "%push x y [--rank 0,1]")
     missing = [name for name in names if name not in namespace]
     if missing:
-        raise PlanError("The notebook has no such name.", seen=", ".join(missing))
+        raise PlanError(
+            "The notebook has no such name.", seen=", ".join(missing), code="WB-PLAN-134"
+        )
     ids = _ids(cluster, flags)
     cluster.push({name: namespace[name] for name in names}, ids)
 
@@ -34,7 +36,10 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
     targets = flags.get("--as", "").split(",") if "--as" in flags else names
     if len(targets) != len(names):
         raise PlanError(
-            "--as needs as many names as are pulled.", seen=flags["--as"], allowed=", ".join(names)
+            "--as needs as many names as are pulled.",
+            seen=flags["--as"],
+            allowed=", ".join(names),
+            code="WB-PLAN-135",
         )
     ids = _ids(cluster, flags)
     found = cluster.pull(names, ids)
@@ -44,6 +49,7 @@ def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
             raise PlanError(
                 f"Engines {lacking} have no {name!r}.",
                 next_step="--rank ID pulls from one that has it",
+                code="WB-PLAN-136",
             )
         values = [found[i][name] for i in found]
         namespace[target] = values[0] if "--rank" in flags and len(values) == 1 else values
@@ -56,11 +62,13 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
         if word in known and words:
             flags[word] = words.pop(0)
         elif word.startswith("-"):
-            raise PlanError("The flag was not understood.", seen=word, allowed=usage)
+            raise PlanError(
+                "The flag was not understood.", seen=word, allowed=usage, code="WB-PLAN-137"
+            )
         else:
             names.append(word)
     if not names:
-        raise PlanError("Which variables?", allowed=usage)
+        raise PlanError("Which variables?", allowed=usage, code="WB-PLAN-138")
     return names, flags
 
 
@@ -68,5 +76,7 @@ def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
     ids = list(parse_ranks(flags["--rank"])) if "--rank" in flags else cluster.ids
     unknown = [i for i in ids if i not in cluster.ids]
     if unknown:
-        raise PlanError("There is no such engine.", seen=unknown, allowed=f"{cluster.ids}")
+        raise PlanError(
+            "There is no such engine.", seen=unknown, allowed=f"{cluster.ids}", code="WB-PLAN-139"
+        )
     return ids

@@ -73,6 +73,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
                 next_step="put wb.watch(model, optimizer, loader) before the loop; a trainer with "
                 "a loop of its own (Lightning, Accelerate) runs under %%distributed without a "
                 "strategy",
+                code="WB-RUN-091",
             )
         allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
         return RunError(
@@ -80,6 +81,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             seen=f"strategy {run.plan.strategy}, 0 steps",
             allowed=allowed,
             next_step=next_step,
+            code="WB-RUN-092",
         )
     ignored = sorted(set(run.plan.overrides) - HONOURED_ANYWAY)
     if ignored and not any(o.options_read for o in outcomes.values()):
@@ -89,6 +91,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
             allowed="wb.fit, or a loop that reads wb.options",
             next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
+            code="WB-RUN-093",
         )
     if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
         return RunError(
@@ -96,6 +99,7 @@ def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
             seen=f"--init-from {run.plan.init_from}",
             allowed="wb.fit, wb.prepare, wb.watch or model.fit",
             next_step="use one of them, or leave the flag away",
+            code="WB-RUN-094",
         )
     return None
 
@@ -113,6 +117,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
             "optimizer.step()",
             next_step="model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
             "iterate over that loader",
+            code="WB-RUN-095",
         )
     return RunError(
         "No step of the loop was recorded: a step ends with optimizer.step(), which was never "
@@ -120,6 +125,7 @@ def _no_step(loops: list[OwnLoop]) -> RunError:
         seen=seen,
         allowed="optimizer.step() after each backward; parameters changed by hand are no step",
         next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
+        code="WB-RUN-096",
     )
 
 
@@ -145,6 +151,7 @@ def refusals(runs: Sequence[RunData]) -> RunError | None:
         f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
         seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
         next_step=f"leave {'it' if len(reasons) == 1 else 'them'} out, or change the cell",
+        code="WB-RUN-097",
     )
 
 

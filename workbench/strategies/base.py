@@ -179,6 +179,7 @@ class Strategy(ABC):
             allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
             next_step="use mirrored, or one module that holds both models, with one optimizer; a "
             "second training goes into a cell of its own",
+            code="WB-FIT-070",
         )
 
     def drive(self, training: Any) -> StepResult | None:

@@ -132,6 +132,7 @@ def as_bytes(comparison: Comparison, suffix: str) -> bytes:
             "A comparison cannot be saved under that suffix.",
             seen=suffix,
             allowed=", ".join(_FORMS),
+            code="WB-PLAN-149",
         )
     made = make(comparison)
     return made if isinstance(made, bytes) else made.encode()

@@ -149,6 +149,7 @@ def make_view(kind: str, on_command: OnCommand, title: str) -> LiveView:
             seen=kind,
             allowed="auto, text or off outside a notebook",
             next_step="use --plot text",
+            code="WB-PLAN-150",
         )
     if chosen == "widget":
         return WidgetView(title, on_command)

@@ -118,7 +118,7 @@ def look_up(store: Store, server: int) -> dict[str, Any]:
         return json.loads(store.get(f"link/{server}"))  # type: ignore[no-any-return]
     except RuntimeError as error:  # torch's stores raise subclasses of it
         raise LinkError(
-            f"Server s{server} did not come up.", seen=str(error).splitlines()[0]
+            f"Server s{server} did not come up.", seen=str(error).splitlines()[0], code="WB-RUN-012"
         ) from error
 
 
@@ -146,6 +146,7 @@ def dial(about: Mapping[str, Any], way: str) -> socket.socket:
             f"A link by {way} needs worker and server on one host.",
             seen=about["host"],
             next_step="use -o link=tcp or -o link=auto",
+            code="WB-RUN-013",
         )
     host, port = about["tcp"]
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

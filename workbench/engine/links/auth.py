@@ -46,9 +46,13 @@ def prove_worker(sock: socket.socket, key: bytes, rank: int) -> None:
         sock.sendall(name + mine + _proof(key, b"worker", name, theirs, mine))
         proof = _exactly(sock, _PROOF_BYTES)
     except OSError as error:
-        raise LinkError("The server did not let this worker in.", seen=str(error)) from error
+        raise LinkError(
+            "The server did not let this worker in.", seen=str(error), code="WB-RUN-014"
+        ) from error
     if not hmac.compare_digest(proof, _proof(key, b"server", name, theirs, mine)):
-        raise LinkError("What answers at the server's address does not know the run's key.")
+        raise LinkError(
+            "What answers at the server's address does not know the run's key.", code="WB-RUN-015"
+        )
     sock.settimeout(None)
 
 

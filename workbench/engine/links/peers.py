@@ -96,7 +96,9 @@ class Doorway:
             sock, _ = self._listening.accept()
         except TimeoutError as error:
             missing = sorted(set(awaited) - set(sockets))
-            raise LinkError("Workers of this host did not connect.", seen=missing) from error
+            raise LinkError(
+                "Workers of this host did not connect.", seen=missing, code="WB-RUN-016"
+            ) from error
         other = prove_server(sock, key)
         if other is None or other not in awaited or other in sockets:
             sock.close()
@@ -246,6 +248,7 @@ class _Receiving:
                 f"Worker {self._rank} sent a message of the wrong size.",
                 seen=f"{size_bytes} bytes",
                 allowed=f"{self._expected_bytes} bytes",
+                code="WB-RUN-017",
             )
 
 
@@ -264,4 +267,5 @@ def _silent(rank: int) -> LinkError:
         f"Worker {rank} has not answered.",
         seen=f"{SILENCE_S} s",
         next_step="%cluster stacks shows where it is",
+        code="WB-RUN-018",
     )

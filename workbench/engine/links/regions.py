@@ -97,7 +97,10 @@ def take_over(sock: socket.socket, sizes: list[tuple[int, bool]], peer: str) -> 
         for fd in fds:
             os.close(fd)
         raise LinkError(
-            f"{peer} shared memory of the wrong size.", seen=actual, allowed=f"{expected}"
+            f"{peer} shared memory of the wrong size.",
+            seen=actual,
+            allowed=f"{expected}",
+            code="WB-RUN-019",
         )
     return [
         Region(fd, size, writable=writable) for fd, (size, writable) in zip(fds, sizes, strict=True)

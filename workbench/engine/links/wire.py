@@ -61,6 +61,7 @@ def closed(peer: str) -> LinkError:
         f"{felt}: {peer} is gone.",
         felt=felt,
         next_step="its own error says why; %cluster logs shows what it wrote",
+        code="WB-RUN-020",
     )
 
 
@@ -72,6 +73,7 @@ def ended(peer: str) -> LinkError:
         felt=felt,
         next_step="its own error says why; if it shows none, its loop was shorter: let all ranks "
         "take the same number of steps",
+        code="WB-RUN-021",
     )
 
 
@@ -89,7 +91,9 @@ def unpack_head(head: bytes, peer: str) -> tuple[int, int]:
     """
     magic, header_bytes, payload_bytes = _HEAD.unpack(head)
     if magic != _MAGIC or header_bytes > MAX_HEADER_BYTES:
-        raise LinkError(f"{peer} sent something that is no message.", seen=head.hex())
+        raise LinkError(
+            f"{peer} sent something that is no message.", seen=head.hex(), code="WB-RUN-022"
+        )
     return header_bytes, payload_bytes
 
 
@@ -103,7 +107,7 @@ def unpack_header(header: bytes, size_bytes: int, peer: str) -> Message:
         meta = json.loads(header)
         kind = str(meta.pop("kind"))
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise LinkError(f"{peer} sent a header that cannot be read.") from error
+        raise LinkError(f"{peer} sent a header that cannot be read.", code="WB-RUN-023") from error
     return Message(kind, meta, size_bytes)
 
 
@@ -123,6 +127,7 @@ def room_for(message: Message, peer: str) -> memoryview:
         raise LinkError(
             f"{peer} announced a payload for {message.kind!r} that there is no memory for.",
             seen=f"{message.size_bytes} bytes",
+            code="WB-RUN-024",
         ) from None
 
 
@@ -133,6 +138,7 @@ def check_size(message: Message, expected_bytes: int, peer: str) -> None:
             f"{peer} announced a payload of the wrong size for {message.kind!r}.",
             seen=f"{message.size_bytes} bytes",
             allowed=f"{expected_bytes} bytes",
+            code="WB-RUN-025",
         )
 
 

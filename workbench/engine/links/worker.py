@@ -90,7 +90,7 @@ class Link:
             self._refusal = message.meta
         # It answers nothing more in this session: whoever asked again would wait for ever.
         text, felt = (str(self._refusal.get(key, "")) for key in ("text", "felt"))
-        raise LinkError(f"{self.name} refused: {text}", felt=felt)
+        raise LinkError(f"{self.name} refused: {text}", felt=felt, code="WB-RUN-026")
 
     def read(self, message: Message, parts: Sequence[Bytes]) -> None:
         """Copy what the server sent into the parts.

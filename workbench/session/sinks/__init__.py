@@ -109,6 +109,7 @@ def try_folder(folder: str, what: str, *, make: bool = False) -> None:
             f"{what} cannot be written there: {error.strerror}.",
             seen=folder,
             allowed="a folder that this user may write to",
+            code="WB-PLAN-119",
         ) from error
 
 
@@ -125,6 +126,7 @@ def kind_of(target: Target) -> Kind:
                 seen=package,
                 next_step=f'pip install "distributed-workbench[{target.kind}]", '
                 "in the notebook's environment",
+                code="WB-PLAN-120",
             )
     module: Any = importlib.import_module(f".{target.kind}", __package__)
     return module  # type: ignore[no-any-return]

@@ -45,6 +45,7 @@ def check(where: str) -> None:
             f"MLflow cannot use this store: {_first_line(error)}",
             seen=where or uri,
             allowed="sqlite:///mlflow.db, http://HOST:5000, or a database's URI",
+            code="WB-PLAN-121",
         ) from error
 
 
@@ -128,6 +129,7 @@ def _uri(where: str) -> str:
             "Which store of MLflow's?",
             seen="mlflow: without a URI, and MLFLOW_TRACKING_URI is not set",
             allowed="mlflow:sqlite:///mlflow.db, mlflow:http://HOST:5000",
+            code="WB-PLAN-122",
         )
     return uri
 
@@ -139,7 +141,9 @@ def _check_reachable(uri: str) -> None:
         path = Path(parts.path[1:])
         try_folder(str(path.parent), "MLflow's database")
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise PlanError("MLflow's database cannot be written to.", seen=str(path))
+            raise PlanError(
+                "MLflow's database cannot be written to.", seen=str(path), code="WB-PLAN-123"
+            )
     elif parts.scheme in ("http", "https"):
         port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
@@ -149,6 +153,7 @@ def _check_reachable(uri: str) -> None:
                 f"MLflow's server does not answer: {error}.",
                 seen=f"{parts.scheme}://{parts.hostname}:{port}",
                 next_step="start it (mlflow server), or name another one",
+                code="WB-PLAN-124",
             ) from error
 
 
@@ -171,6 +176,7 @@ def _experiment(client: MlflowClient, uri: str) -> str:
             "MLflow's experiment was deleted.",
             seen=name,
             next_step="restore it, or set MLFLOW_EXPERIMENT_NAME to another one",
+            code="WB-PLAN-125",
         )
     return str(found.experiment_id)
 

@@ -37,7 +37,11 @@ _RGBA = 4
 def check(where: str) -> None:
     """Make the folder; raise PlanError where no file can be made in it."""
     if Path(where).exists() and not Path(where).is_dir():
-        raise PlanError("TensorBoard's files go into a folder, and this is a file.", seen=where)
+        raise PlanError(
+            "TensorBoard's files go into a folder, and this is a file.",
+            seen=where,
+            code="WB-PLAN-126",
+        )
     try_folder(where, "TensorBoard's files", make=True)
 
 

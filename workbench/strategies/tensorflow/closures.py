@@ -195,6 +195,7 @@ class Closures:
                 f"Worker {late[0]} does not end its closure.",
                 seen=f"nothing for {STALL_S:g} s",
                 next_step="%cluster shows which engines are alive; %cluster restart",
+                code="WB-CLUSTER-045",
             )
 
     def _announce(self) -> None:

@@ -51,6 +51,7 @@ class Coordinated:
                 seen="a callback with on_step_end",
                 allowed="on_epoch_end, on_train_end",
                 next_step="schedule closures in a loop of your own: coordinator.schedule(...)",
+                code="WB-FIT-071",
             )
         source, job = training.source, training.job
         resident = isinstance(source, ArraySource) and fits(source.data)

@@ -52,6 +52,7 @@ class Batches:
                     "The data set has its batches made already, so --batch-size is out of place.",
                     seen=type(call["x"]).__name__,
                     next_step="read wb.options.get('batch_size', 64) where the data set is batched",
+                    code="WB-FIT-072",
                 )
             call["batch_size"] = given["batch_size"]
         if arrays:
@@ -89,6 +90,7 @@ class Batches:
             seen=f"batch of {size} over {replicas} replicas",
             allowed=f"a multiple of {replicas}",
             next_step=" or ".join(self._words(near) for near in (above, below) if near),
+            code="WB-FIT-073",
         )
 
     def _words(self, size: int) -> str:

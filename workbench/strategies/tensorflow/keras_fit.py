@@ -134,6 +134,7 @@ def check_model(model: Any, distribution: Any) -> None:
         seen=f"built under {type(owner).__name__}" if owner else "built under no strategy",
         allowed=f"built under {type(distribution).__name__}",
         next_step="build and compile it in the cell that trains it; that cell runs in the scope",
+        code="WB-FIT-074",
     )
 
 

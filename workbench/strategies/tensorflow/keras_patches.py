@@ -271,6 +271,7 @@ def _replaced(module: str, owner: str, name: str, make: Callable[[Any], Any]) ->
             seen=f"keras {keras.__version__}, no {error}",
             allowed="keras 3.15",
             next_step="pip install 'keras==3.15.*', then %cluster restart",
+            code="WB-RUN-098",
         ) from error
     own = name in vars(place)
     setattr(place, name, make(original))

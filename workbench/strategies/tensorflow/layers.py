@@ -76,6 +76,7 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
             seen=type(model).__name__,
             allowed="keras.Sequential, or a functional keras.Model(inputs, outputs)",
             next_step="write the model so, or train it under mirrored",
+            code="WB-FIT-075",
         )
     layers = [one for one in model.layers if not isinstance(one, keras.layers.InputLayer)]
     if stages > len(layers):
@@ -84,6 +85,7 @@ def cut(model: Any, stages: int, split_at: str = "") -> Chain:
             seen=f"{stages} stages, {len(layers)} layers",
             allowed=f"at most {len(layers)} stages",
             next_step=f"use -n {len(layers)}",
+            code="WB-FIT-076",
         )
     if split_at:
         return Chain(layers, given_bounds(layers, stages, split_at))
@@ -106,6 +108,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
                 seen=f"split_at={word}",
                 allowed=", ".join(f"{i} or {name}" for i, name in enumerate(names) if i),
                 next_step="name layers of the model, but the first",
+                code="WB-FIT-077",
             )
         starts.append(number)
     if starts != sorted(set(starts)):
@@ -113,6 +116,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
             "The layers that begin a stage must be in the model's order, each once.",
             seen=f"split_at={split_at}",
             next_step=f"-o split_at={','.join(map(str, sorted(set(starts))))}",
+            code="WB-FIT-078",
         )
     if len(starts) + 1 != stages:
         raise FitError(
@@ -120,6 +124,7 @@ def given_bounds(layers: Sequence[Any], stages: int, split_at: str) -> list[int]
             seen=f"{len(starts) + 1} stages for {stages} devices",
             allowed=f"{stages - 1} layers in split_at",
             next_step=f"use -n {len(starts) + 1}",
+            code="WB-FIT-079",
         )
     return [0, *starts, len(layers)]
 

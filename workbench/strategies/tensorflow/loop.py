@@ -126,6 +126,7 @@ class OwnLoop:
                 seen="--init-from, and a step without tf.function",
                 allowed="a step in a tf.function, wb.fit or model.fit",
                 next_step="put @tf.function on the function that calls strategy.run",
+                code="WB-FIT-080",
             )
         trained = variables or getattr(optimizer, "_trainable_variables", ())
         model = holder({id(variable) for variable in trained})
@@ -182,4 +183,5 @@ def check_unsaved(context: RunContext) -> None:
             seen="--checkpoint with strategy.run",
             allowed="--checkpoint with model.fit or wb.fit",
             next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",
+            code="WB-FIT-081",
         )

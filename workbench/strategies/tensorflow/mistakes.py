@@ -34,6 +34,7 @@ def check_compiled(model: Any, distribution: Any) -> None:
             "The model is not compiled, so fit knows neither loss nor optimizer.",
             seen=f"{model.name}.fit(...) without compile",
             next_step="model.compile(optimizer='adam', loss=...) in the same cell, before fit",
+            code="WB-FIT-082",
         )
     made = getattr(model.optimizer, "_distribution_strategy", distribution)
     if made is not distribution:
@@ -42,6 +43,7 @@ def check_compiled(model: Any, distribution: Any) -> None:
             seen=f"made under {type(made).__name__}",
             allowed=f"made under {type(distribution).__name__}",
             next_step="make it in the cell that trains: that cell runs in the strategy's scope",
+            code="WB-FIT-083",
         )
 
 
@@ -54,6 +56,7 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
             seen=f"{model.name}.fit(...) without x",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
             next_step="model.fit(x, y, ...)",
+            code="WB-FIT-084",
         )
     for name, one in (("x", data), ("y", labels)):
         if _is_of_numbers(one):
@@ -61,6 +64,7 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
                 f"fit takes arrays, and {name} is a list of numbers.",
                 seen=f"{name}: a {type(one).__name__} of {len(one)}",
                 next_step="numpy.array(x), numpy.array(y)",
+                code="WB-FIT-085",
             )
     own = any(_is_own(model, name) for name in ("train_step", "compute_loss"))
     loss = getattr(model, "loss", None)
@@ -69,6 +73,7 @@ def check_given(model: Any, call: Mapping[str, Any]) -> None:
             "fit was given no labels, and the model's loss needs them.",
             seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
             next_step="model.fit(x, y, ...); a model that learns its own input: model.fit(x, x)",
+            code="WB-FIT-086",
         )
 
 
@@ -102,6 +107,7 @@ def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundA
                 f"{original.__name__} takes no argument of that name.",
                 seen=name,
                 next_step=f"did you mean {guess!r}?" if guess else f"leave {name} out",
+                code="WB-FIT-087",
             )
     given = signature.bind(model, *args, **keywords)
     given.apply_defaults()
@@ -116,6 +122,7 @@ def check_kind(data: Any) -> None:
             seen=f"{type(data).__module__}.{type(data).__name__}",
             allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
             next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
+            code="WB-FIT-088",
         )
 
 
@@ -130,6 +137,7 @@ def check_batched(data: tf.data.Dataset) -> None:
             "The tf.data set gives single samples, not batches.",
             seen=f"parts of shapes {', '.join(map(str, shapes))}",
             next_step="call .batch(64) on it",
+            code="WB-FIT-089",
         )
 
 
@@ -146,6 +154,7 @@ def check_size(given: int | None, made: int | None) -> None:
         "The data set has its batches made already, of another size.",
         seen=f"batches of {made}, batch_size={given}",
         next_step=f"leave batch_size out, or batch the data set by {given}",
+        code="WB-FIT-090",
     )
 
 
@@ -182,6 +191,7 @@ def check_steps(model: Any) -> None:
             seen=f"{type(model).__name__}.{own[0]}",
             allowed="models whose steps are Keras' own",
             next_step=OTHER_WAY,
+            code="WB-FIT-091",
         )
 
 
@@ -202,4 +212,5 @@ def check_callbacks(callbacks: Any) -> None:
                 seen=f"{kind.__name__}.{hooks[0]}",
                 allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
                 next_step=OTHER_WAY,
+                code="WB-FIT-092",
             )

@@ -94,6 +94,7 @@ class ModelSplit(Replicated):
                 "XLA compiles a model for one device, so it cannot be split over several.",
                 seen="jit_compile=True",
                 next_step="model.compile(..., jit_compile=False)",
+                code="WB-FIT-093",
             )
 
     def step(self, share: Share) -> StepResult:

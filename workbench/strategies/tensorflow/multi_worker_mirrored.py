@@ -195,4 +195,4 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-    raise ClusterError("No port is free.", seen=f"{PORTS[0]} to {PORTS[-1]}")
+    raise ClusterError("No port is free.", seen=f"{PORTS[0]} to {PORTS[-1]}", code="WB-CLUSTER-046")

@@ -37,6 +37,7 @@ class Precision:
                 allowed="None or 'bf16'",
                 next_step="precision='bf16', or keras.config.set_dtype_policy('mixed_float16') "
                 "before the model is built, and model.fit: Keras scales by itself",
+                code="WB-FIT-094",
             )
         self.mixed = precision is not None
         self._before: list[tuple[Any, Any]] = []
@@ -85,6 +86,7 @@ class Schedule:
                 "The optimizer has a schedule already.",
                 seen=f"scheduler=..., and learning_rate={type(own).__name__}",
                 next_step="leave scheduler out, or make the optimizer with a number",
+                code="WB-FIT-095",
             )
         self._rate, self._optimizer = rate, optimizer
 

@@ -213,7 +213,7 @@ class ParameterServer(Strategy):
 
     def step(self, share: Share) -> StepResult:
         """Refuse: see `drive`."""
-        raise FitError("Steps of a parameter server are taken by its workers.")
+        raise FitError("Steps of a parameter server are taken by its workers.", code="WB-FIT-096")
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics over an evaluation set."""

@@ -83,6 +83,7 @@ def _check_kind(context: RunContext, distribution: Any, original: type, name: st
         seen=f"tf.distribute.{name}(...) under {chosen}",
         allowed="the name `strategy`, which is there already",
         next_step=f"leave this line of the cell out, or choose {word} in place of {chosen}",
+        code="WB-FIT-097",
     )
 
 

@@ -105,6 +105,7 @@ def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
                 f"{parts[rank].capitalize()} cannot be reached.",
                 seen=f"{address}: {error}",
                 next_step="%cluster shows which engines are alive; %cluster restart",
+                code="WB-CLUSTER-047",
             ) from error
 
 

@@ -52,6 +52,7 @@ class Tpu(Replicated):
                 "Delays cannot be injected into a TPU: it runs no Python within a step.",
                 seen=", ".join(fault.text for fault in self.context.spec.faults),
                 next_step="leave --inject out, or use mirrored",
+                code="WB-FIT-098",
             )
         resolver = connect(tpus.look())
         cores = len(tf.config.list_logical_devices("TPU"))
@@ -60,6 +61,7 @@ class Tpu(Replicated):
                 "The TPU has another number of cores.",
                 seen=f"{len(self.devices)} replicas, {cores} cores",
                 next_step=f"use -n {cores}",
+                code="WB-FIT-099",
             )
         return tf.distribute.TPUStrategy(resolver)
 
@@ -117,4 +119,5 @@ def _silent(where: str, why: str) -> ClusterError:
         seen=f"{where}: {why}",
         allowed="the gRPC address of a TPU that is running, its name in Google Cloud, or local",
         next_step="check TPU_NAME, or unset it and use mirrored",
+        code="WB-CLUSTER-048",
     )

@@ -67,6 +67,7 @@ class Trainer:
                 "The model has no weight that can be trained.",
                 seen=type(self.model).__name__,
                 next_step="set trainable=True on some of its layers",
+                code="WB-FIT-100",
             )
 
     def step(self, share: Share) -> tuple[list[int], list[float]]:
@@ -247,6 +248,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
             "The loss is PyTorch's, and this is a TensorFlow run.",
             seen=type(loss).__name__,
             next_step="loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), or such",
+            code="WB-FIT-101",
         )
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction in ("sum",):
@@ -254,6 +256,7 @@ def objective(loss: Any) -> Callable[[Any, Any], Any]:
                 "The loss must be a mean over the batch.",
                 seen=f"reduction={loss.reduction!r}",
                 allowed="reduction='sum_over_batch_size'",
+                code="WB-FIT-102",
             )
         return lambda out, y: tf.reduce_mean(loss.call(y, out))
     if str(getattr(loss, "__module__", "")).startswith("keras."):
@@ -277,6 +280,7 @@ def metric_function(name: str, metric: Any) -> Callable[[Any, Any], Any]:
             seen=type(metric).__name__,
             allowed="a function of (output, y), or a Keras metric that averages",
             next_step="compile the model with it and call model.fit",
+            code="WB-FIT-103",
         )
     if str(getattr(metric, "__module__", "")).startswith("keras."):
         return lambda out, y: tf.reduce_mean(tf.cast(metric(y, out), tf.float32))
@@ -298,12 +302,14 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
                 "The optimizer function did not return a Keras optimizer.",
                 seen=type(made).__name__,
                 next_step="optimizer=lambda p: keras.optimizers.SGD(0.1)",
+                code="WB-FIT-104",
             )
     if made._distribution_strategy is not distribution:
         raise FitError(
             "The optimizer was made outside this run's strategy.",
             seen=type(made._distribution_strategy).__name__,
             next_step="make it in the cell that trains with it",
+            code="WB-FIT-105",
         )
     if not made.built:
         made.build(model.trainable_variables)
@@ -311,5 +317,6 @@ def build_optimizer(optimizer: Any, model: Any, distribution: Any) -> Any:
         raise FitError(
             "The optimizer was built on another model's variables.",
             next_step="pass a function: optimizer=lambda p: keras.optimizers.SGD(0.1)",
+            code="WB-FIT-106",
         )
     return made

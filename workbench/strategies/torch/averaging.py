@@ -83,6 +83,7 @@ class Averaging:
                 "topk gathers what each worker chose; it has no use for an all-reduce.",
                 seen=f"compress={self._compress}, allreduce={asked}",
                 next_step="leave out -o allreduce",
+                code="WB-FIT-108",
             )
         if asked == BACKEND and simulated:
             raise FitError(
@@ -90,6 +91,7 @@ class Averaging:
                 "all-reduce does not use.",
                 seen=", ".join(fault.text for fault in self._context.spec.faults),
                 next_step="-o allreduce=auto, or one of the algorithms",
+                code="WB-FIT-109",
             )
 
     def _decide(self, model: torch.nn.Module, asked: str, simulated: bool) -> str:

@@ -125,6 +125,7 @@ def unused(name: str) -> FitError:
         "A parameter took no part in the loss, so there is no gradient to average.",
         seen=name,
         next_step="use it, freeze it (requires_grad=False), or set -o find_unused_parameters=true",
+        code="WB-FIT-110",
     )
 
 
@@ -134,4 +135,5 @@ def _sparse(name: str) -> FitError:
         seen=name,
         allowed="dense gradients (Embedding with sparse=False)",
         next_step="use -o allreduce=backend without compression",
+        code="WB-FIT-111",
     )

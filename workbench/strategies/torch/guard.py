@@ -168,6 +168,7 @@ class Guard:
                 f"{self._context.spec.rank} at step {self._context.step}",
                 allowed="the same ones on every worker",
                 next_step="freeze, unfreeze and add layers at the same step on every rank",
+                code="WB-FIT-112",
             )
         if not same:
             self._measure(
@@ -261,6 +262,7 @@ class Guard:
             allowed="equal parameters on all workers after each step",
             next_step="change parameters only by the loss and the optimizer that was handed over, "
             "the same way on every rank; what is random needs the same seed on all",
+            code="WB-FIT-113",
         )
 
 

@@ -79,6 +79,7 @@ class Hybrid(ModelSplit):
                 seen=f"stages={self.workers} on {self.world_size} workers",
                 allowed="a number of workers that stages divides",
                 next_step=f"use -n {-(-self.world_size // self.workers) * self.workers}",
+                code="WB-FIT-114",
             )
         self.pipelines = self.world_size // self.workers
         self.place = self.rank % self.workers

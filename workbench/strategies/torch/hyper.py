@@ -26,6 +26,7 @@ def importable(cls: type) -> str:
             "The optimizer's class is defined in the cell, which the server does not run.",
             seen=cls.__qualname__,
             next_step="put the class into a module beside the notebook and import it",
+            code="WB-FIT-115",
         )
     return f"{cls.__module__}:{cls.__qualname__}"
 
@@ -57,6 +58,7 @@ def _plain_value(name: str, value: Any) -> Any:
         f"The optimizer's setting {name!r} cannot be sent to a server.",
         seen=type(value).__name__,
         allowed="numbers, text, booleans, None, and tuples of them",
+        code="WB-FIT-116",
     )
 
 

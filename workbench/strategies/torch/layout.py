@@ -162,6 +162,7 @@ def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
                 seen=f"{type(optimizer).__name__} keeps them in its attribute {name}",
                 allowed="optimizers that find their parameters in param_groups",
                 next_step="pass a function instead: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                code="WB-FIT-117",
             )
 
 

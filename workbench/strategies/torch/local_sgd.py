@@ -115,5 +115,6 @@ class LocalSGD(DriftingReplicas):
                 seen=f"fraction={self.options['fraction']:g}",
                 allowed="fraction=1 with wb.prepare",
                 next_step="use wb.fit",
+                code="WB-FIT-118",
             )
         return super().adopt(model, optimizer, loader)

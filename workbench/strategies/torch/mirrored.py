@@ -214,6 +214,7 @@ class SyncedBatchNorm:
                 "BatchNorm can be synchronised on CUDA devices only.",
                 seen=str(device),
                 next_step="leave out -o sync_batchnorm=true",
+                code="WB-FIT-119",
             )
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):

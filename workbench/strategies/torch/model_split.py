@@ -199,6 +199,7 @@ class ModelSplit(Strategy):
                 f"Worker {rank} could not build its stages.",
                 seen=text.splitlines()[0],
                 next_step="use more workers, or give it fewer layers with -o split_at=...",
+                code="WB-FIT-120",
             )
 
     def _microbatch_of(self, batch: Any) -> Any:
@@ -250,7 +251,11 @@ class ModelSplit(Strategy):
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; the last stage scores, and tells the others."""
         if self.pipeline is None:
-            raise FitError("The model is not laid out yet.", next_step="train at least one step")
+            raise FitError(
+                "The model is not laid out yet.",
+                next_step="train at least one step",
+                code="WB-FIT-121",
+            )
         pipeline, job, program = self._pipeline, self.job, self._pipeline.program
         names = ["loss", *job.metrics]
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)
@@ -297,6 +302,7 @@ class ModelSplit(Strategy):
                 "first batch is seen.",
                 allowed="data with a length, of which a sample can be looked at",
                 next_step="give wb.fit a map-style dataset or arrays",
+                code="WB-FIT-122",
             )
         checkpoint.take(state, self.job.model, self.optimizer, self.scheduler)
 

@@ -110,6 +110,7 @@ class Remote:
                 "computes the loss again in the middle of the step.",
                 seen=type(optimizer).__name__,
                 next_step="use another optimizer, or strategy mirrored",
+                code="WB-FIT-123",
             )
         self._check_known()
         self._check_untouched()
@@ -135,6 +136,7 @@ class Remote:
                         allowed="requires_grad and param_groups as they were; freezing is possible",
                         next_step="call wb.prepare with all layers unfrozen and freeze some after "
                         "it, or use strategy mirrored",
+                        code="WB-FIT-124",
                     )
 
     def backward_ended(self) -> None:
@@ -153,6 +155,7 @@ class Remote:
                 seen="clipping, or another change in place",
                 next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
                 "mirrored",
+                code="WB-FIT-125",
             )
         self._versions = []
 
@@ -204,6 +207,7 @@ class Remote:
                     "tensors.",
                     seen=f"parameter {i} of shape {tuple(parameter.shape)}",
                     next_step="make the embedding with sparse=False",
+                    code="WB-FIT-126",
                 )
 
     # -- saving ------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
             "The workers hold different models, so they cannot train one together.",
             seen=", ".join(f"rank {r}: {int(e[0])} parameters" for r, e in enumerate(every)),
             next_step="build the same model on every worker, whatever its rank",
+            code="WB-FIT-127",
         )
 
 

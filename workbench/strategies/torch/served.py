@@ -81,6 +81,7 @@ class Served(Strategy):
                 "Loss scaling and servers do not go together: each worker would skip other steps.",
                 seen="precision='fp16'",
                 next_step="use precision='bf16'",
+                code="WB-FIT-128",
             )
         trainer.wrap(trainer.model)
         self._model, self._timer = trainer.model, trainer.timer
@@ -133,6 +134,7 @@ class Served(Strategy):
             allowed="one optimizer for the whole loop",
             next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
             "use strategy mirrored",
+            code="WB-FIT-129",
         )
 
     def _join(

@@ -138,6 +138,7 @@ def _passed_by(kind: type) -> FitError:
         seen=f"a method or a part of {kind.__name__} called by step_fn",
         allowed="step_fn=lambda model, batch: ... with model(...) in it",
         next_step="let the model's forward return the loss and call model(batch), or use mirrored",
+        code="WB-FIT-130",
     )
 
 
@@ -184,6 +185,7 @@ def check_types(model: torch.nn.Module, found: list[torch.nn.Module]) -> None:
                 "in forward"
                 if any("complex" in kind for kind in kinds)
                 else "give all parameters one type (model.float()), or use mirrored",
+                code="WB-FIT-131",
             )
 
 

@@ -125,6 +125,7 @@ def divide(parameters: Sequence[torch.Tensor], servers: int) -> list[Shard]:
             seen=f"{servers} servers, {len(parameters)} tensors",
             allowed=f"1 to {len(parameters)} servers for this model",
             next_step=f"use -o servers={len(parameters)} or fewer",
+            code="WB-FIT-132",
         )
     sizes = [p.numel() * p.element_size() for p in parameters]
     held: list[list[int]] = [[] for _ in range(servers)]

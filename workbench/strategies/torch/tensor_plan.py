@@ -69,6 +69,7 @@ def find_plan(model: nn.Module, workers: int) -> tuple[Plan, Plan]:
             seen=", ".join(sorted({type(module).__name__ for module in model.modules()})),
             allowed=f"Linear or Embedding layers with at least {workers} inputs or outputs",
             next_step="use mirrored or sharded",
+            code="WB-FIT-151",
         )
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Sequential):
@@ -101,6 +102,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 seen=part,
                 allowed="NAME=STYLE with STYLE one of "
                 + "; ".join(f"{name} ({what})" for name, what in STYLES.items()),
+                code="WB-FIT-152",
             )
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
@@ -109,6 +111,7 @@ def given_plan(model: nn.Module, text: str, workers: int) -> Plan:
                 seen=pattern,
                 allowed=", ".join(layers) or "the model has no Linear or Embedding layer",
                 next_step="name layers as above (* matches any), or use -o plan=auto",
+                code="WB-FIT-153",
             )
         plan.update(dict.fromkeys(names, style))
     return plan

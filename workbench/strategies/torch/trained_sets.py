@@ -120,6 +120,7 @@ class TrainedSets:
             f"{who} did not do the same",
             allowed="the same requires_grad on every worker",
             next_step="freeze and unfreeze at the same step on every rank",
+            code="WB-FIT-154",
         )
 
     def close(self) -> None:

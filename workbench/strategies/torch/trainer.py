@@ -256,6 +256,7 @@ class _NoBackward:
             allowed="a step_fn that returns the loss: wb.fit calls backward, and averages",
             next_step="return the loss (the sum, where there are several), or write the loop "
             "yourself with wb.prepare",
+            code="WB-FIT-155",
         )
 
 
@@ -296,6 +297,7 @@ def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optim
             "The optimizer function did not return a torch.optim.Optimizer.",
             seen=type(built).__name__,
             next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            code="WB-FIT-156",
         )
     check_closure(built)
     return built

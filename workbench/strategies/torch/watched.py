@@ -26,9 +26,10 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
             "wb.watch needs the loop's module and its optimizer.",
             seen=f"{type(model).__name__}, {type(optimizer).__name__}",
             next_step="wb.watch(model, optimizer, loader)",
+            code="WB-FIT-157",
         )
     if context.strategy is not None or context.weights is not None:
-        raise FitError("A training loop of this cell is recorded already.")
+        raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     several = context.spec.world_size > 1
     inside = _communicates(model)

@@ -167,6 +167,7 @@ class Links:
                 "The workers' gradients are not of the same size, so they cannot be averaged.",
                 seen=", ".join(f"rank {r}: {int(e[0])} numbers" for r, e in enumerate(every)),
                 next_step="build the same model on every worker",
+                code="WB-FIT-107",
             )
         self._agreed.add(key)
 

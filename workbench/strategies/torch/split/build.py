@@ -88,6 +88,7 @@ def fill(
             "The function does not return the same model each time it is called.",
             seen=f"{len(names)} tensors, then {len(building.seen)}",
             next_step="build the model from nothing but constants inside the function",
+            code="WB-FIT-133",
         )
     for name, tensor in final.items():
         place(model, name, tensor)

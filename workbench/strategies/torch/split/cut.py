@@ -132,6 +132,7 @@ def cut(
             seen=type(program.data).__name__,
             next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
             "module's own forward",
+            code="WB-FIT-134",
         )
     check_enough(layers, stages, workers, traced=traced)
     bounds = given_bounds(layers, split_at, stages) if split_at else None
@@ -142,6 +143,7 @@ def cut(
                 seen=f"{len(layers)} stages",
                 allowed=f"{stages} stages on {workers} workers",
                 next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
+                code="WB-FIT-135",
             )
         bounds = list(range(stages + 1))
     costs = _agreed_costs(layers, program, rank, device, around)
@@ -167,7 +169,7 @@ def _agreed_costs(
             answer = [str(error)]
     dist.broadcast_object_list(answer, 0)
     if isinstance(answer[0], str):
-        raise FitError(answer[0])
+        raise FitError(answer[0], code="WB-FIT-136")
     return list(answer[0])
 
 

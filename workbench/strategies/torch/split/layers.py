@@ -94,6 +94,7 @@ def check_enough(
                 if traced
                 else "give the model more layers"
             ),
+            code="WB-FIT-137",
         )
 
 
@@ -122,6 +123,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
                 if guess
                 else "name the layers that begin a "
                 "stage, or leave split_at out: the stages are then balanced from measured times",
+                code="WB-FIT-138",
             )
     bounds = [0, *cuts, len(layers)]
     if any(a >= b for a, b in pairwise(bounds)):
@@ -129,6 +131,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
             "split_at must name layers in the model's order, each once, and not the first.",
             seen=split_at,
             allowed=", ".join(names[1:]),
+            code="WB-FIT-139",
         )
     if len(bounds) - 1 != stages:
         raise FitError(
@@ -136,6 +139,7 @@ def given_bounds(layers: Sequence[Layer], split_at: str, stages: int) -> list[in
             seen=f"{split_at}: {len(bounds) - 1} stages",
             allowed=f"{stages} stages, so {stages - 1} cuts",
             next_step=f"use -n {len(bounds) - 1}, or change split_at",
+            code="WB-FIT-140",
         )
     return bounds
 

@@ -66,6 +66,7 @@ def form_of(value: Any, layer: str) -> Form:
             "Only tensors can be handed from stage to stage.",
             seen=f"layer {layer} returns a {type(value).__name__}",
             next_step="let it return a tensor or a tuple of tensors",
+            code="WB-FIT-141",
         )
     return Form(tuple(value.shape), value.dtype)
 
@@ -136,6 +137,7 @@ def _check_samples(layers: Sequence[Layer], costs: Sequence[Cost], samples: int)
         f"{tuple(form.shape[1:])}",
         next_step="a view(-1, n) folds values into the batch where n is not what one "
         "sample has: use nn.Flatten() or x.flatten(1), and fit the next layer to it",
+        code="WB-FIT-142",
     )
 
 
@@ -173,6 +175,7 @@ def _time(
                 f"Layer {name} of the model cannot be computed.",
                 seen=f"input {shapes}: {type(error).__name__}: {str(error).splitlines()[0]}",
                 next_step="check that the shapes of neighbouring layers fit",
+                code="WB-FIT-143",
             ) from error
         outputs = result if isinstance(result, tuple) else (result,)
         forward = _now(given[0].device)

@@ -196,6 +196,7 @@ def uneven(samples: int, whole: int) -> FitError:
         allowed=f"a multiple of {whole}",
         next_step="leave the rest out (a DataLoader with drop_last=True), or let the model return "
         "its output and use loss=, which takes batches of any size",
+        code="WB-FIT-144",
     )
 
 

@@ -68,6 +68,7 @@ class Program:
                     "into microbatches.",
                     seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
                     next_step="keep what belongs to the whole batch in the model, as a buffer",
+                    code="WB-FIT-145",
                 )
         return chosen
 
@@ -103,6 +104,7 @@ def program_of(job: Job, batch: Any) -> Program:
             "The input of a pipeline must be tensors, to be cut into microbatches.",
             seen=type(data).__name__,
             next_step="let the data set give tensors, or use another strategy",
+            code="WB-FIT-146",
         )
     every = range(len(list(tensors_of(data))))
     if job.step_fn is None:

@@ -70,6 +70,7 @@ def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
             seen=precision,
             allowed="None or 'bf16'",
             next_step="precision='bf16'",
+            code="WB-FIT-147",
         )
     return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])
 

@@ -136,6 +136,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
             allowed="nn.Sequential, a list of stages, or a module whose forward does not branch "
             "on values",
             next_step="give the stages yourself: wb.fit([first, second], ...), each a module",
+            code="WB-FIT-148",
         ) from error
     nodes = [node for node in module.graph.nodes if _computes(node)]
     results = list(next(n for n in module.graph.nodes if n.op == "output").args[0])
@@ -144,6 +145,7 @@ def _trace(model: torch.nn.Module, program: Program) -> _Trace:
             "The last stage must end in a tensor that the model has computed.",
             seen=type(outputs[0]).__name__ if outputs else "nothing",
             next_step="let the model return a tensor, or tensors in a tuple or dictionary",
+            code="WB-FIT-149",
         )
     distinct = list(dict.fromkeys(results))
     plain = (int, float, str, bool, type(None))
@@ -272,6 +274,7 @@ class _Copier:
                 "The model makes a constant on the device of its weights, which has no memory yet.",
                 seen=name,
                 next_step="pass the model itself instead of a function, or register it as a buffer",
+                code="WB-FIT-150",
             )
         return torch.empty_like(value, device=self._device)
 
