@@ -122,7 +122,7 @@ def test_await_works_at_the_top_of_a_cell_and_leaves_nothing_behind(book):
 def test_some_ranks_run_a_cell_and_the_world_stays_whole(book):
     assert book.ok("%%rank 1\nprint(rank, world_size)").lines() == ["[rank 1] 1 2"]
     assert book.ok("%%distributed --ranks [0]\nworld_size").lines() == ["[rank 0] 2"]
-    book.refused("%%rank 7\n1", "no such engine", "7", "0, 1")
+    book.refused("%%rank 7\n1", "WB-PLAN-101", "7", "0, 1")
 
 
 def test_the_number_of_workers_shrinks_and_grows(book):
@@ -147,9 +147,9 @@ def test_a_background_cell_returns_at_once_and_another_is_refused_meanwhile(book
     gate = tmp_path / "go on"
     waiting = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
     book.ok(f"%%distributed -n 2 --background\n{waiting}")
-    book.refused("%%distributed\n1", "Another one is going on", "a cell", "interrupt")
+    book.refused("%%distributed\n1", "WB-RUN-065", "a cell", "interrupt")
     book.namespace["value"] = 1
-    book.refused("%push value", "Another one is going on")
+    book.refused("%push value", "WB-RUN-065")
     gate.touch()
     assert soon(lambda: session.cluster.busy.is_over)
     book.ok("%%distributed -n 2\n1")
@@ -168,7 +168,7 @@ def test_push_and_pull_carry_values_both_ways(book):
     book.ok("%pull loss --rank 1 --as l")
     assert book["l"] == 0.5
     book.refused("%pull nowhere --rank 0", "nowhere")
-    book.refused("%push a --rank 9", "no such engine", "9")
+    book.refused("%push a --rank 9", "WB-PLAN-139", "9")
 
 
 def test_an_edited_module_reaches_engines_that_autoreload(book, tmp_path, monkeypatch):

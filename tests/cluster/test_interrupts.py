@@ -139,7 +139,7 @@ def test_the_kernels_stop_button_ends_a_run_and_marks_its_cell(book, unharmed, r
     assert time.perf_counter() - pressed[0] < IN_A_COLLECTIVE_S
     assert isinstance(cell.error, RunError)
     assert "Interrupted: run 'mirrored" in str(cell.error)
-    assert "was stopped after" in str(cell.error)
+    assert "WB-RUN-088" in str(cell.error)
     assert book["_run"].state == "stopped"
     assert len(book["_run"].history) > 0
 

@@ -133,7 +133,7 @@ def test_saved_runs_keep_their_profiles(book, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--profile 15:10", "ends before it begins"),
+        ("--profile 15:10", "WB-PLAN-153"),
         ("--profile ten", "START:STOP"),
         ("--profile 10:15 --steps 12", "10:15 of 12 steps"),
     ],
@@ -149,4 +149,4 @@ def test_a_window_after_the_end_is_refused_on_every_rank(book):
 
 
 def test_cells_without_a_strategy_have_no_steps(book):
-    book.refused("%%distributed --profile 1:2\n1", "--profile", "name a strategy")
+    book.refused("%%distributed --profile 1:2\n1", "--profile", "WB-PLAN-129")

@@ -35,7 +35,7 @@ def test_two_strategies_with_two_seeds_run_in_the_background(book, cluster):
 
     undo = queue.listen(look)
     items = queue.sweep(SHORT, ["one_device", "mirrored"], seeds=2, name="swept")
-    book.refused("%%distributed mirrored --plot off\n" + SHORT, "queue is at work")
+    book.refused("%%distributed mirrored --plot off\n" + SHORT, "WB-RUN-081")
     assert queue.busy
     queue.wait(4 * WAIT_S)
     undo()

@@ -93,5 +93,5 @@ def test_another_model_is_refused_and_model_fit_takes_weights(tmp_path: Path) ->
     folder = stored(tmp_path / "other", "torch", {**weights, "1.weight": np.ones((1, 1))})
     report = run("mirrored", cell, 2, init_from=folder)
     assert report.error is not None
-    assert "not the run's" in report.error
+    assert "WB-PLAN-151" in report.error
     assert report.trained == 0

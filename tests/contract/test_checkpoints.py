@@ -185,7 +185,7 @@ def test_another_model_is_refused_on_every_worker(workers: Workers, tmp_path: Pa
     interrupted(workers, "mirrored", tmp_path, cells.trained, 6)
     reports = workers.run("mirrored", cells.twice, workers=2, resume=str(tmp_path / "step-6"))
     assert len(failures(reports)) == 2
-    assert all("does not fit what the cell trains" in text for text in failures(reports))
+    assert all("WB-FIT-003" in text for text in failures(reports))
 
 
 def test_a_loop_that_distributes_itself_cannot_be_saved(workers: Workers, tmp_path: Path) -> None:
@@ -225,4 +225,4 @@ def test_other_batches_are_refused(workers: Workers, tmp_path: Path) -> None:
         overrides={"batch_size": 20},
     )  # fmt: skip
     assert len(failures(reports)) == 2
-    assert "other batches" in failures(reports)[0]
+    assert "WB-FIT-067" in failures(reports)[0]

@@ -124,11 +124,11 @@ def test_parametrized_layers_train_beside_divided_ones(workers: Workers) -> None
 REFUSED = {
     "attribute": (("sharded", "tensor_parallel"), {}, "Keeps keeps them in its attribute kept"),
     "complex": (("sharded",), {}, "use torch.view_as_complex in forward"),
-    "no layer": (("tensor_parallel",), {}, "No layer of the model can be divided"),
-    "different": (("sharded", "local_sgd", "gossip"), {}, "The workers hold different models"),
-    "plan": (("tensor_parallel",), {"plan": "7=col"}, "names a layer that the model lacks"),
-    "style": (("tensor_parallel",), {"plan": "0=up"}, "plan was not understood"),
-    "classes": (("local_sgd",), {"skew": "0.5"}, "deals samples out by their class"),
+    "no layer": (("tensor_parallel",), {}, "WB-FIT-151"),
+    "different": (("sharded", "local_sgd", "gossip"), {}, "WB-FIT-127"),
+    "plan": (("tensor_parallel",), {"plan": "7=col"}, "WB-FIT-153"),
+    "style": (("tensor_parallel",), {"plan": "0=up"}, "WB-FIT-152"),
+    "classes": (("local_sgd",), {"skew": "0.5"}, "WB-FIT-058"),
     "grid": (("hybrid",), {"stages": "3"}, "do not fill whole pipelines"),
 }
 

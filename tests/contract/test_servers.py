@@ -180,8 +180,8 @@ def test_what_workers_and_servers_hold_is_told(
 
 
 REFUSED = {
-    "own class": "defined in the cell", "closure": "closure", "sparse": "has sparse ones",
-    "sparse function": "Sparse gradients",
+    "own class": "WB-FIT-115", "closure": "closure", "sparse": "WB-FIT-028",
+    "sparse function": "WB-FIT-126",
     "setting": "'note' cannot be sent",
 }  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_clipping_a_share_of_a_sum_is_refused(workers: Workers, entry: catalog.S
     reports = clean(
         workers.run(entry.name, server_cells.refused, "clip", workers=2, options=options)
     )
-    assert all("were changed between backward" in report.value for report in reports)
+    assert all("WB-FIT-125" in report.value for report in reports)
     # Alone, or at its own pace, a worker's gradient is the whole of its push.
     alone = clean(workers.run(entry.name, server_cells.refused, "clip", options=options))
     assert alone[0].value == "no error"

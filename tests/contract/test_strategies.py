@@ -61,7 +61,7 @@ def test_float32_stays_within_rounding(
 def test_a_strategy_without_all_reduce_is_caught(workers: Workers) -> None:
     truth = workers.truth(cells.train)
     for report in workers.run("mirrored", cells.without_all_reduce, True, workers=2):
-        assert "copies of the model are no longer equal" in str(report.error)
+        assert "WB-FIT-113" in str(report.error)
         assert report.trained == 1
     reports = clean(workers.run("mirrored", cells.without_all_reduce, False, workers=2))
     with pytest.raises(AssertionError, match=r"weight|bias"):
@@ -132,14 +132,14 @@ def test_mirrored_says_that_batchnorm_sees_shares(workers: Workers, own_loop: bo
 
 
 WRONG = {
-    "no data": "not given data", "no model": "not given model", "no module": "no torch.nn.Module",
-    "a class": "no torch.nn.Module", "frozen": "no parameter", "no loss": "not clear",
+    "no data": "not given data", "no model": "not given model", "no module": "WB-FIT-059",
+    "a class": "WB-FIT-059", "frozen": "WB-FIT-061", "no loss": "not clear",
     "two losses": "exclude", "loss class": "cannot be called", "no batch": "was not said",
     "zero epochs": "epochs must count", "negative seed": "A seed", "empty": "is empty",
     "ragged": "unequal lengths", "odd data": "not understood", "no pairs": "pairs",
-    "foreign optimizer": "not the model's", "odd optimizer": "not understood",
+    "foreign optimizer": "WB-FIT-062", "odd optimizer": "not understood",
     "precision": "precision", "clip": "clip_norm", "metrics": "Metrics", "eval": "eval_every",
-    "callback": "callback", "closure": "asks for a closure", "built closure": "asks for a closure",
+    "callback": "callback", "closure": "WB-FIT-046", "built closure": "WB-FIT-046",
 }  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_sparse_gradients_are_trained_with_or_refused(
         )
     )
     if "sparse_gradients" not in entry.supports:
-        assert all("has sparse ones" in report.value for report in reports)
+        assert all("WB-FIT-028" in report.value for report in reports)
         assert all(len(report.rows) == 0 for report in reports)
         return
     truth = workers.truth(model_cells.sparse_embedding)

@@ -167,11 +167,11 @@ WRONG = {
     "indivisible": ("made(); model.fit(x, y, batch_size=25)", "batch_size=26"),
     "indivisible tf.data": (
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(25))",
-        "cannot be divided evenly",
+        "WB-FIT-073",
     ),
     "single samples": (
         "made(); model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, 0])))",
-        "not batches",
+        "WB-FIT-089",
     ),
     "not compiled": ("made(compiled=False); model.fit(x, y, batch_size=24)", "compile"),
     "another batch": (
@@ -187,12 +187,12 @@ WRONG = {
     "torch model": (
         "import torch; wb.fit(torch.nn.Linear(4, 1), (x, y), batch_size=4, "
         "loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD())",
-        "torch module",
+        "WB-PLAN-106",
     ),
     "a summed loss": (
         "made(); wb.fit(model, (x, y), batch_size=4, optimizer=keras.optimizers.SGD(), "
         "loss=keras.losses.MeanSquaredError(reduction='sum'))",
-        "must be a mean",
+        "WB-FIT-102",
     ),
     "a scheduler": (
         "made(); wb.fit(model, (x, y), batch_size=4, optimizer=keras.optimizers.SGD(), "

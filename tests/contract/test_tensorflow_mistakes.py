@@ -29,7 +29,7 @@ TORCH = (
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        (HEAD + "model.fit(x, y)", ["not compiled", "model.compile("]),
+        (HEAD + "model.fit(x, y)", ["WB-FIT-082", "model.compile("]),
         (COMPILED + "model.fit(x, y, batch_size=30)", ["30 over 4", "batch_size=32", "or", "28"]),
         (COMPILED + "model.fit(data.batch(30))", ["30 over 4", "data.batch(32) or data.batch(28)"]),
         (
@@ -40,7 +40,7 @@ TORCH = (
             HEAD + "wb.fit(model, data.batch(32), loss=loss, optimizer=optimizer, batch_size=16)",
             ["of another size", "batches of 32, batch_size=16"],
         ),
-        (COMPILED + "model.fit(data)", ["single samples", "(4,), (3,)", ".batch(64)"]),
+        (COMPILED + "model.fit(data)", ["WB-FIT-089", "(4,), (3,)", ".batch(64)"]),
         (
             "import keras\noutside.compile('sgd', 'mse')\noutside.fit([[1.0]], [[1.0]])",
             ["outside this run's strategy", "built under no strategy", "in the cell that trains"],
@@ -60,20 +60,20 @@ TORCH = (
         (
             HEAD + TORCH + "wb.fit(torch.nn.Linear(4, 3), (x, y), loss=loss, optimizer=optimizer, "
             "batch_size=16)",
-            ["no Keras model", "torch module"],
+            ["WB-FIT-042", "torch module"],
         ),
         (
             HEAD + TORCH + "wb.fit(model, (x, y), loss=torch.nn.MSELoss(), optimizer=optimizer, "
             "batch_size=16)",
-            ["loss is PyTorch's", "MSELoss", "keras.losses"],
+            ["WB-FIT-101", "MSELoss", "keras.losses"],
         ),
         (COMPILED + "wb.prepare(model, None)", ["wb.prepare", "use model.fit"]),
         (COMPILED + "model.fit(epochs=2)", ["no data", "model.fit(x, y, ...)"]),
-        (COMPILED + "model.fit(x)", ["no labels", "(64, 4)", "model.fit(x, y, ...)"]),
+        (COMPILED + "model.fit(x)", ["WB-FIT-086", "(64, 4)"]),
         (COMPILED + "model.fit(x.tolist(), y)", ["x is a list", "a list of 64", "numpy.array(x)"]),
         (
             COMPILED + "model.fit(x, y, epoch=2)",
-            ["no argument", "'epoch'", "did you mean 'epochs'"],
+            ["WB-FIT-087", "'epoch'", "did you mean 'epochs'"],
         ),
     ],
 )

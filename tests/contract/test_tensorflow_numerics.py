@@ -81,8 +81,8 @@ def test_a_schedule_is_what_the_optimizer_would_follow():
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        ("scheduler=lambda optimizer: optimizer.step()", ["function of the step", "raised"]),
-        ("scheduler=0.1", ["function of the step", "ExponentialDecay"]),
+        ("scheduler=lambda optimizer: optimizer.step()", ["WB-FIT-044", "raised"]),
+        ("scheduler=0.1", ["WB-FIT-044", "ExponentialDecay"]),
     ],
 )
 def test_a_scheduler_of_another_kind_is_refused(cell, words):

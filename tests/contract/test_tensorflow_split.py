@@ -110,13 +110,13 @@ model.fit(np.ones((8, 2), "float32"), np.ones((8, 3), "float32"))
 @pytest.mark.parametrize(
     ("cell", "stages", "settings", "words"),
     [
-        (WIDE, 8, {}, ["more stages than layers", "8 stages, 7 layers", "-n 7"]),
-        (WIDE, 2, {"options": {"split_at": "fc9"}}, ["cannot begin there", "fc9", "6 or head"]),
-        (WIDE, 2, {"options": {"split_at": "0"}}, ["cannot begin there", "but the first"]),
+        (WIDE, 8, {}, ["WB-FIT-076", "8 stages, 7 layers", "-n 7"]),
+        (WIDE, 2, {"options": {"split_at": "fc9"}}, ["WB-FIT-077", "fc9", "6 or head"]),
+        (WIDE, 2, {"options": {"split_at": "0"}}, ["WB-FIT-077"]),
         (WIDE, 3, {"options": {"split_at": "3,1"}}, ["model's order", "split_at=1,3"]),
         (WIDE, 2, {"options": {"split_at": "1,3"}}, ["3 stages for 2 devices", "-n 3"]),
         (WIDE, 2, {"EXTRA": {"jit_compile": True}}, ["XLA", "jit_compile=False"]),
-        (SUBCLASS, 2, {}, ["whose layers are known", "Net", "keras.Sequential"]),
+        (SUBCLASS, 2, {}, ["WB-FIT-075", "Net", "keras.Sequential"]),
     ],
 )
 def test_what_cannot_be_split_is_refused_with_the_next_step(cell, stages, settings, words):

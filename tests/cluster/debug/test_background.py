@@ -27,7 +27,7 @@ dist.barrier()
     assert paused()[1].where == "cell line 3 in look"
     answers = where(0, 1)
     assert answers[1].state == "paused", "a rank paused by its user is not called a hang"
-    book.refused("%cluster debug 0", "Another one is going on")
+    book.refused("%cluster debug 0", "WB-RUN-065")
     assert "breakpoint()" in book.ok("%cluster debug 1 -c 'l'").stdout
     said = book.ok("%cluster debug -c 'p secret' -c 'secret = 99' -c c").stdout
     assert said.splitlines()[0] == "41"

@@ -29,7 +29,7 @@ def test_debugpy_listens_on_loopback_in_the_engine(book):
     assert not process.children(recursive=True), "no adapter that could outlive the engine"
     assert "listens already" in serve(book, 1)[1]
     assert serve(book, 1)[0] == port
-    book.refused(f"%cluster debug 0 --port {port}", "cannot listen", "Address already in use")
+    book.refused(f"%cluster debug 0 --port {port}", "WB-CLUSTER-039", "Address already in use")
 
 
 def test_vs_code_stops_at_a_breakpoint_and_looks_around(book):
@@ -77,5 +77,5 @@ def test_debugpy_missing_is_said(book):
     book.ok("%cluster restart 0")
     book.ok("%%distributed -r 0\nimport sys\nkept = sys.modules.pop('debugpy', None)\n"
             "sys.modules['debugpy'] = None")  # fmt: skip
-    book.refused("%cluster debug 0 --port 0", "debugpy is not installed", "[debug]")
+    book.refused("%cluster debug 0 --port 0", "WB-CLUSTER-038", "[debug]")
     book.ok("%cluster restart 0")
