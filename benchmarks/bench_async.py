@@ -48,7 +48,7 @@ def digits(epochs, lr, seed, mean_ms):
     import torch
 
     from workbench import data
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(),

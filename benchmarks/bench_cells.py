@@ -24,7 +24,7 @@ def main() -> None:
     import ipyparallel as ipp
     from IPython.core.interactiveshell import InteractiveShell
 
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     shell = InteractiveShell.instance()
     shell.run_line_magic("load_ext", "workbench")

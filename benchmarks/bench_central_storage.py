@@ -32,7 +32,7 @@ def ours(mb, steps):
 
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(0)
     rows = mb * 250_000 // 64

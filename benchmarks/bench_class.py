@@ -42,11 +42,11 @@ wb.fit(nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1
 
 def one(engines):
     """Be one notebook; what is read from stdin says when to go on."""
-    from workbench.session import state
+    from workbench.notebook import session
 
     began = time.perf_counter()
-    state.session.prewarm()
-    cluster = state.session.start(engines)
+    session.session.prewarm()
+    cluster = session.session.start(engines)
     cluster.execute("x = 1").over.wait(READY_S)
     print(json.dumps({"ready_s": time.perf_counter() - began}), flush=True)
     sys.stdin.readline()
@@ -60,7 +60,7 @@ def one(engines):
     sys.stdin.readline()
     rate = (run.history.totals.steps - steps) / (time.perf_counter() - at)
     print(json.dumps({"steps_per_s": rate}), flush=True)
-    state.session.stop()
+    session.session.stop()
 
 
 def said(process, name):

@@ -16,9 +16,9 @@ import tracemalloc
 import numpy as np
 
 from workbench.history.store import RunHistory
-from workbench.messages import Records
-from workbench.protocol import decode_up, encode, new_key, pack, records_from, unpack
-from workbench.record import RECORD
+from workbench.shared.messages import Records
+from workbench.shared.protocol import decode_up, encode, new_key, pack, records_from, unpack
+from workbench.shared.record import RECORD
 
 
 def rows(rank: int, first: int, steps: int, step_s: float = 0.01) -> np.ndarray:

@@ -19,11 +19,10 @@ import zmq
 
 from workbench.cluster.router import ControlRouter
 from workbench.history.store import RunHistory
-from workbench.messages import Hello, Records, Up
-from workbench.protocol import encode, records_from
-from workbench.record import RECORD
-from workbench.seal import Seal
-from workbench.views.dashboard import Dashboard
+from workbench.shared.messages import Hello, Records, Up
+from workbench.shared.protocol import Seal, encode, records_from
+from workbench.shared.record import RECORD
+from workbench.views.live.dashboard import Dashboard
 
 FRAME_S = 0.2
 SILENT_S = 10.0

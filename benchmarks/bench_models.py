@@ -25,7 +25,8 @@ sys.path[:0] = [str(REPOSITORY / part) for part in ("tests/contract", "tests", "
 from worker_reports import Report, joined  # noqa: E402
 from workers import Workers  # noqa: E402
 
-from workbench import catalog, metrics  # noqa: E402
+from workbench import catalog  # noqa: E402
+from workbench.shared import record  # noqa: E402  # noqa: E402
 
 MODELS = (
     "nanogpt", "nanogpt_adamw", "resnet_groupnorm", "resnet_batchnorm", "lstm",
@@ -41,7 +42,7 @@ def train(name: str, steps: int) -> None:
     import model_zoo
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     case = (model_zoo.CASES.get(name) or getattr(model_zoo, name))()
@@ -90,7 +91,7 @@ def weights_of(reports: list[Report]) -> dict[str, Any]:
 
 def loss_of(reports: list[Report]) -> float:
     """Return the loss of the last step."""
-    return float(np.ravel(metrics.derive(joined(reports)).loss)[-1])
+    return float(np.ravel(record.derive(joined(reports)).loss)[-1])
 
 
 def run_case(workers: Workers, name: str, column: str, steps: int = STEPS) -> dict[str, Any]:

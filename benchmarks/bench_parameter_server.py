@@ -46,7 +46,7 @@ def measured(rank: int, rounds: int, ready: Any, queue: Any, once: Callable[[], 
 
 
 def links_server(args: Any, port: int, way: str) -> None:
-    from workbench.engine.links import Hub
+    from workbench.engine.transport import Hub
 
     hub, boxes = Hub(args.workers, KEY), {}
     hub.admit(store_of(port), 0, "127.0.0.1")
@@ -66,7 +66,7 @@ def links_server(args: Any, port: int, way: str) -> None:
 
 
 def links_worker(args: Any, port: int, way: str, rank: int, ready: Any, queue: Any) -> None:
-    from workbench.engine.links import connect
+    from workbench.engine.transport import connect
 
     size = args.mb * 1_000_000
     gradient, landing = np.full(size, rank + 1, np.uint8), np.zeros(size, np.uint8)

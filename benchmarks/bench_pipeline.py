@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import workbench as wb
-from workbench.pipelines import ideal_bubble
+from workbench.catalog.schedules import ideal_bubble
 
 os.environ["WORKBENCH_PREWARM"] = "off"
 

@@ -36,10 +36,10 @@ from typing import Any
 import psutil
 from chaos_notebook import LIMIT_S, Attendant, Cell, Disks, Notebook, await_, press_interrupt
 
-from workbench import lifecycle
-from workbench.session import registry
-from workbench.session.run import Run
-from workbench.session.state import session
+from workbench.execution import registry
+from workbench.execution.run import Run
+from workbench.notebook.session import session
+from workbench.shared import events
 
 QUIET_S = 8.0
 """How long a fault is given to end the cell by itself, before it is interrupted."""
@@ -365,7 +365,7 @@ class Chaos:
             one.wrong.append("neither a run nor an error")
         for run in made:
             one.state = run.state
-            fits = run.is_over and run.state in lifecycle.OVER and run.state != "finished"
+            fits = run.is_over and run.state in events.OVER and run.state != "finished"
             fits = fits and (run.state == "failed") == (run.error is not None)
             if not fits or (run.state == "failed" and cell.error is None):
                 one.wrong.append(f"state {run.state} with {run.error!r} and {cell.error!r}")

@@ -24,7 +24,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from workbench.errors import WorkbenchError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 LIMIT_S = 30.0
 """What has not ended so long after its fault, or after its interrupt, hangs."""

@@ -16,7 +16,7 @@ import numpy as np
 
 import workbench as wb
 from workbench.history.disk import records_path
-from workbench.record import RECORD
+from workbench.shared.record import RECORD
 
 os.environ["WORKBENCH_PREWARM"] = "off"
 

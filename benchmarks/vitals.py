@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import psutil
 
 from workbench.cluster.engines import EngineInfo
-from workbench.session.vitals import Vitals
+from workbench.session.status import Vitals
 
 SLEEPER = "import numpy, psutil, sys, time; print(1, flush=True); time.sleep(600)"
 

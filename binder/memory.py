@@ -12,7 +12,7 @@ import psutil
 MARK = "WORKBENCH_BINDER_CHECK"
 MB = 1e6
 SAMPLE_EVERY_S = 0.4
-WARM = "workbench.cluster.warm"
+WARM = "workbench.cluster.forkserver.server"
 
 
 @dataclass

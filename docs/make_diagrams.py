@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parent / "diagrams"
 
 def make_pictures() -> dict[str, str]:
     """Return the pictures as SVG, by file name."""
-    from workbench.session.diagrams import diagram
+    from workbench.notebook.compare import diagram
 
     return {
         "mirrored-ring.svg": diagram("mirrored", 4, allreduce="ring").svg(),

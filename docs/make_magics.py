@@ -2,8 +2,8 @@
 
     python docs/make_magics.py
 
-What a flag is called, what it takes and what it is for come from `workbench/run_request.py` and
-`workbench/cluster_line.py`. What the parser of `%cluster` does not know (the default in words, an
+What a flag is called, what it takes and what it is for come from `workbench/shared/run_request.py` and
+`workbench/shared/magic_args.py`. What the parser of `%cluster` does not know (the default in words, an
 example) stands here, per flag; a flag that is missing here is an error, and a test parses every
 example.
 """
@@ -109,10 +109,10 @@ def actions() -> str:
     Raises:
         ValueError: The parser knows other actions than this module.
     """
-    from workbench import cluster_line
+    from workbench.shared import magic_args
 
-    if set(cluster_line.ACTIONS) != set(ACTIONS):
-        odd = sorted(set(cluster_line.ACTIONS) ^ set(ACTIONS))
+    if set(magic_args.ACTIONS) != set(ACTIONS):
+        odd = sorted(set(magic_args.ACTIONS) ^ set(ACTIONS))
         raise ValueError(f"make_magics.py and cluster_line.py differ: {odd}")
     rows = [(f"`{example}`", what) for example, what in ACTIONS.values()]
     return table([("line", "what it does"), *rows])
@@ -151,9 +151,8 @@ def put(page: str, name: str, content: str) -> str:
 
 def make_page(page: str) -> str:
     """Return the page with all its tables made anew."""
-    from workbench.cluster_line import cluster_parser
-    from workbench.line import cell_parser
-    from workbench.run_request import FLAGS
+    from workbench.shared.magic_args import cluster_parser
+    from workbench.shared.run_request import FLAGS, cell_parser
 
     cell = {flag.long: (flag.without, flag.example) for flag in FLAGS.values()}
     parts = {

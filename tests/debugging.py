@@ -4,9 +4,9 @@ import builtins
 
 from notebook_shell import soon
 
-from workbench.messages import AskWhere
-from workbench.session import prompt
-from workbench.session.state import session
+from workbench.execution import paused as prompt
+from workbench.notebook.session import session
+from workbench.shared.messages import AskWhere
 
 TRAINS = """import torch
 from torch import nn

@@ -9,9 +9,9 @@ from typing import Any
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
-from workbench.plan import Plan, make_plan
-from workbench.session.lineup import Item
 from workbench.session.queue import Queue
+from workbench.session.queue_state import Item
+from workbench.shared.plan import Plan, make_plan
 
 WAIT_S = 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fake_run import fake_pipeline, fake_snapshot
 
-from workbench.views.live import WidgetView
+from workbench.views.live.live import WidgetView
 
 
 def play(

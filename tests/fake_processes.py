@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from workbench.cluster.readings import Family, Processes
+from workbench.cluster.vitals import Family, Processes
 
 
 class Process:

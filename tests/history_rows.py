@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.history.analysis.summary import RunSummary, summarise
 from workbench.history.store import RunHistory
-from workbench.history.summary import RunSummary, summarise
-from workbench.record import RECORD
+from workbench.shared.record import RECORD
 
 NAN = float("nan")
 

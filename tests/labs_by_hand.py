@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import v4
 
-from workbench.labs import build, source
+from workbench.labs import build
 
 REPOSITORY = Path(__file__).parents[1]
 SOLUTIONS = REPOSITORY / "notebooks" / "solutions"
@@ -82,7 +82,7 @@ def run(cells: list[Any], folder: Path) -> None:
 
 def prove(path: Path, folder: Path) -> Proof:
     """Run a lab; at each exercise try the empty cell, each wrong answer, then the solution."""
-    lab = source.read(path)
+    lab = build.read(path)
     checks = {piece.exercise: piece.source for piece in lab.pieces if piece.kind == "check"}
     cells = []
     for piece in lab.pieces:
@@ -122,5 +122,5 @@ def plain(cell: Any) -> str:
 
 def same_sources(path: Path, version: build.Version) -> tuple[list[str], list[str]]:
     """Return the cells that a lab's source asks for."""
-    made = build.notebook(source.read(path), version)
+    made = build.notebook(build.read(path), version)
     return [cell.source for cell in made.cells], [cell.cell_type for cell in made.cells]

@@ -138,7 +138,7 @@ _failed = pytest.StashKey[bool]()
 
 def _running() -> list[Any]:
     """Return the clusters of this process."""
-    registry = sys.modules.get("workbench.session.registry")
+    registry = sys.modules.get("workbench.execution.registry")
     return registry.running_clusters() if registry is not None else []
 
 

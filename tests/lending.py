@@ -18,7 +18,7 @@ from notebook_shell import soon
 
 from workbench.cluster.engines import Engines
 from workbench.errors import WorkbenchError
-from workbench.session import registry
+from workbench.execution import registry
 from workbench.session.cluster import Cluster
 
 _spare: list[Engines] = []

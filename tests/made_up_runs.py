@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from history_rows import NAN, make_history, make_rows
 
-from workbench.history.comparison import Comparison, compare
-from workbench.history.summary import RunSummary, summarise
+from workbench.history.analysis.comparison import Comparison, compare
+from workbench.history.analysis.summary import RunSummary, summarise
 
 MIB = float(1 << 20)
 

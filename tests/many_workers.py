@@ -13,7 +13,7 @@ from typing import Any
 from fake_run import fake_snapshot
 
 from workbench.cluster.vitals import EngineVitals
-from workbench.faults import parse_fault
+from workbench.shared.faults import parse_fault
 
 DRAWN = 40
 """Snapshots of the run; they are shown one after the other, over and over."""
@@ -122,8 +122,8 @@ class FakeCluster:
 
 def install(workers: int) -> FakeRun:
     """Have the notebook's session show such a cluster and its run."""
-    from workbench.session.registry import runs
-    from workbench.session.state import session
+    from workbench.execution.registry import runs
+    from workbench.notebook.session import session
 
     run = FakeRun(workers)
     runs.add(run)  # type: ignore[arg-type]

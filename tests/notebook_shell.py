@@ -82,8 +82,8 @@ def notebook(engines: int = 0, *, fresh: bool = False):
     """
     import lending
 
-    from workbench.session import registry
-    from workbench.session.state import session
+    from workbench.execution import registry
+    from workbench.notebook.session import session
 
     registry.runs.clear()  # of notebooks before this one
     session.reset()

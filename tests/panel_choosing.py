@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from workbench.panels import fitness
+from workbench.execution import allocator
+from workbench.notebook.session import Session
+from workbench.panels import strategies
 from workbench.panels.model import Panel
 from workbench.panels.recipe import RecipePart
 from workbench.panels.strategies import StrategiesPart
-from workbench.session import frameworks
-from workbench.session.state import Session
 
 
 class FakeCluster:
@@ -29,11 +29,11 @@ class FakeCluster:
 @contextmanager
 def choosing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
     """Show the choice where both frameworks are installed."""
-    monkeypatch.setattr("workbench.session.checks.installed", lambda framework: True)
-    monkeypatch.setattr(frameworks, "installed", lambda framework: True)
-    fitness._missing.cache_clear()
+    monkeypatch.setattr("workbench.execution.requests.installed", lambda framework: True)
+    monkeypatch.setattr(allocator, "installed", lambda framework: True)
+    strategies._missing.cache_clear()
     yield Panel(Session(cluster=FakeCluster()), (RecipePart, StrategiesPart))
-    fitness._missing.cache_clear()
+    strategies._missing.cache_clear()
 
 
 def cards(panel: Panel) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Runs the files of TensorFlow's tests, each in a process forked from one that has it imported.
 
 Importing TensorFlow and Keras takes longer than many a file, so it is done once, as for engines:
-the parent imports and never runs an operation (`workbench.cluster.preload`).
+the parent imports and never runs an operation (`workbench.cluster.forkserver.preload`).
 
 TensorFlow's runs of a file follow each other in one process, as in an engine. It has been seen to
 end that process by a segmentation fault; the file is then repeated, twice at most.
@@ -119,7 +119,7 @@ def preload() -> bool:
 
     import pytest  # noqa: F401
 
-    from workbench.cluster import preload as warm
+    from workbench.cluster.forkserver import preload as warm
 
     if find_spec("tensorflow") is None:
         return True  # the tests skip themselves

@@ -15,9 +15,9 @@ import ipyparallel
 import psutil
 from traitlets.config import Config
 
-from workbench.cluster import profile
-from workbench.cluster.launcher import CLUSTER_SETTINGS
-from workbench.cluster.warm_client import WarmParent
+from workbench.cluster import folders
+from workbench.cluster.forkserver.client import WarmParent
+from workbench.cluster.hub import CLUSTER_SETTINGS
 
 REGISTER_TIMEOUT_S = 30
 
@@ -36,7 +36,7 @@ def engines(n, warm=None, **settings):
     """Yield (cluster, client, warm parent) with `n` registered engines; leaves nothing behind."""
     owned = None if warm else WarmParent().start()
     warm = warm or owned
-    folder = profile.create()
+    folder = folders.create()
     cluster = quiet_cluster(folder)
     try:
         cluster.start_controller_sync()
@@ -53,7 +53,7 @@ def engines(n, warm=None, **settings):
             cluster.stop_cluster_sync()
         if owned:
             owned.stop()
-        profile.remove(folder)
+        folders.remove(folder)
 
 
 @contextlib.contextmanager

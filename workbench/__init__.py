@@ -16,28 +16,28 @@ __version__ = "0.1.0"
 _LAZY = {
     # notebook
     "Cluster": "workbench.session.cluster",
-    "Run": "workbench.session.run",
-    "runs": "workbench.session.registry",
-    "compare": "workbench.session.compare",
-    "load": "workbench.session.load",
+    "Run": "workbench.execution.run",
+    "runs": "workbench.execution.registry",
+    "compare": "workbench.notebook.compare",
+    "load": "workbench.execution.registry",
     "attach": "workbench.session.attach",
-    "resume": "workbench.session.resume",
-    "queue": "workbench.session.state",
-    "strategies": "workbench.session.compare",
-    "recipe": "workbench.session.recipes",
-    "recipes": "workbench.session.recipes",
-    "to_a_cell": "workbench.session.cells",
-    "calibrate": "workbench.session.calibrate",
-    "diagram": "workbench.session.diagrams",
+    "resume": "workbench.notebook.resume",
+    "queue": "workbench.notebook.session",
+    "strategies": "workbench.notebook.compare",
+    "recipe": "workbench.notebook.recipes",
+    "recipes": "workbench.notebook.recipes",
+    "to_a_cell": "workbench.notebook.values",
+    "calibrate": "workbench.notebook.calibrate",
+    "diagram": "workbench.notebook.compare",
     "panel": "workbench.panels.show",
     # engines
-    "fit": "workbench.engine.fit",
-    "prepare": "workbench.engine.prepare",
-    "watch": "workbench.engine.watch",
-    "log": "workbench.engine.logging",
-    "options": "workbench.engine.logging",
-    "checkpoint": "workbench.engine.checkpoints",
-    "resumed_step": "workbench.engine.checkpoints",
+    "fit": "workbench.engine.training.fit",
+    "prepare": "workbench.engine.training.user_loops",
+    "watch": "workbench.engine.training.user_loops",
+    "log": "workbench.engine.training.notes",
+    "options": "workbench.engine.training.notes",
+    "checkpoint": "workbench.engine.checkpoints.checkpoints",
+    "resumed_step": "workbench.engine.checkpoints.checkpoints",
     # both
     "data": "workbench",
     "RunStopped": "workbench.errors",
@@ -85,18 +85,18 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics and begin to pre-warm (`%load_ext workbench`)."""
     need_a_system_that_works()
-    importlib.import_module("workbench.magics").register(shell)
+    importlib.import_module("workbench.notebook.magics").register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Stop what the extension started, unless the cell loads it again (`%reload_ext`)."""
-    importlib.import_module("workbench.magics").unregister(shell)
+    importlib.import_module("workbench.notebook.magics").unregister(shell)
 
 
 if TYPE_CHECKING:
-    from .engine.fit import fit as fit
+    from .engine.training.fit import fit as fit
     from .errors import RunStopped as RunStopped
     from .errors import WorkbenchError as WorkbenchError
+    from .execution.registry import runs as runs
+    from .execution.run import Run as Run
     from .session.cluster import Cluster as Cluster
-    from .session.registry import runs as runs
-    from .session.run import Run as Run

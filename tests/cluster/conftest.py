@@ -11,8 +11,8 @@ import pytest
 from leftovers import Stage
 from notebook_shell import Notebook, notebook, soon
 
+from workbench.notebook.session import session
 from workbench.session.cluster import Cluster
-from workbench.session.state import session
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from notebook_shell import WAIT_S
 
 import workbench as wb
 from workbench.errors import ClusterError, PlanError, RunError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

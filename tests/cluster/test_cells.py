@@ -13,7 +13,7 @@ from notebook_shell import WAIT_S, interrupt_main_thread, soon
 
 import workbench as wb
 from workbench.errors import RunError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

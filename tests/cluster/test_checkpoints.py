@@ -11,8 +11,8 @@ from needs import need
 from notebook_shell import soon
 
 import workbench as wb
-from workbench import checkpoints
 from workbench.errors import PlanError, RunError
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -88,7 +88,7 @@ def test_a_worker_that_dies_while_writing_leaves_the_last_good_one(book, cluster
 SLOWLY = """
 import importlib, os, threading
 from pathlib import Path
-import workbench.engine.torch_checkpoints as writing
+import workbench.engine.torch.checkpoints as writing
 importlib.reload(writing)  # whatever an earlier cell has left there
 whole = writing.write_state
 def half(folder, state):
@@ -113,7 +113,7 @@ def _resumed(folder: Path, cell: str, steps: int):
 
 FULL = """
 import errno, importlib
-import workbench.engine.torch_checkpoints as writing
+import workbench.engine.torch.checkpoints as writing
 importlib.reload(writing)  # whatever an earlier cell has left there
 whole = writing.write_state
 def full(folder, state):
@@ -141,8 +141,8 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(book, cluster, tmp_path, who
 LATE = """
 import errno, importlib, threading
 from pathlib import Path
-import workbench.engine.checkpoint_writing as parts
-import workbench.engine.torch_checkpoints as writing
+import workbench.engine.checkpoints.checkpoints as parts
+import workbench.engine.torch.checkpoints as writing
 importlib.reload(writing)  # whatever an earlier cell has left there
 whole, give_up = writing.write_state, parts.Writer._give_up
 given_up = Path(FLAG)

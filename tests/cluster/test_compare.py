@@ -10,7 +10,7 @@ from needs import need
 from notebook_shell import WAIT_S, notebook
 
 import workbench as wb
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

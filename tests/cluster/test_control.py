@@ -17,8 +17,8 @@ from notebook_shell import WAIT_S, soon
 
 import workbench as wb
 from workbench.errors import ClusterError, RunError
-from workbench.messages import Hello
-from workbench.protocol import encode, new_key, pack
+from workbench.shared.messages import Hello
+from workbench.shared.protocol import encode, new_key, pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -12,7 +12,7 @@ BEGIN = """
 import os, signal, sys, threading, time
 sys.path.insert(0, {tests!r})
 from fake_run import fake_snapshot
-from workbench.views.figure import run_png
+from workbench.views.live.figure import run_png
 shot = fake_snapshot()
 assert "matplotlib" not in sys.modules
 

@@ -12,7 +12,7 @@ from needs import need
 from notebook_shell import Notebook, soon
 from torchrun_scripts import GPT, MULTIGPU
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

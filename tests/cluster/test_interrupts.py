@@ -11,7 +11,7 @@ from notebook_shell import WAIT_S, interrupt_main_thread, notebook, soon
 from warm_support import stopped
 
 from workbench.errors import RunError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -229,7 +229,7 @@ def test_the_memory_of_a_run_is_released(book, unharmed, reached, how):
 def test_an_engine_that_no_interrupt_reaches_is_ended_by_pid_and_said_so(
     book, reached, monkeypatch
 ):
-    monkeypatch.setattr("workbench.session.task.KILL_S", 2.5)  # test_fail_fast has it as it is
+    monkeypatch.setattr("workbench.execution.task.KILL_S", 2.5)  # test_fail_fast has it as it is
     here = HERE.format(path=str(reached))
     task = session.cluster.execute(
         "import ctypes, pathlib\n"

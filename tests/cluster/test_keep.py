@@ -7,7 +7,7 @@ import pytest
 from keeping import end, line, listed, shell, start
 from notebook_shell import soon
 
-from workbench.cluster.warm_client import can_fork
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,
@@ -113,7 +113,7 @@ def test_one_owner_at_a_time_and_take_takes_it(stage):
     first = start(
         stage,
         """
-from workbench.session.state import session
+from workbench.notebook.session import session
 session.cluster, run = kept(10**6)
 session._have(session.cluster)
 while not run.is_over:

@@ -9,7 +9,7 @@ import pytest
 from keeping import end, line, listed, shell, start
 from notebook_shell import soon
 
-from workbench.cluster.warm_client import can_fork
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,

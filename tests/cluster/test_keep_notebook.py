@@ -2,7 +2,7 @@
 
 import pytest
 
-from workbench.cluster.warm_client import can_fork
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,

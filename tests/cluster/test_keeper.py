@@ -6,7 +6,8 @@ import textwrap
 import psutil
 import pytest
 
-from workbench.cluster.warm_client import WarmParent, can_fork, start_keeper
+from workbench.cluster.forkserver.client import WarmParent
+from workbench.cluster.processes import can_fork, start_keeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 WAIT_S = 60

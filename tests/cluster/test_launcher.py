@@ -10,8 +10,9 @@ import pytest
 from traitlets.config import Config
 from warm_support import engines, gone
 
-from workbench.cluster.launcher import WarmEngineSetLauncher
-from workbench.cluster.warm_client import WarmParent, can_fork
+from workbench.cluster.forkserver.client import WarmParent
+from workbench.cluster.hub import WarmEngineSetLauncher
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,

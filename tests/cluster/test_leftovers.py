@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from workbench.cluster.warm_client import can_fork
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,
@@ -46,7 +46,7 @@ say('{SAID}')
 cluster.stop()
 """,
     "without a warm parent": f"""
-import workbench.cluster.parents as parents
+import workbench.cluster.forkserver.parents as parents
 parents.can_fork = lambda framework: (False, "a test")
 {CLUSTER}
 train('mirrored')
@@ -98,7 +98,9 @@ def test_a_kernel_killed_in_the_middle_of_starting_leaves_nothing(stage, after_s
 
 
 @pytest.mark.parametrize(
-    "victims", [["workbench.cluster.warm"], ["ipyparallel.controller"]], ids=["warm", "controller"]
+    "victims",
+    [["workbench.cluster.forkserver.server"], ["ipyparallel.controller"]],
+    ids=["warm", "controller"],
 )
 @pytest.mark.parametrize("between_s", [0.0, 1.5])
 def test_neither_does_one_whose_helpers_were_killed_before(stage, victims, between_s):
@@ -136,7 +138,9 @@ def test_engines_that_nobody_forked_miss_their_kernel_themselves(stage):
 
 def test_a_warm_parent_killed_in_its_kernels_life_leaves_nothing_that_cells_started(stage):
     kernel, processes = ready(stage, BUSY["what cells started"])
-    (warm,) = [p for p in named(processes, "workbench.cluster.warm") if p.ppid() == kernel.pid]
+    (warm,) = [
+        p for p in named(processes, "workbench.cluster.forkserver.server") if p.ppid() == kernel.pid
+    ]
     warm.kill()
     end(kernel)
     check(stage)
@@ -170,7 +174,7 @@ def test_a_notebook_that_is_closed_or_restarted_leaves_nothing(stage, how):
     try:
         client.execute_interactive(NOTEBOOK, timeout=120, output_hook=lambda message: None)
         seen = stage.look()
-        assert len(named(seen, "workbench.cluster.warm")) >= 3
+        assert len(named(seen, "workbench.cluster.forkserver.server")) >= 3
         if how == "restart":
             manager.restart_kernel()
             seconds = time.monotonic() + 10

@@ -3,7 +3,7 @@
 import pytest
 from leftovers import Stage
 
-from workbench.cluster.warm_client import can_fork
+from workbench.cluster.processes import can_fork
 
 pytestmark = [
     pytest.mark.cluster,

@@ -11,7 +11,7 @@ from notebook_shell import soon
 from trace_format import check, nested, read
 
 from workbench.errors import PlanError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch", "tensorboard", "mlflow")

@@ -13,7 +13,7 @@ from warm_support import gone
 
 import workbench as wb
 from workbench.errors import ClusterError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -243,7 +243,7 @@ def test_logs_free_and_status_of_a_cluster():
 def test_a_start_that_fails_leaves_a_notebook_that_can_try_again(monkeypatch):
     with notebook(fresh=True) as book:
         monkeypatch.setattr(
-            "workbench.cluster.ground.Ground.launch",
+            "workbench.cluster.services.ClusterServices.launch",
             lambda *args: (_ for _ in ()).throw(
                 ClusterError("They did not start.", code="WB-CLUSTER-000")
             ),

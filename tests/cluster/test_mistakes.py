@@ -18,7 +18,7 @@ from mistakes_of_lines import LINE
 from needs import need
 from notebook_shell import notebook, soon
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

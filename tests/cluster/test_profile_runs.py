@@ -6,7 +6,7 @@ import pytest
 from needs import need
 from notebook_shell import soon
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

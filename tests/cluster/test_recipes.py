@@ -11,8 +11,8 @@ from needs import need
 import workbench as wb
 from workbench import catalog
 from workbench.cookbook import builtin
-from workbench.line import parse_cell_line
-from workbench.session.state import session
+from workbench.notebook.session import session
+from workbench.shared.run_request import parse_cell_line
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -14,7 +14,7 @@ from needs import need
 from notebook_shell import soon
 
 import workbench as wb
-from workbench.session import registry
+from workbench.execution import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -6,8 +6,8 @@ from needs import need
 from notebook_shell import notebook, soon
 
 import workbench as wb
-from workbench import checkpoints
-from workbench.session.state import session
+from workbench.notebook.session import session
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
 need("tensorflow")

@@ -25,7 +25,7 @@ SUM = "%%distributed\nimport torch; x = torch.ones(1); dist.all_reduce(x); x.ite
 
 @pytest.fixture
 def cluster(book):
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     return session.need_cluster()
 
@@ -42,7 +42,7 @@ def test_a_framework_that_is_not_installed_is_named_before_engines_are_touched(
     book, cluster, monkeypatch
 ):
     before = pids(cluster)
-    monkeypatch.setattr("workbench.session.checks.installed", lambda name: name != "tensorflow")
+    monkeypatch.setattr("workbench.execution.requests.installed", lambda name: name != "tensorflow")
     for cell in (FIT.format(flags="", epochs=1), "%%distributed --framework tensorflow\n1"):
         book.refused(cell, "tensorflow is not installed here", "pip install", "[tensorflow]")
     book.refused("%cluster start 2 --framework tensorflow", "tensorflow is not installed here")

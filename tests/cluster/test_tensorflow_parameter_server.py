@@ -11,8 +11,8 @@ from notebook_shell import WAIT_S
 
 import workbench as wb
 from workbench.errors import RunError
-from workbench.messages import Told
-from workbench.session.run import Run
+from workbench.execution.run import Run
+from workbench.shared.messages import Told
 
 pytestmark = [pytest.mark.cluster, pytest.mark.tensorflow]
 need("tensorflow")

@@ -171,7 +171,7 @@ def test_pause_resume_and_stop_reach_model_fit(book):
 
 
 def _cluster():
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     return session.need_cluster()
 

@@ -100,7 +100,7 @@ for batch in strategy.experimental_distribute_dataset(data):
 
 
 def start(book, source, **settings):
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     run = session.need_cluster().run(
         source, strategy="multi_worker_mirrored", workers=2, framework="tensorflow", **settings
@@ -130,7 +130,7 @@ TIMEOUT_S = 8.0  # the first steps, which the workers trace at their own pace, m
 
 
 def test_a_worker_that_stalls_is_named_within_the_timeout_and_the_next_run_works(book):
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     run = start(book, FIT, options={"timeout_s": TIMEOUT_S})
     stalled = session.need_cluster().engines[1].pid

@@ -13,9 +13,9 @@ import pytest
 from notebook_shell import soon
 from warm_support import gone, kernel, stopped
 
-from workbench.cluster import profile
-from workbench.cluster.processes import signal_child
-from workbench.cluster.warm_client import WarmParent, can_fork
+from workbench.cluster import folders
+from workbench.cluster.forkserver.client import WarmParent
+from workbench.cluster.processes import can_fork, signal_child
 from workbench.errors import ClusterError
 
 pytestmark = [
@@ -150,7 +150,7 @@ def test_stop_ends_children_guarded_processes_and_folders():
     parent = WarmParent().start()
     parent.wait_ready()
     pid, _, _ = parent.fork_keeper()
-    folder = profile.create()
+    folder = folders.create()
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as guarded:
         parent.guard(guarded.pid)
         parent.guard_dir(folder)
@@ -213,7 +213,7 @@ KERNEL = """
     sys.path[:0] = {paths!r}
     from warm_support import quiet_cluster
     from workbench.cluster import profile
-    from workbench.cluster.warm_client import WarmParent
+    from workbench.cluster.forkserver.client import WarmParent
     warm = WarmParent().start()
     def say(**what):
         print(json.dumps(what), flush=True)
@@ -269,8 +269,8 @@ UNGUARDED = """
     import json, os, signal, sys
     sys.path[:0] = {paths!r}
     import ipyparallel.cluster.launcher as launcher
-    from workbench.cluster.ground import Ground
-    from workbench.cluster.warm_client import WarmParent
+    from workbench.cluster.services import Ground
+    from workbench.cluster.forkserver.client import WarmParent
     ground = Ground("torch", "local", "", lambda *end: None)
     def die(pid):
         about = dict(pids=[ground.warm.pid, pid], folder=str(ground.folder))
@@ -297,7 +297,7 @@ def test_a_kernel_killed_before_its_controller_is_guarded_leaves_nothing(place):
     assert ended.returncode == -signal.SIGKILL
     about = json.loads(ended.stdout)
     assert not gone(about["pids"], timeout_s=15)
-    assert profile.controllers(about["folder"]) == []
+    assert folders.controllers(about["folder"]) == []
     assert soon(lambda: not Path(about["folder"]).exists())
 
 
@@ -306,7 +306,7 @@ def test_only_controllers_of_the_folder_are_found(tmp_path):
 
     def start(word, folder):
         code = "import time; print(flush=True); time.sleep(60)"
-        environ = {**os.environ, profile.FOLDER_VARIABLE: str(folder)}
+        environ = {**os.environ, folders.FOLDER_VARIABLE: str(folder)}
         process = subprocess.Popen(
             [sys.executable, "-c", code, word], env=environ, stdout=subprocess.PIPE
         )
@@ -319,7 +319,7 @@ def test_only_controllers_of_the_folder_are_found(tmp_path):
         start("ipyparallel.controller", "/elsewhere"),
     ]
     try:
-        assert profile.controllers(tmp_path) == [processes[0].pid]
+        assert folders.controllers(tmp_path) == [processes[0].pid]
     finally:
         for process in processes:
             process.kill()
@@ -333,7 +333,7 @@ def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():
         others = set(about["pids"]) - set(about["engines"])
         # The parent looks for its kernel every second; after three it has made up its mind.
         assert gone(about["engines"], timeout_s=3) == set(about["engines"])
-        assert Path(about["folder"]) not in profile.sweep()
+        assert Path(about["folder"]) not in folders.sweep()
         for pid in about["engines"]:
             os.kill(pid, signal.SIGKILL)
         assert not gone(others, timeout_s=10)

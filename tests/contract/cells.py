@@ -26,7 +26,7 @@ def train(
     """Train a small network; 100 samples in 23s leave an uneven batch of 8."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     global keep
     torch.manual_seed(3)
@@ -69,8 +69,8 @@ def train_from_loader(own_loop, processes=0, custom_sampler=False, batch=23, epo
     import torch
     from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     torch.manual_seed(3)
@@ -107,8 +107,8 @@ def slow_steps(own_loop=False, steps=30, millis=12):
 
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     class Sleepy(torch.nn.Linear):
         def forward(self, inputs):
@@ -140,7 +140,7 @@ def watched_loop(steps=30):
     """A loop with a DDP of its own, under wb.watch."""
     import torch
 
-    from workbench.engine.watch import watch
+    from workbench.engine.training.user_loops import watch
 
     global keep
     torch.manual_seed(3)
@@ -165,7 +165,7 @@ def watched_adapter():
     """A loader whose class says it is another one, as accelerate's do."""
     import torch
 
-    from workbench.engine.watch import watch
+    from workbench.engine.training.user_loops import watch
 
     class Adapter(torch.utils.data.DataLoader):
         @property
@@ -194,7 +194,7 @@ def averaged_by_hand(steps=10):
     import torch
     import torch.distributed as dist
 
-    from workbench.engine.watch import watch
+    from workbench.engine.training.user_loops import watch
 
     torch.manual_seed(3)
     model = torch.nn.Linear(8, 1)
@@ -214,7 +214,7 @@ def without_all_reduce(guarded):
     """The canary: a data-parallel strategy that forgot to average its gradients."""
     import torch
 
-    from workbench.strategies.torch import guard, reduction
+    from workbench.strategies.torch.parts import guard, reduction
 
     right = reduction.Reduction.before_backward, reduction.Reduction.after_backward
     due = guard.Guard.due
@@ -223,7 +223,7 @@ def without_all_reduce(guarded):
     if not guarded:
         guard.Guard.due = lambda self: False
     try:
-        from workbench.engine.fit import fit
+        from workbench.engine.training.fit import fit
 
         torch.manual_seed(3)
         x, y = torch.randn(100, 8, dtype=torch.float64), torch.randint(0, 3, (100,))
@@ -241,8 +241,8 @@ def stopped(own_loop, at=5):
     """Stop is agreed while step 2 runs; steps up to `at` are still done."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     x, y = torch.randn(64, 4), torch.randn(64, 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, n) for n in (4, 4, 1)))
@@ -275,8 +275,8 @@ def without_sockets(apart):
 
     import torch
 
-    from workbench.engine import context
-    from workbench.engine.fit import fit
+    from workbench.engine import context as engine_context
+    from workbench.engine.training.fit import fit
 
     x, y = torch.randn(60, 8), torch.randn(60, 1)
     before = tempfile.gettempdir()
@@ -289,7 +289,7 @@ def without_sockets(apart):
             (x, y), loss=torch.nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1),
             batch_size=12, steps=6,
             callbacks=lambda step, logs: near.append(
-                context.current().strategy.averaging.links.peers is not None
+                engine_context.current().strategy.averaging.links.peers is not None
             ),
         )  # fmt: skip
     finally:
@@ -305,7 +305,7 @@ def blocked():
     import torch
     import torch.distributed as dist
 
-    from workbench.engine import torch_support
+    from workbench.engine.torch import support
 
     store = dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(1))
@@ -313,7 +313,7 @@ def blocked():
         store.wait(["given up"])
         return None
     count = []
-    timer = threading.Timer(0.2, lambda: count.append(torch_support.shutdown_group_sockets()))
+    timer = threading.Timer(0.2, lambda: count.append(support.shutdown_group_sockets()))
     timer.start()
     began = time.perf_counter()
     try:

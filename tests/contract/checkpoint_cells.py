@@ -9,7 +9,7 @@ def trained(steps, dropout=0.0, adam=False, seed=3):
     """Train in float64, with momentum, a scheduler and, if asked for, dropout."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(seed)
     x, y = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 3, (60,))
@@ -32,7 +32,7 @@ def looped(epochs, keep=True, limit=None):
     """The same in an own loop, with a scheduler stepped after each epoch."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 3, (60,))
@@ -60,7 +60,7 @@ def twice(last=12):
     """Train two models after each other; what is saved and gone on with is the second."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 3, (60,))
@@ -76,7 +76,7 @@ def watched():
     """A loop that distributes itself."""
     import torch
 
-    from workbench.engine.watch import watch
+    from workbench.engine.training.user_loops import watch
 
     model = torch.nn.Linear(4, 2)
     watch(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -86,7 +86,7 @@ def sampled(kind, steps):
     """Train from a stream, from a loader with processes, or with a transform that draws numbers."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 3, (60,))

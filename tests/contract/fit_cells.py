@@ -16,7 +16,7 @@ def precise(precision=None, backend="", steps=12):
 
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
@@ -51,7 +51,7 @@ def called_back():
     """Train with every kind of callback and an evaluation every second step."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     heard = []
 
@@ -88,7 +88,7 @@ def frozen_statistics(evaluate=True):
     """
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     data = torch.randn(40, 8) + 5.0, torch.randint(0, 3, (40,))

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from worker_reports import Report
 
-from workbench.engine import postmortem
-from workbench.engine.injector import FaultInjector
+from workbench.engine.debugging import postmortem
+from workbench.engine.telemetry.step_gate import FaultInjector
 from workbench.engine.testing import CollectingLink, EngineHarness
 
 CALL = """
@@ -47,7 +47,7 @@ def run_here(
     by_turns: bool,
 ) -> Report:
     """Run a cell under a strategy in this process; a server runs none."""
-    from workbench.protocol import RunSpec
+    from workbench.shared.protocol import RunSpec
 
     spec = RunSpec.from_wire(wire)
     before = _footprint()

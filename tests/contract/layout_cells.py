@@ -14,7 +14,7 @@ def attention(style="named", steps=10, clip=None):
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     class Attention(nn.Module):
         def __init__(self, width, heads):
@@ -59,7 +59,7 @@ def built_optimizer(steps=8):
     """Train twice in one cell with a built optimizer and scheduler; return what they are after."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 3, (64,))
@@ -88,7 +88,7 @@ def held_while_training(dim=64):
     """Return how many numbers of parameters and optimizer this worker holds during training."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(dim, dim), torch.nn.Tanh(), torch.nn.Linear(dim, 4))
@@ -126,7 +126,7 @@ def drifting(steps=24, lr=0.05, classes=4, apart=False):
     """
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     y = torch.arange(96) % classes
@@ -155,7 +155,7 @@ def parametrized():
     from torch import nn
     from torch.nn.utils import parametrizations
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     model = nn.Sequential(
@@ -176,7 +176,7 @@ def warned():
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     class Two(nn.Module):
         def __init__(self):
@@ -199,7 +199,7 @@ def refused(kind):
     """Call wb.fit with something that the strategy cannot train; return the whole error."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
     from workbench.errors import FitError
 
     x, y = torch.randn(24, 4), torch.randn(24, 1)
@@ -240,7 +240,7 @@ def checkpointed(at=5, steps=9):
     """Take the state at a step and go back to it at the end; return the state's model."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 3, (64,))

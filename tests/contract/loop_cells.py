@@ -15,8 +15,8 @@ def trained(kind, own_loop=True, epochs=2, clipped=True):
     import torch
     from torch.nn import functional
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     global keep
 
@@ -145,7 +145,7 @@ def gan(pairs="both", steps=6):
     import torch
     from torch.nn import functional
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     torch.manual_seed(3)
@@ -177,9 +177,9 @@ def led_astray(own_loop, at=2, by="a bit", steps=24):
     """Rank 1's copy is changed right before a comparison, where strategies would repair it else."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
-    from workbench.strategies.torch.guard import Guard
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
+    from workbench.strategies.torch.parts.guard import Guard
 
     torch.manual_seed(3)
     x, y = torch.randn(48, 4), torch.randn(48, 1)
@@ -220,8 +220,8 @@ def diverging(kind, own_loop, at=1, steps=12):
     """Rank 1 changes its copy alone, in the loop or after it, or takes no step of the optimizer."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     torch.manual_seed(3)
     x, y = torch.randn(48, 4), torch.randn(48, 1)
@@ -258,7 +258,7 @@ def watched(kind, steps=12):
     """A loop with its own DistributedDataParallel, which one rank leads astray."""
     import torch
 
-    from workbench.engine.watch import watch
+    from workbench.engine.training.user_loops import watch
 
     torch.manual_seed(3)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -281,7 +281,7 @@ def guarded(steps=250, width=256):
     import torch
 
     from workbench.engine import context as current
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(2048, width), torch.randn(2048, 1)
@@ -303,7 +303,7 @@ def sequences(steps=5):
     """A loop without a loader over (time, batch) data, as word_language_model has it."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     class Words(torch.nn.Module):
         def __init__(self):
@@ -330,7 +330,7 @@ def without_step():
     """word_language_model's way to step: by hand."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -347,7 +347,7 @@ def one_freezes(alone=False):
     """Ranks that freeze different parameters, or rank 0 alone, while the others go on."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -364,7 +364,7 @@ def half_used(steps=3):
     """A parameter that takes no part in the loss."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     model = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -379,7 +379,7 @@ def leaves_early(steps=6):
     """Rank 1's loop is shorter than the others'."""
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -397,7 +397,7 @@ def own_backward(steps=3):
     import torch
     from torch.nn import functional
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(24, 4, dtype=torch.float64), torch.randn(24, 1, dtype=torch.float64)
@@ -419,7 +419,7 @@ def norms_clipped(kind):
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     torch.manual_seed(3)
     ours = torch.nn.Linear(4, 1)

@@ -9,8 +9,8 @@ def batchnorm(own_loop):
     """Train with BatchNorm; return its running mean."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     torch.manual_seed(3)
     x, y = torch.randn(64, 4), torch.randn(64, 1)
@@ -36,7 +36,7 @@ def copies():
 
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     model = torch.nn.Sequential(torch.nn.Linear(4, 1))
@@ -70,7 +70,7 @@ def outputs(kind):
 
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     @dataclasses.dataclass
     class Wrapped:
@@ -126,7 +126,7 @@ def different_models():
     """Every worker builds a model of another width; return the error's first line."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
     from workbench.errors import FitError
 
     x, y = torch.randn(20, 4), torch.randn(20, 1)
@@ -144,7 +144,7 @@ def sparse_embedding(steps=10):
     """Train with sparse gradients; return the error's first line, if it is refused."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
     from workbench.errors import FitError
 
     torch.manual_seed(3)
@@ -164,7 +164,7 @@ def own_closure(steps=4):
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     torch.manual_seed(3)
     x = torch.randn(40, 4, dtype=torch.float64)
@@ -189,7 +189,7 @@ def fails(kind):
     """Call wb.fit with something that cannot be trained; return the error's first line."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
     from workbench.errors import FitError
 
     x, y = torch.randn(20, 4), torch.randn(20, 1)
@@ -237,8 +237,8 @@ def lazy(own_loop=False, broken=False):
     """A model whose layers learn their shapes from the data."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     x, y = torch.randn(64, 8, dtype=torch.float64), torch.randint(0, 3, (64,))

@@ -24,7 +24,7 @@ def mnist(epochs=2):
     from torch import nn, optim
     from torch.utils.data import DataLoader, TensorDataset
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     global keep
 
@@ -84,7 +84,7 @@ def quickstart(epochs=2):
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     device = "cpu"
@@ -144,7 +144,7 @@ def distributed_sampler(spread=True, begins=0, epochs=3):
     import torch
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     global keep
     torch.manual_seed(3)
@@ -174,8 +174,8 @@ def again():
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    from workbench.engine.prepare import prepare
-    from workbench.strategies.torch.shared_loader import SharedLoader
+    from workbench.engine.training.user_loops import prepare
+    from workbench.strategies.torch.parts.loader import SharedLoader
 
     class Named(DataLoader):
         def mark(self):

@@ -13,14 +13,14 @@ def digits(epochs, lr=0.1):
     """Train on digits; return the loss over the training set with the final weights."""
     import torch
 
-    from workbench import data
-    from workbench.engine.fit import fit
+    from workbench import data as workbench_data
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.Tanh(),
                                 torch.nn.Linear(32, 10))  # fmt: skip
     loss = torch.nn.CrossEntropyLoss()
-    train = data.digits("train")
+    train = workbench_data.digits("train")
     fit(model, train, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr), batch_size=64,
         epochs=epochs)  # fmt: skip
     x, y = zip(*(train[i] for i in range(len(train))), strict=True)
@@ -35,7 +35,7 @@ def count_up(steps, numbers):
     """
     import torch
 
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.user_loops import prepare
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -65,7 +65,7 @@ def steps_on_one_copy():
     """One worker: the pushes' staleness is 0, 1, ... until it pulls again."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(40, 4, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
@@ -83,8 +83,8 @@ def save_and_go_on(before, after, option=None):
     """
     import torch
 
-    from workbench.engine.torch_data import make_source
-    from workbench.strategies.base import Job
+    from workbench.engine.contract import Job
+    from workbench.engine.torch.data import make_source
 
     torch.manual_seed(3)
     x, y = torch.randn(60, 4, dtype=torch.float64), torch.randn(60, 1, dtype=torch.float64)
@@ -125,8 +125,8 @@ def refused(kind):
     """Train with what servers cannot do; return the error's first line."""
     import torch
 
-    from workbench.engine.fit import fit
-    from workbench.engine.prepare import prepare
+    from workbench.engine.training.fit import fit
+    from workbench.engine.training.user_loops import prepare
     from workbench.errors import WorkbenchError
 
     class Mine(torch.optim.SGD):
@@ -187,7 +187,7 @@ def unused_now_and_then(steps):
     """A parameter takes part in the loss in some steps only; elsewhere it must be left alone."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     torch.manual_seed(3)
     x, y = torch.randn(40, 4, dtype=torch.float64), torch.randn(40, 1, dtype=torch.float64)
@@ -213,7 +213,7 @@ def kill_in_mid_run(victim, at):
 
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     def strike(step, logs):
         if step == at and rank == 0 and victim:
@@ -228,7 +228,7 @@ def stopped_alone(at):
     """Asynchronous workers stop at a step of their own."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     def press(step, logs):
         if step == at[rank]:
@@ -243,7 +243,7 @@ def two_trainings(fails_first):
     """Two calls of wb.fit in one cell go through the same links."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     x, y = torch.randn(64, 4), torch.randn(64, 1)
     results = []
@@ -267,7 +267,7 @@ def wide_steps(features):
     """Steps of little work with 4 (features + 1) bytes of parameters."""
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     x, y = torch.randn(24, features), torch.randn(24, 1)
     fit(torch.nn.Linear(features, 1), (x, y), loss=torch.nn.MSELoss(), batch_size=12, steps=30,

@@ -14,7 +14,7 @@ def deep(form="sequential", adamw=False, batch=24, steps=20, extra=None, fault=N
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     global keep
 
@@ -110,8 +110,8 @@ def continued(split):
     import torch
     from torch import nn
 
-    from workbench.engine import settings
-    from workbench.strategies.base import Job, Share
+    from workbench.engine.contract import Job, Share
+    from workbench.engine.training import fit_arguments
 
     def model():
         torch.manual_seed(3)
@@ -124,7 +124,7 @@ def continued(split):
             model(), nn.CrossEntropyLoss(), None, lambda p: torch.optim.AdamW(p, 0.01), 24, 9, 9,
             scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
         )  # fmt: skip
-        strategy = settings.load_strategy(context)
+        strategy = fit_arguments.load_strategy(context)
         context.strategy = strategy
         strategy._sample = (x[:1], y[:1])
         strategy.prepare(job)
@@ -147,7 +147,7 @@ def sleeping(sleep_ms=10, stages=3, microbatches=8, steps=15, backward=True):
 
     import torch
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     class Nap(torch.autograd.Function):
         @staticmethod
@@ -181,7 +181,7 @@ def memory(megabytes, layers, limited):
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     width = int((megabytes * 1e6 / layers / 4) ** 0.5)
 
@@ -208,7 +208,7 @@ def fails(kind):
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
     from workbench.errors import WorkbenchError
 
     class Branching(nn.Module):
@@ -263,7 +263,7 @@ def methods(samples=24):
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     class Autoencoder(nn.Module):
         def __init__(self):
@@ -292,7 +292,7 @@ def batchnorm():
     import torch
     from torch import nn
 
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

@@ -38,7 +38,7 @@ def in_torch(convolution, steps=50):
     from torch import nn
 
     from workbench import data
-    from workbench.engine.fit import fit
+    from workbench.engine.training.fit import fit
 
     dense = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)]
     maps = [nn.Conv2d(1, 4, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)]

@@ -11,8 +11,9 @@ import pytest
 from worker_reports import Report, assert_same, clean, failures, joined
 from workers import Workers
 
-from workbench import catalog, metrics
-from workbench.events import Topic
+from workbench import catalog
+from workbench.shared import record
+from workbench.shared.events import Topic
 
 pytestmark = pytest.mark.torch
 
@@ -68,7 +69,7 @@ def test_compressed_training_comes_close(workers: Workers, compress: str) -> Non
         workers.run("mirrored", cells.train, workers=2, options=options, keywords=keywords)
     )
     assert equal_to_the_last_bit(reports)
-    begin = metrics.derive(joined([truth])).loss[0]
+    begin = record.derive(joined([truth])).loss[0]
     best, ours = truth.value["evals"][-1]["loss"], reports[0].value["evals"][-1]["loss"]
     assert begin - ours >= 0.7 * (begin - best)
     different = max(
@@ -94,7 +95,7 @@ def test_waits_stay_true(workers: Workers, way: str, own_loop: bool) -> None:
             workers=3, options=options, faults=faults,
         )
     )  # fmt: skip
-    derived = metrics.derive(joined(reports))
+    derived = record.derive(joined(reports))
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
     assert wait_ms[[0, 2]] == pytest.approx(50, abs=5)
     assert wait_ms[1] == 0
@@ -160,7 +161,7 @@ def test_topk_has_no_use_for_an_all_reduce(workers: Workers) -> None:
 def test_latency_is_simulated_and_counts_as_transfer(workers: Workers) -> None:
     options, faults = {"allreduce": "ring"}, ("latency=10ms",)
     reports = clean(workers.run("mirrored", cells.train, workers=3, options=options, faults=faults))
-    transfer_ms = 1e3 * np.median(metrics.derive(joined(reports)).transfer_s)
+    transfer_ms = 1e3 * np.median(record.derive(joined(reports)).transfer_s)
     assert transfer_ms == pytest.approx(40, abs=8)  # 2 (n-1) rounds
 
 

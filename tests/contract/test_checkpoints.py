@@ -10,9 +10,10 @@ import pytest
 from worker_reports import failures
 from workers import Workers
 
-from workbench import catalog, checkpoints
+from workbench import catalog
 from workbench.cookbook.recipe import Recipe
-from workbench.plan import make_plan
+from workbench.shared import checkpoints
+from workbench.shared.plan import make_plan
 
 TORCH = catalog.strategies("torch")
 SYNC = [entry.name for entry in TORCH if entry.sync]

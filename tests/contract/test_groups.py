@@ -14,7 +14,7 @@ from worker_reports import failures
 from workers import Workers
 
 from workbench.errors import ClusterError
-from workbench.protocol import RunSpec
+from workbench.shared.protocol import RunSpec
 
 pytestmark = pytest.mark.torch
 need("torch")
@@ -28,30 +28,30 @@ def joins_at(listener: socket.socket) -> RunSpec:
 
 
 def test_a_store_that_is_gone_is_not_waited_for() -> None:
-    from workbench.engine import torch_group
+    from workbench.engine.torch import group
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         spec = joins_at(listener)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"does not answer.*\n.*\n  next: +run the cell again"):
-        torch_group.ensure_group(spec)
-    assert time.monotonic() - began < torch_group.CONNECT_S
+        group.ensure_group(spec)
+    assert time.monotonic() - began < group.CONNECT_S
 
 
 def test_an_interrupt_ends_the_wait_for_a_store_that_is_halted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from workbench.engine import torch_group
+    from workbench.engine.torch import group
 
-    monkeypatch.setattr(torch_group, "CONNECT_S", 0.2)
+    monkeypatch.setattr(group, "CONNECT_S", 0.2)
     # Whoever else talks in this process (pytest's plugins do) is to be left alone.
-    others = {inode for _, inode in torch_group._sockets()}
-    monkeypatch.setattr(torch_group, "_kept", others)
+    others = {inode for _, inode in group._sockets()}
+    monkeypatch.setattr(group, "_kept", others)
     failed: list[BaseException] = []
 
     def join() -> None:
         try:
-            torch_group.ensure_group(joins_at(listener))
+            group.ensure_group(joins_at(listener))
         except ClusterError as error:
             failed.append(error)
 
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_the_wait_for_a_store_that_is_halted(
         assert waits.is_alive()
         end_s = time.monotonic() + WAIT_S
         while waits.is_alive() and time.monotonic() < end_s:
-            torch_group.shutdown_group_sockets(store=True)
+            group.shutdown_group_sockets(store=True)
             waits.join(0.2)
     waits.join(WAIT_S)
     assert "does not answer" in str(failed[0])

@@ -14,7 +14,7 @@ import split_cells
 from worker_reports import assert_same, clean, joined, more_ms
 from workers import Workers
 
-from workbench import metrics
+from workbench.shared import record
 
 pytestmark = pytest.mark.torch
 
@@ -151,7 +151,7 @@ def test_local_sgd_sends_and_waits_at_the_end_of_a_round_alone(workers: Workers)
         )
     )  # fmt: skip
     rows, last = joined(reports), slice(3, None, 4)
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     between = np.setdiff1d(np.arange(12), np.arange(12)[last])
     assert (derived.sync_wait_s[between] == 0).all()
     assert (rows["sent_bytes"][between] == 0).all()
@@ -170,7 +170,7 @@ def test_a_fraction_of_the_workers_trains_in_each_round(workers: Workers) -> Non
     assert (rounds[:, 0] == rounds[:, 1]).all()
     assert len({tuple(r) for r in (rounds[:, 0] > 0).tolist()}) > 1  # not always the same two
     assert np.isnan(rows["local_loss"][rows["samples"] == 0]).all()
-    loss = metrics.derive(rows).loss
+    loss = record.derive(rows).loss
     assert loss[-1] < loss[0]
     assert all(
         (a == b).all() for a, b in zip(*(r.weights.values() for r in reports[:2]), strict=True)
@@ -223,7 +223,7 @@ def test_gossip_keeps_the_mean_and_brings_replicas_together(four: Workers, graph
 @pytest.mark.parametrize("name", ["local_sgd", "gossip"])
 def test_drifting_replicas_learn(workers: Workers, name: str) -> None:
     reports = clean(workers.run(name, layout_cells.drifting, workers=3, keywords={"lr": 0.5}))
-    loss = metrics.derive(joined(reports)).loss
+    loss = record.derive(joined(reports)).loss
     assert loss[-1] < 0.7 * loss[0]
 
 
@@ -285,13 +285,13 @@ def test_a_slow_worker_anywhere_in_the_grid_is_the_others_wait(workers: Workers,
         )
     )  # fmt: skip
     others = [rank for rank in range(4) if rank != slow]
-    sync_wait_s = metrics.derive(rows).sync_wait_s
+    sync_wait_s = record.derive(rows).sync_wait_s
     waits_ms = more_ms(sync_wait_s)
     assert waits_ms[others] == pytest.approx(50, abs=5)
     assert (more_ms(sync_wait_s, 0.5)[others] <= 55).all()
     assert waits_ms[slow] < 5
     step = np.arange(60)
-    derived = metrics.derive(rows[(step // 5 % 2 == 1) & (step % 5 > 0)])
+    derived = record.derive(rows[(step // 5 % 2 == 1) & (step % 5 > 0)])
     blamed_ms = np.median(derived.blamed_s, axis=0) * 1e3
     assert blamed_ms[others] == pytest.approx(50, abs=5)
     assert blamed_ms[slow] == 0

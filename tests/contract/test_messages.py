@@ -10,9 +10,9 @@ import pytest
 from worker_reports import Report, failures, joined
 from workers import Workers
 
-from workbench.catalog.messages import messages
+from workbench.catalog.diagrams import messages
+from workbench.history.analysis.step_picture import handed_bytes, part_bytes
 from workbench.history.snapshot import Split
-from workbench.history.step_picture import handed_bytes, part_bytes
 
 pytestmark = pytest.mark.torch
 

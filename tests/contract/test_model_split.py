@@ -10,7 +10,7 @@ import split_cells as cells
 from worker_reports import Report, assert_same, clean, failures, joined, more_ms
 from workers import Workers
 
-from workbench import metrics
+from workbench.shared import record
 
 pytestmark = pytest.mark.torch
 
@@ -142,7 +142,7 @@ def test_naive_hands_an_injected_delay_on_in_full(workers: Workers) -> None:
             )
         )
     )  # fmt: skip
-    blame = metrics.derive(rows[np.arange(50) // 5 % 2 == 1])
+    blame = record.derive(rows[np.arange(50) // 5 % 2 == 1])
     assert (blame.blamed_rank[:, [0, 2]] == 1).mean() >= 0.9
     assert (blame.blamed_rank[:, 1] == -1).all()
     assert np.median(blame.blamed_s, axis=0) * 1e3 == pytest.approx([50, 0, 50], abs=5)
@@ -160,7 +160,7 @@ def test_the_others_bubble_names_the_slow_stage(workers: Workers, schedule: str)
             faults=("slow=1:50ms",),
         )
     )  # fmt: skip
-    derived = metrics.derive(joined(reports)[2:])
+    derived = record.derive(joined(reports)[2:])
     assert (derived.blamed_rank[:, [0, 2]] == 1).mean() >= 0.9
     assert (derived.blamed_rank[:, 1] == -1).all()
     assert np.median(derived.blamed_s, axis=0) * 1e3 == pytest.approx([50, 0, 50], abs=5)
@@ -183,7 +183,7 @@ def test_the_bubble_is_near_the_schedules_ideal(
     ideal = reports[0].emitted("split")[0]["ideal_bubble"]
     assert ideal == pytest.approx(2 / (microbatches + 2))
     assert share == pytest.approx(ideal, abs=0.05)
-    assert np.median(metrics.derive(rows).blamed_s) == 0  # stages are equal: nobody's fault
+    assert np.median(record.derive(rows).blamed_s) == 0  # stages are equal: nobody's fault
     assert (rows["wait_s"] <= rows["bubble_s"] + 1e-6).all()
     assert rows["wait_s"].sum() >= 0.5 * rows["bubble_s"].sum()
 

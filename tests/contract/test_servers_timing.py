@@ -12,14 +12,15 @@ from strategy_cases import FREE, NAME, SERVED, together
 from worker_reports import Report, clean, joined
 from workers import Workers
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 pytestmark = [pytest.mark.torch, pytest.mark.timing]
 
 
-def one_by_one(report: Report) -> metrics.Derived:
+def one_by_one(report: Report) -> record.Derived:
     """Return a worker's rows as the history of free workers reads them."""
-    return metrics.derive(report.rows[:, None], workers=3)
+    return record.derive(report.rows[:, None], workers=3)
 
 
 def blamed_by_others(reports: list[Report], rank: int) -> np.ndarray:
@@ -80,7 +81,7 @@ def test_bounded_staleness_blocks_the_fast_ones_for_the_slow_one(
     begun, ended = rows["start_s"], rows["end_s"]
     for step in range(bound + 1, 30):
         assert begun[step].min() >= ended[step - bound - 1].max() - 0.02
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     named = 1 - derived.other_s / derived.step_s
     assert np.quantile(named, 0.05) >= 0.95
     assert blamed_by_others(reports, 1)[steady].mean() >= 0.95
@@ -133,7 +134,7 @@ def test_a_simulated_link_shows_as_transfer_and_is_labelled(
                 faults=faults,
             )
         )  # fmt: skip
-        derived = metrics.derive(joined(reports))
+        derived = record.derive(joined(reports))
         read.append(np.median(derived.transfer_s, axis=0) * 1e3)
         notes = [note["text"] for note in reports[0].emitted("note")]
         assert any("Simulated" in note and fault in note for note in notes) == bool(faults)

@@ -12,7 +12,8 @@ from strategy_cases import CASES, ENTRIES, EXACT, PREPARE, SEVERAL, exact_option
 from worker_reports import assert_same, clean, joined
 from workers import Workers
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 pytestmark = pytest.mark.torch
 
@@ -223,7 +224,7 @@ def test_a_loop_with_its_own_ddp_is_recorded_as_it_is(workers: Workers) -> None:
 
 def test_waits_of_a_loop_that_averages_by_itself_are_unknown_not_0(workers: Workers) -> None:
     reports = clean(workers.run("mirrored", cells.averaged_by_hand, workers=2))
-    derived = metrics.derive(joined(reports))
+    derived = record.derive(joined(reports))
     assert np.isnan(derived.sync_wait_s).all()
     assert np.isnan(derived.transfer_s).all()
     assert (derived.compute_s > 0).all()

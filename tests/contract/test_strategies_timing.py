@@ -9,7 +9,8 @@ from strategy_cases import CASES, SEVERAL, in_every_way, run
 from worker_reports import clean, joined, more_ms
 from workers import Workers
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 pytestmark = [pytest.mark.torch, pytest.mark.timing]
 
@@ -25,7 +26,7 @@ def test_records_cover_the_run(
     assert (rows["rank"] == np.arange(count)).all()
     counted = rows["samples"].sum(axis=1) if entry.data_parallel else rows["samples"].max(axis=1)
     assert (counted == 12).all()
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     assert derived.step_s.min() >= 0.010
     named = 1 - derived.other_s / derived.step_s
     assert np.quantile(named, 0.02) >= 0.95
@@ -50,7 +51,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
     reports = clean(
         run(workers, entry, cells.slow_steps, own_loop, 20, 2, workers=count, faults=faults)
     )
-    derived = metrics.derive(joined(reports))
+    derived = record.derive(joined(reports))
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
     others = [rank for rank in range(count) if rank != 1]
     assert wait_ms[others] == pytest.approx(50, abs=5)
@@ -96,7 +97,7 @@ def test_what_was_injected_counts_in_its_phase(workers: Workers) -> None:
                 by_turns=True,
             )
         )  # fmt: skip
-        derived = metrics.derive(joined(reports))
+        derived = record.derive(joined(reports))
         for name in ("data_wait_s", "compute_s"):
             truth = 20 if name == column else 0
             assert more_ms(getattr(derived, name))[0] == pytest.approx(truth, abs=3)

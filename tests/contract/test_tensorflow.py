@@ -12,7 +12,8 @@ from needs import need
 from tf_cases import CASES, SEVERAL, WIDEST, in_every_way
 from tf_harness import Report, clean, run
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
@@ -64,7 +65,7 @@ def same(
     report = train(entry.name, way, count, OPTIMIZER=optimizer, DTYPE=dtype)
     assert report.trained == truth.trained == 20
     assert furthest(report, truth) <= tolerance
-    losses, true_losses = (metrics.derive(each.rows).loss for each in (report, truth))
+    losses, true_losses = (record.derive(each.rows).loss for each in (report, truth))
     assert np.allclose(losses, true_losses, rtol=0, atol=max(10 * tolerance, 1e-6))
 
 

@@ -12,7 +12,8 @@ import tf_cells
 from needs import need
 from tf_harness import Report, clean, run
 
-from workbench import catalog, checkpoints
+from workbench import catalog
+from workbench.shared import checkpoints
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.tensorflow
 
 @pytest.fixture
 def fetcher(monkeypatch):
-    from workbench.strategies.tensorflow import fetching
+    from workbench.strategies.tensorflow.coordinator import closures
 
-    monkeypatch.setattr(fetching, "LOCAL", "CPU:0")
-    one = fetching.Fetcher()
+    monkeypatch.setattr(closures, "LOCAL", "CPU:0")
+    one = closures.Fetcher()
     yield one
     one.close()
     assert not one._thread.is_alive()
@@ -44,12 +44,12 @@ def test_each_is_told_its_own_values(fetcher):
 def test_several_take_fewer_fetches(fetcher, monkeypatch):
     import tensorflow as tf
 
-    from workbench.strategies.tensorflow import fetching
+    from workbench.strategies.tensorflow.coordinator import closures
 
     calls = []
-    original = fetching._column
+    original = closures._column
     monkeypatch.setattr(
-        fetching, "_column", lambda *args: calls.append(len(args[0])) or original(*args)
+        closures, "_column", lambda *args: calls.append(len(args[0])) or original(*args)
     )
     for number in range(30):
         fetcher.fetch(tf.constant(float(number)), float)

@@ -8,7 +8,7 @@ from needs import need
 from tf_cells import FIT_CALLS, KERAS_MODEL
 from tf_harness import clean, run
 
-from workbench import metrics
+from workbench.shared import record
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
@@ -36,7 +36,7 @@ def test_keras_fit_works_unchanged(call: str, every: int) -> None:
     for fields, loss in zip(evals, history.get("val_loss", ()), strict=True):
         assert fields["values"]["loss"] == pytest.approx(loss)
     # What Keras shows is the mean over the epoch; the rows hold each batch's own.
-    first = metrics.derive(report.rows).loss[:4]
+    first = record.derive(report.rows).loss[:4]
     assert first.mean() == pytest.approx(history["loss"][0], rel=1e-4)
 
 
@@ -191,7 +191,7 @@ def test_a_model_with_a_train_step_of_its_own_needs_no_change(kind: str) -> None
         assert one.trained == 4
         assert np.isfinite(one.rows["local_loss"]).all()
     if kind == "siamese":  # its loss is a vector
-        loss = metrics.derive(several.rows).loss.mean()
+        loss = record.derive(several.rows).loss.mean()
         assert loss == pytest.approx(plain["history"]["loss"][0], rel=1e-4)
 
 
@@ -266,9 +266,9 @@ else:
 def test_a_loss_that_never_was_a_number_is_named_and_compared_as_diverged(
     strategy: str, workers: int, loop: bool
 ) -> None:
-    from workbench.history.comparison import compare
+    from workbench.history.analysis.comparison import compare
+    from workbench.history.analysis.summary import summarise
     from workbench.history.store import RunHistory
-    from workbench.history.summary import summarise
 
     report = clean(run(strategy, NO_NUMBER, workers, names={"LOOP": loop}))
     assert np.isnan(report.rows["local_loss"]).all()

@@ -108,7 +108,7 @@ def trains():
     ],
 )  # fmt: skip
 def test_what_keras_names_without_a_way_out_gets_a_next_step(cell, words):
-    from workbench.engine.advice import advice
+    from workbench.engine.debugging.tracebacks import advice
 
     report = run("mirrored", HEAD + "classes = np.arange(64) % 3\n" + cell, 2)
     assert report.error is not None
@@ -178,7 +178,7 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
     ],
 )
 def test_what_others_raise_is_explained(cell, words):
-    from workbench.engine.tensorflow_support import explain
+    from workbench.engine.tensorflow.support import explain
 
     if "torch" in cell:
         need("torch")
@@ -262,7 +262,7 @@ def test_a_strategy_of_another_kind_than_the_line_names_is_refused_with_the_word
     ],
 )
 def test_what_a_graph_raises_is_followed_by_the_next_step(cell, words):
-    from workbench.engine.advice import advice
+    from workbench.engine.debugging.tracebacks import advice
 
     report = run("mirrored", cell, 2)
     assert report.error is not None

@@ -11,7 +11,7 @@ import tf_cells
 from needs import need
 from tf_harness import clean, run
 
-from workbench import metrics
+from workbench.shared import record
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
@@ -180,7 +180,7 @@ finally:
 )
 def test_float16_is_measured_as_any_other(strategy, workers, way):
     report = clean(run(strategy, FLOAT16, workers, names={"WAY": way, "OVERFLOWS": False}))
-    told, loss = report.names["told"], metrics.derive(report.rows).loss
+    told, loss = report.names["told"], record.derive(report.rows).loss
     assert (report.rows["samples"] == 32 // workers).all()
     if way == "keras":  # by epoch
         loss = loss.reshape(2, 3).mean(1)

@@ -78,7 +78,7 @@ def plain(workers: int, optimizer: str, places: bool = False) -> list[np.ndarray
     """Return the weights after the same cell without Workbench, as TensorFlow and Keras have it."""
     import tensorflow as tf
 
-    from workbench.engine.tensorflow_support import configure
+    from workbench.engine.tensorflow.support import configure
 
     configure(8, 2)
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
@@ -132,7 +132,7 @@ def test_micro_batches_and_clipping_see_the_whole_gradient(extra):
 def test_a_row_that_is_listed_several_times_counts_as_their_sum_in_a_norm():
     import tensorflow as tf
 
-    from workbench.strategies.tensorflow.trainer import rows_once
+    from workbench.strategies.tensorflow.parts.replica import rows_once
 
     listed = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([3, 0, 3]), (5, 1))
     once = rows_once(listed)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.tensorflow
 need("tensorflow")
 
 from workbench.strategies.tensorflow import multi_worker_mirrored, parameter_server  # noqa: E402
-from workbench.strategies.tensorflow.servers import listening  # noqa: E402
+from workbench.strategies.tensorflow.coordinator.servers import listening  # noqa: E402  # noqa: E402
 
 
 class Interrupted:

@@ -49,7 +49,7 @@ def test_stages_take_turns_and_the_parts_fill_the_step():
 
 @pytest.mark.timing
 def test_stages_that_sleep_read_back_their_shares_and_never_less_than_the_ideal():
-    from workbench.pipelines import ideal_bubble
+    from workbench.catalog.schedules import ideal_bubble
 
     for cell in (WIDE, WIDE.replace("SGD(0.05, momentum=0.9)", "Adam(0.001)")):
         rows = clean(train("model_split", cell, 2)).rows
@@ -63,7 +63,7 @@ def test_stages_that_sleep_read_back_their_shares_and_never_less_than_the_ideal(
 
 
 def test_time_in_which_several_stages_work_is_divided_among_them():
-    from workbench.strategies.tensorflow.stage_marks import chain_of
+    from workbench.strategies.tensorflow.parts.stages import chain_of
 
     assert chain_of([[(1, 2), (4, 6)], [(2, 5)]]) == (1, 5, [2.5, 2.5])
     assert chain_of([[(1, 2), (5, 6)], [(2, 4)]]) == (1, 5, [2, 2])  # nobody works from 4 to 5
@@ -129,7 +129,7 @@ def test_what_cannot_be_split_is_refused_with_the_next_step(cell, stages, settin
 
 
 def test_parameters_are_balanced_over_the_stages():
-    from workbench.strategies.tensorflow.layers import balance
+    from workbench.strategies.tensorflow.parts.layers import balance
 
     rng = np.random.default_rng(0)
     for count, stages in itertools.product(range(1, 8), range(1, 5)):

@@ -12,13 +12,13 @@ pytestmark = pytest.mark.tensorflow
 @pytest.fixture(autouse=True, scope="module")
 def devices():
     """Two logical CPU devices, as engines have."""
-    from workbench.engine.tensorflow_support import configure
+    from workbench.engine.tensorflow.support import configure
 
     configure(2, 2)
 
 
 def _log(hosts=("CPU:0", "CPU:0")):
-    from workbench.strategies.tensorflow.step_log import StepLog
+    from workbench.strategies.tensorflow.parts.traced_step import StepLog
 
     return StepLog(hosts)
 
@@ -89,9 +89,9 @@ def test_each_device_keeps_the_rows_of_its_replicas():
 def test_a_log_that_nobody_reads_keeps_the_newest_steps_whole(monkeypatch):
     import tensorflow as tf
 
-    from workbench.strategies.tensorflow import step_log
+    from workbench.strategies.tensorflow.parts import traced_step
 
-    monkeypatch.setattr(step_log, "MOST", 100)
+    monkeypatch.setattr(traced_step, "MOST", 100)
     log = _log()
     step = _step(log)
     for began in range(50):

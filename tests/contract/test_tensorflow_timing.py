@@ -9,7 +9,8 @@ from needs import need
 from tf_cases import CASES, SEVERAL, in_every_way
 from tf_harness import clean, run
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 need("tensorflow")
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timing]
@@ -24,7 +25,7 @@ def test_records_cover_the_run(entry: catalog.Strategy, count: int, way: str) ->
     assert (rows["step"] == np.arange(30)[:, None]).all()
     assert (rows["rank"] == np.arange(count)).all()
     assert (rows["samples"].sum(axis=1) == 12).all()
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     assert derived.step_s[0].max() < 10 * np.median(derived.step_s)  # tracing is no part of it
     named = (1 - derived.other_s / derived.step_s)[1:]  # of the first one the data wait is unknown
     assert np.median(named) >= 0.95
@@ -42,7 +43,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait(
 ) -> None:
     cell, names = tf_cells.SLEEPY_WAYS[way], {"MILLIS": 2, "STEPS": 30}
     report = clean(run(entry.name, cell, count, faults=("slow=1:50ms",), names=names))
-    derived = metrics.derive(report.rows)
+    derived = record.derive(report.rows)
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
     others = [rank for rank in range(count) if rank != 1]
     assert wait_ms[others] == pytest.approx(50, abs=5)
@@ -66,6 +67,6 @@ def test_a_function_traced_in_an_earlier_run_is_still_seen() -> None:
     again = "for batch in strategy.experimental_distribute_dataset(data):\n    train_step(batch)"
     report = clean(run("mirrored", again, 2, names=kept, faults=("slow=1:30ms",)))
     assert report.trained == 4
-    wait_ms = 1e3 * np.median(metrics.derive(report.rows).sync_wait_s, axis=0)
+    wait_ms = 1e3 * np.median(record.derive(report.rows).sync_wait_s, axis=0)
     assert wait_ms == pytest.approx([30, 0], abs=5)
     first.names.clear()

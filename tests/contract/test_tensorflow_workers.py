@@ -12,7 +12,7 @@ from needs import need
 from tf_harness import Report, clean
 from tf_workers import Workers
 
-from workbench import metrics
+from workbench.shared import record
 
 need("tensorflow")
 pytestmark = pytest.mark.tensorflow
@@ -53,7 +53,7 @@ def test_trains_exactly_as_one_device_does(
     assert first.keys() == truth.weights.keys()
     assert all((first[name] == second[name]).all() for name in first)  # to the last bit
     assert max(float(abs(first[name] - truth.weights[name]).max()) for name in first) <= tolerance
-    loss, true_loss = metrics.derive(rows_of(reports)).loss, metrics.derive(truth.rows).loss
+    loss, true_loss = record.derive(rows_of(reports)).loss, record.derive(truth.rows).loss
     assert np.allclose(loss, true_loss, rtol=0, atol=max(10 * tolerance, 1e-6))
 
 
@@ -62,7 +62,7 @@ def test_trains_exactly_as_one_device_does(
 def test_an_injected_delay_is_read_back_as_the_others_wait(pair: Workers, way: str) -> None:
     cell, names = tf_cells.SLEEPY_WAYS[way], {"MILLIS": 2, "STEPS": 30}
     reports = pair.run(STRATEGY, cell, faults=("slow=1:50ms",), names=names)
-    derived = metrics.derive(rows_of([clean(report) for report in reports]))
+    derived = record.derive(rows_of([clean(report) for report in reports]))
     wait_ms = np.median(derived.sync_wait_s, axis=0) * 1e3
     assert wait_ms[0] == pytest.approx(50, abs=5)
     assert wait_ms[1] == pytest.approx(0, abs=1)
@@ -95,7 +95,7 @@ def test_keras_fit_works_unchanged(pair: Workers, every: int) -> None:
     rows = rows_of(reports)
     assert rows.shape == (8, 2)
     assert (rows["samples"] == 12).all()
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     (history, scores, out, config), (theirs, *_, other_config) = (r.names["told"] for r in reports)
     assert all(history[name] == pytest.approx(theirs[name]) for name in history)
     assert derived.loss[:4].mean() == pytest.approx(history["loss"][0], rel=1e-4)

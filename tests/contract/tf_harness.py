@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from workbench.engine.testing import CollectingLink, EngineHarness
-from workbench.faults import parse_fault
+from workbench.shared.faults import parse_fault
 
 _numbers = itertools.count(1)
 
@@ -62,7 +62,7 @@ def run(
     """
     import workbench
     from workbench import catalog
-    from workbench.protocol import RunSpec
+    from workbench.shared.protocol import RunSpec
 
     entry = catalog.lookup(strategy, "tensorflow")
     held = workers if entry.one_engine else 1

@@ -20,11 +20,11 @@ import pytest
 from tf_harness import Report
 
 from workbench import catalog
-from workbench.cluster.preload import _tensorflow_began
+from workbench.cluster.forkserver.preload import _tensorflow_began
 
 TIMEOUT_S = 240
 PRELOAD = [
-    "tensorflow", "keras", "workbench.engine.tensorflow_support", "workbench.engine.fit",
+    "tensorflow", "keras", "workbench.engine.tensorflow.support", "workbench.engine.training.fit",
     *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("tensorflow")}),
 ]  # fmt: skip
 """What the process that engines are forked from imports; it never runs an operation."""

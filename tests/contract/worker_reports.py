@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench import catalog, metrics
+from workbench import catalog
+from workbench.shared import record
 
 
 @dataclass
@@ -82,7 +83,7 @@ def assert_same(reports: list[Report], truth: Report, tolerance: float) -> None:
         assert weights.keys() == truth.weights.keys()
         for name, value in truth.weights.items():
             assert abs(weights[name] - value).max() <= tolerance, name
-    losses = metrics.derive(joined(reports)).loss
+    losses = record.derive(joined(reports)).loss
     assert np.allclose(
-        losses, metrics.derive(joined([truth])).loss, rtol=0, atol=tolerance, equal_nan=True
+        losses, record.derive(joined([truth])).loss, rtol=0, atol=tolerance, equal_nan=True
     )

@@ -24,14 +24,14 @@ from worker_reports import Report, clean
 
 from workbench import catalog
 from workbench.engine.testing import EngineHarness
-from workbench.faults import parse_fault
+from workbench.shared.faults import parse_fault
 
 # What runs would import otherwise, each process for itself.
 PRELOAD = [
     "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.fx",
-    "workbench.engine.fit", "workbench.engine.prepare", "workbench.engine.watch",
-    "workbench.engine.runtime", "workbench.engine.torch_support", "workbench.data.torch_sets",
+    "workbench.engine.training.fit", "workbench.engine.training.user_loops", "workbench.engine.training.user_loops",
+    "workbench.engine.runtime", "workbench.engine.torch.support", "workbench.data.torch_sets",
     *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
 ]  # fmt: skip
 
@@ -119,7 +119,7 @@ class Workers:
             by_turns: Whether faults are there in every other five steps only, for `more_ms`.
         """
         from workbench.cookbook.recipe import Recipe
-        from workbench.protocol import RunSpec
+        from workbench.shared.protocol import RunSpec
 
         recipe = Recipe.from_function(function)
         entry = catalog.lookup(strategy)

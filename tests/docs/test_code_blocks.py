@@ -37,7 +37,7 @@ NEEDS_TENSORFLOW = [pytest.mark.tensorflow, pytest.mark.skipif(
 )]  # fmt: skip
 FORGET = """
 from workbench.session import registry
-from workbench.session.state import session
+from workbench.notebook.session import session
 for other in registry.running_clusters():
     if other is not session.cluster:
         other.stop()

@@ -10,8 +10,8 @@ from doc_pages import DOCS, pages
 
 import workbench as wb
 from workbench.cli import main
-from workbench.cluster_line import ACTIONS
-from workbench.magics import WorkbenchMagics
+from workbench.notebook.magics import WorkbenchMagics
+from workbench.shared.magic_args import ACTIONS
 
 TEXT = "\n".join(page.read_text("utf-8") for page in pages())
 HOOKS = {"load_ipython_extension", "unload_ipython_extension"}

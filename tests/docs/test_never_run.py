@@ -9,7 +9,7 @@ import pytest
 from doc_pages import DOCS, REPOSITORY, name_of, pages
 
 from workbench import catalog
-from workbench.cluster_line import cluster_parser
+from workbench.shared.magic_args import cluster_parser
 
 TABLE = "never-run.md"
 BEYOND = re.compile(

@@ -10,7 +10,7 @@ import threading
 import pytest
 from notebook_shell import Notebook, soon
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [
     pytest.mark.torch,

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from workbench.labs import answers, asking, report
+from workbench.labs import answers, asking
 from workbench.labs.grading.inside import Guard, Inside, cut
 
 
@@ -39,13 +39,13 @@ def test_builtins_and_the_functions_of_other_modules_are_put_back(guard):
 
 
 def test_methods_properties_and_code_of_the_checks_are_put_back(guard):
-    passed, need = report.Report.passed, answers.Check.need.__code__
-    report.Report.passed = True
+    passed, need = answers.Report.passed, answers.Check.need.__code__
+    answers.Report.passed = True
     answers.Check.need.__code__ = (lambda self, *a, **k: None).__code__
     answers.Check.__getattribute__ = lambda self, name: print
     answers.Check.value.__defaults__ = (1,)
     assert len(guard.restore()) == 4
-    assert report.Report.passed is passed
+    assert answers.Report.passed is passed
     assert answers.Check.need.__code__ is need
     assert "__getattribute__" not in vars(answers.Check)
     assert answers.Check.value.__defaults__ is None
@@ -96,8 +96,8 @@ def test_places_that_a_cell_removed_are_there_again_and_said(inside, tmp_path, m
 def test_an_engine_is_counted_by_its_process_though_nobody_has_noticed_its_death(monkeypatch):
     from types import SimpleNamespace
 
-    from workbench.labs.grading import inside
-    from workbench.session.state import session
+    from workbench.labs.grading import inside as grading_inside
+    from workbench.notebook.session import session
 
     ended = subprocess.Popen([sys.executable, "-c", ""])
     assert ended.stdin is None
@@ -105,7 +105,7 @@ def test_an_engine_is_counted_by_its_process_though_nobody_has_noticed_its_death
     engines = [SimpleNamespace(id=0, pid=os.getpid()), SimpleNamespace(id=1, pid=ended.pid)]
     cluster = SimpleNamespace(worker_ids=[0, 1], engines=engines)
     monkeypatch.setattr(session, "cluster", cluster)
-    assert inside._engines() == 1
+    assert grading_inside._engines() == 1
     ended.wait()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from handed_in import BEGIN, GOOD, STUBS, TORCH, cells, code, text, write
 
-from workbench.labs.grading.merging import merge
-from workbench.labs.grading.reading import read
+from workbench.labs.grading.reading import merge, read
 
 
 @pytest.fixture

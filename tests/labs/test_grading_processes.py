@@ -12,9 +12,9 @@ import psutil
 import pytest
 from handed_in import without_rights
 
-from workbench.labs.grading import environment, processes
-from workbench.labs.grading.limits import Limits
-from workbench.labs.grading.watch import Watch, on_disk
+from workbench.labs.grading import isolation
+from workbench.labs.grading import limits as processes
+from workbench.labs.grading.limits import Limits, Watch, on_disk
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -128,7 +128,7 @@ def test_what_is_too_much_is_named_and_ended_once(tmp_path, count, held, words):
 
 
 def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
     ended = []
     limits = Limits(disk_gb=0.003)
     watch = Watch(limits, lambda: [], lambda: ended.append(1), tmp_path)
@@ -142,8 +142,8 @@ def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monke
 
 
 def test_too_many_files_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
-    monkeypatch.setattr("workbench.labs.grading.watch.MOST_FILES", 20)
+    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.limits.MOST_FILES", 20)
     ended = []
     for i in range(30):
         (tmp_path / str(i)).touch()
@@ -154,7 +154,7 @@ def test_too_many_files_are_too_much(tmp_path, monkeypatch):
 
 
 def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.watch.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
     ended, top = [], os.open(tmp_path, os.O_RDONLY)
     for _ in range(30):
         os.mkdir("d" * 200, dir_fd=top)
@@ -165,12 +165,12 @@ def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypa
     watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
     until(lambda: ended)
     watch.stop()
-    environment.remove(tmp_path)
+    isolation.remove(tmp_path)
     assert watch.broken == "its folders were nested deeper than 3500 characters"
 
 
 def test_answers_that_fill_the_graders_own_memory_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.watch.MOST_OWN_BYTES", 20_000_000)
+    monkeypatch.setattr("workbench.labs.grading.limits.MOST_OWN_BYTES", 20_000_000)
     ended = []
     watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
     answers = bytes(range(256)) * 1_500_000  # far more than this process gives back meanwhile
@@ -209,7 +209,7 @@ def test_what_is_within_the_limits_is_left_alone(tmp_path):
 def test_a_notebook_sees_its_own_folders_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_TOKEN", "secret")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["some", "/where"]))
-    made = environment.environment(tmp_path, "mark")
+    made = isolation.environment(tmp_path, "mark")
     assert "secret" not in made.values()
     assert made[processes.MARK] == "mark"
     for name in ("HOME", "TMPDIR", "WORKBENCH_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
@@ -229,7 +229,7 @@ def test_a_folder_is_removed_with_links_and_what_may_not_be_written(tmp_path):
     (folder / "a" / "b" / "file").write_text("x")
     (folder / "link").symlink_to(outside)
     (folder / "a").chmod(0)
-    environment.remove(folder)
+    isolation.remove(folder)
     assert not folder.exists()
     assert outside.read_text() == "stays"
 
@@ -252,7 +252,7 @@ def test_whatever_stands_in_a_folders_place_what_is_above_keeps_its_mode(tmp_pat
         folder.touch()
     elif left == "link":
         folder.symlink_to(tmp_path)
-    environment.remove(folder)
+    isolation.remove(folder)
     assert not os.path.lexists(folder)
     assert mode(above) == 0o755
     assert tmp_path.is_dir()
@@ -267,7 +267,7 @@ def test_folders_that_may_not_be_read_are_removed_however_deep_they_are(tmp_path
         path.chmod(0)
     subprocess.run(
         [sys.executable, "-c", "import sys; from pathlib import Path\n"
-         "from workbench.labs.grading.environment import remove\nremove(Path(sys.argv[1]))",
+         "from workbench.labs.grading.isolation import remove\nremove(Path(sys.argv[1]))",
          str(folder)], check=True, preexec_fn=without_rights,
     )  # fmt: skip
     assert not folder.exists()
@@ -282,7 +282,7 @@ for _ in range(3000):
     os.chdir("d")
 """], cwd=tmp_path, check=True)  # fmt: skip
     assert made.returncode == 0
-    environment.remove(tmp_path / "d")
+    isolation.remove(tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
 

@@ -8,9 +8,7 @@ import threading
 
 import pytest
 
-from workbench.labs.grading.outcome import Graded, Outcome
-from workbench.labs.grading.saving import Saved
-from workbench.labs.grading.showing import to_json
+from workbench.labs.grading.results import Graded, Outcome, Saved, to_json
 
 
 def graded(file, state="right"):

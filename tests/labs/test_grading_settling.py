@@ -7,13 +7,12 @@ import time
 import pytest
 from handed_in import GOOD, STUBS, cells, write
 
-from workbench.labs.grading import settling
+from workbench.labs.grading import runner
 from workbench.labs.grading.limits import Limits
 from workbench.labs.grading.link import Gone, Reply
-from workbench.labs.grading.merging import merge
-from workbench.labs.grading.outcome import Graded, Outcome
-from workbench.labs.grading.reading import read
-from workbench.labs.grading.settling import Grading
+from workbench.labs.grading.reading import merge, read
+from workbench.labs.grading.results import Graded, Outcome
+from workbench.labs.grading.runner import Grading
 
 LIMITS = Limits(cell_s=5, total_s=100)
 YES, NO = ({"report": {"passed": passed, "findings": []}} for passed in (True, False))
@@ -65,7 +64,7 @@ class Kernel:
 @pytest.fixture
 def kernels(monkeypatch):
     made = Kernels()
-    monkeypatch.setattr(settling, "Link", made)
+    monkeypatch.setattr(runner, "Link", made)
     return made
 
 
@@ -106,7 +105,7 @@ def test_folders_that_a_cell_has_made_in_advance_are_in_no_kernels_way(run, kern
 
 def test_a_folder_that_a_cell_has_removed_is_made_anew(run, kernels):
     def remove(kernel):
-        settling.remove(kernel.folder.parent)
+        runner.remove(kernel.folder.parent)
         gone(kernel)
 
     kernels.cells = {"1.2": remove}
@@ -117,7 +116,7 @@ def test_without_a_place_for_a_kernel_the_process_ends_so_that_another_can_go_on
     def full(*given, **named):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(settling.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(runner.tempfile, "mkdtemp", full)
     with pytest.raises(OSError, match="No space left"):
         run()
 

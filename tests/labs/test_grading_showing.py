@@ -6,8 +6,15 @@ import json
 
 import pytest
 
-from workbench.labs.grading.outcome import Graded, Outcome, from_wire, printable
-from workbench.labs.grading.showing import status, text, to_json
+from workbench.labs.grading.results import (
+    Graded,
+    Outcome,
+    from_wire,
+    printable,
+    status,
+    text,
+    to_json,
+)
 
 
 def wrong(words, hint="", right=False):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.engine.advice import advice
+from workbench.engine.debugging.tracebacks import advice
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_no_room_is_said_of_the_place_that_is_full(monkeypatch: pytest.MonkeyPat
     error = "OSError: [Errno 28] No space left on device"
     rooms = {"/dev/shm": 0}
     monkeypatch.setattr(
-        "workbench.engine.advice.shutil.disk_usage",
+        "workbench.engine.debugging.tracebacks.shutil.disk_usage",
         lambda place: SimpleNamespace(free=rooms.get(str(place), 10**9)),
     )
     assert str(advice(error)).startswith("/dev/shm (the shared memory")

@@ -3,8 +3,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.gate import Gate
-from workbench.session.agreement import Agreement
+from workbench.engine.telemetry.step_gate import Gate
+from workbench.execution.stop import Agreement
 
 WAIT_S = 10
 

@@ -13,16 +13,21 @@ from typing import Any
 import pytest
 
 from workbench import catalog
-from workbench.engine.links.peers import Peers
+from workbench.engine.transport.peers import Peers
 from workbench.errors import PlanError
 
 torch = pytest.importorskip("torch")
 
-from workbench.strategies.torch import compression  # noqa: E402
-from workbench.strategies.torch.allreduce import ALGORITHMS, BACKEND, AllReduce, auto  # noqa: E402
+from workbench.strategies.torch.allreduce import (  # noqa: E402
+    ALGORITHMS,
+    BACKEND,
+    AllReduce,
+    auto,
+    compression,
+)
 from workbench.strategies.torch.allreduce import links as links_module  # noqa: E402
-from workbench.strategies.torch.allreduce.aside import Aside  # noqa: E402
-from workbench.strategies.torch.allreduce.hierarchical import form_groups  # noqa: E402
+from workbench.strategies.torch.allreduce.algorithms import form_groups  # noqa: E402  # noqa: E402
+from workbench.strategies.torch.allreduce.auto import Aside  # noqa: E402  # noqa: E402
 from workbench.strategies.torch.allreduce.links import Links  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.engine import answers
+from workbench.engine import entry
 
-OURS = {"metadata": {answers.OURS: True}, "header": {"msg_id": "a"}}
+OURS = {"metadata": {entry.OURS: True}, "header": {"msg_id": "a"}}
 THEIRS = {"metadata": {}, "header": {"msg_id": "b"}}
 
 
@@ -35,7 +35,7 @@ class Kernel:
 
 def test_our_requests_are_answered_briefly_and_others_as_ever():
     kernel = Kernel()
-    answers.shorten(kernel)
+    entry.shorten(kernel)
     for parent in (OURS, THEIRS):
         kernel.parent = parent
         kernel._publish_status("busy", "shell")
@@ -89,7 +89,7 @@ class Stream:
 @pytest.fixture
 def stream(tmp_path):
     stream = Stream(tmp_path / "log")
-    answers.brief(stream)
+    entry.brief(stream)
     yield stream
     stream.close()
 
@@ -152,7 +152,7 @@ class Hesitating(Stream):
 
 def test_a_stream_that_is_closed_while_its_reader_is_at_it_ends(tmp_path):
     stream = Hesitating(tmp_path / "log")
-    answers.brief(stream)
+    entry.brief(stream)
     stream.hesitates = True
     os.write(stream._original_stdstream_fd, b"x")
     assert stream.knows.wait(30)
@@ -167,5 +167,5 @@ def test_a_stream_that_is_closed_while_its_reader_is_at_it_ends(tmp_path):
 
 def test_streams_that_are_not_ipykernels_stay_as_they_are():
     plain = SimpleNamespace(flush=print)
-    answers.brief(plain)
+    entry.brief(plain)
     assert plain.flush is print

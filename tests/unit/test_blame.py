@@ -9,7 +9,7 @@ import pytest
 from history_rows import make_history, make_rows
 
 from workbench.errors import PlanError
-from workbench.history.blame import blame
+from workbench.history.analysis.blame import blame
 
 NAN = float("nan")
 

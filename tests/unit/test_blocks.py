@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from workbench.members import Member
-from workbench.session.show import CellView
+from workbench.notebook.run_view import CellView
+from workbench.shared.members import Member
 from workbench.views import blocks
 from workbench.views.blocks import Blocks
 from workbench.views.output import OutputBoard

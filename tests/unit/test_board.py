@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from workbench.engine.board import Board
+from workbench.engine.context import Board
 from workbench.errors import ClusterError
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
+from workbench.cluster.processes import Ending
 from workbench.cookbook.recipe import Recipe
-from workbench.events import CellLeft, Topic
-from workbench.members import Member
-from workbench.messages import Happened
-from workbench.plan import make_plan
-from workbench.protocol import RunSpec
-from workbench.session.failure import Names
-from workbench.session.requests import in_lanes, members_of
-from workbench.session.run import Run
+from workbench.execution.outcome import Names
+from workbench.execution.requests import in_lanes, members_of
+from workbench.execution.run import Run
+from workbench.shared.events import CellLeft, Topic
+from workbench.shared.members import Member
+from workbench.shared.messages import Happened
+from workbench.shared.plan import make_plan
+from workbench.shared.protocol import RunSpec
 
 
 def run_on(folder: Path, engines: list[int]) -> Run:

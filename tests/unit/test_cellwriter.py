@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
 from workbench import catalog
-from workbench.cellwriter import cell_of, line_of
-from workbench.cookbook.functions import recipe_of
-from workbench.cookbook.recipe import Recipe
+from workbench.cookbook.recipe import Recipe, recipe_of
 from workbench.errors import PlanError
-from workbench.faults import parse_fault
-from workbench.line import parse_cell_line
-from workbench.plan import Plan, make_plan
-from workbench.session.state import Session
+from workbench.notebook.session import Session
+from workbench.shared.faults import parse_fault
+from workbench.shared.plan import Plan, cell_of, line_of, make_plan
+from workbench.shared.run_request import parse_cell_line
 
 CELL = Recipe("wb.fit(...)\n", 2, "In[1]")
 SOURCES = [

@@ -7,11 +7,11 @@ import os
 import psutil
 import pytest
 
-from workbench.cluster import census
+from workbench.cluster import folders
 from workbench.errors import PlanError
-from workbench.session.checks import check_limits
+from workbench.execution.requests import check_limits
 
-WARM = ["python", "-m", "workbench.cluster.warm", "--fd", "7"]
+WARM = ["python", "-m", "workbench.cluster.forkserver.server", "--fd", "7"]
 OWN = ["python", "-m", "ipyparallel.engine", "--profile-dir", "/tmp/workbench-abc"]
 OTHERS = ["python", "-m", "ipyparallel.engine", "--profile-dir", "/home/u/.ipython/profile_x"]
 
@@ -56,9 +56,9 @@ def processes(monkeypatch):
 
 
 def test_engines_of_this_user_are_counted() -> None:
-    assert census.engines() == {1, 2, 5}
-    assert census.engines(os.getuid() + 1) == {3}
-    assert census.elsewhere([1, 2]) == 1
+    assert folders.engines() == {1, 2, 5}
+    assert folders.engines(os.getuid() + 1) == {3}
+    assert folders.elsewhere([1, 2]) == 1
 
 
 def test_engines_of_other_notebooks_count_for_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def test_a_cluster_beyond_the_limit_is_refused_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import workbench as wb
-    from workbench.cluster import ground
+    from workbench.cluster import services
 
     def started(*args: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(ground.Ground, "prepare_in_background", started)
+    monkeypatch.setattr(services.ClusterServices, "prepare_in_background", started)
     monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "4")
     with pytest.raises(PlanError, match=r"4.*WB-PLAN-055"):
         wb.Cluster(2)
@@ -92,11 +92,11 @@ def test_a_cluster_beyond_the_limit_is_refused_before_anything_is_started(
 def test_refused_messages_are_counted_below_the_table() -> None:
     from types import SimpleNamespace
 
-    from workbench.session import status
+    from workbench.session import status as session_status
 
     router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
     cluster = SimpleNamespace(engine_set=SimpleNamespace(router=router))
-    assert status.rejected(cluster) == 5  # type: ignore[arg-type]
-    assert "5 messages or connections were refused" in status.notes(cluster)[0]  # type: ignore[arg-type]
+    assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]
+    assert "5 messages or connections were refused" in session_status.notes(cluster)[0]  # type: ignore[arg-type]
     router.rejected, router.refused = 0, {}
-    assert status.notes(cluster) == []  # type: ignore[arg-type]
+    assert session_status.notes(cluster) == []  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from workbench.engine.checkpoint_tree import arrays_in, decode, encode
+from workbench.engine.checkpoints.files import arrays_in, decode, encode
 from workbench.errors import FitError
 
 

@@ -16,15 +16,15 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint import metadata  # noqa: E402
 
-from workbench import checkpoints  # noqa: E402
 from workbench.cookbook.recipe import Recipe  # noqa: E402
-from workbench.engine import torch_checkpoints  # noqa: E402
-from workbench.engine.checkpoints import Checkpoints  # noqa: E402
+from workbench.engine.checkpoints.checkpoints import Checkpoints  # noqa: E402  # noqa: E402
+from workbench.engine.torch import checkpoints as torch_checkpoints  # noqa: E402  # noqa: E402
 from workbench.errors import RunError  # noqa: E402
-from workbench.plan import make_plan  # noqa: E402
-from workbench.protocol import RunSpec  # noqa: E402
+from workbench.execution.launch import Recoverer  # noqa: E402  # noqa: E402
 from workbench.session.checkpoints import claim, describe, described, verify  # noqa: E402
-from workbench.session.recover import Recoverer  # noqa: E402
+from workbench.shared import checkpoints  # noqa: E402  # noqa: E402
+from workbench.shared.plan import make_plan  # noqa: E402  # noqa: E402
+from workbench.shared.protocol import RunSpec  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

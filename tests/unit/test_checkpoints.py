@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from workbench import checkpoints
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
-from workbench.plan import Plan, make_plan
 from workbench.session.checkpoints import apart, claim
+from workbench.shared import checkpoints
+from workbench.shared.plan import Plan, make_plan
 
 PLACE = {"training": 0, "base": 0, "world_size": 2, "strategy": "mirrored"}
 

@@ -8,10 +8,10 @@ import pytest
 from history_rows import make_summary
 from nbformat.sign import NotebookNotary
 
-from workbench import cli, shipped
-from workbench.cluster import kept, profile
+from workbench import cli
+from workbench.cluster import folders as kept
 from workbench.errors import WorkbenchError
-from workbench.history.comparison import compare
+from workbench.history.analysis.comparison import compare
 from workbench.views import blocks
 
 
@@ -37,7 +37,7 @@ def test_the_notebooks_of_the_checkout_are_found():
 
 
 def test_notebooks_that_are_not_installed_are_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "workbench" / "shipped.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "workbench" / "shipped.py"))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(WorkbenchError, match="WB-GEN-005"):
         cli.notebooks_folder()
@@ -55,7 +55,7 @@ def test_the_summary_is_the_comparison_whatever_its_words():
 
 
 def test_a_comparison_says_in_its_output_what_it_is(monkeypatch):
-    from workbench.session.compare import Compared
+    from workbench.notebook.compare import Compared
 
     shown = []
     monkeypatch.setattr(blocks, "display", lambda thing, **more: shown.append(more))
@@ -201,7 +201,7 @@ def test_a_command_is_needed(capsys):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(kept.tempfile, "tempdir", str(tmp_path))
 
 
 def sleeping():
@@ -223,8 +223,8 @@ def another():
 
 
 def cluster(process, **about):
-    folder = profile.create()
-    who = profile.identity(process.pid)
+    folder = kept.create()
+    who = kept.identity(process.pid)
     kept.write(
         folder,
         {
@@ -233,7 +233,7 @@ def cluster(process, **about):
         },
     )  # fmt: skip
     page = {"busy": True, "since": 1.0, "what": "run base", "pid": process.pid}
-    profile.write_json(folder / kept.DOING / "engine-0.jsonl", page)
+    kept.write_json(folder / kept.DOING / "engine-0.jsonl", page)
     return kept.cluster_id(folder)
 
 
@@ -269,11 +269,11 @@ def test_stop_ends_what_was_named_and_nothing_else(sleeper, another, capsys):
 
 @pytest.mark.usefixtures("folders")
 def test_a_reused_pid_is_neither_listed_nor_ended(sleeper):
-    who = profile.identity(sleeper.pid)
+    who = kept.identity(sleeper.pid)
     wrong = {**who, "create_time": who["create_time"] - 60}
     assert cluster(sleeper, engines={"0": wrong})
     assert kept.clusters() == []
-    name = cluster(sleeper, engines={"0": wrong, "1": profile.identity(os.getpid())})
+    name = cluster(sleeper, engines={"0": wrong, "1": kept.identity(os.getpid())})
     found = {one.id: one for one in kept.clusters()}[name]
     assert found.engines == [1]
     kept.write(found.folder, {**found.about, "engines": {"0": wrong}})
@@ -288,7 +288,7 @@ def test_a_reused_pid_is_neither_listed_nor_ended(sleeper):
 )  # fmt: skip
 @pytest.mark.usefixtures("folders")
 def test_a_damaged_description_is_no_cluster(about):
-    folder = profile.create()
+    folder = kept.create()
     (folder / kept.ABOUT).write_text(about)
     assert kept.look(folder) is None
     assert kept.clusters() == []

@@ -1,4 +1,4 @@
-from workbench.cluster_line import cluster_parser, parse_cluster_line
+from workbench.shared.magic_args import cluster_parser, parse_cluster_line
 
 
 def test_cluster_lines_are_read():

@@ -10,11 +10,12 @@ from history_rows import NAN, make_history, make_rows, make_summary
 from made_up_runs import CASES, make_run
 
 from workbench.errors import RunError
-from workbench.history import verdict
-from workbench.history.comparison import Spread, compare
+from workbench.history.analysis import rows as analysis_rows
+from workbench.history.analysis.comparison import compare
+from workbench.history.analysis.rows import Spread
+from workbench.history.analysis.summary import RunSummary, summarise
 from workbench.history.store import RunHistory
-from workbench.history.summary import RunSummary, summarise
-from workbench.metrics import PARTS
+from workbench.shared.record import PARTS
 from workbench.views import units
 
 ONE = {"transfer_s": 0.0, "compute_s": 0.020}
@@ -178,7 +179,7 @@ def test_the_verdict_says_why_the_slower_strategy_is_slower() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 4e-5, 0.000692, 0.000996, 0.0021, 0.00996, 0.048, 0.7])
 def test_the_verdict_writes_times_as_all_views_do(seconds: float) -> None:
-    assert verdict.milliseconds(seconds) == units.milliseconds(seconds * 1e3)
+    assert analysis_rows.milliseconds(seconds) == units.milliseconds(seconds * 1e3)
 
 
 def test_the_verdict_names_waiting_for_the_slowest() -> None:

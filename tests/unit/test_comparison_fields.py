@@ -12,11 +12,9 @@ from history_rows import make_summary
 from made_up_runs import CASES, MIB, compared, eight, make_run, partial
 
 from workbench.errors import PlanError
-from workbench.history import fields
-from workbench.history.comparison import compare
-from workbench.history.rows import SHARES, shares_of
-from workbench.history.thinning import thinned
-from workbench.history.wire import ALL_POINTS, MOST_POINTS
+from workbench.history.analysis import comparison as fields
+from workbench.history.analysis.comparison import ALL_POINTS, MOST_POINTS, compare, thinned
+from workbench.history.analysis.rows import SHARES, shares_of
 
 
 def record_of(run, *others):

@@ -14,10 +14,10 @@ from any_page import illegible, is_on_paper, is_transparent
 from made_up_runs import CASES, compared, eight, make_run
 from matplotlib.figure import Figure
 
-from workbench.history.comparison import compare
-from workbench.views import comparison_figure
-from workbench.views.comparison_parts import clipped, ticks_alike, width_in, wrapped
-from workbench.views.comparison_table import comparison_table
+from workbench.history.analysis.comparison import compare
+from workbench.views.comparison import picture
+from workbench.views.comparison.table import comparison_table
+from workbench.views.drawing import clipped, ticks_alike, width_in, wrapped
 
 
 def titles(figure):
@@ -55,7 +55,7 @@ def words_of(figure):
 
 @pytest.mark.parametrize("case", CASES)
 def test_words_never_overlap_and_stay_on_the_page(case: str) -> None:
-    figure = comparison_figure.draw(compared(case))
+    figure = picture.draw(compared(case))
     words = words_of(figure)
     assert len(words) > 15
     page = figure.bbox
@@ -71,7 +71,7 @@ def test_words_never_overlap_and_stay_on_the_page(case: str) -> None:
 
 def test_it_is_a_png_with_the_tables_text() -> None:
     comparison = compared("two")
-    made = comparison_figure.comparison_bundle(comparison)
+    made = picture.comparison_bundle(comparison)
     assert set(made) == {"image/png", "text/plain"}
     assert made["text/plain"] == comparison_table(comparison).text()
     pixels = matplotlib.image.imread(io.BytesIO(made["image/png"]))
@@ -81,7 +81,7 @@ def test_it_is_a_png_with_the_tables_text() -> None:
 
 def test_loss_is_drawn_by_time_samples_and_steps() -> None:
     comparison = compared("two")
-    figure = comparison_figure.draw(comparison)
+    figure = picture.draw(comparison)
     by = [panel(figure, title) for title in ("Loss by time", "by samples", "by steps")]
     for axes, field in zip(by, ("t_s", "samples", "step"), strict=True):
         assert len(axes.lines) == 2
@@ -91,7 +91,7 @@ def test_loss_is_drawn_by_time_samples_and_steps() -> None:
 
 
 def test_seeds_are_lines_of_one_colour() -> None:
-    figure = comparison_figure.draw(compared("seeds"))
+    figure = picture.draw(compared("seeds"))
     lines = panel(figure, "Loss by time").lines
     assert len(lines) == 9
     assert len({line.get_color() for line in lines}) == 3
@@ -99,7 +99,7 @@ def test_seeds_are_lines_of_one_colour() -> None:
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
     comparison = compared("two")
-    figure = comparison_figure.draw(comparison)
+    figure = picture.draw(comparison)
     rates = [bar.get_width() for bar in panel(figure, "Samples per second").patches]
     assert rates == pytest.approx([row.samples_per_s.mean for row in comparison.rows])
     ends = [
@@ -111,47 +111,47 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
 
 
 def test_waits_and_the_bubble_are_hatched() -> None:
-    figure = comparison_figure.draw(compared("eight"))
+    figure = picture.draw(compared("eight"))
     hatches = {bar.get_hatch() for bar in panel(figure, "Where a step's time goes").patches}
     assert len(hatches - {None}) == 2
 
 
 def test_panels_appear_where_there_is_something_to_show() -> None:
-    many, few = (titles(comparison_figure.draw(compared(case))) for case in ("eight", "two"))
+    many, few = (titles(picture.draw(compared(case))) for case in ("eight", "two"))
     assert "Staleness of pushes, in updates" in many
     assert "Staleness of pushes, in updates" not in few
     assert "Eval accuracy" in many
-    alone = titles(comparison_figure.draw(compare([make_run("alone")])))
+    alone = titles(picture.draw(compare([make_run("alone")])))
     assert "Speed-up" not in alone
     assert "Sent per step · in all" not in alone
 
 
 def test_without_one_device_speed_is_relative_and_efficiency_is_left_out() -> None:
-    figure = comparison_figure.draw(compared("without a baseline"))
+    figure = picture.draw(compared("without a baseline"))
     assert "Relative speed" in titles(figure)
     assert not {"Speed-up", "Efficiency"} & set(titles(figure))
 
 
 def test_runs_without_measurements_say_so() -> None:
     comparison = compared("nothing at all")
-    figure = comparison_figure.draw(comparison)
+    figure = picture.draw(comparison)
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert texts.count("not measured") >= 3
     assert "0" not in {text for text in texts if text}
-    assert len(comparison_figure.comparison_png(comparison)) > 1000
+    assert len(picture.comparison_png(comparison)) > 1000
 
 
 def test_what_stays_in_a_notebook_fits_white_and_dark_pages_and_files_have_paper() -> None:
     comparison = compare(eight())
-    assert is_transparent(comparison_figure.comparison_bundle(comparison)["image/png"])
-    assert is_on_paper(comparison_figure.comparison_png(comparison))
-    assert illegible(comparison_figure.draw(comparison)) == []
+    assert is_transparent(picture.comparison_bundle(comparison)["image/png"])
+    assert is_on_paper(picture.comparison_png(comparison))
+    assert illegible(picture.draw(comparison)) == []
 
 
 def test_the_line_of_the_baseline_strikes_no_number_out() -> None:
     runs = [make_run("one_device", 1, compute_s=0.02, transfer_s=0.0)]
     runs += [make_run(f"run{k}", 2, compute_s=0.02, transfer_s=0.004 * k) for k in range(1, 6)]
-    axes = panel(comparison_figure.draw(compare(runs)), "Speed-up")
+    axes = panel(picture.draw(compare(runs)), "Speed-up")
     boxes = {round(t.xy[1]): t for t in axes.texts}
     renderer = axes.figure.canvas.get_renderer()
     rows = [line for line in axes.lines if list(line.get_xdata()) == [1, 1]]
@@ -164,22 +164,22 @@ def test_the_line_of_the_baseline_strikes_no_number_out() -> None:
 
 def test_many_runs_get_a_figure_that_fits_them() -> None:
     runs = [make_run(f"run{i}", 2, strategy="mirrored") for i in range(10)]
-    tall = comparison_figure.draw(compare(runs)).get_size_inches()[1]
-    short = comparison_figure.draw(compare(runs[:2])).get_size_inches()[1]
+    tall = picture.draw(compare(runs)).get_size_inches()[1]
+    short = picture.draw(compare(runs[:2])).get_size_inches()[1]
     assert tall > short + 2
 
 
 def test_the_users_own_settings_neither_change_it_nor_are_changed() -> None:
     comparison = compare(eight()[:2])
-    plain = comparison_figure.comparison_png(comparison)
+    plain = picture.comparison_png(comparison)
     with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "black"}):
         before = dict(matplotlib.rcParams)
-        assert comparison_figure.comparison_png(comparison) == plain
+        assert picture.comparison_png(comparison) == plain
         assert dict(matplotlib.rcParams) == before
 
 
 def test_names_are_drawn_as_they_are_written() -> None:
-    names = [text for text, _ in words_of(comparison_figure.draw(compared("long names")))]
+    names = [text for text, _ in words_of(picture.draw(compared("long names")))]
     assert "costs $5 or $6 <b>&amp;</b> | `x` *y*" in names
 
 
@@ -212,6 +212,6 @@ def test_words_are_cut_in_the_middle_and_wrapped_to_a_width() -> None:
 
 def test_losses_that_four_digits_do_not_tell_apart_lie_together():
     runs = [replace(make_run(name), final_loss=loss) for name, loss in (("a", 2.0), ("b", 2.0001))]
-    axes = panel(comparison_figure.draw(compare(runs)), "Final loss")
+    axes = panel(picture.draw(compare(runs)), "Final loss")
     labels = [label.get_text() for label in axes.get_xticklabels() if label.get_text()]
     assert len(labels) == len(set(labels)) >= 2

@@ -10,8 +10,8 @@ import pytest
 from fake_cluster import WAIT_S, Cluster, finish, plan_of, plans_of, queue_on, states
 
 from workbench.errors import RunError
-from workbench.plan import Plan
 from workbench.session.queue import Conduct, Queue
+from workbench.shared.plan import Plan
 
 
 def conduct_on(cluster: Cluster) -> Conduct:

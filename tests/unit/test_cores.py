@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from workbench.engine import cores
+from workbench.engine.tensorflow import support
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
@@ -20,7 +20,7 @@ def test_all_threads_are_kept_to_the_share_and_let_go_again():
     try:
         seen = []
         for position in range(len(allowed)):
-            with cores.limited(len(allowed), len(allowed), position):
+            with support.limited(len(allowed), len(allowed), position):
                 seen.append(os.sched_getaffinity(0))
                 assert os.sched_getaffinity(other.native_id) == seen[-1]
         assert seen == [{core} for core in allowed]
@@ -35,5 +35,5 @@ def test_all_threads_are_kept_to_the_share_and_let_go_again():
 )
 def test_who_cannot_have_cores_of_its_own_is_not_limited(more, workers):
     allowed = os.sched_getaffinity(0)
-    with cores.limited(len(allowed) + more, workers, 0):
+    with support.limited(len(allowed) + more, workers, 0):
         assert os.sched_getaffinity(0) == allowed

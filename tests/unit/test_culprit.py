@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from history_rows import make_history, make_rows
 
-from workbench.history.blame import blame
-from workbench.history.culprit import BLOCKS, culprit_of
-from workbench.history.recent import Recent
+from workbench.history.analysis.blame import blame
+from workbench.history.recent import BLOCKS, Recent, culprit_of
 from workbench.history.store import RunHistory
 from workbench.history.totals import Blame, parts_of
-from workbench.metrics import Derived, derive
-from workbench.record import RECORD
+from workbench.shared.record import RECORD, Derived, derive
 from workbench.views import text
 
 MEASURED = Path(__file__).parents[2] / "docs/measured/waits.npz"

@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
-from workbench.engine.torch_batches import batch_length, map_batch, slice_batch  # noqa: E402
-from workbench.engine.torch_data import (  # noqa: E402
+from workbench.engine.torch.data import (  # noqa: E402  # noqa: E402  # noqa: E402
     IndexedSource,
     StreamSource,
     TensorSource,
+    batch_length,
     make_source,
+    map_batch,
+    slice_batch,
 )
 
 pytestmark = pytest.mark.torch
@@ -142,9 +144,9 @@ def test_peeking_moves_no_random_state() -> None:
 
 
 def test_a_set_that_takes_many_is_asked_once_per_batch() -> None:
-    from workbench import data
+    from workbench import data as workbench_data
 
-    made = data.synthetic(50, shape=(3,))
+    made = workbench_data.synthetic(50, shape=(3,))
     source = make_source(made, 10, seed=0, shuffle=False)
     share = next(source.epoch(0, 1, 2))
     assert share.data[0].shape == (5, 3)

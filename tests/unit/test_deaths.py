@@ -8,12 +8,11 @@ import threading
 
 import pytest
 
-from workbench.cluster import deaths
-from workbench.cluster.deaths import Ending, EngineDiedError, Memory
-from workbench.cluster.processes import Exit
-from workbench.members import Member
-from workbench.messages import CellOutcome
-from workbench.session import gone
+from workbench.cluster import processes
+from workbench.cluster.processes import Ending, EngineDiedError, Exit, Memory
+from workbench.execution import outcome
+from workbench.shared.members import Member
+from workbench.shared.messages import CellOutcome
 
 GB = 10**9
 
@@ -35,12 +34,12 @@ GB = 10**9
     ],
 )  # fmt: skip
 def test_an_end_in_words(end, memory, said):
-    assert str(deaths.ending(end, memory)) == said
+    assert str(processes.ending(end, memory)) == said
 
 
 def test_what_we_ended_ourselves_is_nobody_elses_doing():
     assert str(
-        deaths.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer")
+        processes.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer")
     ) == ("killed by SIGKILL (by Workbench: it did not answer)")
 
 
@@ -61,7 +60,7 @@ Extension modules: numpy
 
 
 def test_a_crash_is_told_from_the_users_side():
-    assert deaths.excerpt(CRASH).splitlines() == [
+    assert processes.excerpt(CRASH).splitlines() == [
         "Fatal Python error: Segmentation fault",
         '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at',
         '  File "the cell", line 4 in <module>',
@@ -70,8 +69,8 @@ def test_a_crash_is_told_from_the_users_side():
 
 def test_without_a_crash_the_last_lines_are_told_and_no_noise():
     log = "2026-11-21 08:20:55.1 [IPEngine] Completed registration\n" + "\n".join("abcdefghijkl")
-    assert deaths.excerpt(log, lines=3).splitlines() == ["j", "k", "l"]
-    assert deaths.excerpt("2026-11-21 08:20:55.1 [IPEngine] Completed registration") == ""
+    assert processes.excerpt(log, lines=3).splitlines() == ["j", "k", "l"]
+    assert processes.excerpt("2026-11-21 08:20:55.1 [IPEngine] Completed registration") == ""
 
 
 @pytest.mark.parametrize(
@@ -81,14 +80,14 @@ def test_without_a_crash_the_last_lines_are_told_and_no_noise():
 def test_the_end_of_a_process_is_seen_and_left_to_who_waits_for_it(code, seen):
     process = subprocess.Popen([sys.executable, "-c", code])
     heard, ends = threading.Event(), []
-    deaths.watch(process.pid, lambda end: (ends.append(end), heard.set()))
+    processes.watch(process.pid, lambda end: (ends.append(end), heard.set()))
     assert heard.wait(30)
     assert (ends[0].code, ends[0].signal) == seen
     assert process.wait() == (seen[0] if seen[1] is None else -seen[1])
 
 
 def test_only_a_kill_asks_the_system():
-    watch = deaths.MemoryWatch()
+    watch = processes.MemoryWatch()
     assert watch.seen(os.getpid(), killed=False).kills == 0
     assert watch.seen(os.getpid(), killed=True).total_bytes > 0
 
@@ -97,26 +96,26 @@ KILLED = Ending("SIGKILL")
 
 
 def died(engine: int, how: Ending = KILLED, log: str = "") -> CellOutcome:
-    return gone.outcome(EngineDiedError(engine, 100 + engine, how, log))
+    return outcome.outcome(EngineDiedError(engine, 100 + engine, how, log))
 
 
 def test_several_deaths_are_named_one_by_one():
     outcomes = {0: CellOutcome(status="error"), 1: died(1, log="no more memory"), 2: died(2)}
-    text = gone.words(1, outcomes, Member.of_ranks)
+    text = outcome.death_words(1, outcomes, Member.of_ranks)
     assert text.splitlines() == [
         "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
         "  its log ends:",
         "    no more memory",
         "  gone too: Rank 2 (engine 2): killed by SIGKILL",
     ]
-    assert gone.next_step(outcomes) == "%cluster restart 1 2"
-    assert gone.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
-    assert gone.next_step({0: CellOutcome(status="ok")}) is None
+    assert outcome.next_step(outcomes) == "%cluster restart 1 2"
+    assert outcome.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
+    assert outcome.next_step({0: CellOutcome(status="ok")}) is None
 
 
 def test_many_deaths_do_not_fill_the_screen():
     outcomes = {i: died(i) for i in range(9)}
-    text = gone.words(0, outcomes, Member.of_ranks)
+    text = outcome.death_words(0, outcomes, Member.of_ranks)
     assert text.endswith("gone too: 4 more")
 
 
@@ -140,7 +139,7 @@ def test_signals_are_called_by_their_names():
         ),
         (Ending(what="killed by (whom?)"), "killed by (whom?)", "killed by (whom?)"),
         (Ending(), "how is not known", "how is not known"),
-        (deaths.RESTARTED, "restarted", "restarted"),
+        (processes.RESTARTED, "restarted", "restarted"),
     ],
 )
 def test_a_table_says_an_end_shortly_and_errors_say_all_of_it(end, short, whole):
@@ -149,5 +148,5 @@ def test_a_table_says_an_end_shortly_and_errors_say_all_of_it(end, short, whole)
 
 
 def test_an_engine_that_was_replaced_is_no_reason_to_recover_and_its_words_are_no_matter():
-    assert died(1, deaths.RESTARTED).recoverable is False
+    assert died(1, processes.RESTARTED).recoverable is False
     assert died(1, Ending(what="restarted", hint="by somebody else")).recoverable is True

@@ -5,18 +5,17 @@ import threading
 
 import pytest
 
-from workbench.cluster_line import parse_cluster_line
-from workbench.engine import attention, places
-from workbench.engine.profiles import ProfiledGate, Window
-from workbench.engine.values import describe
+from workbench.engine.debugging import marks, stdin_bridge
+from workbench.engine.debugging.marks import describe
+from workbench.engine.telemetry.profiler import ProfiledGate, Window
 from workbench.errors import PlanError
-from workbench.line import parse_cell_line
-from workbench.messages import BadMessageError, GoOn, Hold, Typed
-from workbench.protocol import Packet, decode_down
-from workbench.session import prompt
+from workbench.execution import paused
+from workbench.execution.paused import Paused
 from workbench.session.logs import Tail, follow
-from workbench.session.paused import Paused
-from workbench.windows import check_window, parse_window
+from workbench.shared.magic_args import parse_cluster_line
+from workbench.shared.messages import BadMessageError, GoOn, Hold, Typed
+from workbench.shared.protocol import Packet, decode_down
+from workbench.shared.run_request import check_window, parse_cell_line, parse_window
 
 
 def test_debug_line():
@@ -52,14 +51,14 @@ def test_window_inside_the_run():
 
 def test_places():
     cell = "/tmp/ipykernel_12/345.py"
-    assert places.where(cell, 7, "<module>") == "cell line 7"
-    assert places.where(cell, 7, "step") == "cell line 7 in step"
-    assert places.where("/home/me/train.py", 41, "load") == "train.py:41 in load"
-    assert places.is_yours(cell)
-    assert places.is_yours("/home/me/train.py")
-    assert not places.is_yours(contextlib.__file__)
-    assert not places.is_yours(places.__file__)
-    assert not places.is_yours("<frozen importlib._bootstrap>")
+    assert marks.where(cell, 7, "<module>") == "cell line 7"
+    assert marks.where(cell, 7, "step") == "cell line 7 in step"
+    assert marks.where("/home/me/train.py", 41, "load") == "train.py:41 in load"
+    assert marks.is_yours(cell)
+    assert marks.is_yours("/home/me/train.py")
+    assert not marks.is_yours(contextlib.__file__)
+    assert not marks.is_yours(marks.__file__)
+    assert not marks.is_yours("<frozen importlib._bootstrap>")
 
 
 def test_describe_never_raises():
@@ -183,7 +182,7 @@ def test_followed_logs_end_with_their_engines(tmp_path):
 
 def talk(paused_can_prompt=None):
     """An engine's side and the kernel's, joined without a network."""
-    engine = attention.Attention(0, lambda said: kernel.hear(said))
+    engine = stdin_bridge.StdinBridge(0, lambda said: kernel.hear(said))
     kernel = Paused(lambda number, message: engine.hear(message))
     if paused_can_prompt is not None:
         kernel.attended(can_prompt=paused_can_prompt)
@@ -218,24 +217,24 @@ def test_a_rank_goes_on_where_nobody_can_answer():
 
 
 def test_a_rank_that_pauses_before_its_cell_is_waited_for_is_told_the_same(monkeypatch):
-    monkeypatch.setattr(prompt, "can_prompt", lambda: False)
+    monkeypatch.setattr(paused, "can_prompt", lambda: False)
     engine, kernel = talk()
-    with prompt.attending(True):
+    with paused.attending(True):
         kernel.unattended()  # the end of another cell takes nothing from it
         assert "no prompt" in engine.ask("debugger", "cell line 3", "")
     for blocks in (True, False):
-        with prompt.attending(blocks):
+        with paused.attending(blocks):
             assert bool(engine.ask("debugger", "cell line 3", "")) is blocks
     assert engine.announce
-    monkeypatch.setattr(prompt, "can_prompt", lambda: True)
-    with prompt.attending(True):
+    monkeypatch.setattr(paused, "can_prompt", lambda: True)
+    with paused.attending(True):
         assert engine.ask("debugger", "cell line 4", "") == ""
         assert not engine.announce
 
 
 def test_a_rank_goes_on_where_the_notebook_is_silent(monkeypatch):
-    monkeypatch.setattr(attention, "HEARD_S", 0.05)
-    engine = attention.Attention(0, lambda said: None)
+    monkeypatch.setattr(stdin_bridge, "HEARD_S", 0.05)
+    engine = stdin_bridge.StdinBridge(0, lambda said: None)
     assert engine.ask("input", "cell line 1", "") == "the notebook does not answer"
     assert engine.where == ""
 
@@ -244,7 +243,7 @@ def test_stop_releases_a_rank_and_makes_it_deaf():
     engine, _ = talk()
     engine.ask("debugger", "cell line 3", "")
     engine.release("Stop was pressed")
-    with pytest.raises(attention.Released, match="Stop was pressed"):
+    with pytest.raises(stdin_bridge.Released, match="Stop was pressed"):
         engine.next_line()
     engine.leave()
     assert engine.ask("debugger", "cell line 3", "") == "Stop was pressed"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.members import Member
-from workbench.messages import Whereabouts
-from workbench.session.doing import Scene, doing
+from workbench.session.status import Scene, doing
+from workbench.shared.members import Member
+from workbench.shared.messages import Whereabouts
 
 WAITS = Whereabouts(state="waits", waits_in="in all_reduce")
 HELD = Whereabouts(state="held", waits_in="in a pause")

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from workbench.cluster.engine_info import EngineInfo
-from workbench.cluster.engines import Engines
+from workbench.cluster.engines import EngineInfo, Engines
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from workbench import errors
-from workbench.cluster.deaths import Ending, EngineDiedError
+from workbench.cluster.processes import Ending, EngineDiedError
 from workbench.errors import PlanError, WorkbenchError, nearest, unknown
-from workbench.session.registry import MissingRunError
+from workbench.execution.registry import MissingRunError
 
 KINDS = [
     kind

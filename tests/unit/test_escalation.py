@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import re
 
-from workbench import escalation
-from workbench.escalation import (
-    AGAIN_S,
-    BREAK_OUT_S,
-    CLEARING_S,
-    GROUP_GONE_S,
-    KILL_S,
-)
+from workbench.shared import events
+from workbench.shared.events import AGAIN_S, BREAK_OUT_S, CLEARING_S, GROUP_GONE_S, KILL_S
 
 
 def test_the_table_names_every_time_and_no_other() -> None:
-    named = set(re.findall(r"^ {4,}([A-Z][A-Z_]+_S)\b", escalation.__doc__ or "", re.MULTILINE))
-    assert named == {name for name in vars(escalation) if name.endswith("_S")}
+    named = set(re.findall(r"^ {4,}([A-Z][A-Z_]+_S)\b", events.__doc__ or "", re.MULTILINE))
+    assert named == {name for name in vars(events) if name.endswith("_S")}
 
 
 def test_an_engine_that_does_what_it_can_is_not_ended_for_it() -> None:

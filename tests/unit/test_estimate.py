@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from workbench.cookbook.recipe import Recipe
-from workbench.plan import Plan, make_plan
-from workbench.session.estimate import Pace, estimate, units
-from workbench.session.lineup import Lineup
+from workbench.session.queue_state import Pace, QueueState, estimate, units
+from workbench.shared.plan import Plan, make_plan
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ def plan_of(strategy: str, **more: int) -> Plan:
     return make_plan(Recipe("wb.fit()"), strategy, workers=2, overrides=more)
 
 
-def story(runs: list[tuple[Plan, Speed]], t_s: float) -> Lineup:
+def story(runs: list[tuple[Plan, Speed]], t_s: float) -> QueueState:
     """The row at a moment, when its plans run at these speeds."""
-    line = Lineup()
+    line = QueueState()
     line.add([plan for plan, _ in runs])
     for _, speed in runs:
         item = line.begin()
@@ -109,7 +108,7 @@ def test_a_strategy_that_was_never_seen_makes_it_rough() -> None:
 
 
 def test_a_run_without_known_length_is_told_from_those_before() -> None:
-    line = Lineup()
+    line = QueueState()
     line.add([plan_of("mirrored", seed=k) for k in range(2)])
     first = line.begin()
     assert first is not None

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from workbench import events
-from workbench.events import EVENTS, FROM_ENGINES, UnknownEventError, read
-from workbench.messages import BadMessageError
-from workbench.protocol import Packet, decode_up
+from workbench.shared import events
+from workbench.shared.events import EVENTS, FROM_ENGINES, UnknownEventError, read
+from workbench.shared.messages import BadMessageError
+from workbench.shared.protocol import Packet, decode_up
 
 SOURCES = Path(events.__file__).parent
 ENGINES = ("engine", "strategies")

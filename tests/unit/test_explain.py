@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from workbench.engine.torch_explain import explain  # noqa: E402
+from workbench.engine.torch.support import explain_mistake  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,7 +43,7 @@ def test_the_two_device_cnn_runs_on_stand_ins():
 
 
 def test_the_view_that_folds_the_batch_is_named_with_its_cure():
-    text = explain(error_of(ModelParallelCNN("cpu", "cpu", 64 * 14 * 14)))
+    text = explain_mistake(error_of(ModelParallelCNN("cpu", "cpu", 64 * 14 * 14)))
     assert text is not None
     assert "16 outputs for 4 targets" in text
     assert "(4, 64, 28, 28) became (16, 12544)" in text
@@ -54,7 +54,7 @@ def test_the_view_that_folds_the_batch_is_named_with_its_cure():
 
 
 def test_other_errors_are_left_alone():
-    assert explain(ValueError("something else")) is None
+    assert explain_mistake(ValueError("something else")) is None
     with pytest.raises(ValueError, match="batch_size") as caught:  # no view is to blame
         nn.CrossEntropyLoss()(nn.Linear(3, 2)(torch.randn(5, 3)), torch.zeros(4).long())
-    assert explain(caught.value) is None
+    assert explain_mistake(caught.value) is None

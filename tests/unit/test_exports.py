@@ -14,9 +14,9 @@ import pytest
 from made_up_runs import compared, eight, make_run
 
 from workbench.errors import PlanError
-from workbench.history.comparison import compare
-from workbench.session.compare import Compared
-from workbench.views.comparison_table import comparison_table
+from workbench.history.analysis.comparison import compare
+from workbench.notebook.compare import Compared
+from workbench.views.comparison.table import comparison_table
 
 EVIL = "<script>alert(1)</script> | `a` *b* [c](d)"
 

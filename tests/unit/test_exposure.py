@@ -6,21 +6,21 @@ import warnings
 
 import pytest
 
-from workbench.cluster import exposure
+from workbench.cluster import limits
 from workbench.cluster.router import ControlRouter
 from workbench.errors import PlanError
-from workbench.session.checks import check_limits
+from workbench.execution.requests import check_limits
 
 
 @pytest.mark.parametrize("hosts", ["*", "0.0.0.0", "10.1.2.3", "::", "eth0", "fd00::1"])
 def test_a_wider_binding_is_explained_each_time(hosts: str) -> None:
     for _ in range(2):
-        with pytest.warns(exposure.ExposureWarning) as caught:
+        with pytest.warns(limits.ExposureWarning) as caught:
             check_limits(1, hosts=hosts)
         said = str(caught[0].message)
         for word in (f"--hosts {hosts}", "gloo", "TCPStore", "gRPC", "no authentication"):
             assert word in said
-        assert exposure.PAGE in said
+        assert limits.PAGE in said
 
 
 @pytest.mark.parametrize("hosts", ["", "127.0.0.1", "localhost", "::1"])
@@ -41,9 +41,9 @@ def test_a_forbidden_binding_is_refused_before_it_is_explained(
 
 
 def test_the_control_socket_listens_where_it_was_told_and_says_how_to_reach_it() -> None:
-    for host, expected in (("127.0.0.1", "127.0.0.1"), ("*", exposure.reachable("*"))):
+    for host, expected in (("127.0.0.1", "127.0.0.1"), ("*", limits.reachable("*"))):
         router = ControlRouter(lambda engine, message: None, host)
         assert router.url.startswith(f"tcp://{expected}:")
         router.close()
-    assert "*" not in exposure.reachable("*")
-    assert exposure.reachable("10.1.2.3") == "10.1.2.3"
+    assert "*" not in limits.reachable("*")
+    assert limits.reachable("10.1.2.3") == "10.1.2.3"

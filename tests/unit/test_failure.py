@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from workbench.members import Member
-from workbench.messages import CellOutcome
-from workbench.session.failure import CellEnd, Names
+from workbench.execution.outcome import CellEnd, Names
+from workbench.shared.members import Member
+from workbench.shared.messages import CellOutcome
 
 OK = CellOutcome(status="ok")
 CUT = CellOutcome(status="error", ename="RuntimeError", evalue="Connection closed by peer")

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workbench.errors import PlanError
-from workbench.faults import PLACES, Fault, parse_duration, parse_fault
+from workbench.shared.faults import PLACES, Fault, parse_duration, parse_fault
 
 RANKS = st.integers(0, 64)
 SECONDS = st.floats(0, 1e4, allow_nan=False).map(lambda s: round(s, 9))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
 
-from workbench.history import feed
+from workbench.history.analysis import series as feed
+from workbench.history.analysis.series import Feed
 from workbench.history.disk import RunWriter
-from workbench.history.feed import Feed
 from workbench.history.store import RunHistory
 
 

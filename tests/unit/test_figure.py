@@ -12,7 +12,8 @@ from any_page import illegible, is_on_paper, is_transparent
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 from matplotlib.image import imread
 
-from workbench.views import figure, text
+from workbench.views import text
+from workbench.views.live import figure
 
 
 def all_texts(made) -> str:

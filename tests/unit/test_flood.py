@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from workbench.engine.flood import EVERY_S, TAIL_CHARS, Weir, held_back
+from workbench.engine.output import EVERY_S, TAIL_CHARS, Throttle, held_back
 
 
 def test_what_stays_below_the_limit_is_untouched():
     shown = []
-    weir = Weir(shown.append, 100)
+    weir = Throttle(shown.append, 100)
     assert weir.write("a" * 60) == 60
     weir.write("b" * 30)
     weir.close()
@@ -19,7 +19,7 @@ def test_what_stays_below_the_limit_is_untouched():
 
 def test_beyond_the_limit_the_newest_lines_come_once_a_second_and_the_rest_is_counted():
     shown, now = [], [0.0]
-    weir = Weir(shown.append, 10, clock=lambda: now[0])
+    weir = Throttle(shown.append, 10, clock=lambda: now[0])
     weir.write("x" * 10)
     for count in range(1000):
         weir.write(f"{count:09}\n")
@@ -46,7 +46,7 @@ def test_beyond_the_limit_the_newest_lines_come_once_a_second_and_the_rest_is_co
 )
 def test_the_amount_left_out_is_what_was_printed_and_not_shown(beyond, said):
     shown = []
-    weir = Weir(shown.append, 1000, clock=lambda: 0.0)
+    weir = Throttle(shown.append, 1000, clock=lambda: 0.0)
     weir.write("x" * 1000)
     piece = "y" * min(beyond, 50_000_000)
     for at in range(0, beyond, len(piece)):
@@ -58,7 +58,7 @@ def test_the_amount_left_out_is_what_was_printed_and_not_shown(beyond, said):
 
 def test_nothing_is_said_to_be_left_out_where_all_of_it_was_shown():
     shown = []
-    weir = Weir(shown.append, 10, clock=lambda: 0.0)
+    weir = Throttle(shown.append, 10, clock=lambda: 0.0)
     for text in ("x" * 10, "the last line\n"):
         weir.write(text)
     weir.close()

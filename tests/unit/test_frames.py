@@ -11,7 +11,7 @@ import pytest
 from fake_run import curve, empty_snapshot, fake_pipeline, fake_snapshot
 
 from workbench.history.snapshot import Timeline
-from workbench.views.frames import make_frame
+from workbench.views.live.frames import make_frame
 
 
 class Browser:

@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cluster import preload
+from workbench.cluster.forkserver import preload
 from workbench.errors import PlanError
-from workbench.frameworks import import_environment
-from workbench.session import frameworks
+from workbench.execution import allocator
+from workbench.shared.cluster_env import import_environment
 
 
 @pytest.fixture
@@ -13,9 +13,9 @@ def installed(monkeypatch):
     """Make these frameworks the ones that are installed."""
 
     def set_(*names):
-        monkeypatch.setattr(frameworks, "installed", lambda name: name in names)
+        monkeypatch.setattr(allocator, "installed", lambda name: name in names)
 
-    monkeypatch.delenv(frameworks.PREWARM, raising=False)
+    monkeypatch.delenv(allocator.PREWARM, raising=False)
     return set_
 
 
@@ -30,20 +30,20 @@ def installed(monkeypatch):
 )
 def test_the_default_framework_is_one_that_is_installed(installed, there, chosen):
     installed(*there)
-    assert frameworks.default_framework() == chosen
-    assert frameworks.prewarmed() == chosen
+    assert allocator.default_framework() == chosen
+    assert allocator.prewarmed() == chosen
 
 
 def test_the_environment_names_the_framework_or_none(installed, monkeypatch):
     installed("torch", "tensorflow")
-    monkeypatch.setenv(frameworks.PREWARM, "tensorflow")
-    assert frameworks.prewarmed() == frameworks.default_framework() == "tensorflow"
-    monkeypatch.setenv(frameworks.PREWARM, "off")
-    assert frameworks.prewarmed() is None
-    assert frameworks.default_framework() == "torch"
-    monkeypatch.setenv(frameworks.PREWARM, "jax")
+    monkeypatch.setenv(allocator.PREWARM, "tensorflow")
+    assert allocator.prewarmed() == allocator.default_framework() == "tensorflow"
+    monkeypatch.setenv(allocator.PREWARM, "off")
+    assert allocator.prewarmed() is None
+    assert allocator.default_framework() == "torch"
+    monkeypatch.setenv(allocator.PREWARM, "jax")
     with pytest.raises(PlanError, match=r"WORKBENCH_PREWARM.*WB-PLAN-105") as caught:
-        frameworks.prewarmed()
+        allocator.prewarmed()
     assert "torch, tensorflow, off" in str(caught.value)
 
 

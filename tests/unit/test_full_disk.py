@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 from history_rows import make_rows
 
-from workbench import scratch
 from workbench.cluster.router import ControlRouter
 from workbench.cookbook.recipe import Recipe
 from workbench.engine import runtime
 from workbench.engine.context import RunContext
-from workbench.engine.gate import Gate
-from workbench.engine.injector import FaultInjector
-from workbench.engine.link import ControlLink
-from workbench.engine.recorder import Recorder, StepResult
+from workbench.engine.telemetry.control_link import ControlLink
+from workbench.engine.telemetry.recorder import Recorder, StepResult
+from workbench.engine.telemetry.step_gate import FaultInjector, Gate
 from workbench.errors import PlanError, RunError
-from workbench.events import EpochBegan, Noted, Topic
-from workbench.history import disk, folders, rewind
+from workbench.execution import logging_to, registry
+from workbench.execution.launch import RunExecution
+from workbench.execution.registry import load
+from workbench.execution.run import Run
+from workbench.history import disk, events, folders
 from workbench.history.store import RunHistory
-from workbench.lifecycle import OVER
-from workbench.messages import Happened, Records
-from workbench.plan import make_plan
-from workbench.protocol import RunSpec, records_from
-from workbench.record import RECORD
-from workbench.session import checkpoints, logging_to, registry, show
-from workbench.session.launch import Launch
-from workbench.session.load import load
-from workbench.session.run import Run
-from workbench.session.show import RunView
+from workbench.notebook import run_view
+from workbench.notebook.run_view import RunView
+from workbench.session import checkpoints
+from workbench.shared import cluster_env
+from workbench.shared.events import OVER, EpochBegan, Noted, Topic
+from workbench.shared.messages import Happened, Records
+from workbench.shared.plan import make_plan
+from workbench.shared.protocol import RunSpec, records_from
+from workbench.shared.record import RECORD
 
 WAIT_S = 20
 FULL = OSError(28, "No space left on device")
@@ -185,7 +185,7 @@ def test_whatever_fails_at_a_runs_end_it_is_over(tmp_path, monkeypatch, part, er
 @pytest.mark.parametrize("name", ["_sweep", "_replace", "plan"])
 def test_whatever_fails_in_settling_a_run_it_is_over(tmp_path, monkeypatch, name):
     run = a_run(tmp_path)
-    launch = Launch(None, run, (), None)
+    launch = RunExecution(None, run, (), None)
     monkeypatch.setattr(launch, "_replace", lambda outcomes: False)
     monkeypatch.setattr(launch, name, fails)
     task = SimpleNamespace(outcomes={}, failure=lambda: None, cause=None, interrupted=False)
@@ -270,7 +270,7 @@ def test_rows_stay_in_memory_where_a_rewind_finds_no_room(tmp_path, monkeypatch)
     writer.append_records(rows.tobytes())
     writer.close()
     history.append(rows)
-    monkeypatch.setattr(rewind.scratch, "replace", fails)
+    monkeypatch.setattr(events.scratch, "replace", fails)
     assert history.rewind(4, tmp_path) == 6
     assert history.totals.steps == 10
     assert any("No space left" in note for note in history.story.notes)
@@ -283,14 +283,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         os.close(os.open(path, os.O_CREAT))
         raise FULL
 
-    monkeypatch.setattr(scratch.Path, "write_bytes", half)
+    monkeypatch.setattr(cluster_env.Path, "write_bytes", half)
     with pytest.raises(OSError, match="No space"):
-        scratch.replace(tmp_path / "run.json", "new")
+        cluster_env.replace(tmp_path / "run.json", "new")
     run = a_run(tmp_path, checkpoint=str(tmp_path / "kept"))
     with pytest.raises(PlanError, match="WB-PLAN-098"):
         checkpoints.describe(run)
     with pytest.raises(RunError, match=r"No space left on device.*WB-RUN-058"):
-        scratch.export(tmp_path / "run.json", b"new")
+        cluster_env.export(tmp_path / "run.json", b"new")
     assert sorted(os.listdir(tmp_path)) == ["kept", "run.json"]
     assert os.listdir(tmp_path / "kept") == []
     assert (tmp_path / "run.json").read_text() == "old"
@@ -315,7 +315,7 @@ class View:
 
 @pytest.mark.parametrize("failing", ["begin", "update", "end"])
 def test_a_view_that_fails_costs_a_note_not_the_run(tmp_path, monkeypatch, failing, capsys):
-    monkeypatch.setattr(show, "make_view", lambda *unused: View(failing))
+    monkeypatch.setattr(run_view, "make_view", lambda *unused: View(failing))
     run = a_run(tmp_path)
     view = RunView(run, "widget")
     view._draw()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.engine.links import regions
+from workbench.engine.transport import connection
 from workbench.session.keeping import Keeping
 
 CHILD = """
@@ -29,7 +29,7 @@ with open(place + "/filler", "wb", buffering=0) as file:
 del os.memfd_create
 """
 REGION = """
-from workbench.engine.links.regions import Region
+from workbench.engine.transport.connection import Region
 try:
     Region.create(1 << 15).data[:] = 1
 except OSError as error:
@@ -82,7 +82,7 @@ def test_a_region_in_a_file_has_its_room_from_the_beginning(monkeypatch, allocat
     monkeypatch.delattr(os, "memfd_create", raising=False)
     if not allocates:
         monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    region = regions.Region.create(3 << 20)
+    region = connection.Region.create(3 << 20)
     try:
         assert os.fstat(region.fd).st_size == 3 << 20
         assert os.fstat(region.fd).st_blocks * 512 >= 3 << 20

@@ -12,13 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workbench import catalog
-from workbench.cluster_line import cluster_parser, parse_cluster_line
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import WorkbenchError
-from workbench.faults import parse_fault
-from workbench.line import cell_parser, parse_cell_line
-from workbench.plan import Plan, make_plan
-from workbench.words import parse_ranks, strip_comment
+from workbench.shared.faults import parse_fault
+from workbench.shared.magic_args import (
+    cluster_parser,
+    parse_cluster_line,
+    parse_ranks,
+    strip_comment,
+)
+from workbench.shared.plan import Plan, make_plan
+from workbench.shared.run_request import cell_parser, parse_cell_line
 
 LIMIT_S = 0.05
 FLAGS = sorted(

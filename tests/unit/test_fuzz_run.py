@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from workbench import lifecycle
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
+from workbench.execution.run import Run
+from workbench.execution.stop import Agreement
 from workbench.history.store import RunHistory
-from workbench.messages import Down, Halt, HaltAt, Resume
-from workbench.plan import make_plan
-from workbench.protocol import Packet, decode_up
-from workbench.record import RECORD
-from workbench.session.agreement import Agreement
-from workbench.session.run import Run
+from workbench.shared import events as lifecycle
+from workbench.shared.messages import Down, Halt, HaltAt, Resume
+from workbench.shared.plan import make_plan
+from workbench.shared.protocol import Packet, decode_up
+from workbench.shared.record import RECORD
 
 WORKERS = 3
 RANKS = st.integers(0, WORKERS - 1)

@@ -17,17 +17,16 @@ from fuzz_profile import tries
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workbench import protocol
 from workbench.cluster.router import ControlRouter
-from workbench.engine.links import auth, wire
-from workbench.engine.links.hub import _Peer
-from workbench.engine.links.peers import Peers
-from workbench.engine.links.wire import LinkError
-from workbench.engine.links.worker import Link
-from workbench.messages import BadMessageError, Down, Up
-from workbench.protocol import Packet
-from workbench.record import RECORD
-from workbench.seal import Seal
+from workbench.engine.transport import connection
+from workbench.engine.transport.connection import LinkError
+from workbench.engine.transport.peers import Peers
+from workbench.engine.transport.server import _Peer
+from workbench.engine.transport.worker import Link
+from workbench.shared import protocol
+from workbench.shared.messages import BadMessageError, Down, Up
+from workbench.shared.protocol import Packet, Seal
+from workbench.shared.record import RECORD
 
 KEY = b"k" * 32
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -160,7 +159,7 @@ def test_the_kernels_end_survives_anything_signed(router: ControlRouter) -> None
 HEADS = st.one_of(
     st.binary(max_size=40),
     st.builds(
-        lambda message, size, header: wire._HEAD.pack(b"wbL1", header, size) + message,
+        lambda message, size, header: connection._HEAD.pack(b"wbL1", header, size) + message,
         st.one_of(
             st.binary(max_size=60),
             st.builds(lambda kind, body: json.dumps({**body, "kind": kind}).encode(),
@@ -170,7 +169,7 @@ HEADS = st.one_of(
         st.integers(0, 80) | st.sampled_from([2**20, 2**26 + 1, 2**32 - 1]),
     ),
     st.builds(
-        lambda kind, body, size: wire.pack(wire.Message(kind, body, size)),
+        lambda kind, body, size: connection.pack(connection.Message(kind, body, size)),
         st.sampled_from(["push", "init", "load", "open", "error", "odd"]),
         BODIES.map(lambda body: {k: v for k, v in body.items() if k != "kind"}),
         st.sampled_from([0, 8, 16, 2**31, 2**40, 2**63, 2**64 - 1]),
@@ -193,21 +192,21 @@ def written(chunks: list[bytes]) -> Iterator[socket.socket]:
 
 @tries(40)
 @given(CHUNKS)
-@example([wire._HEAD.pack(b"wbL1", 200_000, 0) + _nested(100_000, "[", "]")])
-@example([wire.pack(wire.Message("load", {}, 2**63))])
-@example([wire.pack(wire.Message("load", {}, 2**39))])
+@example([connection._HEAD.pack(b"wbL1", 200_000, 0) + _nested(100_000, "[", "]")])
+@example([connection.pack(connection.Message("load", {}, 2**63))])
+@example([connection.pack(connection.Message("load", {}, 2**39))])
 def test_a_servers_end_gives_messages_or_a_link_error(chunks: list[bytes]) -> None:
     with written(chunks) as sock:
         peer = _Peer(sock, 0)
         peer.make_mailbox(8, shared=False)
-        until_link_error(lambda: isinstance(peer.advance(), wire.Message))
+        until_link_error(lambda: isinstance(peer.advance(), connection.Message))
 
 
 @tries(40)
 @given(CHUNKS)
-@example([wire._HEAD.pack(b"wbL1", 200_000, 0) + _nested(100_000, "[", "]")])
-@example([wire.pack(wire.Message("load", {}, 2**63))])
-@example([wire.pack(wire.Message("load", {}, 2**39))])
+@example([connection._HEAD.pack(b"wbL1", 200_000, 0) + _nested(100_000, "[", "]")])
+@example([connection.pack(connection.Message("load", {}, 2**63))])
+@example([connection.pack(connection.Message("load", {}, 2**39))])
 def test_a_workers_end_gives_messages_or_a_link_error(chunks: list[bytes]) -> None:
     with written(chunks) as sock:
         link, into = Link(sock, 0, "unix"), np.zeros(8, np.uint8)
@@ -217,7 +216,7 @@ def test_a_workers_end_gives_messages_or_a_link_error(chunks: list[bytes]) -> No
         until_link_error(lambda: isinstance(link.read_bytes(link.receive()), bytes))
 
 
-def _read_into(link: Link, into: wire.Bytes) -> bool:
+def _read_into(link: Link, into: connection.Bytes) -> bool:
     message = link.receive()
     if message.size_bytes:
         link.read(message, [into])
@@ -252,9 +251,9 @@ def test_a_peers_message_fits_or_is_refused(data: bytes, size_bytes: int) -> Non
 @given(st.binary(max_size=120))
 def test_nobody_without_the_key_is_let_in(said: bytes) -> None:
     with written([said]) as sock:
-        assert auth.prove_server(sock, KEY) is None
+        assert connection.prove_server(sock, KEY) is None
     with written([said]) as sock, pytest.raises(LinkError):
-        auth.prove_worker(sock, KEY, 1)
+        connection.prove_worker(sock, KEY, 1)
 
 
 @tries(40)
@@ -263,10 +262,10 @@ def test_a_proof_with_one_bit_changed_is_none(at: int, bit: int) -> None:
     near, far = socket.socketpair()
     with near, far:
         ranks: list[int | None] = []
-        server = threading.Thread(target=lambda: ranks.append(auth.prove_server(near, KEY)))
+        server = threading.Thread(target=lambda: ranks.append(connection.prove_server(near, KEY)))
         server.start()
         theirs, mine, name = far.recv(32), b"m" * 32, (1).to_bytes(4, "big")
-        said = bytearray(name + mine + auth._proof(KEY, b"worker", name, theirs, mine))
+        said = bytearray(name + mine + connection._proof(KEY, b"worker", name, theirs, mine))
         said[at] ^= 1 << bit
         far.sendall(said)
         server.join(10)

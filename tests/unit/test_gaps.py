@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from history_rows import make_history, make_rows
 
-from workbench.history.gaps import closed
+from workbench.history.analysis.summary import summarise
+from workbench.history.recent import closed
 from workbench.history.store import RunHistory
-from workbench.history.summary import summarise
 
 
 def test_a_pause_is_cut_to_one_step_and_named() -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.gate import Gate, Purpose
+from workbench.engine.telemetry.step_gate import Gate
+from workbench.shared.messages import Purpose
 
 WAIT_S = 10
 

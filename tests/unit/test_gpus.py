@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from workbench.cluster.devices import Device
-from workbench.cluster.gpus import GpuReading, Gpus
-from workbench.cluster.vitals import gpu_use
+from workbench.cluster.vitals import GpuReading, Gpus, gpu_use
 
 
 class NvmlError(Exception):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.engine import attention, stacks, waits
-from workbench.engine.waits import Place, waiting_in
-from workbench.members import Member
-from workbench.messages import AskStacks, AskWhere, StacksAnswer, Whereabouts, WhereAnswer
-from workbench.session.hangs import diagnose, patience_s
+from workbench.engine.debugging import stacks, stdin_bridge
+from workbench.engine.debugging.stacks import Place, waiting_in
+from workbench.execution.hangs import diagnose, patience_s
+from workbench.shared.members import Member
+from workbench.shared.messages import AskStacks, AskWhere, StacksAnswer, Whereabouts, WhereAnswer
 
 MEMBERS = {rank: Member.of_ranks(rank) for rank in range(4)} | {9: Member.helper("server s0")}
 
@@ -113,8 +113,8 @@ def test_a_thread_that_stands_still_is_told_from_one_that_computes():
     for thread in (still, busy):
         thread.start()
     try:
-        assert waits.is_idle(still) is True
-        assert waits.is_idle(busy) is False
+        assert stacks.is_idle(still) is True
+        assert stacks.is_idle(busy) is False
     finally:
         leave.set()
         still.join()
@@ -123,7 +123,7 @@ def test_a_thread_that_stands_still_is_told_from_one_that_computes():
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_collective_counts_as_a_wait_while_its_thread_stands_still(monkeypatch, idle):
-    monkeypatch.setattr(waits, "is_idle", lambda thread: idle)
+    monkeypatch.setattr(stacks, "is_idle", lambda thread: idle)
     inner = [
         place("torch.distributed.distributed_c10d", "_wait_for_key"),
         place("torch.distributed.distributed_c10d", "barrier"),
@@ -148,14 +148,14 @@ def test_a_collective_counts_as_a_wait_while_its_thread_stands_still(monkeypatch
     ],
 )
 def test_frames_of_torch_are_known_by_their_module(monkeypatch, module, name, label):
-    monkeypatch.setattr(waits, "is_idle", lambda thread: True)
+    monkeypatch.setattr(stacks, "is_idle", lambda thread: True)
     found = waiting_in([place(module, name)], None)
     assert (found.label if found else None) == label
 
 
 @pytest.mark.parametrize("idle", [True, False])
 def test_tensorflow_waits_while_its_whole_process_stands_still(monkeypatch, idle):
-    monkeypatch.setattr(waits, "process_is_idle", lambda: idle)
+    monkeypatch.setattr(stacks, "process_is_idle", lambda: idle)
     found = waiting_in([place("tensorflow.python.eager.execute", "quick_execute")], None)
     assert (found.label if found else None) == ("in a step of TensorFlow" if idle else None)
 
@@ -190,14 +190,14 @@ def test_an_answer_never_fails(monkeypatch):
 
 
 def test_somebody_at_a_debugger_is_paused(monkeypatch):
-    monkeypatch.setattr(attention, "paused_by_user", lambda: "cell line 3")
+    monkeypatch.setattr(stdin_bridge, "paused_by_user", lambda: "cell line 3")
     monkeypatch.setattr(stacks, "_main_thread", lambda: [Place(__file__, 3, "step")])
     assert stacks.where().state == "paused"
     assert stacks.where().at.endswith("test_hangs.py:3 in step")
 
 
 def test_a_question_is_answered_by_those_who_hear_it_in_time():
-    from workbench.cluster.questions import Questions
+    from workbench.cluster.router import Questions
 
     sent = []
     questions = Questions(lambda engine, message: sent.append((engine, message)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workbench.history.health import LossWatch
+from workbench.history.totals import LossWatch
 
 
 def looked(*losses: list[float]) -> LossWatch:

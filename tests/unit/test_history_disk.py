@@ -15,14 +15,14 @@ import pytest
 from history_rows import NAN, make_history, make_rows
 
 from workbench.cookbook.recipe import Recipe
-from workbench.engine import initial
+from workbench.engine.training import initial
 from workbench.errors import RunDamagedWarning, RunError
-from workbench.events import Topic
+from workbench.execution.registry import load
+from workbench.execution.run import Run
 from workbench.history import disk, folders, store
-from workbench.plan import make_plan
-from workbench.session.compare import compare
-from workbench.session.load import load
-from workbench.session.run import Run
+from workbench.notebook.compare import compare
+from workbench.shared.events import Topic
+from workbench.shared.plan import make_plan
 
 
 def write_run(folder: Path, rows: np.ndarray, **meta: object) -> Path:

@@ -12,7 +12,7 @@ from workbench.errors import RunError
 from workbench.history import folders
 from workbench.history.disk import RunWriter
 from workbench.history.store import RunHistory
-from workbench.record import RECORD
+from workbench.shared.record import RECORD
 
 RANKS = 2
 

@@ -8,14 +8,11 @@ from history_rows import NAN, make_history, make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.history.columns import COLUMNS
-from workbench.history.envelope import POINTS, Envelope
-from workbench.history.joiner import PENDING_ROWS, Joiner
-from workbench.history.logged import LoggedColumn
+from workbench.history.reducer import PENDING_ROWS, STORED, Joiner, LoggedColumn, RowTable
 from workbench.history.store import RunHistory
-from workbench.history.table import STORED, RowTable
-from workbench.metrics import PARTS
-from workbench.record import FLAG_SKEWED_CLOCK, RECORD
+from workbench.history.take_snapshot import COLUMNS
+from workbench.history.totals import POINTS, Envelope
+from workbench.shared.record import FLAG_SKEWED_CLOCK, PARTS, RECORD
 
 
 def same(a: RunHistory, b: RunHistory) -> bool:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from history_rows import NAN, make_history, make_rows
 
-from workbench.events import Topic, read
+from workbench.history.events import Story
 from workbench.history.store import RunHistory
-from workbench.history.story import Story
+from workbench.shared.events import Topic, read
 
 
 def test_a_snapshot_names_the_worker_the_others_wait_for() -> None:

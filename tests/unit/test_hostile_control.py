@@ -11,12 +11,11 @@ import pytest
 import zmq
 
 from workbench.cluster.router import ControlRouter
-from workbench.engine.link import ControlLink
-from workbench.engine.links import auth
-from workbench.events import Noted
-from workbench.messages import Halt, Happened, Hello, Up
-from workbench.protocol import Packet, new_key, pack
-from workbench.seal import Seal
+from workbench.engine.telemetry.control_link import ControlLink
+from workbench.engine.transport import connection
+from workbench.shared.events import Noted
+from workbench.shared.messages import Halt, Happened, Hello, Up
+from workbench.shared.protocol import Packet, Seal, new_key, pack
 
 WAIT_S = 20
 
@@ -136,7 +135,7 @@ def test_refused_connections_of_engines_reach_the_kernel(
 ) -> None:
     link = ControlLink(5, router.url, router.key, {})
     assert soon(lambda: 5 in router.connected)
-    monkeypatch.setattr(auth.refused, "count", auth.refused.count + 3)
+    monkeypatch.setattr(connection.refused, "count", connection.refused.count + 3)
     link.emit(Noted(rank=0, text="wake up"))
     assert soon(lambda: router.refused.get(5, 0) >= 3)
     link.close()

@@ -12,9 +12,10 @@ import pytest
 from fake_run import fake_snapshot
 
 import workbench.views
-from workbench.members import Member
-from workbench.session.stacks import Stack, Stacks
-from workbench.views import svg, tables
+from workbench.session.logs import Stack, Stacks
+from workbench.shared.members import Member
+from workbench.views import tables
+from workbench.views.live import svg
 from workbench.views.output import OutputBoard
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\" onload='alert(3)' &amp; ]]></style>"
@@ -95,7 +96,7 @@ def test_tables_are_text(where: str) -> None:
 
 
 def test_the_browsers_side_writes_text_alone() -> None:
-    source = (Path(workbench.views.__file__).parent / "dashboard.js").read_text()
+    source = (Path(workbench.views.__file__).parent / "live" / "dashboard.js").read_text()
     for danger in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
                    "new Function", "DOMParser", "srcdoc", "createContextualFragment"):  # fmt: skip
         assert danger not in source, danger

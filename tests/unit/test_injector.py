@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from workbench.engine import injector
-from workbench.engine.injector import FaultInjector
+from workbench.engine.telemetry import step_gate
+from workbench.engine.telemetry.step_gate import FaultInjector
 from workbench.errors import PlanError
 
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     naps: list[float] = []
-    monkeypatch.setattr(injector.time, "sleep", naps.append)
+    monkeypatch.setattr(step_gate.time, "sleep", naps.append)
     return naps
 
 
@@ -59,7 +59,7 @@ def test_delays_of_one_phase_add_up(slept: list[float]) -> None:
 
 def test_a_kill_is_due_from_its_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    monkeypatch.setattr(injector.os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(step_gate.os, "kill", lambda pid, number: sent.append(number))
     faults = FaultInjector(0, ["kill=0@3"])
     for step in range(3):
         faults.before_step(step)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.escalation import CLEAR_S, HEARD_S, KILL_S
-from workbench.session import interrupts
+from workbench.execution import stop
+from workbench.shared.events import CLEAR_S, HEARD_S, KILL_S
 
 
 class Clock:
@@ -34,8 +34,8 @@ def waited(monkeypatch):
     def settled(ends_s, pressed=0):
         clock, again = Clock(ends_s), []
         clock.pressed = pressed
-        monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=clock.monotonic))
-        interrupts.settle(clock, lambda: again.append(clock.now_s))
+        monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=clock.monotonic))
+        stop.settle(clock, lambda: again.append(clock.now_s))
         return clock, again
 
     return settled

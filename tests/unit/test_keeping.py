@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import zmq
 
-from workbench.cluster import door, kept, profile
-from workbench.cluster_line import parse_cluster_line
-from workbench.engine import home
-from workbench.engine.diary import SEGMENT_BYTES, Diary, tee
+from workbench.cluster import folders
+from workbench.cluster.forkserver import owner
+from workbench.engine import kernel_watch
+from workbench.engine.activity_log import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
-from workbench.history.tail import Tail
-from workbench.messages import CellOutcome
-from workbench.record import RECORD
-from workbench.scratch import PAGE_BYTES, Page, last_page
-from workbench.session.following import _Outputs
+from workbench.history.disk import Tail
+from workbench.session.attach import _Outputs
 from workbench.session.keeping import KEPT_IDLE_S, Keeping, _idle_s, words
+from workbench.shared.cluster_env import PAGE_BYTES, Page, last_page
+from workbench.shared.magic_args import parse_cluster_line
+from workbench.shared.messages import CellOutcome
+from workbench.shared.record import RECORD
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_events_are_read_once_and_damaged_ones_left_out(tmp_path):
 def test_the_door_lets_this_user_in_and_waits_for_nobody(tmp_path):
     deep = tmp_path / ("long" * 30)
     deep.mkdir()
-    entry = door.Door(deep, "warm")
+    entry = owner.Door(deep, "warm")
     assert entry.path.stat().st_mode & 0o777 == 0o600
     answers = []
 
@@ -135,20 +136,20 @@ def test_the_door_lets_this_user_in_and_waits_for_nobody(tmp_path):
 
     server = threading.Thread(target=serve)
     server.start()
-    sock, answer = door.knock(entry.path, {"pid": 7})
+    sock, answer = owner.knock(entry.path, {"pid": 7})
     server.join(5)
     assert (answer, answers) == ({"children": {}}, [{"cmd": "own", "pid": 7}])
     assert sock.recv(100) == b'{"event": "next"}\n', "what follows is left to whoever reads next"
     sock.close()
     entry.close()
     with pytest.raises(OSError, match="No such file"):
-        door.knock(entry.path, {})
+        owner.knock(entry.path, {})
 
 
 def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(door, "KNOCK_S", 0.05)
-    entry = door.Door(tmp_path, "warm")
-    with door.socket.socket(door.socket.AF_UNIX) as mute:
+    monkeypatch.setattr(owner, "KNOCK_S", 0.05)
+    entry = owner.Door(tmp_path, "warm")
+    with owner.socket.socket(owner.socket.AF_UNIX) as mute:
         mute.connect(str(entry.path))
         assert entry.answer() is None
         assert mute.recv(1) == b""
@@ -156,9 +157,9 @@ def test_who_says_nothing_is_shown_out(tmp_path, monkeypatch):
 
 
 def test_who_does_not_come_to_an_end_is_shown_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(door, "MAX_LINE_BYTES", 1000)
-    entry = door.Door(tmp_path, "warm")
-    with door.socket.socket(door.socket.AF_UNIX) as endless:
+    monkeypatch.setattr(owner, "MAX_LINE_BYTES", 1000)
+    entry = owner.Door(tmp_path, "warm")
+    with owner.socket.socket(owner.socket.AF_UNIX) as endless:
         endless.connect(str(entry.path))
         endless.sendall(b'{"cmd": "own", "pid": "' + b"7" * 2000)
         assert entry.answer() is None
@@ -166,7 +167,7 @@ def test_who_does_not_come_to_an_end_is_shown_out(tmp_path, monkeypatch):
 
 
 def test_an_answer_that_is_cut_off_is_an_error_and_a_long_one_is_not(tmp_path):
-    entry = door.Door(tmp_path, "warm")
+    entry = owner.Door(tmp_path, "warm")
     exits = [{"event": "exit", "pid": pid} for pid in range(4000)]
     said = [json.dumps({"exits": exits}).encode() + b"\n", b'{"exits": [']
 
@@ -179,11 +180,11 @@ def test_an_answer_that_is_cut_off_is_an_error_and_a_long_one_is_not(tmp_path):
 
     server = threading.Thread(target=serve)
     server.start()
-    sock, answer = door.knock(entry.path, {})
+    sock, answer = owner.knock(entry.path, {})
     sock.close()
     assert answer == {"exits": exits}
     with pytest.raises(OSError, match="cut off"):
-        door.knock(entry.path, {})
+        owner.knock(entry.path, {})
     server.join(5)
     entry.close()
 
@@ -192,23 +193,23 @@ def test_an_answer_that_is_cut_off_is_an_error_and_a_long_one_is_not(tmp_path):
 
 
 def test_a_kept_engine_learns_the_next_notebooks_address(tmp_path, monkeypatch):
-    monkeypatch.setattr(home, "LOOK_S", 0.0)
-    kept = home.KeptHome(tmp_path)
+    monkeypatch.setattr(kernel_watch, "LOOK_S", 0.0)
+    kept = kernel_watch.KeptHome(tmp_path)
     assert kept.moved() == ""
-    (tmp_path / home.CONTROL).write_text("{")
+    (tmp_path / kernel_watch.CONTROL).write_text("{")
     assert kept.moved() == ""
-    profile.write_json(tmp_path / home.CONTROL, {"url": "tcp://127.0.0.1:5"})
+    folders.write_json(tmp_path / kernel_watch.CONTROL, {"url": "tcp://127.0.0.1:5"})
     assert kept.moved() == "tcp://127.0.0.1:5"
     assert kept.moved() == ""
 
 
 def test_an_engine_ends_when_its_last_notebook_has_gone_for_good(monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(home, "_end", ended.set)
+    monkeypatch.setattr(kernel_watch, "_end", ended.set)
     context = zmq.Context()
     notebook, engine = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
     port = notebook.bind_to_random_port("tcp://127.0.0.1")
-    last = home.LastHome(0.3)
+    last = kernel_watch.LastHome(0.3)
     last.watch(engine)
     engine.connect(f"tcp://127.0.0.1:{port}")
     engine.send(b"hello")
@@ -254,14 +255,14 @@ def test_times_in_words():
 
 
 def test_a_folder_is_abandoned_only_when_it_is_old_and_holds_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile.tempfile, "tempdir", str(tmp_path))
-    fresh, old, other = (profile.create() for _ in range(3))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    fresh, old, other = (folders.create() for _ in range(3))
     for one in (fresh, old, other):
-        (one / profile.OWNER_FILE).unlink()
+        (one / folders.OWNER_FILE).unlink()
     (other / "thesis.txt").write_text("precious")
     for one in (old, other):
         os.utime(one, (1, 1))
-    assert profile.sweep() == [old]
+    assert folders.sweep() == [old]
     assert other.exists()
     assert fresh.exists()
 
@@ -314,26 +315,26 @@ def test_a_cell_adds_a_line_and_the_cluster_is_described_anew_where_it_changed(f
     )  # fmt: skip
     keeping = Keeping(cluster, False, None)
     keeping.write()
-    described = folder / kept.ABOUT
+    described = folder / folders.ABOUT
     before = described.stat().st_ino, described.stat().st_mtime_ns
     for call in ("a", "b"):
         keeping.begun({"calls": {"0": call}, "run": 0})
-        assert last_page(folder / kept.TASK)["calls"] == {"0": call}
+        assert last_page(folder / folders.TASK)["calls"] == {"0": call}
         keeping.begun(None)
-        assert last_page(folder / kept.TASK) is None
+        assert last_page(folder / folders.TASK) is None
     assert (described.stat().st_ino, described.stat().st_mtime_ns) == before
     cluster.hearing.folders[1] = folder / "run-1"
     keeping.begun({"calls": {}, "run": 1})
-    assert profile.read_json(described)["runs"] == [[1, str(folder / "run-1")]]
+    assert folders.read_json(described)["runs"] == [[1, str(folder / "run-1")]]
     other = folder / "other"  # where all of it stands after the controller died
     other.mkdir()
     engines.folder = lambda: other
     page = keeping._page
     keeping.begun({"calls": {}, "run": 1})
     assert page._file is None
-    assert last_page(other / kept.TASK)["run"] == 1
-    assert (other / kept.ABOUT).exists()
+    assert last_page(other / folders.TASK)["run"] == 1
+    assert (other / folders.ABOUT).exists()
     engines.folder, folder = lambda: other, other
     keeping.end()
     keeping.begun({"calls": {}, "run": 2})
-    assert last_page(folder / kept.TASK)["run"] == 1
+    assert last_page(folder / folders.TASK)["run"] == 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import asking, blind, probing
-from workbench.labs.cases import STRATEGIES
+from workbench.labs import asking, blind
+from workbench.labs.blind import STRATEGIES
 from workbench.labs.checks.lab_9 import expected
 
 
@@ -18,7 +18,7 @@ def history(rate, workers=1, steps=9, batch=96):
     """Rows of workers that take `rate` samples per second together, but for a warm-up."""
     rows = steps * workers
     steps_of = np.repeat(np.arange(steps), workers)
-    step_s = np.where(steps_of < probing.WARM_UP, 10.0, batch / rate)
+    step_s = np.where(steps_of < blind.WARM_UP, 10.0, batch / rate)
     return {
         "rank": np.tile(np.arange(workers), steps), "step": steps_of, "step_s": step_s,
         "samples": np.full(rows, batch / workers),
@@ -44,13 +44,13 @@ def checked(name):
 
 
 def test_a_run_is_rated_by_its_typical_steps_after_warm_up():
-    assert probing.rate_of(SimpleNamespace(history=history(480, workers=3))) == pytest.approx(480)
+    assert blind.rate_of(SimpleNamespace(history=history(480, workers=3))) == pytest.approx(480)
 
 
 def test_rates_of_workers_that_do_not_wait_add_up():
     rows = history(100, workers=2)
     rows["step_s"] = np.where(rows["rank"] == 0, 1.0, 4.0)
-    rate = probing.rate_of(SimpleNamespace(history=rows))
+    rate = blind.rate_of(SimpleNamespace(history=rows))
     assert rate == pytest.approx(48 / 1 + 48 / 4)
 
 

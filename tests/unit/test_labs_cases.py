@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.faults import parse_fault
-from workbench.labs.cases import (
-    PRACTICE,
-    STRATEGIES,
-    choice_score,
-    draw,
-    prediction_score,
-    size_of,
-)
+from workbench.labs.blind import PRACTICE, STRATEGIES, choice_score, draw, prediction_score, size_of
 from workbench.labs.checks.lab_9 import expected
+from workbench.shared.faults import parse_fault
 
 SEEDS = range(60)
 

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import answers, asking, exercise, names, packing, source
+from workbench.labs import answers, asking, build, exercise, packing, shows
 from workbench.labs.answers import Check, Stuck
-from workbench.labs.checks import adding_up
-from workbench.labs.formulas import beside
+from workbench.labs.checks import lab_2
 from workbench.labs.packing import take_home
-from workbench.views.namespaces import Namespaces
+from workbench.labs.shows import Namespaces, beside
 
 SOLUTIONS = Path(__file__).parents[2] / "notebooks" / "solutions"
 
@@ -128,7 +127,7 @@ def test_a_function_that_is_to_return_a_number(returned):
 
 
 def test_a_result_that_is_no_number_at_all_is_not_the_sum():
-    words, _ = adding_up._unlike(0, 2, np.array([math.nan, 11.0]), 11, "2 numbers", False)
+    words, _ = lab_2._unlike(0, 2, np.array([math.nan, 11.0]), 11, "2 numbers", False)
     assert "number 0 of worker 0 is not the sum" in words
 
 
@@ -161,7 +160,7 @@ def test_an_unknown_exercise_lists_those_of_the_lab():
 
 @pytest.mark.parametrize("path", sorted(SOLUTIONS.glob("lab_*.md")), ids=lambda path: path.stem)
 def test_a_check_expects_an_exercises_cell_where_the_lab_has_it(path):
-    for piece in source.read(path).exercises:
+    for piece in build.read(path).exercises:
         on_engines = piece.solution.startswith("%%")
         assert (exercise.find(piece.exercise).cell == "the engines") is on_engines, piece.exercise
 
@@ -282,7 +281,7 @@ def test_names_whose_values_cannot_be_looked_at_are_shown_by_their_kind():
             raise OSError
 
     here = {}
-    exec(names._SHOW, here)
+    exec(shows._SHOW, here)
     held = here["_labs_names"]({"f": Frame(), "o": Odd(), "b": Broken(), "a": np.arange(4.0)}, ())
     assert held == {
         "a": "ndarray 4 [0.0, 1.0, 2.0, 3.0]", "b": "<Broken>", "f": "Frame 2x2", "o": "<Odd>",

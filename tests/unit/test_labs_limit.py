@@ -10,7 +10,7 @@ from notebook_shell import Notebook
 
 from workbench.errors import RunError
 from workbench.labs import asking, limit
-from workbench.messages import CellOutcome
+from workbench.shared.messages import CellOutcome
 
 ENDLESS = "# YOUR CODE 3.2\nwhile True:\n    pass"
 

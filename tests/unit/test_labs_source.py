@@ -7,7 +7,7 @@ import pytest
 from nbformat import v4
 
 from workbench.errors import PlanError, WorkbenchError
-from workbench.labs import build, source
+from workbench.labs import build
 
 LAB = """# Lab 4: made up
 
@@ -56,7 +56,7 @@ def path(tmp_path):
 
 
 def test_the_file_is_read_in_its_order(path):
-    lab = source.read(path)
+    lab = build.read(path)
     assert lab.number == 4
     kinds = [piece.kind for piece in lab.pieces]
     assert kinds == ["text", "step", "text", "exercise", "check", "text"]
@@ -82,17 +82,17 @@ def test_what_is_missing_or_unknown_is_said(path, old, new, words):
     assert old in LAB
     path.write_text(LAB.replace(old, new, 1))
     with pytest.raises(PlanError, match=words):
-        source.read(path)
+        build.read(path)
 
 
 @pytest.mark.parametrize("name", ["lab.md", "lab_4.txt", "lab_9.md"])
 def test_a_file_that_is_no_lab_is_refused(path, name):
     with pytest.raises(PlanError, match="WB-PLAN-051"):
-        source.read(path.with_name(name))
+        build.read(path.with_name(name))
 
 
 def test_students_get_the_empty_cell_and_instructors_the_solution(path):
-    lab = source.read(path)
+    lab = build.read(path)
     student, solved = build.notebook(lab, "student"), build.notebook(lab, "solved")
     nbformat.validate(student)
     nbformat.validate(solved)
@@ -179,7 +179,7 @@ The end.
 
 def test_a_lesson_stands_in_no_notebook_and_keeps_all_cells_where_they_were(path):
     path.write_text(TAUGHT)
-    lab = source.read(path)
+    lab = build.read(path)
     assert [piece.kind for piece in lab.pieces] == ["step", "text"] or len(lab.pieces) == 3
     (step,) = [piece for piece in lab.pieces if piece.kind == "step"]
     assert step.lessons == ["speedup > 0", "all(one < 1 for one in [speedup])"]
@@ -190,7 +190,7 @@ def test_a_lesson_stands_in_no_notebook_and_keeps_all_cells_where_they_were(path
 def test_a_lesson_without_a_cell_is_refused(path):
     path.write_text("```python lesson\nTrue\n```\n")
     with pytest.raises(PlanError, match="WB-PLAN-052"):
-        source.read(path)
+        build.read(path)
 
 
 def test_a_run_that_does_not_show_the_lesson_stores_nothing(path, tmp_path):

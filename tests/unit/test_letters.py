@@ -8,28 +8,28 @@ import pytest
 from fake_run import fake_snapshot
 
 from workbench.errors import PlanError
-from workbench.plan import MOST_NAME, check_name
-from workbench.views import letters
-from workbench.views.comparison_parts import clipped, width_in
-from workbench.views.figure import run_png
+from workbench.shared.plan import MOST_NAME, check_name
+from workbench.views import drawing
+from workbench.views.drawing import clipped, width_in
+from workbench.views.live.figure import run_png
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """A machine with no other fonts than matplotlib's own."""
-    for one in (letters.families, letters._drawn, letters.readable):
+    for one in (drawing.families, drawing._drawn, drawing.readable):
         one.cache_clear()
-    monkeypatch.setattr(letters, "FONTS", ())
+    monkeypatch.setattr(drawing, "FONTS", ())
     yield
-    for one in (letters.families, letters._drawn, letters.readable):
+    for one in (drawing.families, drawing._drawn, drawing.readable):
         one.cache_clear()
 
 
 def test_letters_without_a_font_are_spelled(plain):
-    assert letters.readable("base é Ж ∑") == "base é Ж ∑"
-    assert letters.readable("🚀") == ":rocket:"
-    assert letters.readable("テスト") == "tesuto"
-    assert letters.readable("实") == "u5B9E"
+    assert drawing.readable("base é Ж ∑") == "base é Ж ∑"
+    assert drawing.readable("🚀") == ":rocket:"
+    assert drawing.readable("テスト") == "tesuto"
+    assert drawing.readable("实") == "u5B9E"
 
 
 def test_a_name_of_any_letters_is_drawn_without_a_warning(plain):
@@ -39,9 +39,9 @@ def test_a_name_of_any_letters_is_drawn_without_a_warning(plain):
 
 
 def test_a_long_name_is_shortened_in_its_middle():
-    assert letters.shortened("base", 48) == "base"
-    assert letters.shortened("a" * 60 + "b" * 60, 9) == "aaaa…bbbb"
-    assert letters.shortened("实" * 60, 9) == "实实…实实"
+    assert drawing.shortened("base", 48) == "base"
+    assert drawing.shortened("a" * 60 + "b" * 60, 9) == "aaaa…bbbb"
+    assert drawing.shortened("实" * 60, 9) == "实实…实实"
 
 
 def test_clipping_a_long_name_measures_few_lengths(monkeypatch):

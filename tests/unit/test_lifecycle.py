@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.lifecycle import OVER, Event, InvalidTransitionError, State, step
+from workbench.shared.events import OVER, InvalidTransitionError, LifeEvent, State, step
 
-STATES, EVENTS = get_args(State), get_args(Event)
+STATES, EVENTS = get_args(State), get_args(LifeEvent)
 
 
 def walk(*events: str) -> str:
@@ -46,12 +46,12 @@ def test_the_ways_a_run_can_go(events: tuple[str, ...], end: str) -> None:
     [("stopping", "stop"), ("paused", "pause"), ("running", "resume"), ("running", "start"),
      ("stopping", "pause"), ("stopping", "resume")],
 )  # fmt: skip
-def test_pressing_twice_changes_nothing(state: State, event: Event) -> None:
+def test_pressing_twice_changes_nothing(state: State, event: LifeEvent) -> None:
     assert step(state, event) == state
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=12))
-def test_what_is_over_stays_over(events: list[Event]) -> None:
+def test_what_is_over_stays_over(events: list[LifeEvent]) -> None:
     state: State = "pending"
     for event in events:
         before = state
@@ -74,7 +74,7 @@ def test_every_run_that_is_not_over_can_fail_or_stop(state: State) -> None:
     ("state", "event"),
     [("pending", "finish"), ("pending", "pause"), ("finished", "start"), ("finished", "submit")],
 )
-def test_what_makes_no_sense_tells_the_runs_story(state: State, event: Event) -> None:
+def test_what_makes_no_sense_tells_the_runs_story(state: State, event: LifeEvent) -> None:
     with pytest.raises(InvalidTransitionError, match=r"submit > start") as caught:
         step(state, event, ("submit", "start"))
     assert repr(event) in str(caught.value)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from workbench import limits
+from workbench.cluster import limits
+from workbench.cluster.limits import Limits
 from workbench.errors import PlanError
-from workbench.limits import Limits
 
 
 def _load(tmp_path: Path, text: str = "", **environment: str) -> Limits:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from workbench import limits
-from workbench.limits import Limits
+from workbench.cluster import limits
+from workbench.cluster.limits import Limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "shared-machines.md"
 

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.line import cell_parser, parse_cell_line
+from workbench.shared.run_request import cell_parser, parse_cell_line
 
 
 def test_an_empty_line_asks_for_every_worker_and_no_strategy():

@@ -6,11 +6,11 @@ import pytest
 from fake_cluster import plans_of, states
 
 from workbench.errors import PlanError, RunError
-from workbench.session.lineup import TAKEN_OUT, Lineup
+from workbench.session.queue_state import TAKEN_OUT, QueueState
 
 
 def test_they_run_in_their_order_and_one_at_a_time() -> None:
-    line = Lineup()
+    line = QueueState()
     a, b = line.add(plans_of("ab"))
     assert line.begin() is a
     assert line.begin() is None  # one runs
@@ -23,7 +23,7 @@ def test_they_run_in_their_order_and_one_at_a_time() -> None:
 
 
 def test_only_what_waits_can_be_moved_and_removed() -> None:
-    line = Lineup()
+    line = QueueState()
     a, b, c, d = line.add(plans_of("abcd"))
     line.begin()
     line.move(d.number, 0)
@@ -43,7 +43,7 @@ def test_only_what_waits_can_be_moved_and_removed() -> None:
 
 
 def test_a_new_batch_forgets_the_one_before_and_numbers_go_on() -> None:
-    line = Lineup()
+    line = QueueState()
     (a,) = line.add(plans_of("a"))
     line.begin()
     line.add(plans_of("b"))  # the same batch: a is not over
@@ -60,7 +60,7 @@ def test_a_new_batch_forgets_the_one_before_and_numbers_go_on() -> None:
 
 
 def test_those_that_are_given_up_say_why() -> None:
-    line = Lineup()
+    line = QueueState()
     line.add(plans_of("abc"))
     line.begin()
     line.give_up("a failed", [line.items[1]])

@@ -8,13 +8,21 @@ import pytest
 
 from workbench.cluster.router import ControlRouter
 from workbench.engine.context import RunContext
-from workbench.engine.gate import Gate
-from workbench.engine.injector import FaultInjector
-from workbench.engine.link import ControlLink
-from workbench.engine.recorder import Recorder, StepResult
-from workbench.events import Evaluated, Noted
-from workbench.messages import AskWhere, Halt, HaltAt, Happened, Hello, Inject, Position, Records
-from workbench.protocol import RunSpec, records_from
+from workbench.engine.telemetry.control_link import ControlLink
+from workbench.engine.telemetry.recorder import Recorder, StepResult
+from workbench.engine.telemetry.step_gate import FaultInjector, Gate
+from workbench.shared.events import Evaluated, Noted
+from workbench.shared.messages import (
+    AskWhere,
+    Halt,
+    HaltAt,
+    Happened,
+    Hello,
+    Inject,
+    Position,
+    Records,
+)
+from workbench.shared.protocol import RunSpec, records_from
 
 WAIT_S = 20
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.engine.links import Hub, Link, LinkError, Message, address, auth, connect, wire
+from workbench.engine.transport import Hub, Link, LinkError, Message, address, connect, connection
 
 KEY = b"k" * 32
 WAYS = ("shared_memory", "unix", "tcp")
@@ -133,7 +133,7 @@ def test_a_payload_announced_too_large_is_refused_unread(serve: Callable[[int], 
     server = serve(1)
     link = server.connect(0, "unix")
     session(link, 100)
-    wire.send(link._sock, Message("push", {}, 1 << 40), (), "s")
+    connection.send(link._sock, Message("push", {}, 1 << 40), (), "s")
     with pytest.raises(LinkError, match=r"wrong size.*WB-RUN-026"):
         link.receive()
     link.close()
@@ -181,20 +181,20 @@ def test_a_false_server_is_found_out() -> None:
     ours, theirs = socket.socketpair()
 
     def refuse() -> None:
-        assert auth.prove_server(theirs, b"another key") is None
+        assert connection.prove_server(theirs, b"another key") is None
         theirs.close()  # as a server does with whom it does not let in
 
     thread = threading.Thread(target=refuse)
     thread.start()
     with pytest.raises(LinkError):
-        auth.prove_worker(ours, KEY, 0)
+        connection.prove_worker(ours, KEY, 0)
     ours.close()
     thread.join()
     # One that cannot check proofs, but lets everybody in.
     ours, theirs = socket.socketpair()
     theirs.sendall(b"n" * 32 + b"p" * 32)
     with pytest.raises(LinkError, match="WB-RUN-015"):
-        auth.prove_worker(ours, KEY, 0)
+        connection.prove_worker(ours, KEY, 0)
     ours.close()
     theirs.close()
 

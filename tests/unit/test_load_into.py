@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.session.into import load_into
+from workbench.shared.checkpoints import load_into
 
 
 def test_a_torch_module_takes_the_weights_of_either_framework():

@@ -18,9 +18,9 @@ from read_logs import read_board, read_tracked
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
-from workbench.plan import make_plan
-from workbench.session import logging_to, sinks
-from workbench.session.run import Run
+from workbench.execution import logging_to, sinks
+from workbench.execution.run import Run
+from workbench.shared.plan import make_plan
 
 need("tensorboard", "mlflow")
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # these tests talk to nobody
@@ -187,7 +187,7 @@ def test_a_run_without_a_step_is_written_too(run, tmp_path):
 
 
 def test_steps_that_are_done_again_take_the_place_of_the_old(run, tmp_path):
-    from workbench.session.sinks import tensorboard
+    from workbench.execution.sinks import tensorboard
 
     one = sinks.kind_of(logging_to.parse_target(f"tensorboard:{tmp_path}")).open(
         str(tmp_path), sinks.About("base", "id", 1.0, {})

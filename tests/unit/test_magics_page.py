@@ -7,9 +7,8 @@ from types import ModuleType
 import pytest
 from doc_pages import REPOSITORY, generator
 
-from workbench.cluster_line import cluster_parser, parse_cluster_line
-from workbench.line import cell_parser, parse_cell_line
-from workbench.run_request import FLAGS
+from workbench.shared.magic_args import cluster_parser, parse_cluster_line
+from workbench.shared.run_request import FLAGS, cell_parser, parse_cell_line
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,9 @@ from types import SimpleNamespace
 import pytest
 from needs import need
 
-from workbench.engine import marks, stacks, waits
-from workbench.engine.board import Board
-from workbench.engine.gate import Gate
-from workbench.engine.links import auth, hub, peers, regions, wire, worker
-from workbench.engine.marks import (
+from workbench.engine.context import Board
+from workbench.engine.debugging import marks, stacks
+from workbench.engine.debugging.marks import (
     ALL_REDUCE,
     ANSWER,
     BOARD,
@@ -32,7 +30,9 @@ from workbench.engine.marks import (
     wait_of,
     waits_in,
 )
-from workbench.engine.waits import waiting_in
+from workbench.engine.debugging.stacks import waiting_in
+from workbench.engine.telemetry.step_gate import Gate
+from workbench.engine.transport import connection, peers, server, worker
 
 DEADLINE_S = 20.0
 
@@ -70,7 +70,7 @@ def blocked(function, *args):
 @pytest.fixture(autouse=True)
 def _still(monkeypatch):
     """Whoever is looked at stands still; whether that is so is tested in `test_hangs`."""
-    monkeypatch.setattr(waits, "is_idle", lambda thread: True)
+    monkeypatch.setattr(stacks, "is_idle", lambda thread: True)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_pause_of_the_run_is_the_users():
     with blocked(gate.enter, 3) as seen:
         found = seen()
         gate.resume()
-    assert found == waits.Wait("in a pause", by_user=True)
+    assert found == stacks.Wait("in a pause", by_user=True)
 
 
 def test_a_meeting_at_the_board_is_a_wait():
@@ -95,7 +95,7 @@ def test_a_meeting_at_the_board_is_a_wait():
     with blocked(board.wait, "address", [0]) as seen:
         found = seen()
         board.hear("address", 0, "here")
-    assert found == waits.Wait("to meet the other engines")
+    assert found == stacks.Wait("to meet the other engines")
 
 
 @pytest.mark.parametrize("what", ["receive", "exchange"])
@@ -106,7 +106,7 @@ def test_a_message_of_another_worker_is_waited_for(pair, what):
     with blocked(*call) as seen:
         found = seen()
         pair[1].close()
-    assert found == waits.Wait("for a message of another worker")
+    assert found == stacks.Wait("for a message of another worker")
 
 
 def test_a_message_that_nobody_reads_is_waited_for(pair):
@@ -114,7 +114,7 @@ def test_a_message_that_nobody_reads_is_waited_for(pair):
     with blocked(own.send, 1, memoryview(bytearray(1 << 24))) as seen:
         found = seen()
         pair[1].close()
-    assert found == waits.Wait("for a message of another worker")
+    assert found == stacks.Wait("for a message of another worker")
 
 
 def test_a_worker_that_does_not_come_to_the_doorway_is_waited_for(monkeypatch):
@@ -125,60 +125,60 @@ def test_a_worker_that_does_not_come_to_the_doorway_is_waited_for(monkeypatch):
             found = seen()
     finally:
         doorway.close()
-    assert found == waits.Wait("for a message of another worker")
+    assert found == stacks.Wait("for a message of another worker")
 
 
 @pytest.mark.parametrize("what", ["receive", "read", "send", "prove", "take over"])
 def test_an_answer_of_a_server_is_waited_for(pair, what):
     link = worker.Link(pair[0], 0, "tcp")
-    large = wire.np.zeros(1 << 24, wire.np.uint8)
+    large = connection.np.zeros(1 << 24, connection.np.uint8)
     link._size_bytes = large.size
     call = {
         "receive": (link.receive,),
-        "read": (link.read, wire.Message("board", {}, large.size), [large]),
+        "read": (link.read, connection.Message("board", {}, large.size), [large]),
         "send": (link.push, "push", {}, [large]),
-        "prove": (auth.prove_worker, pair[0], b"key", 0),
-        "take over": (regions.take_over, pair[0], [(8, True)], "server s0"),
+        "prove": (connection.prove_worker, pair[0], b"key", 0),
+        "take over": (connection.take_over, pair[0], [(8, True)], "server s0"),
     }[what]
     with blocked(*call) as seen:
         found = seen()
         pair[1].close()
-    assert found == waits.Wait("for an answer of a server")
+    assert found == stacks.Wait("for an answer of a server")
 
 
 def test_a_server_that_has_nothing_to_do_waits(pair):
-    served = hub.Hub(1, b"key")
-    served._peers[0] = hub._Peer(pair[0], 0)
-    served._selector.register(pair[0], hub.selectors.EVENT_READ, served._peers[0])
+    served = server.Hub(1, b"key")
+    served._peers[0] = server._Peer(pair[0], 0)
+    served._selector.register(pair[0], server.selectors.EVENT_READ, served._peers[0])
     with blocked(served.next) as seen:
         found = seen()
         pair[1].close()
     served.close()
-    assert found == waits.Wait("for an answer of a server")
+    assert found == stacks.Wait("for an answer of a server")
 
 
 @pytest.mark.torch
 def test_who_waits_for_the_thread_of_messages_waits_in_the_all_reduce():
     need("torch")
-    from workbench.strategies.torch.allreduce.aside import Aside
+    from workbench.strategies.torch.allreduce.auto import Aside
 
     aside, leave = Aside(), threading.Event()
     with blocked(aside.run, leave.wait) as seen:
         found = seen()
         leave.set()
     aside.close()
-    assert found == waits.Wait("in all_reduce")
+    assert found == stacks.Wait("in all_reduce")
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("what", ["settle", "arrived", "one"])
 def test_a_stage_waits_for_its_messages(what):
     need("torch")
-    from workbench.strategies.torch.split.mail import Mail, Sent
+    from workbench.strategies.torch.pipeline.stage import Mail, Sent
 
     leave = threading.Event()
     sent = Sent(leave, None)
-    mail = SimpleNamespace(_leaving=hub.deque([sent]), _coming={("F", 0): [sent]}, _landed={})
+    mail = SimpleNamespace(_leaving=server.deque([sent]), _coming={("F", 0): [sent]}, _landed={})
     mail._stamps = {}
     call = {
         "settle": (Mail.settle, mail),
@@ -188,7 +188,7 @@ def test_a_stage_waits_for_its_messages(what):
     with blocked(*call) as seen:
         found = seen()
         leave.set()
-    assert found == waits.Wait("in recv")
+    assert found == stacks.Wait("in recv")
 
 
 @pytest.mark.torch
@@ -220,7 +220,7 @@ def test_every_all_reduce_is_a_wait_for_the_others(name, call):
     with blocked(function, *args) as seen:
         found = seen()
         leave.set()
-    assert found == waits.Wait("in all_reduce")
+    assert found == stacks.Wait("in all_reduce")
 
 
 def len_of(size_bytes):
@@ -229,18 +229,18 @@ def len_of(size_bytes):
 
 TORCH = "workbench.strategies.torch"
 BLOCK = {
-    "workbench.engine.gate": (PAUSE, ["Gate._wait"]),
-    "workbench.engine.board": (BOARD, ["Board.wait"]),
-    "workbench.engine.torch_group": (GROUP, ["ensure_group"]),
-    "workbench.engine.links.peers": (
+    "workbench.engine.telemetry.step_gate": (PAUSE, ["Gate._wait"]),
+    "workbench.engine.context": (BOARD, ["Board.wait"]),
+    "workbench.engine.torch.group": (GROUP, ["ensure_group"]),
+    "workbench.engine.transport.peers": (
         MESSAGE,
         ["Doorway.connect", "Peers.send", "Peers.receive", "Peers.exchange"],
     ),
-    "workbench.engine.links.wire": (ANSWER, ["send", "receive_into"]),
-    "workbench.engine.links.auth": (ANSWER, ["prove_worker", "prove_server"]),
-    "workbench.engine.links.address": (ANSWER, ["look_up", "dial"]),
-    "workbench.engine.links.regions": (ANSWER, ["take_over", "hand_over"]),
-    "workbench.engine.links.hub": (ANSWER, ["Hub.admit", "Hub.next"]),
+    "workbench.engine.transport.connection": (ANSWER, ["send", "receive_into"]),
+    "workbench.engine.transport.connection": (ANSWER, ["prove_worker", "prove_server"]),
+    "workbench.engine.transport.address": (ANSWER, ["look_up", "dial"]),
+    "workbench.engine.transport.connection": (ANSWER, ["take_over", "hand_over"]),
+    "workbench.engine.transport.server": (ANSWER, ["Hub.admit", "Hub.next"]),
     f"{TORCH}.averaging": (ALL_REDUCE, ["Averaging.__init__"]),
     f"{TORCH}.flat": (ALL_REDUCE, ["FlatGradients.average"]),
     f"{TORCH}.trained_sets": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
@@ -318,13 +318,13 @@ def test_a_mark_costs_nothing_and_goes_where_the_function_goes(monkeypatch):
 
     rule = Rule("for godot")
     assert waits_in(rule)(sit) is sit
-    monkeypatch.setattr(waits, "RULES", (rule,))
+    monkeypatch.setattr(stacks, "RULES", (rule,))
     words = queue.SimpleQueue()
     moved = sit
     with blocked(moved, words) as seen:
         found = seen()
         words.put("there")
-    assert found == waits.Wait("for godot")
+    assert found == stacks.Wait("for godot")
 
 
 def test_what_a_marked_function_calls_and_makes_is_part_of_the_wait(monkeypatch):
@@ -337,18 +337,18 @@ def test_what_a_marked_function_calls_and_makes_is_part_of_the_wait(monkeypatch)
     def sit():
         return [(lambda it: next(it))(one_after_the_other())]
 
-    monkeypatch.setattr(waits, "RULES", (wait_of(sit),))
+    monkeypatch.setattr(stacks, "RULES", (wait_of(sit),))
     with blocked(sit) as seen:
         found = seen()
         words.put("there")
-    assert found == waits.Wait("for godot")
+    assert found == stacks.Wait("for godot")
 
 
 def test_the_words_of_a_name_or_a_path_are_no_mark():
     leave = threading.Event()
-    names = {"leave": leave, "__name__": "workbench.engine.gate"}
+    names = {"leave": leave, "__name__": "workbench.engine.telemetry.step_gate"}
     source = "def _wait():\n    leave.wait(60)\n"
-    exec(compile(source, "/x/workbench/engine/gate.py", "exec"), names)
+    exec(compile(source, "/x/workbench/engine/telemetry/step_gate.py", "exec"), names)
     thread = threading.Thread(target=names["_wait"])
     thread.start()
     try:
@@ -372,7 +372,7 @@ def test_a_wrapper_cannot_be_marked():
 
 def test_who_waits_in_several_ways_is_said_to_wait_in_the_first(monkeypatch):
     inner, outer = marks.RULES[0], Rule("later")
-    monkeypatch.setattr(waits, "RULES", (*RULES, outer))
+    monkeypatch.setattr(stacks, "RULES", (*RULES, outer))
     gate = Gate()
     gate.halt_at("pause", 0)
     through = waits_in(outer)(lambda: gate.enter(3))
@@ -470,7 +470,7 @@ def test_what_an_engine_does_around_the_cell_is_marked(name, words):
 @pytest.mark.torch
 def test_leaving_the_group_is_said_of_the_function_that_leaves_it():
     need("torch")
-    from workbench.engine import torch_group
+    from workbench.engine.torch import group as torch_group
 
     assert "leaving" in marks._doing[torch_group.destroy_group.__code__]
     assert inspect.isfunction(torch_group.destroy_group)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from workbench.members import Member, called, ranges
+from workbench.shared.members import Member, called, ranges
 
 RANKS = [Member.of_ranks(rank) for rank in range(6)]
 REPLICAS = Member.of_ranks(0, 3, "cuda:0")

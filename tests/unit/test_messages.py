@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from workbench import catalog
-from workbench.catalog.messages import KINDS, Diagram, Kind, messages
+from workbench.catalog.diagrams import KINDS, Diagram, Kind, messages
 from workbench.errors import PlanError
 
 NAMED = {"ids": lambda entry: f"{entry.framework}-{entry.name}"}

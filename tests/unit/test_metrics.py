@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from workbench import metrics
-from workbench.record import FLAG_SKEWED_CLOCK, RECORD
+from workbench.shared import record
+from workbench.shared.record import FLAG_SKEWED_CLOCK, RECORD
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 6))
 SECONDS = st.floats(0.0, 2.0, allow_nan=False, width=32)
@@ -35,7 +35,7 @@ def any_rows(draw: st.DrawFn) -> np.ndarray:
 
 
 def test_an_injected_delay_is_read_back_as_the_others_wait() -> None:
-    wait, blamed = metrics.sync_wait(make_rows(30, 3, slow_rank=1, slow_s=0.050))
+    wait, blamed = record.sync_wait(make_rows(30, 3, slow_rank=1, slow_s=0.050))
     assert wait[:, [0, 2]] == pytest.approx(0.050, abs=1e-6)
     assert (wait[:, 1] == 0).all()
     assert (blamed[:, [0, 2]] == 1).all()
@@ -43,7 +43,7 @@ def test_an_injected_delay_is_read_back_as_the_others_wait() -> None:
 
 
 def test_transfer_is_what_the_wait_leaves_of_the_blocked_time() -> None:
-    derived = metrics.derive(make_rows(30, 3, slow_rank=1, slow_s=0.050, transfer_s=0.003))
+    derived = record.derive(make_rows(30, 3, slow_rank=1, slow_s=0.050, transfer_s=0.003))
     assert derived.sync_wait_s[:, [0, 2]] == pytest.approx(0.050, abs=1e-6)
     assert derived.transfer_s == pytest.approx(0.003, abs=1e-6)
 
@@ -54,7 +54,7 @@ def test_blame_of_a_wait_that_the_strategy_measured_is_the_strategys() -> None:
     rows["ready_s"] = NAN
     rows["wait_s"], rows["waited_for"] = 0.0, -1
     rows["wait_s"][[2, 3], 0], rows["waited_for"][[2, 3], 0] = 0.050, [0, -1]
-    wait, blamed = metrics.sync_wait(rows, workers=3)
+    wait, blamed = record.sync_wait(rows, workers=3)
     assert wait[:, 0].tolist() == pytest.approx([0, 0, 0.050, 0.050] + [0] * 8)
     assert blamed[:, 0].tolist() == [-1, -1, 0] + [-1] * 9
 
@@ -62,7 +62,7 @@ def test_blame_of_a_wait_that_the_strategy_measured_is_the_strategys() -> None:
 @given(any_rows())
 @settings(deadline=None, max_examples=60)
 def test_at_least_one_rank_waits_for_nobody(rows: np.ndarray) -> None:
-    wait, blamed = metrics.sync_wait(rows)
+    wait, blamed = record.sync_wait(rows)
     assert (wait.min(axis=1) == 0).all()
     assert (wait >= 0).all()
     assert ((blamed == -1) == (wait == 0)).all()
@@ -71,15 +71,15 @@ def test_at_least_one_rank_waits_for_nobody(rows: np.ndarray) -> None:
 @given(any_rows())
 @settings(deadline=None, max_examples=60)
 def test_the_parts_add_up_to_the_step(rows: np.ndarray) -> None:
-    derived = metrics.derive(rows)
-    total = sum(getattr(derived, part) for part in metrics.PARTS)
+    derived = record.derive(rows)
+    total = sum(getattr(derived, part) for part in record.PARTS)
     assert total == pytest.approx(derived.step_s, abs=1e-9)
 
 
 @given(any_rows())
 @settings(deadline=None, max_examples=60)
 def test_the_global_loss_lies_between_the_local_ones(rows: np.ndarray) -> None:
-    loss = metrics.global_loss(rows["local_loss"], rows["samples"])
+    loss = record.global_loss(rows["local_loss"], rows["samples"])
     for value, local, samples in zip(loss, rows["local_loss"], rows["samples"], strict=True):
         counted = local[samples > 0]
         if len(counted):
@@ -89,12 +89,12 @@ def test_the_global_loss_lies_between_the_local_ones(rows: np.ndarray) -> None:
 
 
 def test_a_ragged_last_batch_weighs_the_loss_by_samples() -> None:
-    loss = metrics.global_loss(np.array([[1.0, 3.0]]), np.array([[30, 10]]))
+    loss = record.global_loss(np.array([[1.0, 3.0]]), np.array([[30, 10]]))
     assert loss == pytest.approx([1.5])
 
 
 def test_a_rank_without_a_loss_does_not_count() -> None:
-    loss = metrics.global_loss(np.array([[NAN, 3.0]]), np.array([[8, 8]]))
+    loss = record.global_loss(np.array([[NAN, 3.0]]), np.array([[8, 8]]))
     assert loss == pytest.approx([3.0])
 
 
@@ -102,7 +102,7 @@ def test_with_skewed_clocks_the_least_blocked_rank_is_the_slow_one() -> None:
     rows = make_rows(5, 3, slow_rank=2, slow_s=0.040)
     rows["ready_s"][:, 0] += 1000.0  # a host whose clock is far ahead
     rows["flags"][:, 0] = FLAG_SKEWED_CLOCK
-    wait, blamed = metrics.sync_wait(rows)
+    wait, blamed = record.sync_wait(rows)
     assert wait[:, :2] == pytest.approx(0.040, abs=1e-6)
     assert (blamed[:, :2] == 2).all()
 
@@ -110,19 +110,19 @@ def test_with_skewed_clocks_the_least_blocked_rank_is_the_slow_one() -> None:
 def test_a_wait_is_never_longer_than_the_time_blocked() -> None:
     rows = make_rows(1, 2, slow_rank=1, slow_s=0.5)
     rows["exposed_s"][0, 0] = 0.2
-    assert metrics.sync_wait(rows)[0][0, 0] == pytest.approx(0.2)
+    assert record.sync_wait(rows)[0][0, 0] == pytest.approx(0.2)
 
 
 def test_a_wait_the_strategy_measured_itself_wins() -> None:
     rows = make_rows(1, 2, slow_rank=1, slow_s=0.5)
     rows["wait_s"][0, 0] = 0.125
-    assert metrics.sync_wait(rows)[0][0, 0] == 0.125
+    assert record.sync_wait(rows)[0][0, 0] == 0.125
 
 
 def test_an_unknown_ready_time_gives_no_wait_rather_than_zero() -> None:
     rows = make_rows(2, 2)
     rows["ready_s"][0, 1] = NAN
-    wait, blamed = metrics.sync_wait(rows)
+    wait, blamed = record.sync_wait(rows)
     assert np.isnan(wait[0]).all()
     assert (blamed[0] == -1).all()
     assert (wait[1] == 0).all()
@@ -131,7 +131,7 @@ def test_an_unknown_ready_time_gives_no_wait_rather_than_zero() -> None:
 def test_unmeasured_communication_is_unknown_and_its_time_is_in_other() -> None:
     rows = make_rows(3, 2)
     rows["exposed_s"], rows["ready_s"] = NAN, NAN
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     assert np.isnan(derived.transfer_s).all()
     assert derived.other_s == pytest.approx(derived.step_s - 0.012, abs=1e-6)
 
@@ -139,14 +139,14 @@ def test_unmeasured_communication_is_unknown_and_its_time_is_in_other() -> None:
 def test_a_single_worker_is_known_to_wait_and_send_nothing() -> None:
     rows = make_rows(3, 1)
     rows["exposed_s"], rows["ready_s"] = NAN, NAN
-    derived = metrics.derive(rows)
+    derived = record.derive(rows)
     assert (derived.sync_wait_s == 0).all()
     assert (derived.transfer_s == 0).all()
 
 
 def test_a_row_of_several_workers_that_stands_alone_has_no_wait_of_its_own() -> None:
     rows = make_rows(3, 1)
-    assert np.isnan(metrics.derive(rows, workers=4).sync_wait_s).all()
+    assert np.isnan(record.derive(rows, workers=4).sync_wait_s).all()
 
 
 def pipeline_rows(busy_s: list[float], step_s: float = 0.1) -> np.ndarray:
@@ -158,14 +158,14 @@ def pipeline_rows(busy_s: list[float], step_s: float = 0.1) -> np.ndarray:
 
 
 def test_the_excess_of_a_bubble_is_for_the_bottleneck_and_the_rest_for_nobody() -> None:
-    derived = metrics.derive(pipeline_rows([0.030, 0.080, 0.078]))
+    derived = record.derive(pipeline_rows([0.030, 0.080, 0.078]))
     assert derived.blamed_rank.tolist() == [[1, -1, -1]] * 5  # 2 ms are no more than 5 %
     assert derived.blamed_s == pytest.approx(np.array([[0.050, 0, 0]] * 5), abs=1e-6)
     assert derived.sync_wait_s[:, 0] == pytest.approx(0.070)  # the schedule's share included
 
 
 def test_nobody_is_blamed_for_the_bubble_of_equal_stages() -> None:
-    derived = metrics.derive(pipeline_rows([0.070, 0.071, 0.069]))
+    derived = record.derive(pipeline_rows([0.070, 0.071, 0.069]))
     assert (derived.blamed_rank == -1).all()
     assert (derived.blamed_s == 0).all()
     assert (derived.sync_wait_s > 0.02).all()
@@ -174,24 +174,24 @@ def test_nobody_is_blamed_for_the_bubble_of_equal_stages() -> None:
 def test_what_if_takes_the_stragglers_lead_off_the_step() -> None:
     rows = make_rows(4, 3, slow_rank=0, slow_s=0.030)
     whole = rows["end_s"][:, 0] - rows["start_s"][:, 0]
-    assert metrics.what_if(rows) == pytest.approx(whole - 0.030)
+    assert record.what_if(rows) == pytest.approx(whole - 0.030)
     alone = make_rows(4, 1)
-    assert metrics.what_if(alone) == pytest.approx((alone["end_s"] - alone["start_s"])[:, 0])
+    assert record.what_if(alone) == pytest.approx((alone["end_s"] - alone["start_s"])[:, 0])
 
 
 def test_potential_tells_apart_workers_whose_rates_are_equal() -> None:
-    derived = metrics.derive(make_rows(10, 2, slow_rank=1, slow_s=0.010))
+    derived = record.derive(make_rows(10, 2, slow_rank=1, slow_s=0.010))
     quick, slow = (
-        metrics.potential(np.full(10, 8.0), derived.step_s[:, r], derived.sync_wait_s[:, r])
+        record.potential(np.full(10, 8.0), derived.step_s[:, r], derived.sync_wait_s[:, r])
         for r in range(2)
     )
     assert quick / slow == pytest.approx(26 / 16, rel=1e-5)
 
 
 def test_potential_and_residual_of_nothing_are_unknown() -> None:
-    assert np.isnan(metrics.potential(np.zeros(1), np.zeros(1), np.zeros(1)))
-    assert np.isnan(metrics.residual(np.zeros(1), 0.0))
+    assert np.isnan(record.potential(np.zeros(1), np.zeros(1), np.zeros(1)))
+    assert np.isnan(record.residual(np.zeros(1), 0.0))
 
 
 def test_the_residual_is_the_time_outside_steps_and_pauses() -> None:
-    assert metrics.residual(np.array([4.0, 4.0]), 12.0, paused_s=2.0) == pytest.approx(1 / 6)
+    assert record.residual(np.array([4.0, 4.0]), 12.0, paused_s=2.0) == pytest.approx(1 / 6)

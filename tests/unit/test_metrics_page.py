@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.history.columns import COLUMNS
+from workbench.history.take_snapshot import COLUMNS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"

@@ -21,7 +21,7 @@ else:
 
 ROOT = Path(workbench.__file__).parents[1]
 NAMED = re.compile(r"workbench(\.[A-Za-z_]\w*)+(:[A-Za-z_]\w*)?")
-OPTIONAL = {"workbench.strategies.tensorflow.watched": "wb.watch is for loops of PyTorch's"}
+OPTIONAL = {"workbench.strategies.tensorflow.parts.user_loop": "wb.watch is for loops of PyTorch's"}
 """Modules that are looked for, and need not be there."""
 TAGS = {"workbench.state": "what a run of MLflow's is tagged with"}
 NO_MODULES = {
@@ -130,7 +130,7 @@ def test_modules_that_are_named_in_strings_exist(folder: str) -> None:
 def test_modules_of_both_frameworks_are_named_by_their_framework() -> None:
     found = {text for path in sources() for _, text in named(path)}
     for framework in FRAMEWORKS:
-        assert f"workbench.engine.{framework}_support" in found
+        assert f"workbench.engine.{framework}.support" in found
     for name in OPTIONAL:
         assert name in found
         assert wrong(name), f"{name} is there now"
@@ -165,8 +165,8 @@ def test_what_pyproject_names_exists() -> None:
     [
         "import_from_nowhere('workbench.engine.runtim')",
         "import_from_nowhere('workbench.engine.entry:atach')",
-        "import_from_nowhere(f'workbench.engine.{framework}_suport')",
-        "import_from_nowhere('workbench.session.checks.instaled')",
+        "import_from_nowhere(f'workbench.engine.{framework}.suport')",
+        "import_from_nowhere('workbench.execution.requests.instaled')",
         "import_from_nowhere('workbench.nothing')",
     ],
 )
@@ -181,7 +181,7 @@ def test_what_is_right_is_not_called_wrong() -> None:
     for name in (
         "workbench.engine",
         "workbench.engine.runtime:run_cell",
-        "workbench.session.checks.installed",
-        "workbench.cluster.profile.tempfile.tempdir",
+        "workbench.execution.requests.installed",
+        "workbench.cluster.folders.tempfile.tempdir",
     ):
         assert wrong(name) == ""

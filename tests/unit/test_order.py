@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.engine.order import Order, make_order, permutation, share_bounds
+from workbench.engine.training.shares import Order, make_order, permutation, share_bounds
 
 sizes = st.integers(1, 200)
 

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from workbench.members import Member, ranges
+from workbench.shared.members import Member, ranges
 from workbench.views.output import OutputBoard
 
 MEMBERS = {

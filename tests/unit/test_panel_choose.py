@@ -8,15 +8,14 @@ import pytest
 from panel_choosing import FakeCluster, cards, choosing, do
 
 from workbench import catalog
-from workbench.cookbook.recipe import Recipe
-from workbench.cookbook.ways import use_of
+from workbench.cluster.limits import Limits
+from workbench.cookbook.recipe import Recipe, use_of
 from workbench.errors import PlanError
-from workbench.limits import Limits
-from workbench.line import parse_cell_line
-from workbench.panels import fitness
+from workbench.notebook.session import Session
+from workbench.panels import strategies
 from workbench.panels.choice import Choice
 from workbench.panels.strategies import glyph
-from workbench.session.state import Session
+from workbench.shared.run_request import parse_cell_line
 
 PREPARE = 'model = wb.prepare(model)\nwb.log(fit="wb.fit(")\n'
 
@@ -132,8 +131,8 @@ def test_what_the_machine_lacks_greys_a_card_with_the_reason(panel, monkeypatch)
     do(panel, "strategies.framework", name="tensorflow")
     assert "No TPU" in cards(panel)["tpu"]["reason"]
     assert not cards(panel)["mirrored"]["reason"]
-    monkeypatch.setattr("workbench.session.checks.installed", lambda name: name == "torch")
-    fitness._missing.cache_clear()
+    monkeypatch.setattr("workbench.execution.requests.installed", lambda name: name == "torch")
+    strategies._missing.cache_clear()
     panel.parts["strategies"]._known = None
     shown = cards(panel)
     assert {"mirrored", "tpu"} <= set(shown)
@@ -157,10 +156,12 @@ def test_choices_that_need_gpus_are_offered_where_there_are_some(panel):
 
 
 def test_the_administrators_limit_greys_what_needs_more_engines():
-    two = fitness.Place("torch", 2, ("cpu",), Limits(max_engines=2))
+    two = strategies.Place("torch", 2, ("cpu",), Limits(max_engines=2))
     nothing = use_of("")
-    assert fitness.reason(catalog.lookup("mirrored"), two, nothing) == ""
-    assert "limits engines to 2" in fitness.reason(catalog.lookup("central_storage"), two, nothing)
+    assert strategies.reason(catalog.lookup("mirrored"), two, nothing) == ""
+    assert "limits engines to 2" in strategies.reason(
+        catalog.lookup("central_storage"), two, nothing
+    )
 
 
 def test_a_recipe_greys_the_strategies_that_its_way_does_not_suit(panel):

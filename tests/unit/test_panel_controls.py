@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("anywidget")
 
 from workbench.panels.model import Panel
-from workbench.panels.parts import PARTS
-from workbench.views.dashboard import COMMANDS
+from workbench.panels.show import PARTS
+from workbench.views.live.dashboard import COMMANDS
 from workbench.views.panel.widget import script, style
 
 ACTION = re.compile(r'"([a-z]+)\.([a-z_]+)"')

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.faults import parse_fault
-from workbench.panels.faults import FaultsPart
-from workbench.panels.live import LivePart
+from workbench.panels.live import FaultsPart, LivePart
 from workbench.panels.model import Panel
+from workbench.shared.faults import parse_fault
 
 
 class Going:

@@ -7,12 +7,12 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import RunError
+from workbench.execution.registry import Runs
+from workbench.execution.run import Run
 from workbench.panels import live
 from workbench.panels.live import MOST_CHARACTERS, LivePart
 from workbench.panels.model import Panel
-from workbench.plan import make_plan
-from workbench.session.registry import Runs
-from workbench.session.run import Run
+from workbench.shared.plan import make_plan
 
 
 class Made(Run):

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.errors import PlanError
-from workbench.panels.model import NOTICES, Panel
-from workbench.panels.part import Part, action
-from workbench.panels.pump import Pump
+from workbench.panels.model import NOTICES, Panel, Part, action
+from workbench.panels.show import Pump
 
 
 class Counter(Part):

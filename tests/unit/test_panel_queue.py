@@ -6,11 +6,10 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.panels.cluster import ClusterPart
+from workbench.panels.cluster import ClusterPart, QueuePart
 from workbench.panels.model import Panel
-from workbench.panels.queue import QueuePart
-from workbench.plan import make_plan
 from workbench.session.queue import Queue
+from workbench.shared.plan import make_plan
 
 
 class Cluster:

@@ -7,7 +7,7 @@ from panel_choosing import choosing, do
 
 from workbench.cookbook.recipe import Recipe, builtin
 from workbench.errors import PlanError
-from workbench.session.recipes import recipe, recipes
+from workbench.notebook.recipes import recipe, recipes
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def tiny():
 
 
 def test_the_list_has_cells_newest_first_functions_and_built_ins(panel, tiny, monkeypatch):
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     old, new = Recipe("# old\n", origin="In[3]"), Recipe("x = 1\n", origin="In[4]")
     monkeypatch.setattr(session, "recipes", {"a": old, "b-seed0": new, "b-seed1": new})
@@ -76,7 +76,7 @@ def test_a_functions_parameters_reach_its_plan_and_its_cell(panel, tiny):
 
 
 def test_a_recipe_brings_its_framework_and_is_not_run_under_the_other(panel, monkeypatch):
-    from workbench.session.state import session
+    from workbench.notebook.session import session
 
     cell = Recipe("import keras\nmodel.fit()", origin="In[2]", framework="tensorflow")
     monkeypatch.setattr(session, "recipes", {"k": cell})

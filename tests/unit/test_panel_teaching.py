@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.errors import RunError
-from workbench.panels import teaching
+from workbench.panels import live
 from workbench.panels.cluster import ClusterPart
-from workbench.panels.live import LivePart
+from workbench.panels.live import LivePart, TeachingPart
 from workbench.panels.model import Panel
-from workbench.panels.teaching import TeachingPart
 
 
 class Picture:
@@ -99,6 +98,6 @@ def test_calibrate_starts_engines_where_there_are_none(panel, monkeypatch):
     found = SimpleNamespace(
         to_wire=lambda: {"error_ms": -0.2}, table=lambda: SimpleNamespace(html=lambda: "<table>")
     )
-    monkeypatch.setattr(teaching, "calibrate", lambda cluster: found)
+    monkeypatch.setattr(live, "calibrate", lambda cluster: found)
     assert ask(panel, "calibrate") == {"error_ms": -0.2, "html": "<table>"}
     assert started == [2]

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 from history_rows import make_history, make_rows, make_summary
 
-from workbench.history.comparison import compare
-from workbench.history.payoff import FAR, payoff_of, sentence_of
-from workbench.history.rows import ComparisonRow
-from workbench.history.steady import LEAST_STEPS, Steady, mean_of, steady_of
+from workbench.history.analysis.comparison import compare
+from workbench.history.analysis.rows import FAR, ComparisonRow, payoff_of, sentence_of
+from workbench.history.analysis.steady import LEAST_STEPS, Steady, mean_of, steady_of
 
 ONE = {"transfer_s": 0.0, "data_s": 0.0, "other_s": 0.001, "compute_s": 0.004}
 PLAN = {"transfer_s": 0.006, "data_s": 0.0, "other_s": 0.001, "compute_s": 0.002}

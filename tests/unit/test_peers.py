@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from workbench.engine.links import LinkError, auth, peers
-from workbench.engine.links.peers import Doorway, Peers
+from workbench.engine.transport import LinkError, connection, peers
+from workbench.engine.transport.peers import Doorway, Peers
 
 KEY = b"k" * 32
 LARGE = 5 << 20  # far more than the system keeps under way
@@ -52,8 +52,8 @@ def pair() -> Any:
 
 
 def test_who_feels_anothers_end_says_so_beside_its_words():
-    from workbench.engine.links.wire import closed, ended
-    from workbench.engine.outcomes import outcome_of
+    from workbench.engine.runtime import outcome_of
+    from workbench.engine.transport.connection import closed, ended
 
     assert outcome_of(closed("server s0")).felt == "Connection closed by peer"
     assert outcome_of(ended("worker 1")).felt == "Connection closed by peer"
@@ -136,7 +136,7 @@ def test_a_link_that_is_closed_ends_the_wait_by_name(
 
 def test_strangers_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(auth, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.5)
     found = connect(2, [KEY, b"?" * 32])
     assert [type(error) for error in found] == [LinkError, LinkError]
     assert "[1]" in str(found[0])

@@ -6,8 +6,8 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.faults import parse_fault
-from workbench.plan import Plan, make_plan
+from workbench.shared.faults import parse_fault
+from workbench.shared.plan import Plan, make_plan
 
 CELL = Recipe("wb.fit(...)", first_line=2, origin="In[3]")
 

@@ -8,12 +8,12 @@ import time
 import psutil
 import pytest
 
-from workbench.cluster import profile
+from workbench.cluster import folders
 
 
 @pytest.fixture(autouse=True)
 def own_temp(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -27,18 +27,18 @@ def dead():
 
 
 def test_a_cluster_gets_a_private_folder_with_what_ipyparallel_needs():
-    folder = profile.create()
+    folder = folders.create()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {"security", "log", "pid"} <= {entry.name for entry in folder.iterdir()}
-    profile.remove(folder)
+    folders.remove(folder)
     assert not folder.exists()
 
 
 def test_sweep_removes_only_folders_whose_owner_is_dead(own_temp, dead):
-    mine, stale, unmarked = profile.create(), profile.create(), own_temp / "workbench-other"
+    mine, stale, unmarked = folders.create(), folders.create(), own_temp / "workbench-other"
     unmarked.mkdir()
-    (stale / profile.OWNER_FILE).write_text(json.dumps(dead))
-    assert profile.sweep() == [stale]
+    (stale / folders.OWNER_FILE).write_text(json.dumps(dead))
+    assert folders.sweep() == [stale]
     assert mine.exists()
     assert unmarked.exists()
     assert not stale.exists()
@@ -46,14 +46,14 @@ def test_sweep_removes_only_folders_whose_owner_is_dead(own_temp, dead):
 
 def test_a_pid_that_was_given_to_another_process_counts_as_dead():
     began = psutil.Process().create_time()
-    assert profile.same_process(os.getpid(), began)
-    assert not profile.same_process(os.getpid(), began - 3600)
+    assert folders.same_process(os.getpid(), began)
+    assert not folders.same_process(os.getpid(), began - 3600)
 
 
 def test_sweep_takes_a_garbled_owner_for_dead():
-    folder = profile.create()
-    (folder / profile.OWNER_FILE).write_text("{")
-    assert profile.sweep() == [folder]
+    folder = folders.create()
+    (folder / folders.OWNER_FILE).write_text("{")
+    assert folders.sweep() == [folder]
 
 
 def test_nothing_but_a_clusters_folder_is_ever_removed(own_temp):
@@ -64,8 +64,8 @@ def test_nothing_but_a_clusters_folder_is_ever_removed(own_temp):
     link = own_temp / "workbench-link"
     link.symlink_to(elsewhere)
     for path in (elsewhere, nested, link, own_temp):
-        assert not profile.is_ours(path)
-        profile.remove(path)
+        assert not folders.is_ours(path)
+        folders.remove(path)
         assert path.exists()
 
 
@@ -81,13 +81,13 @@ sys.stdin.read()
 
 def test_a_process_that_nobody_reaps_has_ended(tmp_path, monkeypatch):
     """As in a container whose first process reaps late."""
-    monkeypatch.setattr(profile, "END_S", 20.0)
-    heedless = [sys.executable, "-c", HEEDLESS, profile.MARK, str(tmp_path)]
+    monkeypatch.setattr(folders, "END_S", 20.0)
+    heedless = [sys.executable, "-c", HEEDLESS, folders.MARK, str(tmp_path)]
     with subprocess.Popen(heedless, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         began = time.monotonic()
-        profile.end_family(tmp_path)
-        assert time.monotonic() - began < profile.END_S / 2
+        folders.end_family(tmp_path)
+        assert time.monotonic() - began < folders.END_S / 2
         assert child.status() == psutil.STATUS_ZOMBIE
         parent.communicate()
 
@@ -96,9 +96,9 @@ def test_a_process_that_takes_its_time_to_end_is_waited_for(tmp_path, monkeypatc
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     one = psutil.Process(process.pid)
     families = [[one], []]
-    monkeypatch.setattr(profile, "family", lambda path: families.pop(0))
+    monkeypatch.setattr(folders, "family", lambda path: families.pop(0))
     monkeypatch.setattr(one, "kill", lambda: threading.Timer(0.1, process.kill).start())
-    profile.end_family(tmp_path)
+    folders.end_family(tmp_path)
     ended = one.status() == psutil.STATUS_ZOMBIE
     process.communicate()
     assert ended

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench import protocol
-from workbench.engine.recorder import Recorder, StepResult
-from workbench.faults import parse_fault
-from workbench.messages import BadMessageError, Down, Up
-from workbench.protocol import (
+from workbench.engine.telemetry.recorder import Recorder, StepResult
+from workbench.shared import protocol
+from workbench.shared.faults import parse_fault
+from workbench.shared.messages import BadMessageError, Down, Up
+from workbench.shared.protocol import (
     VERSION,
     Packet,
     RunSpec,
@@ -25,7 +25,7 @@ from workbench.protocol import (
     records_from,
     unpack,
 )
-from workbench.record import RECORD
+from workbench.shared.record import RECORD
 
 KEY = b"k" * 32
 JSON = st.recursive(

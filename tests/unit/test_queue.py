@@ -9,11 +9,10 @@ import pytest
 from fake_cluster import WAIT_S, Cluster, Run, finish, plan_of, plans_of, queue_on, states
 
 from workbench.errors import ClusterError, PlanError, RunError
-from workbench.plan import Plan
-from workbench.session import pacing
-from workbench.session import queue as queues
-from workbench.session.checks import BusyError
+from workbench.execution.requests import BusyError
+from workbench.session import queue as pacing
 from workbench.session.queue import Queue
+from workbench.shared.plan import Plan
 
 
 def test_plans_run_in_the_background_one_after_the_other() -> None:
@@ -181,7 +180,7 @@ def test_a_closed_queue_starts_nothing_and_takes_nothing() -> None:
     queue.close()
     run.end("failed", RunError("The cluster was stopped.", code="WB-RUN-000"))
     queue.wait(WAIT_S)
-    assert (b.state, b.why) == ("stopped", queues.CLOSED)
+    assert (b.state, b.why) == ("stopped", pacing.CLOSED)
     with pytest.raises(ClusterError, match="WB-CLUSTER-041"):
         queue.add(plan_of("c"))
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from fake_processes import Process, System
 
-from workbench.cluster.readings import Family, Processes
+from workbench.cluster.vitals import Family, Processes
 
 
 def test_a_family_is_an_engine_with_all_below_it_and_is_looked_up_once() -> None:
@@ -70,7 +70,7 @@ def test_another_process_with_the_same_pid_is_not_the_engine() -> None:
 def test_memory_is_read_in_turn_and_follows_the_resident_set_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workbench.cluster.readings.PSS_BUDGET_S", -1.0)  # one engine a sample
+    monkeypatch.setattr("workbench.cluster.vitals.PSS_BUDGET_S", -1.0)  # one engine a sample
     system = System({10: 1, 20: 1})
     processes = system.processes_read()
     engines = {10: 5.0, 20: 5.0}

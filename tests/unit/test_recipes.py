@@ -12,15 +12,21 @@ import pytest
 
 import workbench as wb
 from workbench import catalog
-from workbench.cookbook.functions import recipe_of
-from workbench.cookbook.recipe import Recipe, builtin, framework_of, is_plain, undecorated
+from workbench.cookbook.recipe import (
+    Recipe,
+    builtin,
+    framework_of,
+    is_plain,
+    recipe_of,
+    undecorated,
+)
 from workbench.errors import PlanError
-from workbench.plan import Plan, make_plan
-from workbench.session import registry
-from workbench.session.cells import to_a_cell
-from workbench.session.recipes import Recipes, recipes
-from workbench.session.requests import ARGS
-from workbench.session.state import session
+from workbench.execution import registry
+from workbench.execution.requests import ARGS
+from workbench.notebook.recipes import Recipes, recipes
+from workbench.notebook.session import session
+from workbench.notebook.values import to_a_cell
+from workbench.shared.plan import Plan, make_plan
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import tracemalloc
 
 import numpy as np
 
-from workbench.engine.recorder import Recorder, StepResult
-from workbench.protocol import records_from
-from workbench.record import COLUMNS, CURVES, MEASURED, RARE, RECORD
+from workbench.engine.telemetry.recorder import Recorder, StepResult
+from workbench.shared.protocol import records_from
+from workbench.shared.record import COLUMNS, CURVES, MEASURED, RARE, RECORD
 
 
 class Late:

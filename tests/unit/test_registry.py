@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.session.registry import MissingRunError, Runs
+from workbench.execution.registry import MissingRunError, Runs
 
 
 class FakeRun:

@@ -7,13 +7,13 @@ import pytest
 from workbench import catalog
 from workbench.cluster.devices import Lease, Leases
 from workbench.cookbook.recipe import Recipe
-from workbench.engine.injector import FaultInjector
-from workbench.engine.recorder import Recorder, StepResult
+from workbench.engine.telemetry.recorder import Recorder, StepResult
+from workbench.engine.telemetry.step_gate import FaultInjector
 from workbench.errors import PlanError
-from workbench.line import parse_cell_line
-from workbench.plan import Plan, make_plan
-from workbench.protocol import RunSpec, records_from
-from workbench.session.requests import make_specs, members_of
+from workbench.execution.requests import make_specs, members_of
+from workbench.shared.plan import Plan, make_plan
+from workbench.shared.protocol import RunSpec, records_from
+from workbench.shared.run_request import parse_cell_line
 
 GPUS = Leases(tuple(Lease(f"cuda:{i}", f"cuda:{i} GPU") for i in range(3)), "nccl")
 

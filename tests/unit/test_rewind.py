@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from workbench.history import disk, rewind, store
+from workbench.history import disk, events, store
 from workbench.history.disk import RunWriter
 from workbench.history.store import RunHistory
-from workbench.record import RECORD
+from workbench.shared.record import RECORD
 
 
 def rows(rank, steps, loss=1.0, offset_s=0.0, samples=16):
@@ -170,5 +170,5 @@ def test_half_a_row_is_cut_off(tmp_path):
     run.do(0, range(4))
     path = disk.records_path(tmp_path, 0)
     path.write_bytes(path.read_bytes()[:-7])
-    assert rewind.cut(tmp_path, [0], 10)
+    assert events.cut(tmp_path, [0], 10)
     assert path.stat().st_size == 3 * RECORD.itemsize

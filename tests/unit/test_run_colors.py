@@ -6,10 +6,10 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.history.comparison import _colored
-from workbench.history.rows import RUN_COLORS
-from workbench.plan import make_plan
-from workbench.session.registry import Runs
+from workbench.execution.registry import Runs
+from workbench.history.analysis.comparison import _colored
+from workbench.history.analysis.rows import RUN_COLORS
+from workbench.shared.plan import make_plan
 from workbench.views.theme import run_color
 
 

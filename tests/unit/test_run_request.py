@@ -8,12 +8,17 @@ import pytest
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.faults import parse_fault
-from workbench.line import parse_cell_line
-from workbench.plan import Plan, plan_of
-from workbench.protocol import RunSpec
-from workbench.run_request import FLAGS, SETTINGS, RunRequest, from_arguments
 from workbench.session.cluster import Cluster
+from workbench.shared.faults import parse_fault
+from workbench.shared.plan import Plan, plan_of
+from workbench.shared.protocol import RunSpec
+from workbench.shared.run_request import (
+    FLAGS,
+    SETTINGS,
+    RunRequest,
+    from_arguments,
+    parse_cell_line,
+)
 
 CELL = Recipe("wb.fit()")
 LINE = (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from workbench import protocol
-from workbench.messages import BadMessageError
-from workbench.protocol import Packet
-from workbench.seal import WINDOW, Seal
+from workbench.shared import protocol
+from workbench.shared.messages import BadMessageError
+from workbench.shared.protocol import WINDOW, Packet, Seal
 
 KEY = b"k" * 32
 

@@ -10,11 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from workbench import catalog  # noqa: E402
-from workbench.engine.links.wire import Message  # noqa: E402
-from workbench.strategies.torch.holder import Holder  # noqa: E402
-from workbench.strategies.torch.hyper import hyper_of, importable, plain  # noqa: E402
+from workbench.engine.transport.connection import Message  # noqa: E402  # noqa: E402
 from workbench.strategies.torch.parameter_server import Asynchronous  # noqa: E402
-from workbench.strategies.torch.shards import divide  # noqa: E402
+from workbench.strategies.torch.servers.shard_server import Holder  # noqa: E402  # noqa: E402
+from workbench.strategies.torch.servers.shards import (  # noqa: E402  # noqa: E402
+    divide,
+    hyper_of,
+    importable,
+    plain,
+)
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,8 @@ import pytest
 
 import workbench
 from workbench.cookbook.recipe import Recipe
-from workbench.session import state
-from workbench.session.state import Session
+from workbench.notebook import session as state
+from workbench.notebook.session import Session
 
 WAIT_S = 20
 

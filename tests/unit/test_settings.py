@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from workbench import catalog
-from workbench.engine import settings
 from workbench.engine.context import RunContext, require, set_current
-from workbench.engine.gate import Gate
-from workbench.engine.injector import FaultInjector
-from workbench.engine.logging import log, options
-from workbench.engine.recorder import Recorder
+from workbench.engine.telemetry.recorder import Recorder
+from workbench.engine.telemetry.step_gate import FaultInjector, Gate
+from workbench.engine.training import fit_arguments
+from workbench.engine.training.notes import log, options
 from workbench.errors import FitError, RunError
-from workbench.events import Topic
-from workbench.protocol import RunSpec
+from workbench.shared.events import Topic
+from workbench.shared.protocol import RunSpec
 
 
 def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:
@@ -30,37 +29,37 @@ def make_context(events: list[Any] | None = None, **spec: Any) -> RunContext:
 
 def test_the_line_wins_over_the_cell() -> None:
     context = make_context(overrides={"batch_size": 32, "seed": 4})
-    counts = settings.check_counts(context, 64, 3, None, 0)
-    assert counts == settings.Counts(32, 3, None, 4)
+    counts = fit_arguments.check_counts(context, 64, 3, None, 0)
+    assert counts == fit_arguments.Counts(32, 3, None, 4)
 
 
 def test_epochs_on_the_line_replace_steps_in_the_cell() -> None:
     context = make_context(overrides={"epochs": 2})
-    assert settings.check_counts(context, 64, 1, 500, 0).steps is None
+    assert fit_arguments.check_counts(context, 64, 1, 500, 0).steps is None
     context = make_context(overrides={"epochs": 2, "steps": 9})
-    assert settings.check_counts(context, 64, 1, 500, 0).steps == 9
+    assert fit_arguments.check_counts(context, 64, 1, 500, 0).steps == 9
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, True, "3"])
 def test_counts_are_whole_and_positive(bad: Any) -> None:
     for values in ((bad, 1, None), (8, bad, None), (8, 1, bad)):
         with pytest.raises(FitError, match="WB-FIT-014"):
-            settings.check_counts(make_context(), *values, 0)
+            fit_arguments.check_counts(make_context(), *values, 0)
 
 
 def test_a_batch_is_compared_with_the_workers() -> None:
     with pytest.raises(FitError, match=r"WB-FIT-016[\s\S]*2"):
-        settings.check_batch(1, make_context())
-    settings.check_batch(2, make_context())
+        fit_arguments.check_batch(1, make_context())
+    fit_arguments.check_batch(2, make_context())
 
 
 def test_features_come_from_the_catalog() -> None:
     entry = replace(catalog.lookup("mirrored"), supports=frozenset({"metrics"}), ways=("fit",))
-    settings.check_supported(entry, "fit", ["metrics"])
+    fit_arguments.check_supported(entry, "fit", ["metrics"])
     with pytest.raises(FitError, match=r"clip_norm, compile.*WB-FIT-027"):
-        settings.check_supported(entry, "fit", ["compile", "clip_norm"])
+        fit_arguments.check_supported(entry, "fit", ["compile", "clip_norm"])
     with pytest.raises(FitError, match=r"wb\.prepare.*WB-FIT-026"):
-        settings.check_supported(entry, "prepare", [])
+        fit_arguments.check_supported(entry, "prepare", [])
 
 
 def test_callbacks_are_functions_or_objects() -> None:
@@ -69,21 +68,21 @@ def test_callbacks_are_functions_or_objects() -> None:
 
         def on_train_end(self, logs: dict[str, float]) -> None: ...
 
-    found = settings.Callbacks.of([Both(), print])
+    found = fit_arguments.Callbacks.of([Both(), print])
     assert (len(found.step_end), len(found.epoch_end), len(found.train_end)) == (2, 0, 1)
-    assert settings.Callbacks.of(print).step_end == [print]
+    assert fit_arguments.Callbacks.of(print).step_end == [print]
     with pytest.raises(FitError, match="WB-FIT-029"):
-        settings.Callbacks.of([3])
+        fit_arguments.Callbacks.of([3])
 
 
 def test_a_model_of_an_earlier_run_is_pointed_out_once_per_run() -> None:
     class Model: ...
 
     model, events = Model(), []
-    settings.warn_if_trained(make_context(events, run_id="a"), model)
-    settings.warn_if_trained(make_context(events, run_id="a"), model)
+    fit_arguments.warn_if_trained(make_context(events, run_id="a"), model)
+    fit_arguments.warn_if_trained(make_context(events, run_id="a"), model)
     assert events == []
-    settings.warn_if_trained(make_context(events, run_id="b"), model)
+    fit_arguments.warn_if_trained(make_context(events, run_id="b"), model)
     assert [name for name, _ in events] == ["warning"]
     assert "unfair" in events[0][1]["text"]
     assert events[0][1]["topic"] == Topic.TRAINED_BEFORE

@@ -11,8 +11,14 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from workbench.errors import FitError  # noqa: E402
-from workbench.strategies.torch.hyper import importable, plain, restored  # noqa: E402
-from workbench.strategies.torch.shards import Shard, as_bytes, divide  # noqa: E402
+from workbench.strategies.torch.servers.shards import (  # noqa: E402  # noqa: E402  # noqa: E402  # noqa: E402
+    Shard,
+    as_bytes,
+    divide,
+    importable,
+    plain,
+    restored,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

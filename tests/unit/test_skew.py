@@ -3,8 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.engine.order import make_order, share_bounds
-from workbench.engine.skew import dirichlet_shards, skewed_order
+from workbench.engine.training.shares import (
+    dirichlet_shards,
+    make_order,
+    share_bounds,
+    skewed_order,
+)
 from workbench.errors import FitError
 
 LABELS = np.arange(400) % 10

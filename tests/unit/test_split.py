@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from workbench import pipelines
+from workbench.catalog import schedules
 from workbench.cookbook.recipe import Recipe
-from workbench.engine.settings import check_supported
+from workbench.engine.training.fit_arguments import check_supported
 from workbench.errors import FitError, PlanError
-from workbench.plan import make_plan
-from workbench.strategies.torch.split.balance import balance, stage_times
+from workbench.shared.plan import make_plan
+from workbench.strategies.torch.pipeline.cut import balance, stage_times
 
 pytestmark = pytest.mark.torch
 
@@ -48,23 +48,23 @@ def options(schedule: str, microbatches: int | None = None, stages: int | None =
 
 
 def test_the_default_is_two_microbatches_per_worker_within_the_batch() -> None:
-    assert pipelines.microbatches(options("1f1b"), 4, 64) == 8
-    assert pipelines.microbatches(options("gpipe"), 4, 5) == 5
-    assert pipelines.microbatches(options("naive"), 4, 64) == 1
+    assert schedules.microbatches(options("1f1b"), 4, 64) == 8
+    assert schedules.microbatches(options("gpipe"), 4, 5) == 5
+    assert schedules.microbatches(options("naive"), 4, 64) == 1
     with pytest.raises(PlanError, match="WB-PLAN-082"):
-        pipelines.microbatches(options("1f1b"), 4, 3)
+        schedules.microbatches(options("1f1b"), 4, 3)
 
 
 @pytest.mark.parametrize("batch_size", range(4, 12))
-@pytest.mark.parametrize("name", pipelines.SCHEDULES)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_the_default_fits_every_schedule(name: str, batch_size: int) -> None:
-    assert 1 <= pipelines.microbatches(options(name), 4, batch_size) <= batch_size
+    assert 1 <= schedules.microbatches(options(name), 4, batch_size) <= batch_size
 
 
 def test_stages_per_worker_belong_to_looped_schedules() -> None:
-    usual = [pipelines.stages_per_worker(options(name)) for name in pipelines.SCHEDULES]
+    usual = [schedules.stages_per_worker(options(name)) for name in schedules.SCHEDULES]
     assert usual == [1, 1, 1, 2, 1]
-    assert pipelines.stages_per_worker(options("interleaved", stages=4)) == 4
+    assert schedules.stages_per_worker(options("interleaved", stages=4)) == 4
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_pipelines_side_by_side_are_counted_by_their_own_workers() -> None:
 
 
 def test_the_ideal_bubbles_are_those_of_the_papers() -> None:
-    assert pipelines.ideal_bubble("gpipe", 4, 8, 1) == pytest.approx(3 / 11)
-    assert pipelines.ideal_bubble("1f1b", 4, 8, 1) == pytest.approx(3 / 11)
-    assert pipelines.ideal_bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
-    assert pipelines.ideal_bubble("naive", 4, 1, 1) == pytest.approx(3 / 4)
-    assert pipelines.ideal_bubble("zero_bubble", 4, 8, 1) == pytest.approx(1 / 9)
+    assert schedules.ideal_bubble("gpipe", 4, 8, 1) == pytest.approx(3 / 11)
+    assert schedules.ideal_bubble("1f1b", 4, 8, 1) == pytest.approx(3 / 11)
+    assert schedules.ideal_bubble("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert schedules.ideal_bubble("naive", 4, 1, 1) == pytest.approx(3 / 4)
+    assert schedules.ideal_bubble("zero_bubble", 4, 8, 1) == pytest.approx(1 / 9)

@@ -9,7 +9,7 @@ import pytest
 from fake_run import fake_pipeline
 
 from workbench.history.snapshot import Split
-from workbench.views import stages
+from workbench.views import text
 
 
 def test_a_split_without_measured_times_is_shown_without_them() -> None:
@@ -19,9 +19,9 @@ def test_a_split_without_measured_times_is_shown_without_them() -> None:
         for i, layers in enumerate(["flatten", "dense"])
     ]  # fmt: skip
     split = Split.of({"stages": rows, "schedule": "naive", "microbatches": 1, "ideal_bubble": 0.5})
-    assert stages.caption(split) == "2 stages · naive · 1 microbatch · ideal bubble 50 %"
-    assert "nan" not in "".join([*stages.lines(split), *stages.sentences(split)]).lower()
-    assert stages.sentences(split)[1] == "Stage 1 on worker 1: dense, 10 parameters."
+    assert text.caption(split) == "2 stages · naive · 1 microbatch · ideal bubble 50 %"
+    assert "nan" not in "".join([*text.stage_lines(split), *text.sentences(split)]).lower()
+    assert text.sentences(split)[1] == "Stage 1 on worker 1: dense, 10 parameters."
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_nobody_is_shown_to_be_better_than_the_ideal(bubble: float, words: tuple
     shot = fake_pipeline(4)
     assert shot.split is not None
     split = replace(shot.split, ideal_bubble=0.25)
-    found = stages.bubble(replace(shot.workers[0], bubble=bubble), split)
+    found = text.bubble(replace(shot.workers[0], bubble=bubble), split)
     assert found.words == words
     assert found.excess >= 0
     assert math.isclose(found.ideal + found.excess, bubble)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.history.staleness import MOST, Staleness
+from workbench.history.totals import MOST, Staleness
 
 NAN = float("nan")
 

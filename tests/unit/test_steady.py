@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from history_rows import make_history, make_rows
 
-from workbench.history.comparison import compare
-from workbench.history.steady import interval, rate_of, warm_up_of
-from workbench.history.summary import RunSummary, summarise
+from workbench.history.analysis.comparison import compare
+from workbench.history.analysis.steady import interval, rate_of, warm_up_of
+from workbench.history.analysis.summary import RunSummary, summarise
 
 MEASURED = Path(__file__).parents[2] / "docs/measured/waits.npz"
 

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from history_rows import make_history, make_rows
 
-from workbench.catalog.messages import messages
+from workbench.catalog.diagrams import messages
 from workbench.errors import RunError
-from workbench.events import Topic, read
-from workbench.history.snapshot import Split
-from workbench.history.step_picture import (
+from workbench.history.analysis.step_picture import (
     chosen_algorithm,
     handed_bytes,
     part_bytes,
     share_out,
     step_picture,
 )
-from workbench.history.story import Story
-from workbench.views.step_picture import headline
+from workbench.history.events import Story
+from workbench.history.snapshot import Split
+from workbench.shared.events import Topic, read
+from workbench.views.explain.diagram import headline
 
 NAN = float("nan")
 

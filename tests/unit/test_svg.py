@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
-from workbench.views import stages
-from workbench.views.comparison_parts import width_in
-from workbench.views.svg import run_svg
+from workbench.views import text
+from workbench.views.drawing import width_in
+from workbench.views.live.svg import run_svg
 from workbench.views.theme import PHASE_COLORS
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -88,9 +88,9 @@ def test_a_pipeline_has_its_bubbles_and_its_stages():
     shot = fake_pipeline(4, 90)
     svg = run_svg(shot)
     shown = words(svg)
-    for word in (stages.TITLE, "beyond ideal", "+14 %", "±0 %", "1,050,624", "4.2 ms"):
+    for word in (text.TITLE, "beyond ideal", "+14 %", "±0 %", "1,050,624", "4.2 ms"):
         assert word in shown
     assert "4 stages · 1f1b · 8 microbatches of 32 samples · ideal bubble 27 %" in shown
     full = [r for r in ET.fromstring(svg).iter(f"{NS}rect") if r.get("class") == "w"]
     assert sum(float(r.get("width")) > 0 for r in full) == 3  # the slow one has no excess
-    assert stages.TITLE not in words(run_svg(fake_snapshot(4, 90)))
+    assert text.TITLE not in words(run_svg(fake_snapshot(4, 90)))

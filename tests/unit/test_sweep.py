@@ -8,7 +8,7 @@ import pytest
 from fake_cluster import Cluster, finish, queue_on
 
 from workbench.errors import PlanError
-from workbench.session.sweep import sweep
+from workbench.session.queue import sweep
 
 
 def test_a_sweep_is_every_recipe_under_every_strategy_with_every_seed() -> None:

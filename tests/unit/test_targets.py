@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.line import parse_cell_line
-from workbench.plan import Plan, make_plan
-from workbench.targets import parse_target, parse_targets
+from workbench.shared.log_targets import parse_target, parse_targets
+from workbench.shared.plan import Plan, make_plan
+from workbench.shared.run_request import parse_cell_line
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import pytest
 from workbench.cluster.calls import Call
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import ClusterError, RunError
-from workbench.members import Member
-from workbench.messages import CellOutcome, Copy, OwnLoop
-from workbench.plan import make_plan
-from workbench.session import show
-from workbench.session.run import Run
-from workbench.session.show import CellView, tell
-from workbench.session.task import Task
-from workbench.session.verdicts import outcome_error, outcome_notes, refusals, short_handed
+from workbench.execution.outcome import outcome_error, outcome_notes, refusals, short_handed
+from workbench.execution.run import Run
+from workbench.execution.task import Task
+from workbench.notebook import run_view
+from workbench.notebook.run_view import CellView, tell
+from workbench.shared.members import Member
+from workbench.shared.messages import CellOutcome, Copy, OwnLoop
+from workbench.shared.plan import make_plan
 
 PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2996"
 
@@ -93,8 +93,8 @@ def test_an_outcome_that_cannot_be_read_is_an_error_and_the_cell_is_over(engines
 def test_a_cell_is_over_although_nobody_tells_of_the_end_of_an_engine_that_was_killed(
     engines, monkeypatch
 ):
-    monkeypatch.setattr("workbench.session.task.KILL_S", 0.05)
-    monkeypatch.setattr("workbench.session.task.HEARD_S", 0.05)
+    monkeypatch.setattr("workbench.execution.task.KILL_S", 0.05)
+    monkeypatch.setattr("workbench.execution.task.HEARD_S", 0.05)
     engines.engines = {0: SimpleNamespace(pid=4711)}
     task, over = start(engines, 0, 1)
     engines.calls[1].finish({"status": "ok"})
@@ -236,7 +236,7 @@ def test_a_stopped_loop_is_no_error_and_shows_none(engines):
 
 def run_with(tmp_path, **overrides):
     from workbench.cookbook.recipe import Recipe
-    from workbench.plan import make_plan
+    from workbench.shared.plan import make_plan
 
     framework = overrides.pop("framework", "torch")
     plan = make_plan(Recipe("1"), "mirrored", framework=framework, workers=2, overrides=overrides)
@@ -327,7 +327,7 @@ def test_a_row_in_which_a_strategy_refused_ends_in_its_name_and_reason():
 def test_a_view_says_when_its_cell_lasts_and_a_short_one_begins_no_thread(
     engines, monkeypatch, lasts
 ):
-    monkeypatch.setattr(show, "FIRST_S", 0.02 if lasts else 30.0)
+    monkeypatch.setattr(run_view, "FIRST_S", 0.02 if lasts else 30.0)
     task, _ = start(engines, 0)
     told, threads = threading.Event(), threading.active_count()
     task.when_long = told.set

@@ -6,8 +6,8 @@ import pytest
 
 from workbench.cluster.calls import Call
 from workbench.errors import ClusterError
-from workbench.members import Member
-from workbench.session.task import Task
+from workbench.execution.task import Task
+from workbench.shared.members import Member
 
 
 class Engines:

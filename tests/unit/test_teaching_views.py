@@ -10,13 +10,12 @@ import pytest
 from history_rows import make_history, make_rows
 
 from workbench import catalog
-from workbench.catalog.messages import messages
-from workbench.history import blame, step_picture, what_if
-from workbench.session.diagrams import diagram
-from workbench.views.blame import BlameMatrix
+from workbench.catalog.diagrams import messages
+from workbench.history.analysis import blame, counterfactual, step_picture
+from workbench.notebook.compare import diagram
+from workbench.views.explain.blame import BlameMatrix, WhatIfPicture
+from workbench.views.explain.diagram import StepDrawing
 from workbench.views.picture import KIND_COLORS, Picture
-from workbench.views.step_picture import StepDrawing
-from workbench.views.what_if import WhatIfPicture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -26,7 +25,7 @@ def figures() -> list[Picture]:
     drawn = messages("mirrored", 3)
     return [
         BlameMatrix(**vars(blame.blame(history))),
-        WhatIfPicture(**vars(what_if.what_if(history))),
+        WhatIfPicture(**vars(counterfactual.what_if(history))),
         StepDrawing(step_picture.step_picture(history, drawn, run="<base>")),
         diagram("parameter_server", 8, servers=2),
     ]

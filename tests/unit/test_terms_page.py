@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from workbench import catalog
-from workbench.pipelines import SCHEDULES
+from workbench.catalog.schedules import SCHEDULES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "terms.md").read_text(encoding="utf-8")
 TABLES = [line for line in PAGE.splitlines() if line.startswith("|")]

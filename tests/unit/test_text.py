@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
-from workbench.views import stages, text, units
-from workbench.views.frames import make_head
+from workbench.views import text, units
+from workbench.views.live.frames import make_head
 
 NAN = float("nan")
 
@@ -123,6 +123,6 @@ def test_the_report_of_a_pipeline_holds_bubbles_and_stages():
 
 def test_of_many_stages_the_first_ones_are_listed():
     split = fake_pipeline(30, 5).split
-    assert len(stages.rows(split)) == stages.MOST_ROWS + 1
-    assert "18 more" in stages.rows(split)[-1]
-    assert stages.sentences(split)[-1] == "And 18 more stages."
+    assert len(text.rows(split)) == text.MOST_ROWS + 1
+    assert "18 more" in text.rows(split)[-1]
+    assert text.sentences(split)[-1] == "And 18 more stages."

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from workbench.engine.torch_imports import interrupts_held_back
+from workbench.engine.torch.support import interrupts_held_back
 
 
 def test_an_interrupt_waits_for_the_end_of_the_block() -> None:

@@ -2,21 +2,22 @@
 
 import pytest
 
-from workbench import catalog, tpus
+from workbench import catalog
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
-from workbench.plan import make_plan
+from workbench.shared.plan import make_plan
+from workbench.strategies.tensorflow import tpu
 
 
 def test_signs_are_variables_and_device_files(tmp_path):
-    assert tpus.look({}, tmp_path) == tpus.Signs()
+    assert tpu.look({}, tmp_path) == tpu.Signs()
     (tmp_path / "accel0").touch()
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio" / "vfio").touch()  # there with any driver of this kind
-    assert tpus.look({}, tmp_path).devices == (str(tmp_path / "accel0"),)
+    assert tpu.look({}, tmp_path).devices == (str(tmp_path / "accel0"),)
     (tmp_path / "vfio" / "0").touch()
-    assert len(tpus.look({}, tmp_path).devices) == 2
-    colab = tpus.look({"COLAB_TPU_ADDR": "10.0.0.2:8470"}, tmp_path / "none")
+    assert len(tpu.look({}, tmp_path).devices) == 2
+    colab = tpu.look({"COLAB_TPU_ADDR": "10.0.0.2:8470"}, tmp_path / "none")
     assert (colab.variable, colab.address) == ("COLAB_TPU_ADDR", ("10.0.0.2", 8470))
 
 
@@ -25,16 +26,16 @@ def test_signs_are_variables_and_device_files(tmp_path):
     [("grpc://10.0.0.2:8470", ("10.0.0.2", 8470)), ("local", None), ("my-tpu", None), ("", None)],
 )
 def test_an_address_is_told_from_a_name(name, address):
-    assert tpus.Signs(name).address == address
+    assert tpu.Signs(name).address == address
 
 
 def test_without_a_sign_the_plan_says_what_was_looked_for(monkeypatch):
-    monkeypatch.setattr(tpus, "look", tpus.Signs)
+    monkeypatch.setattr(tpu, "look", tpu.Signs)
     with pytest.raises(PlanError) as error:
         make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2)
     for word in ("TPU_NAME is not set", "COLAB_TPU_ADDR", "/dev/accel", "use mirrored"):
         assert word in str(error.value)
-    monkeypatch.setattr(tpus, "look", lambda: tpus.Signs("local", "TPU_NAME"))
+    monkeypatch.setattr(tpu, "look", lambda: tpu.Signs("local", "TPU_NAME"))
     assert make_plan(Recipe("x"), "tpu", framework="tensorflow", workers=2).engines == 1
 
 

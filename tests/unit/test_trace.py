@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_format import ns
 
-from workbench.history import trace
-from workbench.metrics import PARTS
+from workbench.history.analysis import series
+from workbench.shared.record import PARTS
 
-ABOUT = trace.About("base", "mirrored", "torch", "finished", ["cpu", "cuda:1"], ["slow=1:50ms"])
+ABOUT = series.About("base", "mirrored", "torch", "finished", ["cpu", "cuda:1"], ["slow=1:50ms"])
 PHASES = {"data wait": "data_wait_s", "compute": "compute_s", "sync wait": "sync_wait_s",
           "transfer": "transfer_s", "other": "other_s"}  # fmt: skip
 
 
 def events_of(history, about=ABOUT):
     return trace_format.check(
-        {**trace.header(history, about), "traceEvents": list(trace.events(history, about))}
+        {**series.header(history, about), "traceEvents": list(series.events(history, about))}
     )
 
 
@@ -168,6 +168,6 @@ def test_any_measured_times_nest(ranks, lengths, joined):
 def test_long_histories_say_that_steps_are_left_out():
     history = make_history(make_rows(40_000, 2), memory_limit_bytes=1 << 20)
     assert history.stride > 1
-    assert trace.header(history, ABOUT)["otherData"]["every_nth_step"] == history.stride
-    steps = [e for e in trace.events(history, ABOUT) if e.get("cat") == "step"]
+    assert series.header(history, ABOUT)["otherData"]["every_nth_step"] == history.stride
+    steps = [e for e in series.events(history, ABOUT) if e.get("cat") == "step"]
     assert len(steps) == len(history)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from workbench.engine import generated, places, tracebacks
-from workbench.engine.outcomes import outcome_of
+from workbench.engine.debugging import marks, tracebacks
+from workbench.engine.runtime import outcome_of
 from workbench.errors import FitError
 
 CELL = "/tmp/ipykernel_1/7.py"
@@ -68,25 +68,25 @@ def test_a_comprehension_is_one_with_its_function():
 
 
 def test_a_line_that_was_generated_is_the_users(monkeypatch):
-    monkeypatch.setattr(generated, "_lines", {})
-    file = f"/tmp/{generated.MARK}abc.py"
+    monkeypatch.setattr(tracebacks, "_lines", {})
+    file = f"/tmp/{tracebacks.MARK}abc.py"
     origin = SimpleNamespace(
         loc=SimpleNamespace(filename=CELL, lineno=5),
         function_name="step",
         source_code_line="    y = x @ w",
     )
-    generated.note(file, {LineLocation(file, 2): origin})
+    tracebacks.note(file, {LineLocation(file, 2): origin})
     made: dict[str, object] = {}
     exec(compile("def tf__step():\n    1 / 0", file, "exec"), made)
     shown, left_out = tracebacks.fold(raised("step()", {"step": made["tf__step"]}))
     assert left_out == []
-    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 3}])
+    monkeypatch.setattr(marks, "_numbers", [lambda: {CELL: 3}])
     assert isinstance(shown[1], tracebacks.Written)
     assert shown[1].text() == "Cell In[3], line 5, in step\n----> 5 y = x @ w\n"
 
 
 def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
-    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 3}])
+    monkeypatch.setattr(marks, "_numbers", [lambda: {CELL: 3}])
     source = "def train():\n    check('x')\ntrain()"
     linecache.cache[CELL] = (len(source), None, source.splitlines(keepends=True), CELL)
     names = {"FitError": FitError}
@@ -114,24 +114,24 @@ def test_an_error_of_ours_is_shown_below_the_users_own_lines(monkeypatch):
 
 
 def test_messages_name_cells_by_their_number(monkeypatch):
-    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 22}])
+    monkeypatch.setattr(marks, "_numbers", [lambda: {CELL: 22}])
     text = f'Caught ValueError\n  File "{CELL}", line 9, in get\n  File "/other.py", line 1'
-    named = places.name_cells(text)
+    named = marks.name_cells(text)
     assert "  Cell In[22], line 9, in get" in named
     assert '  File "/other.py", line 1' in named
 
 
 @pytest.mark.parametrize(("file", "name"), [
     ("/x/site-packages/torch/nn/modules/module.py", "torch"),
-    (places.__file__, "workbench"),
+    (marks.__file__, "workbench"),
     (json.__file__, "Python"),
 ])  # fmt: skip
 def test_a_frame_is_said_by_its_package(file, name):
-    assert places.package(file) == name
+    assert marks.package(file) == name
 
 
 def test_a_quoted_traceback_keeps_the_users_frames_alone(monkeypatch):
-    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 6}])
+    monkeypatch.setattr(marks, "_numbers", [lambda: {CELL: 6}])
     text = (
         "Caught ValueError in DataLoader worker process 0.\n"
         "Original Traceback (most recent call last):\n"
@@ -142,7 +142,7 @@ def test_a_quoted_traceback_keeps_the_users_frames_alone(monkeypatch):
         "    raise ValueError('broken')\n"
         "ValueError: broken"
     )
-    assert places.fold_text(text) == (
+    assert marks.fold_text(text) == (
         "Caught ValueError in DataLoader worker process 0.\n"
         "Original Traceback (most recent call last):\n"
         "  Cell In[6], line 9, in __getitem__\n"
@@ -152,7 +152,7 @@ def test_a_quoted_traceback_keeps_the_users_frames_alone(monkeypatch):
 
 
 def test_a_syntax_error_names_its_cell(monkeypatch):
-    monkeypatch.setattr(places, "_numbers", [lambda: {CELL: 5}])
+    monkeypatch.setattr(marks, "_numbers", [lambda: {CELL: 5}])
     with pytest.raises(SyntaxError) as caught:
         compile("x = 1\nx = )\n", CELL, "exec")
     assert outcome_of(caught.value).evalue == "unmatched ')' (Cell In[5], line 2)"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from workbench.cluster import turns
+from workbench.cluster.forkserver import turns
 from workbench.cluster.processes import FORK, can_fork
 from workbench.errors import ClusterError
 

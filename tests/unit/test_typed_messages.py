@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import pytest
 
-from workbench import events
-from workbench.messages import BadMessageError, CellOutcome, Copy, Down, OwnLoop, Stopped, Up
-from workbench.protocol import Packet, decode_down, decode_up, encode, pack, unpack
-from workbench.record import RECORD
+from workbench.shared import events
+from workbench.shared.messages import BadMessageError, CellOutcome, Copy, Down, OwnLoop, Stopped, Up
+from workbench.shared.protocol import Packet, decode_down, decode_up, encode, pack, unpack
+from workbench.shared.record import RECORD
 
 KEY = b"k" * 32
 SAID: dict[str, Any] = {

@@ -13,13 +13,11 @@ import psutil
 import pytest
 from fake_processes import System
 
-from workbench.cluster.deaths import Ending
 from workbench.cluster.engines import EngineInfo
-from workbench.cluster.gpus import Gpus
-from workbench.cluster.vitals import TAIL_BYTES, EngineVitals, LastLine
+from workbench.cluster.processes import Ending
+from workbench.cluster.vitals import TAIL_BYTES, EngineVitals, Gpus, LastLine
 from workbench.session import status
-from workbench.session import vitals as live
-from workbench.session.vitals import Vitals
+from workbench.session.status import Vitals
 from workbench.views.tables import LOG_CHARACTERS, cluster_table
 
 # -- logs ------------------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ def test_samples_are_at_most_one_a_second_however_many_look(tmp_path: Path) -> N
 def test_watching_samples_on_a_thread_that_ends_with_the_last_watcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "EVERY_S", 0.01)
+    monkeypatch.setattr(status, "EVERY_S", 0.01)
     vitals = Vitals(cluster_of([info_of(0, psutil.Process().pid)], tmp_path), gpus=Gpus(list))
     came, threads = threading.Event(), set()
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from workbench.cluster import warm_client
+from workbench.cluster.forkserver import client
 from workbench.errors import ClusterError
 
 
 def test_a_parent_that_is_halted_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(warm_client, "LOOK_S", 0.05)
-    wire = warm_client.WarmParent()
+    monkeypatch.setattr(client, "LOOK_S", 0.05)
+    wire = client.WarmParent()
     wire.ready.set()
     ours, theirs = socket.socketpair()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -30,8 +30,8 @@ def test_a_parent_that_is_halted_is_not_waited_for(monkeypatch):
 
 
 def test_the_end_of_a_process_is_told_although_its_parent_is_halted(monkeypatch):
-    monkeypatch.setattr(warm_client, "LOOK_S", 0.05)
-    wire, told = warm_client.WarmParent(), queue.Queue()
+    monkeypatch.setattr(client, "LOOK_S", 0.05)
+    wire, told = client.WarmParent(), queue.Queue()
     wire.on_exit(told.put)
     ours, theirs = socket.socketpair()
     parent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

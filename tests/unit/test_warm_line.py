@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from workbench.cluster import preload
-from workbench.cluster.warm_line import OwnerLine
+from workbench.cluster.forkserver import preload
+from workbench.cluster.forkserver.server import OwnerLine
 
 
 @pytest.fixture

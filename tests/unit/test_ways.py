@@ -6,7 +6,7 @@ import pytest
 
 from workbench import catalog
 from workbench.cookbook import builtin
-from workbench.cookbook.ways import misfit, use_of
+from workbench.cookbook.recipe import misfit, use_of
 
 PREPARE = 'model = wb.prepare(model)\nwb.log(fit="wb.fit(")\n'
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.weights import fit_weights
+from workbench.shared.checkpoints import fit_weights
 
 rng = np.random.default_rng(0)
 

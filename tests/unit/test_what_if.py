@@ -9,7 +9,7 @@ import pytest
 from history_rows import make_history, make_rows
 
 from workbench.errors import PlanError, RunError
-from workbench.history.what_if import what_if
+from workbench.history.analysis.counterfactual import what_if
 
 NAN = float("nan")
 

@@ -1,7 +1,7 @@
 import pytest
 
 from workbench.errors import PlanError
-from workbench.words import parse_ranks, strip_comment
+from workbench.shared.magic_args import parse_ranks, strip_comment
 
 
 @pytest.mark.parametrize("text", ["0,2", "[0,2]", " 0 , 2 ", "0,2,0"])

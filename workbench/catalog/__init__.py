@@ -8,7 +8,7 @@ documentation and the tests read the same table. To add a strategy, add one entr
 from __future__ import annotations
 
 from ..errors import PlanError, unknown
-from .entry import FIT_FEATURES, FRAMEWORKS, MEET_IN_STORE, Framework, Option, Strategy, Way
+from .spec import FIT_FEATURES, FRAMEWORKS, MEET_IN_STORE, Framework, Option, Strategy, Way
 from .tensorflow import TENSORFLOW
 from .torch import COMPRESSIONS, TORCH
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .entry import FIT_FEATURES, Option, Strategy, Way
+from .spec import FIT_FEATURES, Option, Strategy, Way
 
 _TENSORFLOW_WAYS: tuple[Way, ...] = ("keras", "loop", "fit")
 _TENSORFLOW_FEATURES = FIT_FEATURES - {"compile"}
@@ -16,7 +16,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One replica does all the work; the yardstick every other strategy is held "
         "against.",
         module="workbench.strategies.tensorflow.one_device:OneDevice",
-        messages="workbench.catalog.messages_tensorflow:one_device",
+        messages="workbench.catalog.step_messages:tensorflow_one_device",
         suits="models that fit one device, and as the baseline of every comparison",
         source="tf.distribute.OneDeviceStrategy; Robbins and Monro, 1951",
         ways=_TENSORFLOW_WAYS,
@@ -31,7 +31,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One engine holds a replica on each of its devices; each takes a share of the "
         "batch, gradients are added up.",
         module="workbench.strategies.tensorflow.mirrored:Mirrored",
-        messages="workbench.catalog.messages_tensorflow:mirrored",
+        messages="workbench.catalog.step_messages:tensorflow_mirrored",
         suits="several GPUs of one host, and models that fit each of them",
         source="tf.distribute.MirroredStrategy; Abadi et al., TensorFlow, OSDI 2016, section 4.4",
         aliases=("data_parallel",),
@@ -57,7 +57,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="One engine per worker, each with a full copy of the parameters; gradients are "
         "added up from engine to engine.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
-        messages="workbench.catalog.messages_tensorflow:multi_worker_mirrored",
+        messages="workbench.catalog.step_messages:multi_worker_mirrored",
         suits="one process per GPU on one host; several hosts: not yet",
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
@@ -81,7 +81,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Parameters and optimizer lie on one device of the engine; all its devices compute "
         "gradients, which are added up and applied there once.",
         module="workbench.strategies.tensorflow.central_storage:CentralStorage",
-        messages="workbench.catalog.messages_tensorflow:central_storage",
+        messages="workbench.catalog.step_messages:tensorflow_central_storage",
         suits="several devices of one host that have room for the parameters only once",
         source="tf.distribute.experimental.CentralStorageStrategy; Li et al., Scaling Distributed "
         "Machine Learning with the Parameter Server, OSDI 2014",
@@ -102,7 +102,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="The layers of one model lie on several devices; the batch goes through them in "
         "turn, so memory is saved and time is not.",
         module="workbench.strategies.tensorflow.model_split:ModelSplit",
-        messages="workbench.catalog.messages_tensorflow:model_split",
+        messages="workbench.catalog.step_messages:tensorflow_model_split",
         suits="models too large for one device, and to see why pipelines were invented",
         source="Dean et al., Large Scale Distributed Deep Networks, NIPS 2012; tf.device",
         ways=_TENSORFLOW_WAYS,
@@ -124,14 +124,14 @@ TENSORFLOW: tuple[Strategy, ...] = (
         term="synchronous data parallelism on TPU cores",
         summary="A replica on each core of a TPU; gradients are added up over its own links.",
         module="workbench.strategies.tensorflow.tpu:Tpu",
-        messages="workbench.catalog.messages_tensorflow:tpu",
+        messages="workbench.catalog.step_messages:tpu",
         suits="a TPU, though it was never run on one: only its refusals are tested",
         source="tf.distribute.TPUStrategy; Jouppi et al., In-Datacenter Performance Analysis of a "
         "Tensor Processing Unit, ISCA 2017",
         ways=_TENSORFLOW_WAYS,
         supports=_TENSORFLOW_FEATURES,
         one_engine=True,
-        rules="workbench.tpus:check",
+        rules="workbench.strategies.tensorflow.tpu:check",
         anywhere=False,
     ),
     Strategy(
@@ -141,7 +141,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         summary="Servers hold the variables; a coordinator hands steps to whichever worker is "
         "free.",
         module="workbench.strategies.tensorflow.parameter_server:ParameterServer",
-        messages="workbench.catalog.messages_tensorflow:parameter_server",
+        messages="workbench.catalog.step_messages:tensorflow_parameter_server",
         suits="workers of unequal speed, and to see what stale gradients do",
         source="tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014",
         aliases=("ps",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .entry import FIT_FEATURES, Option, Strategy
+from .spec import FIT_FEATURES, Option, Strategy
 
 # topk's fraction: above 0, at most 1; an exponent is always negative.
 _FRACTION = r"1(\.0*)?|0?\.0*[1-9]\d*|[1-9](\.\d+)?e-\d+"
@@ -36,7 +36,7 @@ TORCH: tuple[Strategy, ...] = (
         term="single-device training",
         summary="One worker does all the work; the yardstick every other strategy is held against.",
         module="workbench.strategies.torch.one_device:OneDevice",
-        messages="workbench.catalog.messages_torch:one_device",
+        messages="workbench.catalog.step_messages:one_device",
         suits="models that fit one device, and as the baseline of every comparison",
         source="Robbins and Monro, A Stochastic Approximation Method, 1951",
         max_workers=1,
@@ -47,7 +47,7 @@ TORCH: tuple[Strategy, ...] = (
         term="synchronous data parallelism (all-reduce)",
         summary="Each worker holds a copy and takes a share of the batch; gradients are averaged.",
         module="workbench.strategies.torch.mirrored:Mirrored",
-        messages="workbench.catalog.messages_torch:mirrored",
+        messages="workbench.catalog.step_messages:mirrored",
         suits="models that fit one device, with steps long enough to hide an all-reduce",
         source="Li et al., PyTorch Distributed, VLDB 2020, section 3",
         aliases=("ddp", "data_parallel"),
@@ -88,7 +88,7 @@ TORCH: tuple[Strategy, ...] = (
         term="synchronous training with central variables",
         summary="Weights and optimizer live on one host; workers pull them and push gradients.",
         module="workbench.strategies.torch.central_storage:CentralStorage",
-        messages="workbench.catalog.messages_torch:central_storage",
+        messages="workbench.catalog.step_messages:central_storage",
         suits="few devices beside a host with memory to spare: optimizer state stays off them",
         source="Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
         aliases=("central",),
@@ -108,7 +108,7 @@ TORCH: tuple[Strategy, ...] = (
         term="asynchronous data parallelism (parameter server)",
         summary="Servers hold the parameters; each worker pushes and pulls at its own pace.",
         module="workbench.strategies.torch.parameter_server:ParameterServer",
-        messages="workbench.catalog.messages_torch:parameter_server",
+        messages="workbench.catalog.step_messages:parameter_server",
         suits="workers of unequal speed, and to see what stale gradients do",
         source="Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI "
         "2014; Ho et al., Stale Synchronous Parallel, NIPS 2013",
@@ -162,7 +162,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="Each worker keeps 1/n of parameters, gradients and optimizer; layers are gathered "
         "when they compute.",
         module="workbench.strategies.torch.sharded:Sharded",
-        messages="workbench.catalog.messages_torch:sharded",
+        messages="workbench.catalog.step_messages:sharded",
         suits="models whose parameters and optimizer state do not fit one device",
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
         aliases=("fsdp", "zero"),
@@ -191,7 +191,7 @@ TORCH: tuple[Strategy, ...] = (
         term="pipeline (model) parallelism",
         summary="The model is cut into stages over the workers; microbatches follow each other.",
         module="workbench.strategies.torch.model_split:ModelSplit",
-        messages="workbench.catalog.messages_torch:model_split",
+        messages="workbench.catalog.step_messages:model_split",
         suits="models that do not fit one device, cut into layers of similar cost",
         source="Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019",
         aliases=("pipeline",),
@@ -199,7 +199,7 @@ TORCH: tuple[Strategy, ...] = (
         data_parallel=False,
         whole=False,
         takes_turns=True,
-        rules="workbench.pipelines:check",
+        rules="workbench.catalog.schedules:check",
         ways=("fit",),
         supports=FIT_FEATURES - {"accumulate", "compile"},
         options=_PIPELINE_OPTIONS,
@@ -211,14 +211,14 @@ TORCH: tuple[Strategy, ...] = (
         summary="Several pipelines side by side; each takes a share of the batch, stage by stage "
         "gradients are added up.",
         module="workbench.strategies.torch.hybrid:Hybrid",
-        messages="workbench.catalog.messages_torch:hybrid",
+        messages="workbench.catalog.step_messages:hybrid",
         suits="models that do not fit one device, on more workers than stages are worth",
         source="Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC 2021, section 3",
         aliases=("data_model",),
         links=True,
         whole=False,
         takes_turns=True,
-        rules="workbench.pipelines:check",
+        rules="workbench.catalog.schedules:check",
         ways=("fit",),
         supports=FIT_FEATURES - {"accumulate", "compile", "sparse_gradients"},
         options=(
@@ -236,7 +236,7 @@ TORCH: tuple[Strategy, ...] = (
         summary="The weight matrices of a layer are divided over the workers, who compute it "
         "together.",
         module="workbench.strategies.torch.tensor_parallel:TensorParallel",
-        messages="workbench.catalog.messages_torch:tensor_parallel",
+        messages="workbench.catalog.step_messages:tensor_parallel",
         suits="wide layers, on workers with fast links between them",
         source="Shoeybi et al., Megatron-LM, 2019, section 3",
         aliases=("tp",),
@@ -261,7 +261,7 @@ TORCH: tuple[Strategy, ...] = (
         term="local SGD (federated averaging)",
         summary="Workers train on their own for some steps, then average their parameters.",
         module="workbench.strategies.torch.local_sgd:LocalSGD",
-        messages="workbench.catalog.messages_torch:local_sgd",
+        messages="workbench.catalog.step_messages:local_sgd",
         suits="slow links, and data that stays where it was collected",
         source="Stich, Local SGD, ICLR 2019; McMahan et al., federated averaging, AISTATS 2017",
         aliases=("fedavg",),
@@ -292,7 +292,7 @@ TORCH: tuple[Strategy, ...] = (
         term="decentralised SGD (gossip)",
         summary="No centre: after each step a worker mixes its parameters with its neighbours'.",
         module="workbench.strategies.torch.gossip:Gossip",
-        messages="workbench.catalog.messages_torch:gossip",
+        messages="workbench.catalog.step_messages:gossip",
         suits="many workers on links where an all-reduce is slow, and to see replicas drift",
         source="Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021",
         aliases=("decentralised", "decentralized"),

@@ -21,8 +21,8 @@ from typing import Any
 import zmq
 from traitlets.config import Config
 
-from .. import scratch
-from . import profile
+from ..shared import cluster_env
+from . import folders
 from .processes import is_halted
 
 LOOK_S = 1.0
@@ -47,7 +47,7 @@ def config(folder: Path) -> Config:
     )
     return Config(
         {
-            "BaseLauncher": {"environment": {scratch.MARK: str(folder)}},
+            "BaseLauncher": {"environment": {cluster_env.MARK: str(folder)}},
             "LocalControllerLauncher": {"controller_cmd": [sys.executable, "-c", code]},
         }
     )
@@ -64,14 +64,14 @@ def watch(folder: Path) -> None:
         time.sleep(LOOK_S)
         misses = 0 if _in_use(folder) else misses + 1
     _abandoned.set()
-    profile.end_family(folder)  # its own children, and engines that nobody forked
-    profile.remove(folder)
+    folders.end_family(folder)  # its own children, and engines that nobody forked
+    folders.remove(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _in_use(folder: Path) -> bool:
-    owner = profile.owner(folder)
-    return owner is not None and profile.same_process(owner["pid"], owner["create_time"])
+    owner = folders.owner(folder)
+    return owner is not None and folders.same_process(owner["pid"], owner["create_time"])
 
 
 def await_loss(parts: Mapping[str, Any], look_s: float = LOOK_S) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def lost_part(folder: Path) -> dict[str, Any] | None:
 
     The code is negative for a signal, and None where the part was halted.
     """
-    found: dict[str, Any] | None = profile.read_json(folder / LOST)
+    found: dict[str, Any] | None = folders.read_json(folder / LOST)
     return found
 
 
 def main() -> None:
     """Run ipyparallel's controller under a watch."""
-    folder = os.environ.get(scratch.MARK)
+    folder = os.environ.get(cluster_env.MARK)
     if folder:
         threading.Thread(target=watch, args=(Path(folder),), daemon=True).start()
     from ipyparallel.controller.app import IPController
@@ -140,7 +140,7 @@ def main() -> None:
                 return
             if folder:
                 with suppress(OSError):  # the disk may be full
-                    profile.write_json(Path(folder) / LOST, lost)
+                    folders.write_json(Path(folder) / LOST, lost)
             for part in parts.values():
                 part.kill()
             os._exit(PART_LOST)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from .. import limits
 from ..errors import ClusterError, PlanError
+from . import limits
 
 Choice: TypeAlias = Literal["cpu"] | tuple[int, ...]
 

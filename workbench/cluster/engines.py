@@ -6,6 +6,8 @@ everything else is left to ipyparallel's own launchers, unchanged. Kept ones go 
 
 this kernel: keep ── about (into cluster.json) ── release, or its end
 the next:    take_over ── invite (control.json) ── expect, for calls under way
+
+What the kernel knows of an engine, and who is told what becomes of it.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError
-from ..messages import Up
-from . import calls, deaths, kept, profile, progress
-from .calls import Call
-from .deaths import Ending
-from .engine_info import NOBODY, EngineInfo, Listeners, described, recalled
-from .ground import Ground
-from .pending import NoAnswerError, Pending, gather
-from .processes import lives
+from . import calls, folders, processes, progress
+from .calls import Call, NoAnswerError, Pending, gather
+from .processes import Ending, lives
 from .router import ControlRouter
+from .services import ClusterServices
+
+if TYPE_CHECKING:
+    from ..shared.messages import Up
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
@@ -81,8 +83,8 @@ class Engines:
         self._stopping = False
         self._next_id = 0
 
-    def _make_ground(self, framework: str, folder: Path | None = None) -> Ground:
-        return Ground(
+    def _make_ground(self, framework: str, folder: Path | None = None) -> ClusterServices:
+        return ClusterServices(
             framework, self.launcher, self._hosts, self._engine_left, self._helper_left, folder
         )
 
@@ -192,7 +194,7 @@ class Engines:
         """Call `module:function` in one engine; returns at once."""
         info = self.engines.get(engine)
         if info is not None and info.state == "dead":
-            raise deaths.EngineDiedError(engine, info.pid, info.exit or deaths.Ending())
+            raise processes.EngineDiedError(engine, info.pid, info.exit or processes.Ending())
         if info is None:
             raise ClusterError(
                 "That engine is not there.",
@@ -261,7 +263,9 @@ class Engines:
         if info is None or info.state == "dead" or self.launcher != "local":
             return
         if not lives(info.pid):
-            self._lost(info, deaths.Ending(signal="SIGKILL", hint="nobody has said how it ended"))
+            self._lost(
+                info, processes.Ending(signal="SIGKILL", hint="nobody has said how it ended")
+            )
 
     def interrupt(self, ids: Iterable[int]) -> None:
         """Send SIGINT to engines."""
@@ -287,7 +291,7 @@ class Engines:
                 self._ground.broken = str(error)
         for info in list(self.engines.values()):  # told before their processes end
             if info.state != "dead":
-                self._lost(info, deaths.RESTARTED)
+                self._lost(info, processes.RESTARTED)
         self._ground.stop()
         self._ground = self._make_ground(self.framework)
         return self._replace(sorted(self.engines), framework)
@@ -296,7 +300,7 @@ class Engines:
         for engine in gone:
             info = self.engines[engine]
             if info.state != "dead":
-                self._lost(info, deaths.RESTARTED)
+                self._lost(info, processes.RESTARTED)
                 self._ground.end(engine, info.pid)
         return self._start_ids(list(gone), framework=framework)
 
@@ -321,7 +325,7 @@ class Engines:
         self.when_taken(_nothing)
         for info in list(self.engines.values()):
             if info.state != "dead":
-                self._lost(info, deaths.GIVEN_UP)
+                self._lost(info, processes.GIVEN_UP)
                 self._ground.end(info.id, info.pid)
         self.engines.clear()
         self._next_id = 0
@@ -355,14 +359,14 @@ class Engines:
     def _heard(self, engine: int, message: Up) -> None:
         self._listeners.message(engine, message)
 
-    def _engine_left(self, engine: int, how: deaths.Ending) -> None:
+    def _engine_left(self, engine: int, how: processes.Ending) -> None:
         """A process ended or its heart stopped; called on a background thread."""
         info = self.engines.get(engine)
         if info is None or info.state == "dead" or self._stopping:
             return
         self._lost(info, how)
 
-    def _helper_left(self, what: str, pid: int, how: deaths.Ending) -> None:
+    def _helper_left(self, what: str, pid: int, how: processes.Ending) -> None:
         """A process that is no engine ended; without the controller no engine is of use."""
         if self._stopping:
             return
@@ -372,16 +376,16 @@ class Engines:
                 if info.state != "dead":
                     self._ground.signal(info.id, info.pid, signals.SIGKILL)
                     since = self._ground.broken
-                    how = deaths.Ending(what="out of reach", since=since, with_all=True)
+                    how = processes.Ending(what="out of reach", since=since, with_all=True)
                     self._lost(info, how)
 
-    def _lost(self, info: EngineInfo, how: deaths.Ending) -> None:
+    def _lost(self, info: EngineInfo, how: processes.Ending) -> None:
         """Settle what an engine that is no more leaves behind."""
         info.state, info.exit = "dead", how
         self.router.forget(info.id)
         stranded = self._calls.take(info.id)
-        log = deaths.excerpt(self.log_tail(info.id, 200))
-        error = deaths.EngineDiedError(info.id, info.pid, how, log)
+        log = processes.excerpt(self.log_tail(info.id, 200))
+        error = processes.EngineDiedError(info.id, info.pid, how, log)
         self._listeners.death(info)
         for call in stranded:
             call.finish(error)
@@ -460,7 +464,7 @@ class Engines:
         self._next_id = int(about["next_id"])
         for number, one in about["engines"].items():
             info = recalled(int(number), one)
-            if not kept.alive(one):
+            if not folders.alive(one):
                 info.state, info.exit = "dead", Ending(what="ended while no notebook was there")
             self.engines[info.id] = info
         ground.take_over(about, take=take)
@@ -468,7 +472,7 @@ class Engines:
 
     def invite(self) -> None:
         """Say in the cluster's folder where engines reach this kernel."""
-        profile.write_json(self._ground.folder / kept.CONTROL, {"url": self.router.url})
+        folders.write_json(self._ground.folder / folders.CONTROL, {"url": self.router.url})
 
     def expect(self, engine: int) -> Call:
         """Return a call that stands for what another kernel began; somebody else finishes it."""
@@ -507,3 +511,60 @@ class Engines:
 
 def _nothing(*_: object) -> None:
     """Do nothing; nobody wants to be told."""
+
+
+_KNOWN = ("uuid", "pid", "host", "python", "device")
+
+
+@dataclass
+class EngineInfo:
+    """One engine as the kernel sees it.
+
+    Attributes:
+        id: Permanent; never given to another engine of this cluster but its replacement.
+        state: idle, busy, dead.
+        exit: How it ended; None while it lives.
+        frameworks: What it has imported.
+    """
+
+    id: int
+    uuid: str
+    pid: int = 0
+    host: str = ""
+    python: str = ""
+    device: str = "cpu"
+    state: str = "idle"
+    exit: Ending | None = None
+    frameworks: set[str] = field(default_factory=set)
+    began: float = 0.0  # its start time, which tells it from a later process with the same pid
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told what; each is called on a background thread and must return quickly."""
+
+    message: Callable[[int, Up], None]
+    death: Callable[[EngineInfo], None]
+    helper: Callable[[str], None] = lambda text: None
+    """Told, in words, when a process of the cluster that is no engine ended."""
+
+
+NOBODY = Listeners(message=lambda engine, message: None, death=lambda engine: None)
+"""Who hears of engines that belong to no cluster yet, or to none any more."""
+
+
+def described(info: EngineInfo) -> dict[str, Any]:
+    """Return what another kernel must know of an engine, for `recalled`."""
+    return {
+        **{name: getattr(info, name) for name in _KNOWN},
+        "frameworks": sorted(info.frameworks),
+        "create_time": info.began,
+    }
+
+
+def recalled(engine: int, about: Mapping[str, Any]) -> EngineInfo:
+    """Return an engine as another kernel has described it."""
+    known = {key: value for key, value in about.items() if key in _KNOWN}
+    info = EngineInfo(engine, **known, frameworks=set(about["frameworks"]))
+    info.began = float(about["create_time"])
+    return info

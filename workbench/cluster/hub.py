@@ -1,25 +1,39 @@
-"""ipyparallel's controller of one cluster, and this kernel's client of it."""
+"""ipyparallel's controller of one cluster, and this kernel's client of it.
+
+An ipyparallel engine launcher that forks engines from a warm parent.
+
+`ipyparallel.Cluster(engines="workbench", n=4)` works by itself: the launcher then starts a warm
+parent of its own. `wb.Cluster` hands in one that is warm already.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import signal
 import signal as signals
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import ipyparallel
+import psutil
 import zmq
+from ipyparallel.cluster.launcher import EngineLauncher, NotRunning, ProcessStateError
+from traitlets import Any as AnyTrait
+from traitlets import Float, Integer, List, Unicode
 
-from . import controller, deaths
-from .calls import Gathering
-from .launcher import CLUSTER_SETTINGS
-from .pending import NoAnswerError
+from . import controller as cluster_controller
+from . import processes as deaths
+from .calls import Gathering, NoAnswerError
+from .forkserver.client import WarmParent
 from .processes import Exit
 
 REAPED_S = 0.5
@@ -101,7 +115,7 @@ class Hub:
         return ipyparallel.Cluster(
             profile_dir=str(self._folder),
             cluster_id="",
-            config=controller.config(self._folder),
+            config=cluster_controller.config(self._folder),
             log=quiet,
             n=0,
             shutdown_atexit=False,
@@ -246,3 +260,251 @@ def _end_thread(cluster: Any) -> None:
     if not thread.is_alive():
         with contextlib.suppress(Exception):
             loop.close(all_fds=True)
+
+
+# The warm parent is the nanny, and it ends engines that nobody needs any more; the engine's own
+# watch on the controller would only cost threads and start-up time.
+ENGINE_ARGS = ("--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0")
+
+CONTROLLER_ARGS = (
+    # An engine counts as registered at its second heartbeat: 3 s each by default. Engines are
+    # declared dead by the warm parent, at once; the heartbeat only has to be patient (30 s).
+    "--HeartMonitor.period=100",
+    "--HeartMonitor.max_heartmonitor_misses=300",
+    "--IPController.broadcast_scheduler_depth=0",
+    "--TaskScheduler.scheme_name=none",
+)
+
+CLUSTER_SETTINGS: dict[str, Any] = {
+    "engines": "workbench",
+    "controller_args": list(CONTROLLER_ARGS),
+    "delay": 0.0,
+    "load_profile": False,
+}
+"""Arguments of `ipyparallel.Cluster` for the fastest safe start."""
+
+POLL_S = 0.2
+
+
+class WarmEngineSetLauncher(EngineLauncher):  # type: ignore[misc]
+    """A set of engines on this machine, forked from a warm parent.
+
+    Attributes:
+        warm: The `WarmParent` to fork from; without one the launcher starts its own and stops it
+            with the engines.
+        on_fork: Called with the number of engines forked so far, on a thread of its own.
+        ids: Engine ids to ask for; by default they count on from the cluster's other engine sets.
+        pids: Process id of every live engine, by engine id.
+        exits: How engines that ended did so, by engine id.
+    """
+
+    warm = AnyTrait(None, allow_none=True)
+    on_fork = AnyTrait(None, allow_none=True)
+    framework = Unicode("torch")
+    ids = List(Integer()).tag(to_dict=True)
+    engine_args = List(Unicode(), default_value=list(ENGINE_ARGS), config=True)
+    grace_s = Float(2.0, config=True, help="seconds from SIGTERM to SIGKILL")
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.pids: dict[int, int] = {}
+        self.exits: dict[int, Exit] = {}
+        self.log_paths: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._all_gone = threading.Event()
+        self._owned: WarmParent | None = None
+        self._undo: Callable[[], None] = _nothing
+        super().__init__(**kwargs)
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def find_args(self) -> list[str]:
+        """Return what our log lines call this set."""
+        return ["workbench engine set"]
+
+    async def start(self, n: int) -> list[int]:
+        """Fork `n` engines; returns their pids once they exist (they register by themselves).
+
+        Raises:
+            ClusterError: The warm parent could not start or fork.
+        """
+        if self.state != "before":
+            raise ProcessStateError(f"The engines were started already; state {self.state}")
+        self.loop  # noqa: B018 - taken here, on the loop's own thread
+        self.n = n
+        if not self.ids:
+            first = self._first_id()
+            self.ids = list(range(first, first + n))
+        # What the notebook is like now, not when a thread gets round to it.
+        job = {
+            "env": {**os.environ, **self.get_env()},
+            "cwd": os.getcwd(),
+            "sys_path": [str(entry) for entry in sys.path],
+        }
+        await asyncio.get_running_loop().run_in_executor(None, partial(self._fork_all, job))
+        self.notify_start(list(self.pids.values()))
+        self._check_gone()
+        return list(self.pids.values())
+
+    def _first_id(self) -> int:
+        others = getattr(self.parent, "engines", None) or {}
+        taken = [i for other in others.values() if other is not self for i in _ids_of(other)]
+        return max(taken, default=-1) + 1
+
+    def _fork_all(self, job: dict[str, Any]) -> None:
+        if self.warm is None:
+            self.warm = self._owned = WarmParent(self.framework)
+        warm = self.warm
+        warm.wait_ready()
+        self._undo = warm.on_exit(self._ended)
+        folder = Path(self.profile_dir) / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        for engine_id in self.ids[: self.n]:
+            log_path = str(
+                folder / f"ipengine-{self.cluster_id}-{self.engine_set_id}-{engine_id}.log"
+            )
+            argv = [*self.engine_args, f"--IPEngine.id={engine_id}"]
+            pid = warm.fork_engine(argv, log_path=log_path, name=f"engine-{engine_id}", **job)
+            self.log_paths[engine_id] = log_path
+            with self._lock:
+                self.pids[engine_id] = pid
+            if self.on_fork is not None:
+                self.on_fork(len(self.log_paths))
+            end = warm.exit_of(pid)
+            if end is not None:  # it was faster than we were
+                self._ended(end)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _ended(self, end: Exit) -> None:
+        """An engine ended (called in the warm parent's reader thread)."""
+        with self._lock:
+            engine_id = next((i for i, pid in self.pids.items() if pid == end.pid), None)
+            if engine_id is None:
+                return
+            del self.pids[engine_id]
+            self.exits[engine_id] = end
+        self._check_gone()
+
+    def _check_gone(self) -> None:
+        if self.state != "running" or self.pids:
+            return
+        self._undo()
+        if self._owned is not None:
+            # Not in the reader thread, which `stop` waits for.
+            threading.Thread(target=self._owned.stop, name="workbench-warm-stop").start()
+        self._all_gone.set()
+        data = {
+            "exit_code": next((e.code or -(e.signal or 0) for e in self.exits.values()), None),
+            "engines": {i: {"exit_code": e.code, "pid": e.pid} for i, e in self.exits.items()},
+        }
+        self.loop.add_callback(self.notify_stop, data)
+
+    async def stop(self) -> None:
+        """Stop the engines: SIGTERM, and SIGKILL after `grace_s`; returns when they are gone."""
+        if self.state != "running":
+            return
+        pids = list(self.pids.values())
+        if self.warm is not None and self.warm.alive:
+            self.warm.stop_pids(pids, self.grace_s)
+        else:
+            for pid in pids:
+                _signal(pid, signal.SIGTERM)
+        try:
+            await self.join(self.grace_s + POLL_S)
+        except TimeoutError:
+            for pid in pids:
+                _signal(pid, signal.SIGKILL)
+            await self.join(self.stop_timeout)
+        if self._owned is not None:
+            self._owned.stop()
+
+    def signal(self, sig: int) -> None:
+        """Send a signal to every engine."""
+        for engine_id in list(self.pids):
+            self.signal_engine(engine_id, sig)
+
+    def signal_engine(self, engine_id: int, sig: int) -> bool:
+        """Send a signal to one engine; False when it is gone already."""
+        pid = self.pids.get(engine_id)
+        if pid is None:
+            return False
+        if self.warm is not None and self.warm.alive:
+            return bool(self.warm.signal(pid, sig))
+        return _signal(pid, sig)
+
+    async def join(self, timeout: float | None = None) -> None:
+        """Wait until every engine has ended.
+
+        Raises:
+            TimeoutError: Some had not after `timeout` seconds.
+        """
+        wait = partial(self._all_gone.wait, timeout)
+        if not await asyncio.get_running_loop().run_in_executor(None, wait):
+            raise TimeoutError(f"Engines {sorted(self.pids)} did not end in {timeout} s.")
+
+    def get_output(self, remove: bool = False) -> str:
+        """Return the ends of the engines' logs."""
+        parts = []
+        for engine_id, path in sorted(self.log_paths.items()):
+            with contextlib.suppress(OSError):
+                lines = Path(path).read_text(errors="replace").splitlines(keepends=True)
+                if lines:
+                    tail = "".join(lines[-self.output_limit :] if self.output_limit else lines)
+                    parts.append(f"Output for engine {engine_id}\n{indent(tail, '  ')}")
+                if remove:
+                    os.unlink(path)
+        return "\n".join(parts)
+
+    # -- another process's engines ---------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `from_dict` needs."""
+        data: dict[str, Any] = super().to_dict()
+        data["pids"] = {str(i): pid for i, pid in self.pids.items()}
+        data["log_paths"] = {str(i): path for i, path in self.log_paths.items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any], **kwargs: Any) -> WarmEngineSetLauncher:
+        """Take up engines that another process started; they are watched by pid.
+
+        Raises:
+            NotRunning: None of them is alive.
+        """
+        self: WarmEngineSetLauncher = super().from_dict(d, **kwargs)
+        self.loop  # noqa: B018 - taken here, on the loop's own thread
+        self.log_paths = {int(i): path for i, path in d.get("log_paths", {}).items()}
+        self.pids = {int(i): pid for i, pid in d["pids"].items() if psutil.pid_exists(pid)}
+        if not self.pids:
+            raise NotRunning("None of the engines is alive")
+        threading.Thread(target=self._watch, name="workbench-engines", daemon=True).start()
+        return self
+
+    def _watch(self) -> None:
+        processes = {}
+        for pid in self.pids.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes[pid] = psutil.Process(pid)
+        while self.pids:
+            for pid in list(self.pids.values()):
+                process = processes.get(pid)
+                if process is None or not process.is_running():
+                    self._ended(Exit(pid, None, None))
+            time.sleep(POLL_S)
+
+
+def _ids_of(engine_set: Any) -> list[int]:
+    ids = getattr(engine_set, "ids", None)
+    return list(ids) if ids else list(range(engine_set.n))
+
+
+def _signal(pid: int, sig: int) -> bool:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    """Undo nothing."""

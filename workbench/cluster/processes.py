@@ -1,4 +1,11 @@
-"""Starting our own helper processes from the kernel, and how processes end."""
+"""Starting our own helper processes from the kernel, and how processes end.
+
+How a process ended, in words: the signal, whether memory ran out, what its log says last.
+
+Who ended is read from the parent that reaped it. Whether memory ran out is known where the kernel
+says so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a
+process that held much of the machine's memory is called a likely one, never a sure one.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +13,23 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
+import select
 import signal
 import site
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from .. import scratch
 from ..errors import ClusterError
-from ..frameworks import import_environment
-from . import keeper
+from ..shared import cluster_env
+from ..shared.cluster_env import import_environment
+from .forkserver import keeper
 
 FORK = "WORKBENCH_FORK"
 """Environment variable: `off` starts engines fresh, as where no process can be forked."""
@@ -156,7 +166,7 @@ def start_keeper(folder: str = "") -> tuple[subprocess.Popen[bytes], str, int]:
         ClusterError: It did not come up.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cluster.keeper"],
+        [sys.executable, "-m", "workbench.cluster.forkserver.keeper"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env=environment(folder=folder), start_new_session=True,
     )  # fmt: skip
@@ -181,5 +191,230 @@ def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:
     if root not in site.getsitepackages():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     if folder:
-        env[scratch.MARK] = folder
+        env[cluster_env.MARK] = folder
     return env
+
+
+LIKELY_SHARE = 0.1
+"""Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
+EXCERPT_LINES = 8
+PIDFD_POLL_S = 0.5
+
+_MEANING = {
+    "SIGSEGV": "a segmentation fault: native code used memory that is not its own",
+    "SIGBUS": "native code used memory that is not there; shared memory may be full",
+    "SIGABRT": "native code gave up",
+    "SIGFPE": "an arithmetic error in native code",
+    "SIGILL": "native code that this processor does not know",
+    "SIGTERM": "somebody asked it to end",
+    "SIGXCPU": "its limit of processor time was reached",
+}
+_NOISE = re.compile(r"\[IPEngine\]|\[IPController\]|^\s*$|^\d{4}-\d\d-\d\d [\d:., ]+\[")
+_CELL = re.compile(r'"[^"]*/ipykernel_\d+/\d+\.py"')
+_SHELL = re.compile(r"[/\\]IPython[/\\]core[/\\]")  # below it is nothing of the user's
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended; as text `killed by SIGKILL (perhaps out of memory: it held 3.1 GB)`.
+
+    Attributes:
+        signal: Name of the signal that killed it; empty where none did.
+        code: Its exit code; None where it has none, or nobody knows it.
+        what: How it ended where that is neither of the two: `its heart stopped`.
+        hint: Why, as far as that is known.
+        since: What else took it along.
+        with_all: Whether it took all engines along, so that one alone cannot be replaced.
+    """
+
+    signal: str = ""
+    code: int | None = None
+    what: str = ""
+    hint: str = ""
+    since: str = ""
+    with_all: bool = False
+
+    @property
+    def short(self) -> str:
+        """The same in a word or two, for a table."""
+        return self.signal or self._said
+
+    @property
+    def _said(self) -> str:
+        if self.signal:
+            return f"killed by {self.signal}"
+        if self.code is not None:
+            return f"exited with code {self.code}"
+        return self.what or "how is not known"
+
+    def __str__(self) -> str:
+        since = f", since {self.since}" if self.since else ""
+        return f"{self._said}{since}" + (f" ({self.hint})" if self.hint else "")
+
+
+RESTARTED = Ending(what="restarted")
+"""How an engine ended that its user had replaced."""
+GIVEN_UP = Ending(what="its cluster is over")
+"""How an engine ended whose controller and warm parent another cluster takes over."""
+
+
+class EngineDiedError(ClusterError):
+    """An engine has ended by itself or was killed.
+
+    Args:
+        log: The last lines of its log that say something; empty where there are none.
+    """
+
+    def __init__(self, engine: int, pid: int, how: Ending, log: str = "") -> None:
+        self.pid, self.how, self.log = pid, how, log
+        one = "" if how.with_all else f" {engine}"
+        if how == RESTARTED:
+            what, step = f"Engine {engine} (pid {pid}) was restarted.", "run the cell again"
+        else:
+            what, step = f"Engine {engine} (pid {pid}) died: {how}.", f"%cluster restart{one}"
+        super().__init__(what, code="WB-CLUSTER-003", next_step=step)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of memory at a process's death.
+
+    Attributes:
+        total_bytes: What the machine, or our control group, has at most; 0 where unknown.
+        kills: How many processes were killed for lack of memory since we began to count.
+        logged: Whether the kernel's log names this process.
+    """
+
+    total_bytes: int = 0
+    kills: int = 0
+    logged: bool = False
+
+
+class MemoryWatch:
+    """Counts the kernel's kills for lack of memory, from when it was made."""
+
+    def __init__(self) -> None:
+        self._before = _count_kills()
+        self._total = _limit_bytes()
+
+    def seen(self, pid: int, killed: bool) -> Memory:
+        """Return what is known at the death of `pid`; only a kill makes us ask the system."""
+        if not killed:
+            return Memory(self._total)
+        count = _count_kills()
+        kills, self._before = count - self._before, count
+        return Memory(self._total, kills, kills > 0 and _in_kernel_log(pid))
+
+
+def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
+    """Return how a process ended, and why as far as that can be known.
+
+    Args:
+        by_us: Why we ended it ourselves; empty where we did not.
+    """
+    if end.signal is None:
+        hint = "os._exit, or a library that ends the process" if end.code else ""
+        return Ending(code=end.code, hint=hint)
+    if end.parent:
+        return Ending(what=f"it ended with {end.parent}", with_all=True)
+    if by_us:
+        return Ending(end.text, hint=by_us)
+    held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""
+    if end.signal == signal.SIGKILL:
+        return Ending(end.text, hint=_why_killed(end.held_bytes, held, memory))
+    return Ending(end.text, hint=_MEANING.get(end.text, ""))
+
+
+def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
+    if memory.logged:
+        return f"out of memory, says the system's log: {held}" if held else "out of memory"
+    if memory.kills > 0:
+        return f"out of memory, by the system's count of such kills: {held}"
+    if memory.total_bytes and held_bytes >= LIKELY_SHARE * memory.total_bytes:
+        return f"perhaps out of memory: {held}"
+    return held
+
+
+def excerpt(log: str, lines: int = EXCERPT_LINES) -> str:
+    """Return the lines of an engine's log that say most: a crash's own words, else the last ones.
+
+    What ipyparallel writes in passing is left out.
+    """
+    found = [line for line in log.splitlines() if not _NOISE.search(line)]
+    fatal = [i for i, line in enumerate(found) if line.startswith("Fatal Python error")]
+    if not fatal:
+        return "\n".join(found[-lines:])
+    crash = found[fatal[-1] :]
+    current = [i for i, line in enumerate(crash) if line.startswith("Current thread")]
+    stack = crash[current[0] + 1 :] if current else crash[1:]
+    ours = [i for i, line in enumerate(stack) if _SHELL.search(line) or not line.startswith("  ")]
+    stack = [_CELL.sub('"the cell"', line) for line in stack[: min([*ours, lines])]]
+    return "\n".join([crash[0], *stack])
+
+
+def watch(pid: int, on_end: Callable[[Exit], None]) -> None:
+    """Call `on_end`, on a thread of its own, when a process ends that somebody else waits for."""
+
+    def main() -> None:
+        on_end(_wait(pid))
+
+    threading.Thread(target=main, name=f"workbench-watch-{pid}", daemon=True).start()
+
+
+def _wait(pid: int) -> Exit:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # no Linux, or gone already
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(pid).wait(PIDFD_POLL_S)
+        return Exit(pid, None, None)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        return _status(pid)
+    finally:
+        os.close(descriptor)
+
+
+def _status(pid: int) -> Exit:
+    """How a child ended, left for whoever reaps it; unknown where it is not ours or is reaped."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except (ChildProcessError, AttributeError):
+        found = None
+    if found is None:
+        return Exit(pid, None, None)
+    if found.si_code == os.CLD_EXITED:
+        return Exit(pid, found.si_status, None)
+    return Exit(pid, None, found.si_status)
+
+
+def _count_kills() -> int:
+    """Return how many processes of this machine were killed for lack of memory."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
+
+
+def _limit_bytes() -> int:
+    """Return the memory there is: the machine's, or less where a control group says so."""
+    found = [int(psutil.virtual_memory().total)]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+    return min(found)
+
+
+def _in_kernel_log(pid: int) -> bool:
+    """Whether the kernel's log says that it killed this process for lack of memory."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        log = subprocess.run(
+            ["dmesg"], capture_output=True, text=True, timeout=1.0, errors="replace", check=False
+        )
+        return re.search(rf"(?i)killed process {pid}\b", log.stdout) is not None
+    return False

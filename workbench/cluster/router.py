@@ -2,24 +2,38 @@
 
 Messages that are not signed with the cluster's key are counted and dropped before they are parsed,
 and so is one that was recorded and comes again (`seal.py`).
+
+Questions to engines that their control threads answer, whatever the main thread does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 import zmq
 
-from ..messages import BadMessageError, Down, Hello, OfEngine, Refused, Up, Welcome, WhereAnswer
-from ..protocol import decode_up, encode, new_key
-from ..seal import Seal
-from ..wakeup import Wakeup
-from . import exposure
-from .questions import Questions
+from ..shared.messages import (
+    AskStacks,
+    AskWhere,
+    BadMessageError,
+    Down,
+    Hello,
+    OfEngine,
+    Refused,
+    StacksAnswer,
+    Up,
+    Welcome,
+    WhereAnswer,
+)
+from ..shared.protocol import Seal, Wakeup, decode_up, encode, new_key
+from . import limits
 
 log = logging.getLogger("workbench.cluster")
 
@@ -61,7 +75,7 @@ class ControlRouter:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.url = f"tcp://{exposure.reachable(host)}:{port}"
+        self.url = f"tcp://{limits.reachable(host)}:{port}"
         self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
         self._thread.start()
 
@@ -152,3 +166,62 @@ class ControlRouter:
                 frames = self._seal.pack(encode(message), nonce)
                 self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         self._outbox.extend(later)
+
+
+@dataclass
+class _Question:
+    missing: set[int]
+    wanted: type[WhereAnswer]
+    answers: dict[int, Any] = field(default_factory=dict)
+    complete: threading.Event = field(default_factory=threading.Event)
+
+
+class Questions:
+    """Asks engines and gathers what they answer.
+
+    Args:
+        send: Sends a message to one engine.
+    """
+
+    def __init__(self, send: Callable[[int, Down], None]) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Question] = {}
+        self._lock = threading.Lock()
+
+    @overload
+    def ask(
+        self, question: type[AskWhere], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, WhereAnswer]: ...
+    @overload
+    def ask(
+        self, question: type[AskStacks], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, StacksAnswer]: ...
+    def ask(
+        self, question: type[AskWhere | AskStacks], engines: Iterable[int], timeout_s: float
+    ) -> dict[int, Any]:
+        """Return what each engine answered within `timeout_s`; who was silent is missing."""
+        asked = _Question(set(engines), StacksAnswer if question is AskStacks else WhereAnswer)
+        number = next(self._numbers)
+        with self._lock:
+            self._open[number] = asked
+        for engine in sorted(asked.missing):
+            self._send(engine, question(ask=number))
+        if asked.missing:
+            asked.complete.wait(timeout_s)
+        with self._lock:
+            del self._open[number]
+            return dict(asked.answers)
+
+    def heard(self, answer: WhereAnswer) -> None:
+        """Take an answer; one that comes too late is nobody's."""
+        with self._lock:
+            asked = self._open.get(answer.ask)
+            if asked is None or type(answer) is not asked.wanted:
+                return
+            if answer.engine not in asked.missing:
+                return
+            asked.missing.remove(answer.engine)
+            asked.answers[answer.engine] = answer
+            if not asked.missing:
+                asked.complete.set()

@@ -1,4 +1,9 @@
-"""What is trained: the code of a cell or a function, named so that it can be run again."""
+"""What is trained: the code of a cell or a function, named so that it can be run again.
+
+Functions as recipes: what may be one, and what its parameters are.
+
+How a recipe trains, read from its source without running it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+from ..catalog.spec import FIT_FEATURES, Strategy, Way
 from ..errors import PlanError, unknown
 
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
@@ -181,3 +188,153 @@ def framework_of(source: str) -> str:
     """Return the one framework that a source imports; empty where it is none or both."""
     found = {_FRAMEWORKS[name] for name in _IMPORT.findall(source)}
     return found.pop() if len(found) == 1 else ""
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+NEXT = "@wb.recipe goes on top of: def name(lr=0.1): ..."
+
+
+def recipe_of(function: Callable[..., Any], name: str = "", summary: str = "") -> Recipe:
+    """Return a function as a recipe; its arguments, which all have defaults, are its parameters.
+
+    Args:
+        name: By default the function's own.
+        summary: By default the first line of its docstring.
+
+    Raises:
+        PlanError: It is no function, its source cannot be read or uses names of an enclosing
+            function, or an argument has no default.
+    """
+    if not inspect.isfunction(function):
+        raise PlanError(
+            "A recipe is a function.",
+            seen=type(function).__name__,
+            next_step=NEXT,
+            code="WB-PLAN-028",
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise PlanError(
+            "A recipe is a plain function: it trains when it is called.",
+            seen=f"{function.__name__}, which is async or yields",
+            next_step=NEXT,
+            code="WB-PLAN-029",
+        )
+    made = Recipe.from_function(function)
+    called = check_name(name or function.__name__)
+    lines = (summary or inspect.getdoc(function) or "").strip().splitlines()
+    return replace(
+        made,
+        parameters=_parameters(function),
+        name=called,
+        origin="function",
+        framework=framework_of(made.source),
+        summary=lines[0].strip() if lines else "",
+    )
+
+
+def check_name(name: object) -> str:
+    """Return a recipe's name as it can stand on a line, or raise PlanError."""
+    text = name if isinstance(name, str) else ""
+    if not text.strip() or text != text.strip() or not text.isprintable() or text[0] in "-#%":
+        raise PlanError(
+            "That is no name for a recipe.",
+            seen=name,
+            allowed="text of one line that does not begin with -, # or %",
+            code="WB-PLAN-030",
+        )
+    return text
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    found, bare = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in _REST:
+            continue
+        if parameter.default is inspect.Parameter.empty:
+            bare.append(parameter.name)
+        elif parameter.kind in _BY_NAME and is_plain(parameter.default):
+            found[parameter.name] = parameter.default
+    if bare:
+        raise PlanError(
+            "A recipe is run by its name alone, so every argument needs a default.",
+            seen=", ".join(bare),
+            allowed=f"def {function.__name__}({bare[0]}=...)",
+            next_step="give it a default, or cluster.run(function, args=(...), strategy=...)",
+            code="WB-PLAN-031",
+        )
+    return found
+
+
+WORDS: dict[Way, str] = {
+    "fit": "wb.fit",
+    "prepare": "wb.prepare",
+    "keras": "model.fit",
+    "loop": "a loop of its own",
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a source calls.
+
+    Attributes:
+        way: How it trains; None where that cannot be read (a magic, a library's trainer).
+        features: Arguments of `wb.fit`, of `FIT_FEATURES`, that it surely uses.
+    """
+
+    way: Way | None = None
+    features: frozenset[str] = frozenset()
+
+
+@lru_cache(maxsize=64)
+def use_of(source: str) -> Use:
+    """Return how a source trains. What it does not say plainly is left open, never guessed."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Use()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    ways = {way: call for call in calls if (way := _way(call))}
+    if framework_of(source) != "tensorflow":  # a scaler and a trainer of Lightning have a fit too
+        ways.pop("keras", None)
+    if "fit" in ways:
+        return Use("fit", _features(ways["fit"]))
+    order: tuple[Way, ...] = ("prepare", "keras", "loop")
+    return Use(next((way for way in order if way in ways), None))
+
+
+def misfit(entry: Strategy, use: Use) -> str:
+    """Return why a strategy cannot train what is used so, in one sentence; empty: it can."""
+    if use.way is not None and use.way not in entry.ways:
+        able = " or ".join(WORDS[way] for way in entry.ways)
+        return f"This recipe trains with {WORDS[use.way]}; {entry.name} needs {able}."
+    missing = sorted(use.features - entry.supports)
+    if missing:
+        return f"This recipe uses {', '.join(missing)}, which {entry.name} does not support."
+    return ""
+
+
+def _way(call: ast.Call) -> Way | None:
+    if not isinstance(call.func, ast.Attribute):
+        return None
+    owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+    name = call.func.attr
+    if owner == "wb":
+        ours: dict[str, Way] = {"fit": "fit", "prepare": "prepare"}
+        return ours.get(name)
+    if owner == "strategy":
+        return "loop" if name == "run" else None
+    return "keras" if name == "fit" and owner != "" else None
+
+
+def _features(call: ast.Call) -> frozenset[str]:
+    given = ((word.arg, word.value) for word in call.keywords if word.arg in FIT_FEATURES)
+    return frozenset(name for name, value in given if name and not _unused(name, value))
+
+
+def _unused(name: str, value: ast.expr) -> bool:
+    """Whether an argument is given as what it is by default."""
+    if not isinstance(value, ast.Constant):
+        return False
+    return value.value in (None, False) or (name == "accumulate" and value.value == 1)

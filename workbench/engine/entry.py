@@ -1,45 +1,64 @@
-"""Where ipyparallel enters an engine; the only engine module that knows IPython."""
+"""Where ipyparallel enters an engine; the only engine module that knows IPython.
+
+What an engine says to ipyparallel around each of our requests: no more than somebody reads.
+
+ipykernel announces each request, writes it into the log, and hands both streams over to its thread
+three times, which takes longer than an empty cell. What the order of outputs rests on stays: all
+that a cell printed is on its way before `idle` is, and `idle` says that nothing more comes.
+
+Variables for an engine that took another one's place: what its cell needs, from one that lives.
+
+A fresh engine has none of what earlier cells defined. Functions, classes and data travel by value,
+through the kernel, which never looks inside.
+
+Which frameworks this engine has imported, and importing one beside another.
+"""
 
 from __future__ import annotations
 
+import array
+import ast
 import asyncio
+import codecs
 import contextlib
+import fcntl
 import functools
 import importlib
+import logging
 import multiprocessing
 import os
+import pickle
 import platform
+import select
 import socket
 import sys
+import termios
+import threading
 import warnings
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cloudpickle
 import psutil
 
-from .. import scratch
-from ..messages import CellOutcome
-from . import (
-    answers,
-    attention,
-    breakpoints,
-    diary,
-    frameworks,
-    postmortem,
-    progress_bars,
-    tracebacks,
-)
-from .flood import held_back
-from .home import Home, KeptHome, LastHome
+from .. import catalog
+from ..errors import ClusterError
+from ..shared import cluster_env
+from ..shared.cluster_env import import_environment
+from ..shared.messages import CellOutcome
+from . import activity_log, output
+from .debugging import debugger, postmortem, stdin_bridge, tracebacks
+from .debugging.marks import machinery
 from .interrupt import InterruptWatch, leave_signals_to_us
-from .link import ControlLink
-from .marks import machinery
+from .kernel_watch import Home, KeptHome, LastHome
+from .output import held_back
 from .runtime import Engine, run_cell, support
+from .telemetry.control_link import ControlLink
 
 machinery(__name__)
 _engine: Engine | None = None
-_diary: diary.Diary | None = None
+_diary: activity_log.Diary | None = None
 
 TELEMETRY = "workbench_telemetry"
 """Message type that carries our frames over ipyparallel where the socket is out of reach."""
@@ -126,7 +145,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
-    answer = {**about, "frameworks": frameworks.imported(), "began": began}
+    answer = {**about, "frameworks": imported(), "began": began}
     attached_before = _engine is not None
     if _engine is not None:
         _engine.link.close()
@@ -139,20 +158,20 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
         home=_home(info),
     )
     _keep_diary(info)
-    if scratch.folder() is not None:  # where multiprocessing puts its sockets
-        vars(multiprocessing.current_process())["_config"]["tempdir"] = scratch.folder()
+    if cluster_env.folder() is not None:  # where multiprocessing puts its sockets
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = cluster_env.folder()
     _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
-    attention.install(info["engine"], link.say)
-    breakpoints.install()
+    stdin_bridge.install(info["engine"], link.say)
+    debugger.install()
     tracebacks.install(IPythonShell().shell)
-    progress_bars.install()
+    output.install()
     _behave_as_a_notebooks(IPythonShell().shell)
     leave_signals_to_us(IPythonShell().shell.kernel)
     if not attached_before:
-        answers.shorten(IPythonShell().shell.kernel)
-    answers.brief(sys.stdout)
-    answers.brief(sys.stderr)
-    vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = breakpoints.stop_here
+        shorten(IPythonShell().shell.kernel)
+    brief(sys.stdout)
+    brief(sys.stderr)
+    vars(importlib.import_module("IPython.core.debugger"))["set_trace"] = debugger.stop_here
     return answer
 
 
@@ -198,8 +217,8 @@ def _keep_diary(info: Mapping[str, Any]) -> None:
     if _diary is not None:
         _diary.close()
     if _diary is None and info.get("kept"):
-        session.send = diary.tee(session.send, lambda: _diary)
-    _diary = diary.Diary(folder, info["engine"], outputs=bool(info.get("kept")))
+        session.send = activity_log.tee(session.send, lambda: _diary)
+    _diary = activity_log.Diary(folder, info["engine"], outputs=bool(info.get("kept")))
 
 
 def cell(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +272,7 @@ def examine(name: str, *args: Any) -> Any:
 
 def load(framework: str) -> list[str]:
     """Import a framework beside the other one (see `frameworks.load`)."""
-    return frameworks.load(framework)
+    return import_framework(framework)
 
 
 def free() -> int:
@@ -320,3 +339,191 @@ def _over_ipyparallel() -> Any:
         )
 
     return send
+
+
+LET_GO_S = 2.0
+PIPE_BYTES = 1 << 16
+
+OURS = "workbench"
+"""Metadata of the kernel's requests (`cluster/calls.py`); others are answered as ever."""
+
+NEEDED = ("_publish_status", "init_metadata", "should_handle", "get_parent", "aborted")
+"""What is made use of here; some of it is ipykernel's own affair."""
+
+
+def shorten(kernel: Any) -> None:
+    """Have an engine's kernel answer our requests briefly."""
+    if not all(hasattr(kernel, name) for name in NEEDED):
+        return  # another ipykernel: it answers as ever
+    say, metadata, handles = kernel._publish_status, kernel.init_metadata, kernel.should_handle
+
+    def publish_status(status: str, channel: str, parent: Any = None) -> None:
+        # Nobody waits for `busy`: that a request was sent is known where it was.
+        if status != "busy" or not _is_ours(parent or kernel.get_parent(channel)):
+            say(status, channel, parent)
+
+    def init_metadata(parent: Any) -> dict[str, Any]:
+        about: dict[str, Any] = metadata(parent)
+        if _is_ours(parent):
+            about.pop("started", None)  # the client would parse it as a date
+        return about
+
+    def should_handle(stream: Any, message: Any, idents: Any) -> Any:  # may be awaitable
+        if _is_ours(message) and message["header"]["msg_id"] not in kernel.aborted:
+            return True  # without a line in the log
+        return handles(stream, message, idents)
+
+    kernel._publish_status, kernel.init_metadata = publish_status, init_metadata
+    kernel.should_handle = should_handle
+    if kernel.log.level < logging.INFO:  # its handlers show no more; records were made for nothing
+        kernel.log.setLevel(logging.INFO)
+
+
+def _is_ours(message: Any) -> bool:
+    return OURS in (message.get("metadata") or {})
+
+
+def brief(stream: Any) -> None:
+    """Have a stream of ipykernel's hand over what was printed only where something was."""
+    if "flush" in vars(stream) or not hasattr(stream, "_flush_pending"):
+        return
+    pipe = _Pipe(stream) if getattr(stream, "_should_watch", False) else None
+    if pipe is not None and not pipe.begin():
+        return
+    flush = stream.flush
+
+    def flush_if_printed() -> None:
+        if pipe is not None:
+            pipe.take_in()
+        if stream._flush_pending:
+            flush()
+
+    stream.flush = flush_if_printed
+
+
+class _Pipe:
+    """What C code and child processes print into a stream of ipykernel's.
+
+    ipykernel's thread reads it sooner or later; what a cell printed last could come after the cell
+    was over, and was lost then. Here whoever reads holds a lock until it is written on, so that
+    nothing is on its way between the two when the end of a cell has taken in what is there.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def begin(self) -> bool:
+        """Take over from ipykernel's thread; return whether it let go."""
+        stream = self._stream
+        stream._should_watch = False  # it looks when it has read something, as in its `close`
+        os.write(stream._original_stdstream_fd, b"\0")
+        stream.watch_fd_thread.join(LET_GO_S)
+        stream._should_watch = True
+        if stream.watch_fd_thread.is_alive():
+            return False
+        os.set_blocking(stream._fid, False)
+        stream.watch_fd_thread = threading.Thread(
+            target=self._watch, name=f"workbench-{stream.name}", daemon=True
+        )
+        stream.watch_fd_thread.start()
+        return True
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._stream._fid, select.POLLIN)
+        # Looked at after reading too: what was read may have been the byte that `close` wakes with.
+        while self._stream._should_watch and poller.poll() and self._stream._should_watch:
+            with self._lock:
+                if not self._take(PIPE_BYTES):
+                    return
+
+    def take_in(self) -> None:
+        """Write on what is in the pipe now; a child that prints on and on does not hold this up."""
+        waiting = array.array("i", [0])
+        with self._lock, contextlib.suppress(OSError):
+            fcntl.ioctl(self._stream._fid, termios.FIONREAD, waiting)
+            if waiting[0]:
+                self._take(waiting[0])
+                if not self._stream._should_watch:  # what was read may be what wakes the reader
+                    os.write(self._stream._original_stdstream_fd, b"\0")
+
+    def _take(self, most_bytes: int) -> bool:
+        """Read and write on; return whether the pipe goes on."""
+        try:
+            data = os.read(self._stream._fid, most_bytes)
+        except BlockingIOError:  # the other one was here first
+            return True
+        if text := self._decoder.decode(data):
+            self._stream.write(text)
+        os.write(self._stream._original_stdstream_copy, data)
+        return bool(data)
+
+
+MOST_BYTES = 1 << 30
+
+
+def names_in(source: str) -> set[str]:
+    """Return the names that a cell mentions; none where it is no plain Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a cell with magics: everything may be needed
+        return set()
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def lend(source: str) -> dict[str, bytes]:
+    """Return the user's variables that a cell mentions, packed; empty where one cannot travel.
+
+    What is larger than `MOST_BYTES` in all stays here as well: it is faster loaded anew.
+    """
+    wanted, space = names_in(source), IPythonShell().namespace
+    packed: dict[str, bytes] = {}
+    left_bytes = MOST_BYTES
+    for name in variables():
+        if wanted and name not in wanted:
+            continue
+        try:
+            data = cloudpickle.dumps(space[name])
+        except Exception:  # a lock, a file, a generator: objects raise what they like
+            data = b""
+        packed[name] = data if len(data) <= left_bytes else b""
+        left_bytes -= len(packed[name])
+    return packed
+
+
+def borrow(packed: Mapping[str, bytes]) -> list[str]:
+    """Take over variables that another engine lent; return the names that could not be."""
+    space, missing = IPythonShell().namespace, []
+    for name, data in packed.items():
+        try:
+            space[name] = pickle.loads(data)
+        except Exception:  # noqa: PERF203 - not packed, or of a module that is not here
+            missing.append(name)
+    return missing
+
+
+def imported() -> list[str]:
+    """Return the frameworks that a cell can use at once."""
+    return [name for name in catalog.FRAMEWORKS if name in sys.modules]
+
+
+def import_framework(framework: str) -> list[str]:
+    """Import a framework beside what is here; variables stay. Return what is imported then.
+
+    Raises:
+        ClusterError: It cannot be imported here, or what it needs is here in another form.
+    """
+    os.environ.update(import_environment(framework, os.environ))
+    try:
+        importlib.import_module(framework)
+        importlib.import_module(f"workbench.engine.{framework}.support")
+    except ImportError as error:
+        raise ClusterError(
+            f"{framework} could not be imported on this engine.",
+            seen=str(error),
+            next_step=f"install it where the engine runs: "
+            f"pip install 'distributed-workbench[{framework}]'",
+            code="WB-CLUSTER-026",
+        ) from error
+    return imported()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..escalation import BREAK_OUT_S, CLEARING_S
+from ..shared.events import BREAK_OUT_S, CLEARING_S
 
 
 class InterruptWatch:

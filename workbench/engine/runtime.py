@@ -2,6 +2,10 @@
 
 Knows neither IPython nor a framework: the shell is handed in, the framework's own file
 (`engine/<framework>_support.py`) is loaded by name.
+
+What the kernel is told of a cell's end on this engine.
+
+Where parameters are on servers: a worker's links to them, and what a server does meanwhile.
 """
 
 from __future__ import annotations
@@ -15,26 +19,31 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .. import events
-from ..errors import WorkbenchError
+from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
-from ..messages import CellOutcome, Copy, OwnLoop
-from ..protocol import RunSpec
-from ..record import FLAG_SKEWED_CLOCK
+from ..shared import events
+from ..shared.messages import CellOutcome, Copy, OwnLoop
+from ..shared.protocol import RunSpec
+from ..shared.record import FLAG_SKEWED_CLOCK
 from . import context as run_context
-from . import postmortem, profiles, rescue
+from .checkpoints import memory_snapshot
 from .context import RunContext
-from .gate import Gate
-from .injector import FaultInjector
-from .interrupt import InterruptWatch
-from .link import Writer
-from .marks import begins_cell, doing, machinery
-from .outcomes import outcome_of
-from .recorder import Recorder
-from .serving import open_links, serve
+from .debugging import marks, postmortem
+from .debugging.marks import begins_cell, doing, machinery
+from .debugging.tracebacks import advice, plain
+from .telemetry import profiler
+from .telemetry.recorder import Recorder
+from .telemetry.step_gate import FaultInjector, Gate
+from .training import fit_arguments
+from .transport import Hub, connect
+from .transport.connection import LinkError
+
+if TYPE_CHECKING:
+    from .interrupt import InterruptWatch
+    from .telemetry.control_link import Writer
 
 MAX_WEIGHTS_BYTES = 2 << 30
 machinery(__name__)
@@ -80,7 +89,7 @@ class Engine:
 
 def support(framework: str) -> Any:
     """Return the framework's own module on the engine side, loaded by name."""
-    return importlib.import_module(f"workbench.engine.{framework}_support")
+    return importlib.import_module(f"workbench.engine.{framework}.support")
 
 
 @begins_cell
@@ -140,8 +149,8 @@ def _train(
     run = _new_run(engine, spec)
     _attach(engine, run)
     run_context.set_current(run)
-    profiles.install(run)
-    kept = rescue.watch(run, framework)
+    profiler.install(run)
+    kept = memory_snapshot.watch(run, framework)
     try:
         framework.setup(spec)
         _ensure_group(engine, spec, framework)
@@ -179,7 +188,7 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
             lane=spec.kept_as,
             first=spec.rows_from,
         ),
-        gate=profiles.gate(
+        gate=profiler.gate(
             spec, lambda text: engine.link.emit(events.Noted(rank=spec.rank, text=text))
         ),
         faults=FaultInjector(spec.kept_as, spec.faults, spec.replicas),
@@ -192,7 +201,7 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
 
 
 def _cell_ended(
-    engine: Engine, run: RunContext, outcome: CellOutcome, kept: rescue.Rescue | None
+    engine: Engine, run: RunContext, outcome: CellOutcome, kept: memory_snapshot.Rescue | None
 ) -> CellOutcome:
     """Save what the end of the cell is to leave, still in the strategy's scope."""
     run.failed = not outcome.is_well
@@ -363,3 +372,65 @@ def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> CellOu
             if text := explain(error):
                 sys.stderr.write(f"{text}\n")
     return outcome_of(error)
+
+
+def _words(error: BaseException) -> str:
+    """Return an error's message, with cells named as the notebook names them."""
+    number = marks.cell_number(error.filename or "") if isinstance(error, SyntaxError) else None
+    if isinstance(error, SyntaxError) and number is not None:
+        return f"{error.msg} (Cell In[{number}], line {error.lineno})"
+    return marks.fold_text(plain(str(error)))
+
+
+def outcome_of(error: BaseException | None, traceback: str = "") -> CellOutcome:
+    """Return how a cell ended, and of an error its words and what may help against it."""
+    if error is None:
+        return CellOutcome(status="ok")
+    status: Literal["error", "stopped", "interrupted"] = "error"
+    if isinstance(error, RunStopped):
+        status = "stopped"
+    elif isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+    ours = isinstance(error, WorkbenchError)  # ours say themselves what helps
+    return CellOutcome(
+        status=status,
+        ename=type(error).__name__,
+        evalue=_words(error),
+        traceback=traceback,
+        replace=isinstance(error, EngineSpentError),
+        felt=error.felt if isinstance(error, LinkError) else "",
+        advice=None if ours else advice(f"{type(error).__name__}: {error}"),
+    )
+
+
+def open_links(run: RunContext, framework: Any) -> None:
+    """Connect a worker to the servers of its run, for as long as the cell runs."""
+    spec = run.spec
+    if not (spec.servers and run.entry.links):
+        return
+    way = str(spec.options.get("link", "auto"))
+    store = framework.open_store(spec)
+    run.links = connect(store, spec.servers, spec.rank, bytes.fromhex(spec.key), way)
+    run.closers += [link.close for link in run.links]
+
+
+def serve(run: RunContext, framework: Any) -> None:
+    """Be an engine that runs no cell: answer the workers until they are done or gone.
+
+    Raises:
+        LinkError: A worker's link says why a session could not be.
+    """
+    spec = run.spec
+    strategy = fit_arguments.load_strategy(run)
+    if not run.entry.links:  # the framework's own servers know how to meet
+        strategy.serve()
+        return
+    assert spec.store is not None, "a run with links has a store"
+    run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
+    try:
+        hub.admit(framework.open_store(spec), spec.rank - spec.world_size, spec.store[0])
+        strategy.serve()
+    finally:
+        strategy.close()
+        hub.close()
+        run.hub = None

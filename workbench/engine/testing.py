@@ -15,15 +15,17 @@ import linecache
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .. import events
-from ..messages import CellOutcome
-from ..protocol import RunSpec, records_from
+from ..shared import events as shared_events
+from ..shared.protocol import RunSpec, records_from
 from .context import RunContext
 from .interrupt import InterruptWatch
-from .link import Writer
 from .runtime import Engine, run_cell, support
+
+if TYPE_CHECKING:
+    from ..shared.messages import CellOutcome
+    from .telemetry.control_link import Writer
 
 Observer = Callable[[RunContext], object]
 
@@ -101,13 +103,13 @@ class CollectingLink:
             writer.close()
         return True
 
-    def emit(self, event: events.Event) -> None:
+    def emit(self, event: shared_events.Event) -> None:
         """Keep an event; what is meant for the other engines is passed on."""
-        if isinstance(event, events.Posted) and self._post is not None:
+        if isinstance(event, shared_events.Posted) and self._post is not None:
             self._post(event.to_wire())
             return
         self.events.append((event.name, event.to_wire()))
-        ended_well = isinstance(event, events.CellLeft) and event.status == "ok"
+        ended_well = isinstance(event, shared_events.CellLeft) and event.status == "ok"
         if ended_well and self.ended is not None and self._run is not None:
             self.ended(self._run)
 

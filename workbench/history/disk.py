@@ -10,6 +10,8 @@ Every file is written by one process only and flushed at each append, so a run w
 engines were killed can be read up to the last whole row. Where it cannot be written (a full disk)
 the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
 needs nothing but NumPy and the protocol.
+
+Reads a run's folder while its engines write it: every row and event once, in their order.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .. import checksums, scratch
 from ..errors import RunError
-from ..events import Noted, Topic
-from ..record import RECORD
+from ..shared import checkpoints, cluster_env
+from ..shared.events import Noted, Topic
+from ..shared.record import RECORD
 
 META = "run.json"
 ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
@@ -107,7 +110,7 @@ def write_meta(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> None
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = {**meta, ROW_BYTES: RECORD.itemsize}
-    scratch.replace(folder / META, json.dumps(whole, indent=1, default=_plain))
+    cluster_env.replace(folder / META, json.dumps(whole, indent=1, default=_plain))
 
 
 def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def read_meta(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     return meta
 
 
-def sizes(run_dir: str | os.PathLike[str]) -> checksums.Sums:
+def sizes(run_dir: str | os.PathLike[str]) -> checkpoints.Sums:
     """Return the bytes of a run's files; known at its end without reading them."""
     return {path.name: [path.stat().st_size] for path in _files(Path(run_dir))}
 
@@ -150,7 +153,7 @@ def faults(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> list[str
     Args:
         meta: What `read_meta` gave.
     """
-    return checksums.faults(Path(run_dir), meta.get(FILES) or {})
+    return checkpoints.checksum_faults(Path(run_dir), meta.get(FILES) or {})
 
 
 def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarray[Any, Any]]:
@@ -162,7 +165,7 @@ def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarra
     Raises:
         RunError: It is not there, or damaged.
     """
-    what = checksums.fault(path, written) if written else ""
+    what = checkpoints.fault(path, written) if written else ""
     try:
         if not what:
             with np.load(path, allow_pickle=False) as arrays:
@@ -342,8 +345,8 @@ def _sum_up(copy: Path) -> None:
     """
     meta = read_meta(copy) if (copy / META).exists() else {}
     before = meta.get(FILES) or {}
-    damaged = {name for name, sums in before.items() if checksums.fault(copy / name, sums)}
-    files = {path.name: checksums.of_file(path) for path in _files(copy)}
+    damaged = {name for name, sums in before.items() if checkpoints.fault(copy / name, sums)}
+    files = {path.name: checkpoints.of_file(path) for path in _files(copy)}
     write_meta(copy, {**meta, FILES: {**files, **{name: before[name] for name in damaged}}})
 
 
@@ -372,3 +375,56 @@ def _plain(value: object) -> Any:
     if isinstance(value, (set, frozenset, tuple)):
         return list(value)
     return str(value)
+
+
+ROWS_AT_ONCE = 4096
+
+
+class Tail:
+    """What has been added to a run's folder since the last look.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}  # bytes taken so far
+
+    def rows(self) -> Iterator[NDArray[Any]]:
+        """Yield fresh RECORD rows of shape (rows,), the ranks in turns, so that steps complete."""
+        sources = sorted(self._folder.glob("records-rank*.bin"))
+        while sources:
+            still = []
+            for path in sources:
+                size = RECORD.itemsize
+                packed = self._fresh(path, ROWS_AT_ONCE * size)
+                whole = len(packed) // size * size
+                if whole:
+                    self._read[path] += whole
+                    yield np.frombuffer(packed[:whole], RECORD)
+                    still.append(path)
+            sources = still
+
+    def events(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return fresh events of all ranks in the order of time."""
+        found = []
+        for path in sorted(self._folder.glob("events-rank*.jsonl")):
+            packed = self._fresh(path, -1)
+            whole = packed.rfind(b"\n") + 1
+            self._read[path] += whole
+            for line in packed[:whole].splitlines():
+                # A killed engine may have been writing the line.
+                with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError):
+                    fields = json.loads(line)
+                    found.append((float(fields.get("t_s", 0.0)), str(fields.pop("name")), fields))
+        return [(name, fields) for _, name, fields in sorted(found, key=lambda one: one[0])]
+
+    def _fresh(self, path: Path, limit: int) -> bytes:
+        at = self._read.setdefault(path, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(at)
+                return file.read(limit)
+        except OSError:
+            return b""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from .. import scratch
+from ..shared import cluster_env
 
 HOME_VARIABLE = "WORKBENCH_HOME"
 KEEP_RUNS = 50
@@ -107,7 +107,7 @@ def mark(folder: Path) -> None:
     about = {"host": socket.gethostname(), "pid": me.pid, "began": me.create_time()}
     path = folder / f"{_MARK}-{about['host']}-{me.pid}"
     if not path.exists():
-        scratch.replace(path, json.dumps(about))
+        cluster_env.replace(path, json.dumps(about))
 
 
 def is_marked(folder: Path) -> bool:

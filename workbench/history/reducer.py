@@ -1,22 +1,33 @@
-"""Turns rows from all ranks into what a history keeps: totals, curves, latest and stored rows."""
+"""Turns rows from all ranks into what a history keeps: totals, curves, latest and stored rows.
+
+Puts the rows of one step together: ranks report on their own, in batches, in any order.
+
+The rows of a run in bounded memory: beyond the limit every second step is dropped.
+
+Columns that `wb.log` adds: sparse values by step and rank, in bounded memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics import PARTS, Derived, derive
-from ..record import COLUMNS, CURVES, FLAG_LOSS_SEEN, FLAG_SKEWED_CLOCK
-from .envelope import Envelope
-from .health import LossWatch
-from .joiner import Joiner
-from .logged import LoggedColumn
+from ..shared.record import (
+    COLUMNS,
+    CURVES,
+    FLAG_LOSS_SEEN,
+    FLAG_SKEWED_CLOCK,
+    PARTS,
+    RECORD,
+    Derived,
+    derive,
+)
 from .recent import Recent
-from .table import STORED, RowTable
-from .totals import Blame, Totals, parts_of
+from .totals import Blame, Envelope, LossWatch, Totals, parts_of
 
 Rows = NDArray[Any]
 
@@ -188,3 +199,266 @@ class Reducer:
         stored["step_s"] = rows["end_s"] - rows["start_s"]
         stored["blamed_rank"], stored["loss"] = blamed, loss
         self.table.append(stored)
+
+
+JoinedRows = NDArray[Any]
+PENDING_ROWS = 1 << 16
+
+
+class Joiner:
+    """Holds rows until every rank has sent its row of the step.
+
+    Args:
+        ranks: Number of workers.
+        limit: Most rows that may wait (88 bytes each). Beyond it the oldest steps are given up:
+            some rank's row was lost on the way.
+    """
+
+    def __init__(self, ranks: int, limit: int = PENDING_ROWS) -> None:
+        self._ranks = self._expected = ranks
+        self._limit = max(limit, 4 * ranks)
+        self._waiting: JoinedRows = np.empty(0, RECORD)
+
+    def narrow(self, expected: int) -> None:
+        """Expect rows of so many ranks from now on; give up those that wait."""
+        self._expected = expected
+        self._waiting = self._waiting[:0]
+
+    def add(self, rows: JoinedRows) -> tuple[JoinedRows, JoinedRows]:
+        """Take rows in; return what can be used now.
+
+        Args:
+            rows: (rows,) RECORD rows.
+
+        Returns:
+            Complete steps as RECORD rows of shape (steps, ranks), in the order of steps; and the
+            rows of steps that are given up, of shape (rows,).
+        """
+        rows, keys = self._sorted(np.concatenate([self._waiting, rows]))
+        count = np.unique(keys // self._ranks, return_counts=True)[1]
+        whole = np.repeat(count == self._expected, count)
+        complete = rows[whole].reshape(-1, self._expected)
+        waiting = rows[~whole]
+        excess = len(waiting) - self._limit
+        if excess > 0:
+            # Never cut inside a step: its rows wait or are given up together.
+            cut = int(np.searchsorted(waiting["step"], waiting["step"][excess]))
+            lost, waiting = waiting[: max(cut, 1)], waiting[max(cut, 1) :]
+        else:
+            lost = waiting[:0]
+        self._waiting = waiting
+        return complete, lost
+
+    def finish(self) -> JoinedRows:
+        """Give up waiting: return the rows of all incomplete steps."""
+        rows, self._waiting = self._waiting, np.empty(0, RECORD)
+        return rows
+
+    @property
+    def reached(self) -> int:
+        """Latest step of which rows wait; -1 where none do."""
+        return int(self._waiting["step"].max()) if len(self._waiting) else -1
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for other ranks."""
+        return len(self._waiting)
+
+    def _sorted(self, rows: JoinedRows) -> tuple[JoinedRows, NDArray[np.int64]]:
+        """Sort by step and rank; of a row that was sent twice keep the later one."""
+        keys = rows["step"].astype(np.int64) * self._ranks + rows["rank"]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        last = np.append(keys[1:] != keys[:-1], True) if len(keys) else np.empty(0, bool)
+        return rows[order[last]], keys[last]
+
+
+STORED = np.dtype(
+    [
+        *COLUMNS.items(),
+        ("blamed_rank", "<i2"),
+        *((part, "<f4") for part in PARTS[:-1]),
+        ("step_s", "<f4"),
+        ("loss", "<f8"),
+    ]
+)
+"""One stored row (72 bytes): what was measured, and what is derived. `other_s` is the residual of
+the others and is not stored."""
+
+CHUNK_ROWS = 1 << 14
+_FEW_ROWS = 64
+
+
+class RowTable:
+    """Append-only rows in chunks; whole steps are kept or dropped, never single ranks.
+
+    Attributes:
+        stride: Steps that are multiples of it are kept; 1 while nothing had to be dropped.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_rows = max(limit_bytes // STORED.itemsize, 2 * CHUNK_ROWS)
+        self._chunks: list[NDArray[Any]] = []
+        self._rows = 0
+        self.stride = 1
+        self._sorted: tuple[tuple[int, int], NDArray[np.intp]] = ((0, 1), np.empty(0, np.intp))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Store STORED rows of shape (rows,), or the share of them that `stride` leaves."""
+        if self.stride > 1:
+            rows = rows[rows["step"] % self.stride == 0]
+        self._store(rows)
+        while self._rows > self._limit_rows:
+            self._halve()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rows take, and their order where it was asked for, in bytes."""
+        return sum(chunk.nbytes for chunk in self._chunks) + self._sorted[1].nbytes
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return one column as a fresh array of shape (rows,)."""
+        parts = [chunk[name] for chunk in self._filled()]
+        return np.concatenate(parts) if parts else np.empty(0, STORED[name])
+
+    def order(self) -> NDArray[np.intp]:
+        """Return where the rows are, by step and rank: what sorts a column."""
+        key = (self._rows, self.stride)
+        if self._sorted[0] != key:
+            self._sorted = (key, np.lexsort((self.column("rank"), self.column("step"))))
+        return self._sorted[1]
+
+    def since(self, last: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rows of steps beyond `last[rank]`, as a fresh array ordered by step and rank.
+
+        Looks no further back than the first chunk that holds none, so asking often costs little.
+        """
+        found = [np.empty(0, STORED)]
+        for chunk in reversed(self._filled()):
+            fresh = chunk[chunk["step"].astype(np.int64) > last[chunk["rank"]]]
+            if not len(fresh):
+                break
+            found.append(fresh)
+        rows = np.concatenate(found)
+        return rows[np.lexsort((rows["rank"], rows["step"]))]
+
+    def _store(self, rows: NDArray[Any]) -> None:
+        at = 0
+        while at < len(rows):
+            used = self._rows % CHUNK_ROWS
+            take = min(CHUNK_ROWS - used, len(rows) - at)
+            self._make_room(used, take)
+            self._chunks[-1][used : used + take] = rows[at : at + take]
+            self._rows += take
+            at += take
+
+    def _make_room(self, used: int, more: int) -> None:
+        """Have the last chunk hold `more` rows behind `used` ones; it grows as it fills."""
+        if used == 0:
+            self._chunks.append(np.empty(0, STORED))
+        last = self._chunks[-1]
+        if used + more > len(last):
+            fresh = np.empty(min(CHUNK_ROWS, max(2 * len(last), used + more, _FEW_ROWS)), STORED)
+            fresh[:used] = last[:used]
+            self._chunks[-1] = fresh
+
+    def _halve(self) -> None:
+        self.stride *= 2
+        old, self._chunks = self._filled(), []
+        self._rows = 0
+        for i in range(len(old)):
+            chunk, old[i] = old[i], np.empty(0, STORED)  # freed while the new ones fill
+            self._store(chunk[chunk["step"] % self.stride == 0])
+
+    def _filled(self) -> list[NDArray[Any]]:
+        if not self._chunks:
+            return []
+        used = self._rows - (len(self._chunks) - 1) * CHUNK_ROWS
+        return [*self._chunks[:-1], self._chunks[-1][:used]]
+
+
+def unreduced(
+    table: RowTable, phases: Sequence[tuple[int, tuple[int, ...]]], *, skewed: bool
+) -> NDArray[Any]:
+    """Return RECORD rows that reduce to what a table holds, ordered by step and rank.
+
+    Waits and whom they were for are written down as measured by the strategy: the stamps that they
+    were derived from are gone.
+
+    Args:
+        phases: From which step on the run had which ranks, where that changed: those whom somebody
+            waited for are counted among them.
+    """
+    order = table.order()
+    rows = np.zeros(len(order), RECORD)
+    for name in (*COLUMNS, "data_wait_s", "compute_s"):
+        rows[name] = table.column(name)[order]
+    wait, transfer = (table.column(name)[order] for name in ("sync_wait_s", "transfer_s"))
+    rows["end_s"] = rows["start_s"] + table.column("step_s")[order]
+    rows["ready_s"], rows["wait_s"] = np.nan, wait
+    rows["exposed_s"] = transfer + np.nan_to_num(wait)
+    rows["flags"] = np.where(np.isnan(rows["local_loss"]), 0, FLAG_LOSS_SEEN)
+    rows["flags"] |= FLAG_SKEWED_CLOCK if skewed else 0
+    blamed = table.column("blamed_rank")[order].astype(np.int64)
+    for first, ranks in phases:
+        among = np.full(max(int(blamed.max(initial=0)), *ranks) + 2, -1)  # the last is for nobody
+        among[list(ranks)] = np.arange(len(ranks))
+        later = rows["step"] >= first
+        blamed[later] = among[table.column("blamed_rank")[order][later]]
+    rows["waited_for"] = blamed
+    return rows
+
+
+LIMIT = 1 << 19
+
+
+class LoggedColumn:
+    """The values logged under one name; beyond `LIMIT` every second step is dropped."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.envelope = Envelope()
+        self._limit = limit
+        self._stride = 1
+        self._values: dict[tuple[int, int], float] = {}
+
+    def add(self, step: int, rank: int, t_s: float, value: float) -> None:
+        """Keep one value; what is no finite number is left out."""
+        if not math.isfinite(value):
+            return
+        self.envelope.add(np.array([step]), np.array([t_s]), np.array([value]))
+        if step % self._stride == 0:
+            self._values[step, rank] = value
+        if len(self._values) > self._limit:
+            self._stride *= 2
+            self._values = {k: v for k, v in self._values.items() if k[0] % self._stride == 0}
+
+    def at(self, rows: Iterable[tuple[int, int]]) -> list[float]:
+        """Return the values of some `(step, rank)`; NaN where none was logged."""
+        return [self._values.get(row, math.nan) for row in rows]
+
+    def since(self, last: NDArray[np.int64]) -> list[tuple[int, int, float]]:
+        """Return what was logged beyond step `last[rank]`: step, rank, value, oldest first."""
+        found = []
+        for (step, rank), value in reversed(self._values.items()):
+            if rank >= len(last) or step <= last[rank]:
+                break
+            found.append((step, rank, value))
+        return found[::-1]
+
+    def column(self, step: NDArray[np.int64], rank: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the values at the rows `(step, rank)`, each (rows,); NaN where none was logged."""
+        ranks = max((r for _, r in self._values), default=0) + 1
+        keys = np.array([s * ranks + r for s, r in self._values], np.int64)
+        values = np.array(list(self._values.values()), np.float64)
+        order = np.argsort(keys)
+        keys, values = keys[order], values[order]
+        found = np.full(len(step), np.nan)
+        if len(keys):
+            wanted = step * ranks + rank
+            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            hit = (keys[at] == wanted) & (rank < ranks)
+            found[hit] = values[at[hit]]
+        return found

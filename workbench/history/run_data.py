@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import RunError
-from ..plan import Plan
-from .snapshot import Snapshot
-from .store import RunHistory
+if TYPE_CHECKING:
+    from ..errors import RunError
+    from ..shared.plan import Plan
+    from .snapshot import Snapshot
+    from .store import RunHistory
 
 
 class RunData(Protocol):

@@ -19,21 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RunError
-from ..events import Event, Logged, Noted, Topic, UnknownEventError, read
-from ..lifecycle import OVER
-from ..record import RARE, RECORD
-from . import columns, disk, folders, rewind, views
-from .blame import Waits
-from .columns import COLUMNS
-from .logged import LoggedColumn
-from .reducer import Reducer, Rows
-from .snapshot import Snapshot
-from .story import Story
-from .table import RowTable, unreduced
-from .totals import Totals
+from ..shared.events import OVER, Event, Logged, Noted, Topic, UnknownEventError, read
+from ..shared.record import RARE, RECORD
+from . import disk, folders, take_snapshot
+from . import events as history_events
+from .analysis.blame import Waits
+from .events import Story
+from .reducer import LoggedColumn, Reducer, Rows, RowTable, unreduced
+from .take_snapshot import COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from .snapshot import Snapshot
+    from .totals import Totals
 
 _FOLD_ROWS = 1 << 13
 _FIRST_HEARD, _MOST_HEARD = 100, 20_000
@@ -75,7 +74,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._shape = (len(self.engines), memory_limit_bytes)
         self._live: Reducer | None = self._fresh()
         self._rests_in = Path()
-        self._phases: list[rewind.Phase] = []  # where it went on with fewer workers
+        self._phases: list[history_events.Phase] = []  # where it went on with fewer workers
         self._slow: tuple[int, tuple[int | None, float, int]] | None = None  # as of so many rows
         self._counted = 0  # rows of earlier steps are left out: they are there already
         self._heard: list[tuple[str, dict[str, Any]]] = []  # what a copy of the run needs
@@ -88,14 +87,14 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         with self._lock:
             self._fold()
             hidden = {name for name in RARE if self._reduced.curves[name].empty}
-            return (*(c for c in columns.COLUMNS if c not in hidden), *self._logged)
+            return (*(c for c in take_snapshot.COLUMNS if c not in hidden), *self._logged)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         """Return one column, ordered by step and rank, as a fresh array of shape (rows,)."""
         with self._lock:
             if name not in self.columns:
                 raise KeyError(f"{name!r}; columns: {', '.join(self.columns)}")
-            return columns.column(name, self._reduced, self.engines)[self._table.order()]
+            return take_snapshot.column(name, self._reduced, self.engines)[self._table.order()]
 
     def together(self, *names: str) -> dict[str, NDArray[Any]]:
         """Return columns as they are at one moment: of equal length also while rows come in.
@@ -152,7 +151,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         with self._lock:
             self._fold()
             names = self.columns if len(self._table) else ()
-            empty = columns.empty(names, self._reduced, self.engines)
+            empty = take_snapshot.empty(names, self._reduced, self.engines)
             unknown = "not measured by this strategy"
             return {name: self.story.unmeasured.get(name) or unknown for name in empty}
 
@@ -250,9 +249,9 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         """
         with self._lock:
             self._fold()
-            label = views.Label(name, strategy, framework, state, dropped, plot_cpu)
+            label = take_snapshot.Label(name, strategy, framework, state, dropped, plot_cpu)
             whole = self._straggler() if state in OVER else None
-            return views.take(self._parts(), label, whole)
+            return take_snapshot.take(self._parts(), label, whole)
 
     def _straggler(self) -> tuple[int | None, float, int]:
         """Return who held the others up in the run as a whole, as `Blame.worst` has it."""
@@ -268,10 +267,10 @@ class RunHistory(Mapping[str, NDArray[Any]]):
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.columns)
 
-    def _parts(self) -> views.Sources:
+    def _parts(self) -> take_snapshot.Sources:
         reduced = self._reduced
         logged = {name: column.envelope for name, column in self._logged.items()}
-        return views.Sources(
+        return take_snapshot.Sources(
             self.engines, self.data_parallel, reduced.totals, reduced.recent, reduced.curves,
             logged, self.story, reduced.origin_s(), *reduced.last,
         )  # fmt: skip
@@ -306,7 +305,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._keep(name, {**fields, "t_s": t_s})
             self._tell_totals()
 
-    def read(self, folder: Path, phases: Sequence[rewind.Phase] = ()) -> None:
+    def read(self, folder: Path, phases: Sequence[history_events.Phase] = ()) -> None:
         """Take in all rows and events of a run's folder.
 
         Args:
@@ -320,7 +319,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
                     self.hear(name, fields)
 
     @property
-    def phases(self) -> list[rewind.Phase]:
+    def phases(self) -> list[history_events.Phase]:
         """From which step on the run had fewer workers, and which ranks they had."""
         return list(self._phases)
 
@@ -393,11 +392,11 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             self._fold()
             lost_steps = max(0, self._reduced.reached + 1 - step)
             if self._cut(folder, step):
-                self._phases = rewind.phases_before(self._phases, step)
+                self._phases = history_events.phases_before(self._phases, step)
                 self._rebuild(folder)
                 self._reduced.settle()
                 self.story.rewind(step)
-                self._heard = [one for one in self._heard if rewind.stays(*one, step)]
+                self._heard = [one for one in self._heard if history_events.stays(*one, step)]
             else:
                 self._counted = self._reduced.last[0] + 1
                 step = max(step, self._counted)
@@ -447,7 +446,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return False
         writers = {self.engines.index(engine) for engine in self.engines}
         try:
-            return rewind.cut(folder, writers, step)
+            return history_events.cut(folder, writers, step)
         except OSError as error:
             self.event(disk.unwritten(folder, error))
             return False
@@ -488,10 +487,10 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         self._live = reduced = self._fresh()
         self._tell_totals()
         self._queue, self._queued_rows = [], 0
-        for first, end, ranks in rewind.spans(self._phases):
+        for first, end, ranks in history_events.spans(self._phases):
             if ranks is not None:
                 reduced.narrow(ranks)
-            for rows in rewind.replay(folder, range(len(self.engines)), first, end):
+            for rows in history_events.replay(folder, range(len(self.engines)), first, end):
                 reduced.add(rows)
         for name, fields in disk.read_events(folder):
             if name == Logged.name and isinstance(event := read(name, fields), Logged):

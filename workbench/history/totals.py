@@ -1,14 +1,23 @@
-"""Exact sums over a whole run; they do not suffer when rows are decimated."""
+"""Exact sums over a whole run; they do not suffer when rows are decimated.
+
+A curve of bounded size that never loses its extremes: buckets whose width doubles.
+
+Whether a loss is a number, and still is.
+
+How old the parameters were that asynchronous pushes were computed from.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metrics import PARTS, Derived
+from ..shared.record import PARTS, Derived
+from .snapshot import Curve
 
 Floats = NDArray[np.float64]
 
@@ -154,3 +163,211 @@ def _add_known(sums: Floats, rank: NDArray[np.int64], values: NDArray[Any]) -> N
 def parts_of(derived: Derived) -> Floats:
     """Return the parts of derived columns as one array of shape (steps, ranks, 5)."""
     return np.stack([getattr(derived, name) for name in PARTS], axis=-1)
+
+
+POINTS = 512
+_FEW = 16
+
+
+class Envelope:
+    """Mean, least and greatest value over buckets of steps, in at most `POINTS` buckets.
+
+    A value of step s goes to bucket `s // width`. When a step lies beyond the last bucket,
+    neighbours are merged and `width` doubles, so any number of values in any order takes bounded
+    memory, and a spike of one step stays visible for ever. Short curves take little of it.
+    """
+
+    def __init__(self) -> None:
+        self.width = 1
+        self._first = np.full(_FEW, np.inf)
+        self._t_s = np.full(_FEW, np.inf)
+        self._low = np.full(_FEW, np.inf)
+        self._high = np.full(_FEW, -np.inf)
+        self._sum = np.zeros(_FEW)
+        self._weight = np.zeros(_FEW)
+
+    def add(
+        self,
+        step: NDArray[Any],
+        t_s: NDArray[Any],
+        value: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+    ) -> None:
+        """Add values; those that are not finite were not measured and are left out.
+
+        Args:
+            step, t_s, value: (values,) step number, time and value.
+            weight: (values,) weights of the mean, for means of rates; 1 where not given.
+        """
+        weights = np.ones(len(value)) if weight is None else np.asarray(weight, float)
+        known = np.isfinite(value) & (weights > 0)
+        if not known.all():
+            step, t_s, value, weights = step[known], t_s[known], value[known], weights[known]
+        if not len(value):
+            return
+        top = int(step.max())
+        while top // self.width >= POINTS:
+            self._double()
+        while top // self.width >= len(self._sum):
+            self._grow()
+        bucket = step.astype(np.int64) // self.width
+        self._sum += np.bincount(bucket, value * weights, len(self._sum))
+        self._weight += np.bincount(bucket, weights, len(self._sum))
+        np.minimum.at(self._first, bucket, step.astype(float))
+        np.minimum.at(self._t_s, bucket, t_s)
+        np.minimum.at(self._low, bucket, value)
+        np.maximum.at(self._high, bucket, value)
+
+    def curve(self, origin_s: float = 0.0) -> Curve:
+        """Return a copy of the curve, its times counted from `origin_s`."""
+        used = self._weight > 0
+        return Curve(
+            step=self._first[used],
+            t_s=self._t_s[used] - origin_s,
+            mean=self._sum[used] / self._weight[used],
+            low=self._low[used],
+            high=self._high[used],
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether no value was measured so far."""
+        return not self._weight.any()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the buckets take, in bytes."""
+        return 6 * self._sum.nbytes
+
+    def _grow(self) -> None:
+        for name in ("_first", "_t_s", "_low"):
+            setattr(self, name, _filled_up(getattr(self, name), np.inf))
+        self._high = _filled_up(self._high, -np.inf)
+        self._sum, self._weight = _filled_up(self._sum, 0.0), _filled_up(self._weight, 0.0)
+
+    def _double(self) -> None:
+        self.width *= 2
+        for name in ("_first", "_t_s", "_low"):
+            setattr(self, name, _merge(getattr(self, name).reshape(-1, 2).min(axis=1), np.inf))
+        self._high = _merge(self._high.reshape(-1, 2).max(axis=1), -np.inf)
+        self._sum = _merge(self._sum.reshape(-1, 2).sum(axis=1), 0.0)
+        self._weight = _merge(self._weight.reshape(-1, 2).sum(axis=1), 0.0)
+
+
+def _merge(half: NDArray[np.float64], fill: float) -> NDArray[np.float64]:
+    return np.concatenate([half, np.full(len(half), fill)])
+
+
+def _filled_up(values: NDArray[np.float64], fill: float) -> NDArray[np.float64]:
+    """Return twice as many buckets; the new ones are empty."""
+    return np.concatenate([values, np.full(len(values), fill)])
+
+
+class LossWatch:
+    """Finds the first step whose loss is infinite, or no number although somebody saw it.
+
+    A loss that nobody has ever seen is just not measured; that is not for this to say.
+
+    Attributes:
+        step: That step; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._was_finite = False
+        self._at_first = True
+        self._never = False
+
+    def look(
+        self,
+        steps: NDArray[np.integer[Any]],
+        loss: NDArray[np.floating[Any]],
+        seen: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Look at losses of shape (steps,), in the order of steps.
+
+        Args:
+            seen: Whether the model gave each of them (`record.FLAG_LOSS_SEEN`): then one that is
+                no number is bad from the first step on.
+        """
+        if self.step is not None or not len(loss):
+            return
+        finite = np.isfinite(loss)
+        bad = np.isinf(loss)
+        if self._was_finite or finite.any():
+            first = 0 if self._was_finite else int(np.argmax(finite))
+            bad = bad | (np.isnan(loss) & (np.arange(len(loss)) >= first))
+        if seen is not None:
+            bad = bad | (np.isnan(loss) & seen)
+        if bad.any():
+            at = int(np.argmax(bad))
+            self.step = int(steps[at])
+            self._never = self._at_first and at == 0 and bool(np.isnan(loss[0]))
+        self._was_finite |= bool(finite.any())
+        self._at_first = False
+
+    @property
+    def note(self) -> str:
+        """What the user should know; empty while all is well."""
+        if self.step is None:
+            return ""
+        if self._never:
+            return (
+                f"The loss is no number from the first step on (step {self.step}), so nothing is "
+                "learned: look for NaN in the data, and for a loss that does not fit the model's "
+                "output; training goes on."
+            )
+        return (
+            f"The loss is no number since step {self.step}, so nothing is learned any more: "
+            "look for NaN in the data; else lower the learning rate, or wb.fit(..., "
+            "clip_norm=1.0); training goes on."
+        )
+
+
+MOST = 64
+"""Pushes that are this many updates late or more are counted together."""
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The distribution over pushes.
+
+    Attributes:
+        counts: Pushes by staleness in updates: 0, 1, 2, ...; the entry `MOST` is open upwards.
+        mean, worst: In updates, over all pushes.
+    """
+
+    counts: tuple[int, ...]
+    mean: float
+    worst: float
+
+    @staticmethod
+    def of(values: NDArray[np.float64]) -> Staleness | None:
+        """Count a history's column; NaN stands for rows without a push. None where none has one."""
+        known = values[np.isfinite(values)]
+        if not len(known):
+            return None
+        whole = np.clip(np.rint(known), 0, MOST).astype(int)
+        counts = tuple(int(count) for count in np.bincount(whole))
+        return Staleness(counts, float(known.mean()), float(known.max()))
+
+    @staticmethod
+    def merged(parts: Sequence[Staleness | None]) -> Staleness | None:
+        """Return the distribution over several runs' pushes; None where no run has any."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        longest = max(len(part.counts) for part in known)
+        counts = [0] * longest
+        for part in known:
+            for late, count in enumerate(part.counts):
+                counts[late] += count
+        pushes = [sum(part.counts) for part in known]
+        mean = sum(p.mean * n for p, n in zip(known, pushes, strict=True)) / sum(pushes)
+        return Staleness(tuple(counts), mean, max(part.worst for part in known))
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Fractions of the pushes by staleness, 0, 1, 2, ...; they add up to 1."""
+        pushes = sum(self.counts)
+        return tuple(count / pushes for count in self.counts)

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _LAZY = {
-    "begin": "workbench.labs.beginning",
-    "beside": "workbench.labs.formulas",
+    "begin": "workbench.labs.asking",
+    "beside": "workbench.labs.shows",
     "check": "workbench.labs.asking",
-    "namespaces": "workbench.labs.names",
+    "namespaces": "workbench.labs.shows",
     "progress": "workbench.labs.asking",
     "take_home": "workbench.labs.packing",
 }
@@ -34,9 +34,9 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from .asking import begin as begin
     from .asking import check as check
     from .asking import progress as progress
-    from .beginning import begin as begin
-    from .formulas import beside as beside
-    from .names import namespaces as namespaces
     from .packing import take_home as take_home
+    from .shows import beside as beside
+    from .shows import namespaces as namespaces

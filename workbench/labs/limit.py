@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..session.verdicts import outcome_behind
+from ..execution.outcome import outcome_behind
 
 MARKER = re.compile(r"#\s*YOUR CODE\s+(\d+\.\d+)")
 """What marks the cell of an exercise; a student may write below it what they like."""

@@ -8,11 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
-from ..session.registry import runs as known
-from ..session.run import Run
+from ..execution.registry import runs as known
+
+if TYPE_CHECKING:
+    from ..execution.run import Run
 
 _README = """Runs of a lab.
 

@@ -96,7 +96,7 @@ class Here:
             return {"raised": f"SystemExit: {_words(error)}"}
 
     def _given(self, value: Any) -> Any:
-        from ..session.registry import runs
+        from ..execution.registry import runs
 
         if not isinstance(value, plain.NamedRun):
             return value
@@ -105,7 +105,7 @@ class Here:
 
     def ask(self, source: str, limit_s: float, framework: str | None) -> Wire:
         """See `Side`."""
-        from ..session.state import session
+        from ..notebook.session import session
 
         try:
             cluster = session.need_cluster()
@@ -129,7 +129,7 @@ class Here:
 
     def run(self, name: str) -> Wire:
         """See `Side`."""
-        from ..session.registry import runs
+        from ..execution.registry import runs
 
         return facts(runs[name]) if name in runs else {}
 
@@ -181,7 +181,7 @@ def _weights(run: Any) -> Any:
 def _as_if_of(run: Any, workers: int, sent_bytes: float) -> Any:
     """Return a run as it would be with so many workers, in rows; the gradients are as large."""
     from ..history.store import RunHistory
-    from ..record import RECORD
+    from ..shared.record import RECORD
 
     steps = 4
     rows = np.zeros((steps, workers), RECORD)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..cookbook import builtin
-from ..cookbook.recipe import Recipe
 from ..errors import PlanError, unknown
-from ..faults import parse_fault
-from ..run_request import OVERRIDES, RunRequest
-from ..session.frameworks import default_framework
-from ..session.recipes import recipes
-from ..targets import parse_targets
+from ..execution.allocator import default_framework
+from ..notebook.recipes import recipes
+from ..shared.faults import parse_fault
+from ..shared.log_targets import parse_targets
+from ..shared.run_request import OVERRIDES, RunRequest
 
 if TYPE_CHECKING:
-    from ..plan import Plan
-    from ..session.state import Session
+    from ..cookbook.recipe import Recipe
+    from ..notebook.session import Session
+    from ..shared.plan import Plan
 
 MOST: dict[str, int] = {"workers": 256, "seeds": 10}
 COUNTS = ("workers", "seeds", *OVERRIDES)

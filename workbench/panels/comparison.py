@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError, RunError
+from ..execution.registry import runs
 from ..history import disk
-from ..session.compare import Compared, compare
-from ..session.registry import runs
-from ..views.exports import as_bytes
-from .part import Part, Wire, action
+from ..notebook.compare import Compared, compare
+from ..views.comparison.exports import as_bytes
+from .model import Part, Wire, action
 
 if TYPE_CHECKING:
-    from ..session.run import Run
+    from ..execution.run import Run
     from .model import Panel
 
 KINDS = {

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cellwriter import cell_of
 from ..cookbook import builtin
-from ..cookbook.recipe import Recipe
-from ..cookbook.ways import WORDS, use_of
+from ..cookbook.recipe import WORDS, Recipe, use_of
 from ..errors import PlanError
-from ..session.frameworks import notebook_framework
-from ..session.recipes import recipes
-from . import fitness
+from ..execution.allocator import notebook_framework
+from ..notebook.recipes import recipes
+from ..shared.plan import cell_of
+from . import strategies
 from .choice import Choice, check_written_for
-from .part import Part, Wire, action
+from .model import Part, Wire, action
 
 KINDS = (("cell", "This notebook's cells"), ("function", "Functions"), ("built-in", "Built-in"))
 SHOWN_CHARACTERS = 60_000
@@ -68,8 +67,8 @@ class RecipePart(Part):
         framework, recipe = choice.framework_in(session), choice.recipe_in(session)
         choice.check(framework)
         check_written_for(recipe, framework)
-        place = fitness.place_of(session, choice)
-        drafts = [fitness.draft(line, recipe, place) for line in choice.lines(framework)]
+        place = strategies.place_of(session, choice)
+        drafts = [strategies.draft(line, recipe, place) for line in choice.lines(framework)]
         return {
             "cells": [
                 _with_seeds(cell_of(plan, framework=notebook_framework()), choice.seeds)

@@ -1,22 +1,30 @@
-"""The cards of the catalog: which strategies are run, with which options, how often."""
+"""The cards of the catalog: which strategies are run, with which options, how often.
+
+Which strategies can run here and now, and why the others cannot: asked of the plans' checks.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..catalog.messages import messages
-from ..cookbook.recipe import Recipe
-from ..cookbook.ways import use_of
-from ..errors import PlanError, WorkbenchError
-from ..views.diagram import DiagramPicture
-from . import fitness
+from ..catalog.diagrams import messages
+from ..cluster import limits
+from ..cookbook.recipe import Recipe, Use, misfit, use_of
+from ..errors import ClusterError, PlanError, WorkbenchError
+from ..execution.requests import check_framework
+from ..shared.plan import Plan, make_plan, plan_of
+from ..views.explain.diagram import DiagramPicture
 from .choice import COUNTS, TEXTS, check_written_for
-from .part import Part, Wire, action
+from .model import Part, Wire, action
 
 if TYPE_CHECKING:
+    from ..notebook.session import Session
+    from ..shared.run_request import RunRequest
     from .choice import Choice
     from .model import Panel
 
@@ -40,7 +48,7 @@ class StrategiesPart(Part):
         cluster, recipe = session.cluster, self._recipe()
         workers = () if cluster is None else tuple(cluster.worker_ids)
         about = repr(cluster and (cluster.framework, cluster.devices_asked))
-        age = int(time.monotonic() / fitness.LOOK_AGAIN_S)
+        age = int(time.monotonic() / LOOK_AGAIN_S)
         key = (repr(choice), workers, about, recipe, recipe and recipe.framework, age)
         known = self._known
         if known is None or known[0] != key:
@@ -54,17 +62,16 @@ class StrategiesPart(Part):
             return None
 
     def _look(self, choice: Choice, recipe: Recipe | None, engines: int) -> Wire:
-        place = fitness.place_of(self.panel.session, choice)
+        place = place_of(self.panel.session, choice)
         use = use_of(recipe.source if recipe is not None else "")
         cards = [
-            _card(entry, choice, place, fitness.reason(entry, place, use), recipe)
+            _card(entry, choice, place, reason(entry, place, use), recipe)
             for entry in catalog.strategies(place.framework)
         ]
         found: Wire = {
             "framework": place.framework,
             "frameworks": [
-                {"name": name, "reason": fitness.missing_framework(name)}
-                for name in catalog.FRAMEWORKS
+                {"name": name, "reason": missing_framework(name)} for name in catalog.FRAMEWORKS
             ],
             "cards": cards,
             "common": _common(choice, engines, place),
@@ -78,7 +85,7 @@ class StrategiesPart(Part):
         return found
 
     def _problem(
-        self, choice: Choice, place: fitness.Place, recipe: Recipe | None, cards: list[Wire]
+        self, choice: Choice, place: Place, recipe: Recipe | None, cards: list[Wire]
     ) -> str:
         """Return why nothing can be run as it stands, in a line; empty: it can."""
         for card in cards:
@@ -152,7 +159,7 @@ class StrategiesPart(Part):
         return self.panel.choice.framework_in(self.panel.session)
 
 
-def summary(choice: Choice, place: fitness.Place, recipe: Recipe | None) -> str:
+def summary(choice: Choice, place: Place, recipe: Recipe | None) -> str:
     """Return what will be run: `2 strategies × 3 seeds = 6 runs on 2 workers`."""
     picked = choice.picks[place.framework]
     if not picked:
@@ -170,13 +177,13 @@ def summary(choice: Choice, place: fitness.Place, recipe: Recipe | None) -> str:
 
 
 def _card(
-    entry: catalog.Strategy, choice: Choice, place: fitness.Place, why_not: str,
+    entry: catalog.Strategy, choice: Choice, place: Place, why_not: str,
     recipe: Recipe | None,
 ) -> Wire:  # fmt: skip
     picked = choice.picks[place.framework]
     problem = ""
     if not why_not and recipe is not None:
-        problem = fitness.problem(choice.line(entry.name, place.framework), recipe, place)
+        problem = fitness_problem(choice.line(entry.name, place.framework), recipe, place)
     return {
         "name": entry.name,
         "term": entry.term,
@@ -193,7 +200,7 @@ def _card(
     }
 
 
-def _facts(entry: catalog.Strategy, place: fitness.Place) -> list[str]:
+def _facts(entry: catalog.Strategy, place: Place) -> list[str]:
     """Return what else to know, a few words each."""
     facts = ["synchronous" if entry.sync else "asynchronous"]
     if entry.max_workers is not None and place.workers > entry.max_workers:
@@ -207,13 +214,11 @@ def _facts(entry: catalog.Strategy, place: fitness.Place) -> list[str]:
     return facts
 
 
-def _option(
-    entry: catalog.Strategy, option: catalog.Option, choice: Choice, place: fitness.Place
-) -> Wire:
+def _option(entry: catalog.Strategy, option: catalog.Option, choice: Choice, place: Place) -> Wire:
     key = (place.framework, entry.name)
     given = choice.options.get(key, {})
     wrong = choice.wrong.get(f"{place.framework}.{entry.name}.{option.name}")
-    unfit = fitness.choices(entry, option, place.devices)
+    unfit = choices(entry, option, place.devices)
     return {
         "name": option.name,
         "kind": option.kind,
@@ -238,7 +243,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _common(choice: Choice, engines: int, place: fitness.Place) -> dict[str, Wire]:
+def _common(choice: Choice, engines: int, place: Place) -> dict[str, Wire]:
     given: dict[str, Any] = {"workers": choice.workers, **choice.overrides}
     given["seeds"] = choice.seeds if choice.seeds > 1 else None
     found: dict[str, Wire] = {}
@@ -264,7 +269,7 @@ def _common(choice: Choice, engines: int, place: fitness.Place) -> dict[str, Wir
     return found
 
 
-def _workers_hint(workers: int | None, engines: int, place: fitness.Place) -> str:
+def _workers_hint(workers: int | None, engines: int, place: Place) -> str:
     if not engines:
         return "no engine runs yet"
     if workers is None:
@@ -297,3 +302,102 @@ def glyph(framework: str, strategy: str) -> Wire | None:
             for phase in drawn.phases
         ],
     }
+
+
+NOTHING = Recipe("pass")
+LOOK_AGAIN_S = 5.0
+"""So often it is asked anew what is installed and allowed here."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What there is to run on.
+
+    Attributes:
+        framework: What is trained with.
+        workers: How many replicas a run has that is not told.
+        devices: One per replica: `cpu`, `cuda:0`; None where there is no cluster yet.
+        allowed: What the administrator allows.
+    """
+
+    framework: str
+    workers: int
+    devices: tuple[str, ...] | None
+    allowed: limits.Limits
+
+
+def place_of(session: Session, choice: Choice) -> Place:
+    """Return what there is to run on: the notebook's engines, or as many as Run would start."""
+    cluster, allowed = session.cluster, limits.load()
+    framework = choice.framework_in(session)
+    if cluster is None:
+        return Place(framework, choice.workers or choice.engines, None, allowed)
+    workers = choice.workers or max(1, len(cluster.worker_ids))
+    devices = tuple(one.device for one in cluster.lease(workers).leases)
+    return Place(framework, workers, devices, allowed)
+
+
+def missing_framework(framework: str) -> str:
+    """Return why a framework cannot be used here; empty: it can. Looks again after a while."""
+    return _missing(framework, int(time.monotonic() / LOOK_AGAIN_S))
+
+
+@lru_cache(maxsize=8)
+def _missing(framework: str, _: int) -> str:
+    try:
+        check_framework(framework)
+    except ClusterError as error:
+        return f"{error.what} {error.next_step}" if error.next_step else error.what
+    return ""
+
+
+def reason(entry: catalog.Strategy, place: Place, use: Use) -> str:
+    """Return why a strategy cannot run here with its default options; empty: it can."""
+    if missing := missing_framework(entry.framework):
+        return missing
+    if unfit := misfit(entry, use):
+        return unfit
+    try:
+        plan = make_plan(
+            NOTHING, entry.name, framework=entry.framework, workers=max(1, place.workers)
+        )
+        check(plan, place)
+    except PlanError as error:
+        return error.what
+    return ""
+
+
+def check(plan: Plan, place: Place) -> None:
+    """Raise PlanError where a plan needs devices or engines that there cannot be."""
+    place.allowed.check_engines(plan.engines + len(plan.helpers))
+    if place.devices:
+        plan.check_devices([place.devices[i % len(place.devices)] for i in range(plan.workers)])
+
+
+def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
+    """Return the plan of a line with one strategy, also where there is no cluster yet.
+
+    Raises:
+        PlanError: Something does not fit.
+    """
+    plan = plan_of(line, recipe, framework=place.framework, workers=place.workers)
+    check(plan, place)
+    return plan
+
+
+def fitness_problem(line: RunRequest, recipe: Recipe, place: Place) -> str:
+    """Return what is wrong with a strategy as it is set; empty: nothing is."""
+    try:
+        draft(line, recipe, place)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def choices(
+    entry: catalog.Strategy, option: catalog.Option, devices: Sequence[str] | None
+) -> list[str]:
+    """Return the values of an option that need devices which are not there."""
+    if not devices or all(device.startswith("cuda") for device in devices):
+        return []
+    return [value for name, value in entry.needs_gpus if name == option.name]

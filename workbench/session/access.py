@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ..cluster.devices import Leases
-from ..cluster.engines import EngineInfo, Engines
-from ..cluster.vitals import EngineVitals
-from ..plan import Plan
-from .paused import Paused
-from .pool import Pool
-from .run import Run
-from .task import Task
+if TYPE_CHECKING:
+    from ..cluster.devices import Leases
+    from ..cluster.engines import EngineInfo, Engines
+    from ..cluster.vitals import EngineVitals
+    from ..execution.allocator import EngineAllocator
+    from ..execution.paused import Paused
+    from ..execution.run import Run
+    from ..execution.task import Task
+    from ..shared.plan import Plan
 
 
 class Sampled(Protocol):
@@ -42,7 +43,7 @@ class ClusterAccess(Protocol):
     """What the parts of a cluster ask of it; `Cluster` is one."""
 
     engine_set: Engines
-    pool: Pool
+    pool: EngineAllocator
     paused: Paused
 
     @property

@@ -1,24 +1,42 @@
-"""`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it."""
+"""`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it.
+
+A cell or a run that another notebook began, followed through what its engines write.
+
+Rows, events and outputs are read from disk from the beginning, so none is lost and none comes
+twice, whoever was there to hear them meanwhile.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..cluster import kept
+from ..cluster import folders
 from ..cluster.devices import Lease, Leases
 from ..cluster.engines import Engines, Listeners
-from ..errors import ClusterError, WorkbenchError
+from ..errors import ClusterError, RunError, WorkbenchError
+from ..execution import hangs, registry
+from ..execution.launch import RunExecution
+from ..execution.registry import load
+from ..execution.run import Run
+from ..execution.task import OnLoss, Task, unreadable
 from ..history import disk
-from ..members import Member
-from ..plan import Plan
-from . import hangs, registry
+from ..history.disk import Tail
+from ..shared import events
+from ..shared.cluster_env import last_page
+from ..shared.members import Member
+from ..shared.messages import BadMessageError, CellOutcome, Happened, Position, Records
+from ..shared.plan import Plan
 from .cluster import Cluster
-from .following import FINISHED, FollowedRun, FollowedTask, Follower
-from .launch import Launch
-from .load import load
+
+if TYPE_CHECKING:
+    from ..cluster.calls import Call
 
 
 def attach(cluster: str, *, take: bool = False) -> Cluster:
@@ -52,10 +70,10 @@ def attach(cluster: str, *, take: bool = False) -> Cluster:
         raise
 
 
-def _find(cluster: str) -> kept.Found:
-    found = kept.look(kept.folder_of(cluster))
+def _find(cluster: str) -> folders.Found:
+    found = folders.look(folders.folder_of(cluster))
     if found is None or not found.kept:
-        ids = [one.id for one in kept.clusters() if one.kept]
+        ids = [one.id for one in folders.clusters() if one.kept]
         raise ClusterError(
             "There is no such kept cluster."
             if found is None
@@ -72,7 +90,7 @@ def _find(cluster: str) -> kept.Found:
     return found
 
 
-def _restore(found: kept.Found, engines: Engines) -> Cluster:
+def _restore(found: folders.Found, engines: Engines) -> Cluster:
     about = found.about
     cluster = Cluster(
         max(1, len(engines.ids)),
@@ -136,7 +154,7 @@ def _follow_run(
     cluster.take_up(run, task)
     run.begin_logs()
     servers = [int(engine) for engine in task["servers"]]
-    launch = Launch(
+    launch = RunExecution(
         pool, run, servers, pool.lease(plan.workers), task["number"], task["autoreload"],
         cluster.hearing.renumber,
     )  # fmt: skip
@@ -165,3 +183,163 @@ def _follow_cell(cluster: Cluster, folder: Path, task: Mapping[str, Any]) -> Non
 
 def _members(task: Mapping[str, Any]) -> dict[int, Member]:
     return {int(engine): Member.from_wire(one) for engine, one in task["members"].items()}
+
+
+LOOK_S = 0.15
+BEGIN_S = 10.0
+"""How long a call that was sent to an engine may take to begin there."""
+FINISHED = frozenset({"finished", "stopped", "failed"})
+
+
+class FollowedRun(Run):
+    """A run whose history comes from its folder; its engines' messages only steer it."""
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about)
+        self._tail = Tail(self.folder)
+        self._reading = threading.Lock()
+
+    def receive(self, message: Records | Happened | Position) -> None:
+        """Take a message of this run; what is on disk as well is taken from there."""
+        match message:
+            case Position():
+                super().receive(message)
+            case Happened() if (getattr(message.event, "rank", None) or 0) >= len(self.engines):
+                super().receive(message)
+
+    def catch_up(self) -> None:
+        """Take in what engines have written since the last time."""
+        with self._reading:
+            for name, fields in self._tail.events():
+                with contextlib.suppress(
+                    KeyError, events.InvalidTransitionError, events.UnknownEventError
+                ):
+                    self._event(events.read(name, fields), fields)
+            for rows in self._tail.rows():
+                self.history.append(rows)
+                if self.task is not None:
+                    self.task.moved()
+
+    def finish(self, error: RunError | None) -> None:
+        """Settle the run, all of it being read."""
+        try:
+            self.catch_up()
+        except Exception as trouble:  # it is over, whatever cannot be read of it
+            self.note(f"Not all of this run could be read: {type(trouble).__name__}: {trouble}")
+        finally:
+            super().finish(error)
+
+
+class FollowedTask(Task):
+    """A cell that was begun by another kernel.
+
+    Args:
+        calls: What stands for the engines' parts, in the order of the ranks.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        calls: Mapping[int, Call],
+        members: Mapping[int, Member],
+        on_done: Callable[[Task], None] = lambda task: None,
+        spare: Iterable[int] = (),
+        on_loss: OnLoss = lambda text, engines: None,
+    ) -> None:
+        self._calls = calls
+        super().__init__(engines, {i: {} for i in calls}, members, on_done, spare, on_loss)
+
+    def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
+        return self._calls[engine]
+
+
+class Follower:
+    """Reads what the engines of one task write, on a thread of its own, until all have ended.
+
+    Args:
+        folder: The cluster's.
+        record: What the last owner wrote about the task (`requests.task_record`).
+    """
+
+    def __init__(self, folder: Path, record: Mapping[str, Any], engines: Engines) -> None:
+        self._folder = folder
+        self._ids = {int(engine): str(call) for engine, call in record["calls"].items()}
+        self.calls = {engine: engines.expect(engine) for engine in self._ids}
+        self._outputs = {engine: _Outputs(folder, engine) for engine in self._ids}
+        self._began = time.monotonic()
+
+    def follow(self, task: Task, run: FollowedRun | None) -> None:
+        """Begin; `task` is told of outputs and ends, `run` of rows and events."""
+        threading.Thread(
+            target=self._main, args=(task, run), name="workbench-attached", daemon=True
+        ).start()
+
+    def _main(self, task: Task, run: FollowedRun | None) -> None:
+        while not all(call.done.is_set() for call in self.calls.values()):
+            ended = dict(self._ended())  # first: what they printed before is then on disk
+            self._read(task, run)
+            for engine, outcome in ended.items():
+                self.calls[engine].finish(outcome)
+            time.sleep(0 if ended else LOOK_S)
+
+    def _read(self, task: Task, run: FollowedRun | None) -> None:
+        for engine, outputs in self._outputs.items():
+            if self._page(engine).get("call") == self._ids[engine]:
+                for kind, content in outputs.fresh():
+                    task.output(engine, kind, content)
+        if run is not None:
+            run.catch_up()
+
+    def _page(self, engine: int) -> Mapping[str, Any]:
+        page = last_page(self._folder / folders.DOING / f"engine-{engine}.jsonl")
+        return page if isinstance(page, dict) else {}
+
+    def _ended(self) -> Iterator[tuple[int, CellOutcome]]:
+        for engine, call in self.calls.items():
+            if call.done.is_set():
+                continue
+            page = self._page(engine)
+            if page.get("call") == self._ids[engine]:
+                if not page.get("busy") and isinstance(page.get("outcome"), dict):
+                    yield engine, _written(page["outcome"])
+            elif time.monotonic() - self._began > BEGIN_S:
+                why = "its notebook was gone before this engine was asked to begin"
+                yield engine, CellOutcome(status="error", ename="RunError", evalue=why)
+
+
+def _written(outcome: object) -> CellOutcome:
+    """Return an outcome that an engine, of any version, has written."""
+    try:
+        return CellOutcome.from_wire(outcome, strict=False)
+    except BadMessageError as error:
+        return unreadable(error)
+
+
+class _Outputs:
+    """What one engine's call has printed: segments, of which some in the middle may be missing."""
+
+    def __init__(self, folder: Path, engine: int) -> None:
+        self._folder, self._engine = folder / folders.DOING, engine
+        self._segment, self._at = 0, 0
+
+    def fresh(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield what was added since the last time, as kind and content."""
+        paths = sorted(self._folder.glob(f"out-{self._engine}-*.jsonl"))
+        for path in paths:
+            number = int(path.stem.rpartition("-")[2])
+            if number < self._segment:
+                continue
+            if number > self._segment:
+                if number > self._segment + 1:
+                    text = "[... output that nobody read was left out ...]\n"
+                    yield "stream", {"name": "stderr", "text": text}
+                self._segment, self._at = number, 0
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(self._at)
+                packed = file.read()
+                whole = packed.rfind(b"\n") + 1
+                self._at += whole
+                for line in packed[:whole].splitlines():
+                    with contextlib.suppress(ValueError, TypeError):
+                        kind, content = json.loads(line)
+                        yield str(kind), content

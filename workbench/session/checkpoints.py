@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import checksums, scratch
-from ..checkpoints import (
+from ..errors import PlanError, RunError
+from ..shared import checkpoints, cluster_env
+from ..shared.checkpoints import (
     RUN,
     VERSION,
     Checkpoint,
@@ -21,8 +22,7 @@ from ..checkpoints import (
     latest,
     refusal,
 )
-from ..errors import PlanError, RunError
-from ..plan import Plan
+from ..shared.plan import Plan
 
 if TYPE_CHECKING:
     from ..history.run_data import RunData
@@ -108,7 +108,7 @@ def describe(run: RunData) -> None:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        scratch.replace(folder / RUN, json.dumps(checksums.sealed(about), indent=1))
+        cluster_env.replace(folder / RUN, json.dumps(checkpoints.sealed(about), indent=1))
     except OSError as error:
         raise PlanError(
             "Checkpoints cannot be written there.",
@@ -129,7 +129,7 @@ def described(folder: str | os.PathLike[str]) -> dict[str, Any]:
         about = json.loads((Path(folder) / RUN).read_text())
         if about["version"] != VERSION:
             raise ValueError(f"version {about['version']}, this is {VERSION}")
-        whole = checksums.is_as_sealed(about)
+        whole = checkpoints.is_as_sealed(about)
         Plan.from_wire(about["plan"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(

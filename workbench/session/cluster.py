@@ -1,48 +1,58 @@
-"""`wb.Cluster`: engines, the runs on them, and the cells without a strategy."""
+"""`wb.Cluster`: engines, the runs on them, and the cells without a strategy.
+
+Whose the engines' messages are: the runs of a cluster, by the number that messages name.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ..cluster.devices import Leases
 from ..cluster.engines import EngineInfo, Engines, Listeners
 from ..cluster.progress import Report, quiet
 from ..cookbook.recipe import Recipe
 from ..errors import RunError
-from ..messages import Answered, Happened, Left, Position, Records, Served, Stopped, Up
-from ..plan import Plan, plan_of
-from ..run_request import from_arguments, takes_flags
-from . import checkpoints, hangs, logging_to, registry, status
-from .checks import (
+from ..execution import hangs, logging_to, registry
+from ..execution.allocator import EngineAllocator, default_framework, spent
+from ..execution.launch import RunExecution
+from ..execution.outcome import short_handed
+from ..execution.paused import Paused
+from ..execution.requests import (
+    FREE,
+    PULL,
+    PUSH,
     BusyError,
+    cell_requests,
     check_arrived,
     check_framework,
     check_limits,
     check_members,
     check_size,
     check_travels,
+    members_of,
+    task_record,
     to_recipe,
-)  # fmt: skip
-from .debug import post_mortem
-from .frameworks import default_framework
-from .hearing import Hearing
-from .interrupts import deferred
+)
+from ..execution.run import Run
+from ..execution.stop import deferred
+from ..execution.task import Task
+from ..shared.messages import Answered, Happened, Left, Position, Records, Served, Stopped, Up
+from ..shared.plan import Plan, plan_of
+from ..shared.run_request import from_arguments, takes_flags
+from . import checkpoints
+from . import status as session_status
+from .debug import PostMortem, post_mortem
 from .keeping import Keeping
-from .launch import Launch
-from .paused import Paused
-from .pool import Pool
-from .postmortem import PostMortem
+from .logs import Stacks, gather
 from .queue import Queue
-from .replace import spent
-from .requests import FREE, PULL, PUSH, cell_requests, members_of, task_record
-from .run import Run
-from .stacks import Stacks, gather
-from .task import Task
-from .verdicts import short_handed
-from .vitals import Vitals
+from .status import Vitals
+
+if TYPE_CHECKING:
+    from ..cluster.devices import Leases
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -103,8 +113,8 @@ class Cluster:
         self.launcher = launcher
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
-        self.pool = pool = Pool(devices)
-        self.hearing = Hearing()
+        self.pool = pool = EngineAllocator(devices)
+        self.hearing = RunDispatcher()
         self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
         pool.lease(count)
         pool.most_workers = count
@@ -261,7 +271,9 @@ class Cluster:
             run.advance("submit")
             run.begin_logs()
             checkpoints.describe(run)
-            launch = Launch(pool, run, servers, leases, number, autoreload, self.hearing.renumber)
+            launch = RunExecution(
+                pool, run, servers, leases, number, autoreload, self.hearing.renumber
+            )
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
@@ -465,12 +477,12 @@ class Cluster:
 
     def status(self) -> Any:
         """A table: a row per engine."""
-        return status.table(self)
+        return session_status.table(self)
 
     @property
     def rejected(self) -> int:
         """Messages and connections that were refused: they knew no key, or were sent again."""
-        return status.rejected(self)
+        return session_status.rejected(self)
 
     @begins
     def push(self, values: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
@@ -530,3 +542,51 @@ class Cluster:
             else "wait for it, or interrupt it",
             code="WB-RUN-065",
         )
+
+
+class RunDispatcher:
+    """Gives runs their numbers, and messages to the runs that they name.
+
+    Attributes:
+        folders: Of all runs that the cluster has had, by number.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[int, Run] = {}  # those that are heard
+        self.folders: dict[int, Path] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def number(self) -> int:
+        """Return a number that no other run of the cluster had."""
+        return next(self._numbers)
+
+    def count_from(self, first: int) -> None:
+        """Give numbers from `first` on: another kernel has given those before."""
+        self._numbers = itertools.count(first)
+
+    def add(self, run: Run) -> None:
+        """Have messages that name the run's number reach it.
+
+        Those that are over are let go of, but the last one: its last words may still be on the way.
+        """
+        with self._lock:
+            last = list(self._runs)[-1:]
+            self._runs = {n: r for n, r in self._runs.items() if n in last or not r.is_over}
+            self._runs[run.number] = run
+            self.folders[run.number] = run.folder
+
+    def renumber(self, run: Run) -> int:
+        """Give a run that is begun again another number: nothing of before reaches it then."""
+        number = self.number()
+        with self._lock:
+            self._runs.pop(run.number, None)
+            self.folders.pop(run.number, None)
+            self._runs[number], self.folders[number] = run, run.folder
+        return number
+
+    def receive(self, message: Records | Happened | Position) -> None:
+        """Hand a message to the run it names; one of a run that is not heard is dropped."""
+        run = self._runs.get(message.run)
+        if run is not None:
+            run.receive(message)

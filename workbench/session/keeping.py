@@ -1,7 +1,7 @@
 """What a cluster's folder says about it, how long it may do nothing, and whose it is.
 
 `cluster.json` is written anew whenever something in it changes, `task.jsonl` gets a line with every
-cell and run; `cluster/kept.py` reads them.
+cell and run; `cluster/folders.py` reads them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .. import limits
-from ..cluster import kept, profile
+from ..cluster import folders, limits
 from ..errors import PlanError
-from ..scratch import Page
-from .task import Task
+from ..execution.task import Task
+from ..shared.cluster_env import Page
 
 if TYPE_CHECKING:
     from .access import ClusterAccess
@@ -68,7 +67,7 @@ class Keeping:
     @property
     def id(self) -> str:
         """What `%cluster attach` and `workbench stop` call the cluster."""
-        return kept.cluster_id(self._cluster.engine_set.folder())
+        return folders.cluster_id(self._cluster.engine_set.folder())
 
     def begin(self) -> None:
         """The engines are there: describe them from now on, and look whether they are used."""
@@ -111,11 +110,11 @@ class Keeping:
                     self._page.close()
                     self._page, self._noted, whole = None, {}, True
                 if whole or changing != self._described:
-                    kept.write(folder, self.about())
+                    folders.write(folder, self.about())
                     self._described, self._unwritten = changing, ""
                 if self._noted != self.task:
                     if self._page is None:
-                        self._page = Page(folder / kept.TASK)
+                        self._page = Page(folder / folders.TASK)
                     self._page.write(self.task)
                     self._noted = self.task
             except OSError as error:
@@ -149,7 +148,7 @@ class Keeping:
             "kept": self.kept,
             "idle_timeout_s": self.idle_timeout_s if math.isfinite(self.idle_timeout_s) else 0.0,
             "since": self.since,
-            "owner": profile.identity(os.getpid()),
+            "owner": folders.identity(os.getpid()),
             "notebook": os.environ.get(NOTEBOOK, ""),
             "cwd": os.getcwd(),
             "devices": cluster.devices_asked,

@@ -1,6 +1,10 @@
 """Several plans, one run after the other: in the background, or in the cell that asked for them.
 
 The row itself is `lineup.py`; here is what can be asked of it, and the thread that works it off.
+
+Looks at a run that was queued every now and then: how far and how fast it is.
+
+Plans of every recipe under every strategy with every seed.
 """
 
 from __future__ import annotations
@@ -10,18 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from ..errors import ClusterError, RunError, WorkbenchError
-from ..plan import Plan
-from .checks import BusyError
-from .interrupts import deferred
-from .lineup import Item, Lineup, Outcome
-from .pacing import PaceWatch
-from .run import Run
-from .sweep import Source, sweep
+from ..errors import ClusterError, PlanError, RunError, WorkbenchError
+from ..execution.requests import BusyError, to_recipe
+from ..execution.run import Run
+from ..execution.stop import deferred
+from ..shared.plan import Plan, check_count, check_seed, plan_of
+from ..shared.run_request import from_arguments
+from .checkpoints import apart
+from .queue_state import Item, Outcome, QueueState
 
 if TYPE_CHECKING:
+    from ..cookbook.recipe import Recipe
     from .access import ClusterAccess
 
 log = logging.getLogger("workbench.session")
@@ -49,7 +55,7 @@ class Queue:
 
     def __init__(self, cluster: ClusterAccess, *, keep_going: bool = False) -> None:
         self._cluster, self.keep_going = cluster, keep_going
-        self._line = Lineup()
+        self._line = QueueState()
         self._lock = threading.RLock()
         self._listeners: list[Callable[[Any], object]] = []
         self._worker: threading.Thread | None = None  # also the one that trains in a cell
@@ -407,3 +413,98 @@ class Queue:
 
 class _GivenUp(Exception):
     """The queue was stopped while a plan was about to begin."""
+
+
+TICK_S = 0.5
+"""How often it is looked at."""
+
+
+class PaceWatch:
+    """Keeps an item's pace true until told to end, and tells when it was looked at."""
+
+    def __init__(
+        self, item: Item, run: Run, lock: threading.RLock, tell: Callable[[], None]
+    ) -> None:
+        self._item, self._run, self._lock, self._tell = item, run, lock, tell
+        self._elapsed_s, self._seen_at = 0.0, time.monotonic()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="workbench-pace", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        while not self._end.wait(TICK_S):
+            self._look()
+            self._tell()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._run.state != "paused":
+            self._elapsed_s += now - self._seen_at
+        self._seen_at = now
+        snapshot = self._run.snapshot()
+        with self._lock:
+            self._item.pace.update(
+                snapshot.step, snapshot.total_steps, snapshot.elapsed_s, self._elapsed_s
+            )
+
+    def end(self) -> None:
+        """Look a last time, and no more."""
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        self._look()
+
+
+Source: TypeAlias = "str | Callable[..., Any] | Recipe"
+
+
+def sweep(
+    cluster: ClusterAccess,
+    recipes: Source | Sequence[Source],
+    strategies: str | Sequence[str],
+    *,
+    seeds: int | Sequence[int] = (),
+    args: tuple[Any, ...] = (),
+    name: str = "",
+    **settings: Any,
+) -> list[Plan]:
+    """Return the plans, all validated; every strategy with every seed, recipe after recipe.
+
+    Args:
+        recipes: Source of a cell, a function, a recipe; one or several.
+        seeds: How many, from 0, or which; none leaves the seed to the cell.
+        name: Of the runs; the strategy, the recipe's number and the seed are added where there are
+            several.
+        settings: What else `Cluster.run` takes: `options`, `checkpoint`, `epochs`, ...
+
+    Raises:
+        PlanError: One of them cannot be run.
+    """
+    several = isinstance(recipes, Sequence) and not isinstance(recipes, str)
+    sources = list(cast("Sequence[Source]", recipes)) if several else [cast("Source", recipes)]
+    chosen = [strategies] if isinstance(strategies, str) else list(strategies)
+    if not sources or not chosen:
+        missing = "recipe" if not sources else "strategy"
+        raise PlanError(
+            f"A sweep needs at least one {missing}.",
+            allowed="one, or a list of them",
+            code="WB-PLAN-133",
+        )
+    asked = from_arguments("", settings)
+    wanted = list(range(check_count("seeds", seeds)) if isinstance(seeds, int) else seeds)
+    found = []
+    for number, source in enumerate(sources, 1):
+        recipe = to_recipe(source, args)
+        stem = name
+        if len(sources) > 1:
+            stem = f"{name or recipe.name or recipe.function or 'recipe'}-{number}"
+        for strategy in chosen:
+            plan = plan_of(
+                replace(asked, name=f"{stem}-{strategy}" if stem and len(chosen) > 1 else stem),
+                recipe,
+                strategy=strategy,
+                framework=cluster.framework,
+                workers=max(1, len(cluster.worker_ids)),
+            )
+            found += [plan.with_seed(check_seed(seed)) for seed in wanted] or [plan]
+    return apart(found)

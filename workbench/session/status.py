@@ -1,13 +1,39 @@
-"""Rows of `%cluster`: what each engine is, where, how big, doing what."""
+"""Rows of `%cluster`: what each engine is, where, how big, doing what.
+
+What each engine does, from what the kernel knows of its cell or run: a state and words.
+
+How the engines are, live: sampled at most once a second, and only while somebody looks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..views.table import Table
+from ..cluster.vitals import (
+    EngineVitals,
+    GpuReading,
+    Gpus,
+    LastLine,
+    Processes,
+    Reading,
+    State,
+    gpu_use,
+)
+from ..execution.run import Run
+from ..shared.messages import AskWhere, Whereabouts
 from ..views.tables import cluster_table
 
 if TYPE_CHECKING:
+    from ..cluster.engines import EngineInfo
+    from ..shared.members import Member
+    from ..views.table import Table
     from .access import ClusterAccess
 
 RESIDENT = "Memory is the resident set: pages that engines share count in each of them."
@@ -64,3 +90,220 @@ def table(cluster: ClusterAccess) -> Table:
     resident = any(one.memory_kind == "RSS" and one.memory_bytes for one in cluster.vitals.latest)
     said = [RESIDENT] if resident else []
     return cluster_table(found, notes=[*said, *notes(cluster)])
+
+
+Doing = tuple[State, str]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What goes on on the cluster.
+
+    Attributes:
+        unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
+            on.
+        run_state: Of the run it belongs to (`lifecycle.State`); empty of a cell without a strategy.
+        places: Where engines say that they are (`engine.stacks.where`), of those that were asked.
+    """
+
+    unfinished: Mapping[int, Member]
+    run_state: str
+    places: Mapping[int, Whereabouts]
+
+
+def doing(engine: int, state: str, exit_words: str, scene: Scene, *, starting: bool) -> Doing:
+    """Return what an engine does.
+
+    Args:
+        state: What is known of its process: idle, busy, dead.
+        exit_words: How it ended, in short; empty while it lives.
+    """
+    if starting:
+        return "starting", "starting"
+    if state == "dead":
+        return "dead", f"dead ({exit_words})" if exit_words else "dead"
+    if engine not in scene.unfinished:
+        return ("busy", "busy") if state == "busy" and not scene.unfinished else ("idle", "idle")
+    place = scene.places.get(engine)
+    if place is not None and place.state == "paused":
+        return "paused", "paused at a debugger"
+    if scene.run_state == "paused" or (place is not None and place.state == "held"):
+        return "paused", "paused"
+    if place is not None and place.state == "waits":
+        return "waiting", f"waiting {place.waits_in}"
+    who = scene.unfinished[engine]
+    if not scene.run_state:
+        return "cell", "in a cell"
+    if who.role == "helper":
+        return "serving", f"at work as {who}"
+    verb = "about to train" if scene.run_state == "starting" else "training"
+    return "training", f"{verb} as {who}"
+
+
+log = logging.getLogger("workbench.session")
+
+EVERY_S = 1.0
+SETTLE_S = 0.1
+"""CPU shares need two readings; the clock of processes ticks every 10 ms."""
+STALE_S = 5.0
+QUIET_S = 2.0
+"""An engine is asked where it is only when nothing has come from its cell for so long."""
+ANSWER_S = 0.3
+
+Listener = Callable[[Sequence[EngineVitals]], object]
+
+
+class Vitals:
+    """Samples the engines of one cluster; all methods may be called from any thread.
+
+    Args:
+        processes, gpus: What reads them; replaced in tests.
+    """
+
+    def __init__(
+        self, cluster: ClusterAccess, processes: Processes | None = None, gpus: Gpus | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._processes, self._gpus = processes or Processes(), gpus or Gpus()
+        self._logs: dict[int, LastLine] = {}
+        self._latest: list[EngineVitals] = []
+        self._sampled_at = -float("inf")
+        self._lock = threading.Lock()
+        self._watching = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    @property
+    def latest(self) -> list[EngineVitals]:
+        """The last sample, at once; empty before the first."""
+        return list(self._latest)
+
+    def sample(self) -> list[EngineVitals]:
+        """Return a row per engine, by id; the last one again when it is younger than a second."""
+        with self._lock:
+            if time.monotonic() - self._sampled_at >= EVERY_S:
+                self._take()
+            return list(self._latest)
+
+    def now(self) -> list[EngineVitals]:
+        """Return a sample taken now, with everybody's memory; may take some tenths of a second."""
+        with self._lock:
+            if time.monotonic() - self._sampled_at > STALE_S:
+                self._processes.read(self._local())
+                time.sleep(SETTLE_S)
+            self._take(all_memory=True)
+            return list(self._latest)
+
+    def watch(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(sample)` on a thread of its own once a second; returns an undo."""
+        with self._watching:
+            self._listeners.append(listener)
+            if self._thread is None and not self._ended.is_set():
+                self._thread = threading.Thread(
+                    target=self._main, name="workbench-vitals", daemon=True
+                )
+                self._thread.start()
+
+        def undo() -> None:
+            with self._watching, contextlib.suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return undo
+
+    def close(self) -> None:
+        """End watching for good; the cluster is stopped."""
+        self._ended.set()
+        self._gpus.close()
+
+    def _main(self) -> None:
+        while True:
+            with self._watching:
+                if not self._listeners or self._ended.is_set():
+                    self._thread = None
+                    return
+                listeners = list(self._listeners)
+            try:
+                found = self.sample()
+                for listener in listeners:
+                    listener(found)
+            except Exception:  # one that fails must not deafen the others for good
+                log.exception("A sample of the engines failed")
+            self._ended.wait(EVERY_S)
+
+    # -- one sample, under the lock --------------------------------------------------------------
+
+    def _take(self, *, all_memory: bool = False) -> None:
+        cluster = self._cluster
+        readings = self._processes.read(self._local(), all_memory=all_memory)
+        gpus = self._gpus.read()
+        workers, living = cluster.worker_ids, set(cluster.ids)
+        leases = cluster.lease(max(1, len(workers))).leases
+        ranks = {engine: rank for rank, engine in enumerate(workers)}
+        scene, starting = look(cluster), set(cluster.engine_set.starting)
+        found = []
+        for info in cluster.engines:
+            rank = ranks.get(info.id)
+            server = "server" if info.id in living else ""
+            device = server if rank is None else leases[rank].label
+            exit_words = info.exit.short if info.exit else ""
+            does = doing(info.id, info.state, exit_words, scene, starting=info.id in starting)
+            reading = readings.get(info.pid) if info.id in living else None
+            found.append(self._row(info, rank, device, does, reading, gpus))
+        known = {info.id for info in cluster.engines}
+        found += [
+            EngineVitals(i, None, 0, "", "", "starting", "starting") for i in starting - known
+        ]
+        self._latest = sorted(found, key=lambda one: one.engine)
+        self._sampled_at = time.monotonic()
+
+    def _row(
+        self,
+        info: EngineInfo,
+        rank: int | None,
+        device: str,
+        does: Doing,
+        reading: Reading | None,
+        gpus: Sequence[GpuReading],
+    ) -> EngineVitals:
+        line = self._logs.setdefault(info.id, LastLine(self._cluster.engine_set.log_path(info.id)))
+        about: dict[str, Any] = {}
+        if reading is not None:
+            percent, held = gpu_use(gpus, device, reading.pids)
+            about = {
+                "cpu_percent": reading.cpu_percent,
+                "memory_bytes": reading.memory_bytes,
+                "memory_kind": reading.memory_kind,
+                "processes": len(reading.pids),
+                "gpu_percent": percent,
+                "gpu_memory_bytes": held,
+            }
+        if info.state != "dead" and info.began:
+            about["uptime_s"] = max(0.0, time.time() - info.began)
+        state, words = does
+        return EngineVitals(
+            info.id, rank, info.pid, info.host, device, state, words,
+            log_line=line.read(), **about,
+        )  # fmt: skip
+
+    def _local(self) -> dict[int, float]:
+        """Return pid and start time of the living engines of this host."""
+        here = socket.gethostname()
+        return {
+            info.pid: info.began
+            for info in self._cluster.engines
+            if info.state != "dead" and info.pid > 0 and info.host == here
+        }
+
+
+def look(cluster: ClusterAccess) -> Scene:
+    """Return what goes on; engines of a cell that has been quiet are asked where they are."""
+    task, busy = cluster.last_task, cluster.busy
+    if task is None or task.is_over:
+        return Scene({}, "", {})
+    unfinished = {engine: task.member(engine) for engine in task.unfinished()}
+    places: Mapping[int, Whereabouts] = {}
+    if time.perf_counter() - task.moved_at >= QUIET_S:
+        asked = [engine for engine in unfinished if engine in cluster.ids]
+        places = cluster.engine_set.router.questions.ask(AskWhere, asked, ANSWER_S)
+    return Scene(unfinished, str(busy.state) if isinstance(busy, Run) else "", places)

@@ -1,19 +1,25 @@
-"""The tables that notebooks show: engines, one run, the catalog."""
+"""The tables that notebooks show: engines, one run, the catalog.
+
+What a calibration read, as a table: each quantity, what was measured, what is allowed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..history.summary import RunSummary
-from ..metrics import PARTS
-from . import stages
-from .comparison_table import loss
+from ..shared.record import PARTS
+from . import text
+from .comparison.table import loss
 from .table import Column, Table
 from .theme import PHASE_NAMES
 from .units import UNKNOWN, duration, milliseconds, number, percent, size
+
+if TYPE_CHECKING:
+    from ..history.analysis.summary import RunSummary
 
 
 def _seconds_ago(value: Any) -> str:
@@ -90,7 +96,7 @@ def summary_table(run: RunSummary) -> Table:
             number(worker.potential_per_s) if waited else UNKNOWN,
             *_shares(worker.share, run.unmeasured),
             milliseconds(worker.wait_ms),
-            *(stages.bubble(worker, run.split).words if run.split else []),
+            *(text.bubble(worker, run.split).words if run.split else []),
             *([size(worker.memory_bytes)] if weighed else []),
         ]
         for worker in run.workers_table
@@ -165,7 +171,7 @@ def _figures(run: RunSummary) -> list[str]:
         lines.append(f"Every {run.stride}th step is stored; these figures count all of them.")
     lines += [_server(held) for held in run.servers]
     if run.split is not None:
-        lines += [f"{stages.caption(run.split)}.", *stages.sentences(run.split)]
+        lines += [f"{text.caption(run.split)}.", *text.sentences(run.split)]
     if run.unmeasured:
         names = ", ".join(PHASE_NAMES[part] for part in run.unmeasured)
         lines.append(f"Not measured: {names}.")
@@ -213,3 +219,29 @@ def _evals(run: RunSummary) -> str:
 
 def _count(count: int, word: str) -> str:
     return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One line of a calibration.
+
+    Attributes:
+        passed: Whether it is as it should be; None where nothing is asked of it, or unknown.
+    """
+
+    quantity: str
+    measured: str
+    allowed: str
+    passed: bool | None
+
+
+def calibration_table(verdict: str, readings: Sequence[Reading], did: Sequence[str]) -> Table:
+    """Return the readings as a table, under the verdict; what was done stands below."""
+    marks = {True: "yes", False: "NO", None: ""}
+    rows = [[r.quantity, r.measured, r.allowed, marks[r.passed]] for r in readings]
+    columns = [
+        Column("", "left", 44), Column("measured", "left"), Column("allowed", "left"),
+        Column("as it should be", "left"),
+    ]  # fmt: skip
+    strong = frozenset(i for i, reading in enumerate(readings) if reading.passed is False)
+    return Table(columns, rows, verdict, did, strong)

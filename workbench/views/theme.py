@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..metrics import PARTS
+from ..shared.record import PARTS
 
 Mode = Literal["light", "dark", "any"]
 

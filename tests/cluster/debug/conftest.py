@@ -8,7 +8,7 @@ import pytest
 from debugging import idle
 from notebook_shell import Notebook, notebook
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 
 @pytest.fixture(scope="module")

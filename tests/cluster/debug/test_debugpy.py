@@ -9,7 +9,7 @@ from dap_client import DapClient
 from debugging import idle, where
 from needs import need
 
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

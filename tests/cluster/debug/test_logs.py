@@ -7,8 +7,8 @@ import pytest
 from needs import need
 from notebook_shell import interrupt_main_thread
 
+from workbench.notebook.session import session
 from workbench.session import logs
-from workbench.session.state import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -9,7 +9,7 @@ from needs import need
 from notebook_shell import interrupt_main_thread, soon
 
 from workbench.errors import RunError
-from workbench.session.state import session
+from workbench.notebook.session import session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")

@@ -31,7 +31,7 @@ print("sum", y.item())
 
 
 def test_step_over_a_collective_that_waits_for_a_paused_rank(book, monkeypatch):
-    monkeypatch.setattr("workbench.session.paused.STEP_S", 0.5)
+    monkeypatch.setattr("workbench.execution.paused.STEP_S", 0.5)
     typist = Typist(monkeypatch, "n", "n", "c", "c")
     cell = book.ok("""%%distributed
 breakpoint()

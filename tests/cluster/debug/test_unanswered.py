@@ -4,7 +4,8 @@ import pytest
 from debugging import TRAINS
 from needs import need
 
-from workbench.session import prompt, show
+from workbench.execution import paused
+from workbench.notebook import run_view
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -27,7 +28,9 @@ def test_breakpoint_goes_on_where_nobody_can_answer(book, stop):
 
 def test_a_breakpoint_before_the_cell_is_waited_for_reads_the_same(book, monkeypatch):
     looks = iter([False, False])
-    monkeypatch.setattr(show, "attend", lambda *draw: next(looks, True) and prompt.attend(*draw))
+    monkeypatch.setattr(
+        run_view, "attend", lambda *draw: next(looks, True) and paused.attend(*draw)
+    )
     cell = book.ok("%%distributed\nbreakpoint()\nprint('done')")
     assert cell.text.count("breakpoint() at cell line 2") == 2
     assert "paused" not in cell.text.replace("opens the paused frame", "")

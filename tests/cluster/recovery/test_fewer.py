@@ -7,7 +7,7 @@ from recovering import STEPS, cell, difference, pids
 
 import workbench as wb
 from workbench.errors import PlanError, RunError
-from workbench.session import recover
+from workbench.execution import launch
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -30,7 +30,7 @@ def test_fewer_workers_go_on_with_the_same_batch_and_nothing_is_lost(
     rows = run.history.totals.rows.tolist()
     assert rows[0] == rows[2] == STEPS
     assert rows[1] <= 60
-    assert not (run.folder / recover.RESCUED).exists()
+    assert not (run.folder / launch.RESCUED).exists()
     again = wb.load(run.save(tmp_path / "saved"))
     assert again.history.totals.rows.tolist() == rows
     assert again.history.totals.steps == STEPS

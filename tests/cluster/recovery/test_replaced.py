@@ -18,9 +18,9 @@ from recovering import (
 )
 
 import workbench as wb
-from workbench import checkpoints
 from workbench.errors import RunError
-from workbench.session import recover
+from workbench.execution import launch
+from workbench.shared import checkpoints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.torch]
 need("torch")
@@ -70,7 +70,7 @@ def test_two_deaths_at_once(cluster, undisturbed, tmp_path):
 
 def test_a_death_while_the_run_recovers(cluster, undisturbed, tmp_path, monkeypatch):
     begun = []
-    lend = recover.Recoverer._lend
+    lend = launch.Recoverer._lend
 
     def killing(self, fresh):
         lend(self, fresh)
@@ -79,7 +79,7 @@ def test_a_death_while_the_run_recovers(cluster, undisturbed, tmp_path, monkeypa
             kill(cluster, 2)
             assert soon(lambda: 2 not in cluster.ids)
 
-    monkeypatch.setattr(recover.Recoverer, "_lend", killing)
+    monkeypatch.setattr(launch.Recoverer, "_lend", killing)
     run = cluster.run(
         cell(), strategy="mirrored", checkpoint=str(tmp_path), checkpoint_every=25,
         inject=["kill=1@60"],
@@ -99,7 +99,7 @@ def test_what_dies_again_and_again_is_given_up_on(cluster, tmp_path):
         run.wait(WAIT_S)
     assert "SIGKILL" in str(failure.value)
     assert "%cluster restart 1" in str(failure.value)
-    assert len(run.recoveries) == recover.MOST
+    assert len(run.recoveries) == launch.MOST
     assert run.state == "failed"
 
 
@@ -139,13 +139,13 @@ def test_variables_of_earlier_cells_are_there_in_the_fresh_engine(cluster, tmp_p
 
 
 def test_stop_while_the_run_recovers(cluster, tmp_path, monkeypatch):
-    lend = recover.Recoverer._lend
+    lend = launch.Recoverer._lend
 
     def stopping(self, fresh):
         run.stop()
         lend(self, fresh)
 
-    monkeypatch.setattr(recover.Recoverer, "_lend", stopping)
+    monkeypatch.setattr(launch.Recoverer, "_lend", stopping)
     run = cluster.run(
         cell(steps=10**6), strategy="mirrored", checkpoint=str(tmp_path), checkpoint_every=25
     )
@@ -184,7 +184,7 @@ def test_a_death_in_an_evaluation(cluster, undisturbed, tmp_path):
 def test_a_death_while_a_checkpoint_is_written(cluster, undisturbed, tmp_path):
     source = (
         "import os, signal, pathlib\n"
-        "import workbench.engine.torch_checkpoints as own\n"
+        "import workbench.engine.torch.checkpoints as own\n"
         # Survivors run this a second time: the plain function, not the one put in its place.
         "write = getattr(own.write_state, 'plain', own.write_state)\n"
         "def dying(folder, state):\n"

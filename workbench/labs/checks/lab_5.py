@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..answers import Check, close, number
+from ..answers import Check, RunFacts, close, number
 from ..exercise import exercise
-from ..runs import RunFacts
 
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import Check, close
+from ..answers import Check, RunFacts, close
 from ..exercise import exercise
-from ..runs import RunFacts
 
 _SHARE = 0.01
 """How far a ratio may be off: a student may round it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..answers import Check
 from ..exercise import exercise
+
+if TYPE_CHECKING:
+    from ..answers import Check
 
 STEPS, SAVED, TOTAL = 38, 20, 60
 BATCH = 48

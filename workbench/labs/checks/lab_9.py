@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..answers import Check
-from ..cases import PRACTICE, STRATEGIES, Case, choice_score
+from ..blind import PRACTICE, STRATEGIES, Case, choice_score
 from ..exercise import exercise
+
+if TYPE_CHECKING:
+    from ..answers import Check
 
 PROBED = 1.35
 """Within what factor of the truth a probed number must be: real messages take time too."""

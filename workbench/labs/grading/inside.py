@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ..side import Here
-from .environment import PLACES
+from .isolation import PLACES
 
 _OTHERS = ("math", "cmath", "numbers", "operator", "itertools", "statistics", "json", "re", "numpy")
 _LABS = "workbench.labs"
@@ -31,7 +31,7 @@ _NAMED = 6
 
 def load() -> None:
     """Import what the lab's own cells need: it is put back later."""
-    from .. import answers, asking, beginning, blind  # noqa: F401
+    from .. import answers, asking, blind  # noqa: F401  # noqa: F401
 
 
 class Guard:
@@ -189,7 +189,7 @@ def _without_limit() -> None:
 
 def _engines() -> int:
     """How many engines live, by their processes; -1 without a cluster."""
-    from ...session.state import session
+    from ...notebook.session import session
 
     with contextlib.suppress(Exception):
         if session.cluster is None:
@@ -207,7 +207,7 @@ def _lives(pid: int) -> bool:
 
 def _runs() -> dict[str, float]:
     """When each run that has finished began, by name."""
-    from ...session.registry import runs
+    from ...execution.registry import runs
 
     with contextlib.suppress(Exception):
         return {name: float(run.began) for name, run in runs.items() if run.state == "finished"}
@@ -216,7 +216,7 @@ def _runs() -> dict[str, float]:
 
 def _free_engines() -> None:
     """End what a check that was interrupted has left running on the engines."""
-    from ...session.state import session
+    from ...notebook.session import session
 
     with contextlib.suppress(Exception):
         task = session.cluster.last_task if session.cluster is not None else None

@@ -14,7 +14,7 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
-from . import processes
+from . import limits
 from .inside import Inside, cut
 from .limits import Limits, bound_this_process
 
@@ -70,7 +70,7 @@ class GradingKernel(IPythonKernel):
 
 def main() -> None:
     """Take what the grader sends on standard input, close that, and become the kernel."""
-    processes.die_with_parent()
+    limits.die_with_parent()
     _given.update(json.loads(sys.stdin.readline()))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -83,6 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from workbench.labs.grading import kernel
-
-    kernel.main()  # not this `__main__`: a student's cells are the notebook's
+    main()  # not this `__main__`: a student's cells are the notebook's

@@ -1,12 +1,25 @@
-"""What a notebook may use while it is graded."""
+"""What a notebook may use while it is graded.
+
+Finds whatever a notebook has started, also what has left its family, and ends it.
+
+Watches what a kernel and all it has started use: processes, memory, disk; ends the greedy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 CORES = os.cpu_count() or 1
 GB = 10**9
@@ -81,3 +94,225 @@ def _tasks_of_user() -> int:
         if uids is not None and uids.real == os.getuid():
             count += process.info["num_threads"] or 1
     return count
+
+
+MARK = "WORKBENCH_GRADING"
+"""In the environment of every process of a graded notebook that has not cleared it."""
+
+starting = threading.Lock()
+"""Held while this process starts a kernel; who takes it for good may end all there are."""
+
+_SET_PDEATHSIG, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
+_SWEEPS_S = 10.0
+
+
+def adopt(on: bool = True) -> bool:
+    """Become the parent of descendants whose own parent has ended (Linux); say whether it worked.
+
+    A process that has forked twice and left its session is then still found among our children.
+    """
+    return _prctl(_SET_CHILD_SUBREAPER, int(on))
+
+
+def die_with_parent() -> bool:
+    """Have the system end this process when its parent ends (Linux); say whether it will."""
+    return _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hide(on: bool = True) -> bool:
+    """Keep other processes of this user from our memory, environment and open files (Linux).
+
+    What we start is not hidden. Who may trace everything, as root often may, sees us all the same.
+
+    Returns:
+        Whether anything was changed.
+    """
+    return _prctl(_GET_DUMPABLE, 0, int(on)) and _prctl(_SET_DUMPABLE, int(not on))
+
+
+def _prctl(option: int, value: int, expected: int = 0) -> bool:
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return int(libc.prctl(option, value, 0, 0, 0)) == expected
+    except (OSError, AttributeError):
+        return False
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs: it is there and no zombie."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """Return all living descendants of a process."""
+    with contextlib.suppress(psutil.Error):
+        return [p for p in psutil.Process(pid).children(recursive=True) if lives(p)]
+    return []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes of this user whose environment carries a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+    return [process for process in found if lives(process)]
+
+
+def end(find: Callable[[], Iterable[psutil.Process]]) -> list[psutil.Process]:
+    """End what `find` finds until it finds nothing; return what is left after all.
+
+    All are halted first, so that none starts another while the others end.
+    """
+    until = time.monotonic() + _SWEEPS_S
+    while found := [process for process in find() if process.pid != os.getpid()]:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in found:
+                with contextlib.suppress(psutil.Error, OSError):
+                    process.send_signal(number)
+        psutil.wait_procs(found, timeout=0.05)
+        reap(found)
+        if time.monotonic() > until:
+            return [process for process in find() if process.pid != os.getpid()]
+    return []
+
+
+def reap(processes: Iterable[psutil.Process]) -> None:
+    """Take note of the ends of those that became our children."""
+    for process in processes:
+        with contextlib.suppress(ChildProcessError, OSError):
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def memory_bytes(processes: Iterable[psutil.Process], enough: int) -> int:
+    """Return the memory that processes hold.
+
+    Pages that engines share are counted once, which takes longer, so that is done only when a
+    count of all pages comes to `enough` or more.
+    """
+    known, resident = list(processes), 0
+    for process in known:
+        with contextlib.suppress(psutil.Error):
+            resident += process.memory_info().rss
+    if resident < enough:
+        return resident
+    total = 0
+    for process in known:
+        with contextlib.suppress(psutil.Error, OSError):
+            full = process.memory_full_info()
+            total += getattr(full, "pss", full.rss) or full.rss
+    return total
+
+
+EVERY_S = 0.25
+SOON_S = 0.05
+"""The pause while more than half of the memory is used."""
+DISK_EVERY_S = 2.0
+MOST_OWN_BYTES = GB
+"""What answers may fill of the grader's own memory."""
+MOST_PATH = 3500
+"""Characters; the system takes 4096, and what lies deeper could not be counted."""
+SHARE = 3
+"""A pause is at least so many times as long as the look before it."""
+
+
+class Watch:
+    """A thread that looks at all descendants of this process.
+
+    Args:
+        end: Ends them all; called at most once, on the thread.
+        folder: Where they keep their files.
+    """
+
+    def __init__(self, limits: Limits, family: Callable[[], list[psutil.Process]],
+                 end: Callable[[], None], folder: Path) -> None:  # fmt: skip
+        self._limits, self._family, self._end, self._folder = limits, family, end, folder
+        self._disk_at = time.monotonic() + DISK_EVERY_S
+        self._over = threading.Event()
+        self._own_bytes = _own_bytes()
+        self.broken = ""
+        """Which limit was passed, in words; empty while none was."""
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        pause_s = EVERY_S
+        while not self._over.wait(pause_s):
+            family = self._family()
+            if len(family) > self._limits.processes:  # weighing so many would take long
+                most = self._limits.processes
+                self.broken = f"it had {len(family)} processes: at most {most} are allowed"
+            else:
+                pause_s = self._weigh(family)
+            if not self.broken and time.monotonic() > self._disk_at:
+                pause_s = max(pause_s, self._measure())
+            if self.broken:
+                self._end()
+                return
+
+    def _weigh(self, family: list[psutil.Process]) -> float:
+        """See whether they hold too much memory; return the pause until the next look."""
+        most_bytes, began = self._limits.memory_bytes, time.monotonic()
+        held = memory_bytes(family, most_bytes)
+        own = _own_bytes() - self._own_bytes
+        if held > most_bytes:
+            allowed = f"{self._limits.memory_gb:g} GB are allowed"
+            self.broken = f"it used {held / GB:.1f} GB of memory: {allowed}"
+        elif own > MOST_OWN_BYTES:
+            self.broken = f"its answers filled {own / GB:.1f} GB of the grader's memory"
+        soon = held > most_bytes / 2 or own > MOST_OWN_BYTES / 2
+        pause_s = SOON_S if soon else EVERY_S
+        return max(pause_s, SHARE * (time.monotonic() - began))  # labs measure times beside us
+
+    def _measure(self) -> float:
+        """See whether their files are too large or too many; return the pause afterwards."""
+        began = time.monotonic()
+        size_bytes, files = on_disk(self._folder, self._limits.disk_bytes, MOST_FILES)
+        if size_bytes > self._limits.disk_bytes:
+            allowed = f"{self._limits.disk_gb:g} GB are allowed"
+            self.broken = f"its files held {size_bytes / GB:.1f} GB or more: {allowed}"
+        elif files == TOO_DEEP:
+            self.broken = f"its folders were nested deeper than {MOST_PATH} characters"
+        elif files > MOST_FILES:
+            self.broken = f"it had more than {MOST_FILES} files and folders"
+        self._disk_at = time.monotonic() + DISK_EVERY_S
+        return SHARE * (self._disk_at - DISK_EVERY_S - began)
+
+
+TOO_DEEP = -1
+
+
+def _own_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def on_disk(folder: Path, enough_bytes: int, enough_files: int) -> tuple[int, int]:
+    """Return what the files below a folder hold on disk, and how many there are.
+
+    A count ends when it comes to more than enough, so a look takes a bounded time; and where a
+    folder lies too deep to be looked into, with `TOO_DEEP` files.
+    """
+    waiting, size_bytes, files = [os.fspath(folder)], 0, 0
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                files += 1
+                with contextlib.suppress(OSError):
+                    size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        if len(os.fsencode(entry.path)) > MOST_PATH:
+                            return size_bytes, TOO_DEEP
+                        waiting.append(entry.path)
+                if size_bytes > enough_bytes or files > enough_files:
+                    return size_bytes, files
+    return size_bytes, files

@@ -2,6 +2,8 @@
 
 It takes what it is to do as JSON on standard input, and writes what it knows to standard output, a
 line each time that it knows more.
+
+Runs a lab with a student's answers until every exercise is settled.
 """
 
 from __future__ import annotations
@@ -10,21 +12,20 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from . import processes
-from .environment import remove
-from .isolation import NOTHING, Isolation
-from .limits import Limits
-from .merging import Merged, merge
-from .outcome import OVER, Graded, Outcome, from_wire
-from .reading import Book, Unreadable, read
-from .settling import Grading, Tell
+from . import limits as processes
+from .isolation import NOTHING, Isolation, remove
+from .limits import STEP_S, Limits
+from .link import Gone, Link, Reply, look_at
+from .reading import Book, Item, Merged, Unreadable, merge, read
+from .results import OVER, Graded, Outcome, from_wire
 
 _WATCH_PARENT_S = 1.0
 
@@ -158,3 +159,249 @@ def _tell(graded: Graded, running: str) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+MOST_NAMES = 20
+Tell = Callable[[Graded, str], None]
+
+
+class _Again(Exception):
+    """The kernel is to be started anew, without the cells of an exercise."""
+
+
+class _Enough(Exception):
+    """Nothing more can be graded."""
+
+
+class Grading:
+    """One notebook's lab, run until every exercise is settled.
+
+    Args:
+        graded: Its outcomes are filled in; those that another runner has settled stay.
+        folder: Where its kernels live, each in a folder of its own.
+        until: When it must be over, by `time.monotonic`.
+        tell: Told what is known, and whose cells will run next, should this process be ended.
+    """
+
+    def __init__(
+        self,
+        merged: Merged,
+        graded: Graded,
+        folder: Path,
+        limits: Limits,
+        until: float,
+        tell: Tell,
+        isolation: Isolation = NOTHING,
+    ) -> None:
+        self._merged, self._graded, self._folder, self._limits = merged, graded, folder, limits
+        self._deadline, self._tell, self._isolation = until, tell, isolation
+        self._outcomes = {one.exercise: one for one in graded.outcomes}
+        states = {number: one.state for number, one in self._outcomes.items()}
+        self._open = [number for number, state in states.items() if state == "not graded"]
+        self._left_out = {number for number, state in states.items() if state == "stopped"}
+        self._ran: list[str] = []  # exercises whose cells ran in this kernel, in order
+        self._engines = 0
+        self._lost_by = ""  # the exercise whose cells left fewer engines
+
+    def run(self) -> None:
+        """Settle every exercise, or say why not."""
+        try:
+            while self._open:
+                self._pass()
+                self._graded.restarts += bool(self._open)
+        except _Enough as why:
+            for number in self._open:
+                one = self._outcomes[number]
+                one.state, one.error = "not graded", f"not reached: {why}"
+            self._graded.problems.append(f"Not all of it was graded: {why}.")
+
+    def _pass(self) -> None:
+        self._ran, self._engines, self._lost_by = [], 0, ""
+        folder, mark = self._kernel_folder(), self._folder.name
+        link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline,
+                    self._isolation)  # fmt: skip
+        try:
+            self._begin(link)
+            with contextlib.suppress(_Again):
+                for item in self._merged.items:
+                    if self._open:
+                        self._check_time()
+                        getattr(self, f"_{item.kind}")(link, item)
+        finally:
+            link.end()
+            self._clear()
+
+    def _kernel_folder(self) -> Path:
+        """Return a new folder whose name no cell could foretell.
+
+        An error ends this process; the supervisor starts another, with a folder elsewhere.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cell may have removed it
+        return Path(tempfile.mkdtemp(prefix="", dir=self._folder))
+
+    def _clear(self) -> None:
+        """Remove all files: what a kernel has written is not counted for the next."""
+        with contextlib.suppress(OSError):
+            for one in list(self._folder.iterdir()):
+                remove(one)
+
+    def _begin(self, link: Link) -> None:
+        try:
+            titles = link.begin()
+        except Gone as gone:
+            raise _Enough(f"its kernel did not start: {gone}") from None
+        for number, one in self._outcomes.items():
+            one.title = titles.get(number, one.title)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise _Enough(f"the notebook's {self._limits.total_s:g} s were over")
+
+    # -- the lab's steps ---------------------------------------------------------------------------
+
+    def _step(self, link: Link, item: Item) -> None:
+        try:
+            reply = link.run(item.sources[0], max(self._limits.cell_s, STEP_S))
+            after = link.ask("after_step").answer or {}
+            link.remember(after.get("runs"))
+        except Gone as gone:
+            self._fell(item, str(gone))
+        if reply.interrupted or reply.error:
+            self._check_time()
+            self._without_the_loser("")
+            why = "it took too long" if reply.interrupted else reply.error.partition("\n")[0]
+            self._problem(f"The lab's step in cell {item.place} failed: {why}")
+        self._engines = _count(after, 0)
+        if not self._ran or "begin(" in item.sources[0] or "%cluster" in item.sources[0]:
+            link.workers = self._engines
+
+    def _problem(self, words: str) -> None:
+        if words not in self._graded.problems:
+            self._graded.problems.append(words)
+
+    def _fell(self, item: Item, why: str) -> NoReturn:
+        """The kernel is gone in a step or a check: somebody's cell has prepared that."""
+        self._check_time()
+        mine = [item.exercise] if item.kind == "check" else []
+        suspects = [n for n in [*mine, *reversed(self._ran)] if n not in self._left_out]
+        if not suspects:
+            raise _Enough(f"the lab's cell {item.place} failed, and no answer had run: {why}")
+        if item.kind == "step":
+            why = f"after its cell had run, cell {item.place} of the lab failed: {why}"
+        self._stop(suspects[0], why)
+
+    def _stop(self, number: str, why: str) -> NoReturn:
+        """An exercise has brought the kernel down: go on without its cells."""
+        outcome = self._outcomes[number]
+        if number in self._open:
+            self._settle(number, "stopped", why)
+        elif outcome.passed:  # it was right, and brought the kernel down later
+            outcome.state, outcome.error = "stopped", why
+        self._leave_out(number)
+
+    def _leave_out(self, number: str) -> NoReturn:
+        """Leave an exercise's cells out from now on; where something is open, begin again."""
+        self._left_out.add(number)
+        if self._open and self._graded.restarts >= self._limits.restarts:
+            raise _Enough(f"its kernel was started anew {self._limits.restarts} times")
+        raise _Again
+
+    def _without_the_loser(self, number: str) -> None:
+        """Begin again if cells of another exercise have cost engines that are needed here."""
+        lost_by = self._lost_by
+        if lost_by and lost_by != number and lost_by not in self._left_out:
+            self._problem(f"Exercise {lost_by} ended engines, or removed files, that later cells "
+                          "need: it was left out, and the lab run again.")  # fmt: skip
+            self._leave_out(lost_by)
+
+    # -- exercises ---------------------------------------------------------------------------------
+
+    def _settle(self, number: str, state: Any, error: str = "") -> None:
+        outcome = self._outcomes[number]
+        outcome.state, outcome.error = state, error or outcome.error
+        if number in self._open:
+            self._open.remove(number)
+        self._tell(self._graded, "")
+
+    def _answer(self, link: Link, item: Item) -> None:
+        number, outcome = item.exercise, self._outcomes[item.exercise]
+        is_open = number in self._open
+        left_out = number in self._left_out
+        if is_open:  # it may have run before, in a kernel that was given up
+            outcome.begin_anew()
+        if not left_out:
+            self._tell(self._graded, number)
+        try:
+            for source in [item.stub] if left_out else item.sources:
+                reply = link.run(source, self._limits.cell_s)
+                self._check_time()  # else the notebook's time would be taken for the cell's
+                if is_open:
+                    self._take(outcome, reply)
+                    outcome.look_at += [
+                        one for one in look_at(source) if one not in outcome.look_at
+                    ]
+            self._mended(link.ask("mend"), number if is_open else "")
+        except Gone as gone:
+            self._check_time()
+            self._stop(number, str(gone))
+        if not left_out:
+            self._ran.append(number)
+        self._check_time()
+
+    @property
+    def _too_long(self) -> str:
+        return f"it took longer than {self._limits.cell_s:g} s and was interrupted"
+
+    def _take(self, outcome: Outcome, reply: Reply) -> None:
+        outcome.seconds += reply.seconds
+        if reply.interrupted:
+            outcome.error = self._too_long
+            outcome.state = "stopped"
+        elif reply.error and not outcome.error:
+            outcome.error = reply.error
+
+    def _mended(self, reply: Reply, number: str) -> None:
+        answer = reply.answer or {}
+        if number:
+            put_back = answer.get("put_back")
+            said = [str(one) for one in put_back] if isinstance(put_back, list) else []
+            self._outcomes[number].put_back += said[:MOST_NAMES]
+        engines, before = _count(answer, self._engines), self._engines
+        self._engines = engines
+        is_less = engines < before or answer.get("removed") is True
+        if is_less and number and not self._lost_by:
+            self._lost_by = number
+
+    def _check(self, link: Link, item: Item) -> None:
+        number = item.exercise
+        if number not in self._open:
+            return
+        outcome = self._outcomes[number]
+        try:
+            reply = link.check(number, self._limits.cell_s)
+        except Gone as gone:
+            self._fell(item, f"in its check, {gone}")
+        self._check_time()
+        answer = reply.answer or {}
+        words = f"The check could not be made: {answer.get('failed') or 'no report came'}."
+        nothing = {"findings": [{"right": False, "words": words, "hint": ""}]}
+        report = answer.get("report") or nothing
+        passed = report.get("passed") is True and not reply.interrupted
+        if not passed:
+            self._without_the_loser(number)
+        self._mended(reply, number)
+        outcome.seconds += reply.seconds
+        outcome.findings = report["findings"]
+        if outcome.state == "stopped":
+            self._settle(number, "stopped")
+        elif reply.interrupted:
+            self._settle(number, "stopped", f"in its check, {self._too_long}")
+        elif number in self._merged.untouched:  # never right, whatever a check lets through
+            self._settle(number, "untouched")
+        else:
+            self._settle(number, "right" if passed else "wrong")
+
+
+def _count(answer: dict[str, Any], default: int) -> int:
+    found = answer.get("engines", default)
+    return found if type(found) is int else default

@@ -18,11 +18,10 @@ from typing import IO, Any
 
 import psutil
 
-from . import processes
-from .environment import kept, remove
-from .isolation import NOTHING, Isolation, find_out
+from . import limits as processes
+from .isolation import NOTHING, Isolation, find_out, kept, remove
 from .limits import Limits
-from .outcome import OVER, Graded, from_wire
+from .results import OVER, Graded, from_wire
 
 MARGIN_S = 150.0
 """For starting and ending kernels and for interrupts, beyond a notebook's time."""

@@ -26,8 +26,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from .keras_patches import central_storage
-from .replicated import Replicated
+from .keras.patches import central_storage
+from .parts.replicated import Replicated
 
 
 class CentralStorage(Replicated):

@@ -29,14 +29,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ... import events, pipelines
+from ...catalog import schedules
+from ...engine.contract import NAN, Share
+from ...engine.telemetry.recorder import StepResult
 from ...errors import FitError
-from ..base import NAN, Share, StepResult
-from .layers import Chain, cut, table_text
-from .placement import Placement, SplitStrategy
-from .replicated import Replicated
-from .stage_marks import StageMarks
-from .stages import Stages
+from ...shared import events
+from .parts.layers import Chain, Placement, SplitStrategy, cut, table_text
+from .parts.replicated import Replicated
+from .parts.stages import StageMarks, Stages
 
 
 class ModelSplit(Replicated):
@@ -72,7 +72,7 @@ class ModelSplit(Replicated):
         if self._model is None:
             self._model = model
         chain = cut(model, len(self.devices), self.options["split_at"] or "")
-        rows, ideal = chain.table(), pipelines.ideal_bubble("naive", len(self.devices), 1, 1)
+        rows, ideal = chain.table(), schedules.ideal_bubble("naive", len(self.devices), 1, 1)
         self.context.emit(
             events.WasCut(rank=0, stages=rows, schedule="naive", microbatches=1, ideal_bubble=ideal)
         )

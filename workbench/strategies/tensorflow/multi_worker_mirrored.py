@@ -45,15 +45,14 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ... import events
-from ...engine.tensorflow_support import configure, reset, seed_all
+from ...engine.tensorflow.support import configure, reset, seed_all
 from ...errors import ClusterError
-from .homecoming import Homecoming
-from .keras_patches import multi_worker
-from .models import owner
-from .replicated import Replicated
-from .servers import MEET_S, listening, shut
-from .shared_files import files_shared
+from ...shared import events
+from .coordinator.servers import MEET_S, listening, shut
+from .keras.fit import files_shared
+from .keras.patches import multi_worker
+from .parts.models import Homecoming, owner
+from .parts.replicated import Replicated
 
 LEAVE_S = 10.0
 """How long a worker that is done keeps answering the others."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from .replicated import Replicated
+from .parts.replicated import Replicated
 
 
 class OneDevice(Replicated):

@@ -41,28 +41,38 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ... import events
-from ...engine.context import RunContext
-from ...engine.initial import initialise
-from ...engine.tensorflow_support import reset
+from ...engine.contract import Job, Share, Strategy
+from ...engine.tensorflow.support import reset
+from ...engine.training.initial import initialise
 from ...errors import FitError
-from ..base import Job, Share, StepResult, Strategy
-from .closures import UNMEASURED, Closures
-from .coordinated import Coordinated
-from .homecoming import Homecoming
-from .keras_coordinated import CoordinatedFit
-from .keras_fit import check_model
-from .models import owner, restore, state_of
-from .pasted import stand_ins
-from .servers import MEET_S, check_alive, cluster_of, helpers, listening, serve, shut
-from .survivors import Survivors
-from .trainer import Trainer
+from ...shared import events
+from .coordinator.closures import UNMEASURED, Closures
+from .coordinator.fit import Coordinated
+from .coordinator.servers import (
+    MEET_S,
+    Survivors,
+    check_alive,
+    cluster_of,
+    helpers,
+    listening,
+    serve,
+    shut,
+)
+from .keras.coordinated import CoordinatedFit
+from .keras.fit import check_model
+from .parts.models import Homecoming, owner, restore, state_of
+from .parts.patches import stand_ins
+from .parts.replica import Trainer
+
+if TYPE_CHECKING:
+    from ...engine.context import RunContext
+    from ...engine.telemetry.recorder import StepResult
 
 SET_BY_TENSORFLOW = (
     "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE", "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY",

@@ -14,19 +14,26 @@ for minutes where nobody answers.
 
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
+
+Where a TPU may be: signs that can be read without asking anybody; pure but for that look.
+
+Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from ... import tpus
-from ...engine.tensorflow_support import reset
-from ...errors import ClusterError, FitError
-from .replicated import Replicated
+from ...engine.tensorflow.support import reset
+from ...errors import ClusterError, FitError, PlanError
+from .parts.replicated import Replicated
 
 ANSWER_S = 1.5
 METADATA = ("169.254.169.254", 80)
@@ -54,7 +61,7 @@ class Tpu(Replicated):
                 next_step="leave --inject out, or use mirrored",
                 code="WB-FIT-098",
             )
-        resolver = connect(tpus.look())
+        resolver = connect(look())
         cores = len(tf.config.list_logical_devices("TPU"))
         if cores != len(self.devices):
             raise FitError(
@@ -66,7 +73,7 @@ class Tpu(Replicated):
         return tf.distribute.TPUStrategy(resolver)
 
 
-def connect(signs: tpus.Signs) -> Any:
+def connect(signs: Signs) -> Any:
     """Initialise the TPU that the signs speak of; return its resolver.
 
     Raises:
@@ -74,7 +81,7 @@ def connect(signs: tpus.Signs) -> Any:
         ClusterError: Nobody answers where it should be.
     """
     if not signs.name and not signs.devices:
-        raise tpus.missing(signs)
+        raise missing(signs)
     if signs.address is not None:
         check_answers(*signs.address)
     elif signs.name not in ("", "local"):
@@ -87,7 +94,7 @@ def connect(signs: tpus.Signs) -> Any:
     except (tf.errors.OpError, OSError, RuntimeError, ValueError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         reset()  # what was half connected would be in the next run's way
-        raise tpus.missing(signs, f"TensorFlow: {first[:200]}") from error
+        raise missing(signs, f"TensorFlow: {first[:200]}") from error
     return resolver
 
 
@@ -121,3 +128,59 @@ def _silent(where: str, why: str) -> ClusterError:
         next_step="check TPU_NAME, or unset it and use mirrored",
         code="WB-CLUSTER-048",
     )
+
+
+NAMES = ("TPU_NAME", "COLAB_TPU_ADDR")
+DEVICES = ("accel*", "vfio/[0-9]*")
+"""Device files under /dev: up to TPU v4, and since v5."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What was found.
+
+    Attributes:
+        name: Value of the variable in `variable`; empty where none is set.
+        devices: Device files.
+    """
+
+    name: str = ""
+    variable: str = ""
+    devices: tuple[str, ...] = ()
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port that the name gives; None where it is the name of a machine."""
+        text = self.name.rpartition("://")[2]
+        host, _, port = text.rpartition(":")
+        return (host, int(port)) if host and port.isdigit() else None
+
+
+def look(environ: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -> Signs:
+    """Return the signs of a TPU on this machine."""
+    variable = next((name for name in NAMES if environ.get(name)), "")
+    files = sorted(str(path) for form in DEVICES for path in folder.glob(form))
+    return Signs(environ.get(variable, "") if variable else "", variable, tuple(files))
+
+
+def missing(signs: Signs, more: str = "") -> PlanError:
+    """Return the error that says what was looked for."""
+    if signs.name:
+        looked = [f"{signs.variable}={signs.name}"]
+    else:
+        looked = [f"{name} is not set" for name in NAMES]
+    looked += signs.devices or [f"no /dev/{form}" for form in DEVICES]
+    return PlanError(
+        "No TPU was found.",
+        seen="; ".join([*looked, *([more] if more else [])]),
+        allowed="a machine with a TPU, or TPU_NAME set to the name or grpc:// address of one",
+        next_step="use mirrored, or set os.environ['TPU_NAME'] before %cluster start",
+        code="WB-PLAN-148",
+    )
+
+
+def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
+    """Raise PlanError where there is no sign of a TPU."""
+    signs = look()
+    if not signs.name and not signs.devices:
+        raise missing(signs)

@@ -27,12 +27,14 @@ MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all worke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..base import StepResult
-from .holder import Holder, Meta, Policy
-from .remote import Answer
-from .served import Served
+from .servers.shard_server import Holder, Meta, Policy
+from .servers.strategy import Served
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
+    from .servers.remote_optimizer import Answer
 
 
 class Rounds(Policy):

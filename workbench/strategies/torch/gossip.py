@@ -33,14 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import events
-from ..base import NAN, Job
-from .drifting import DriftingReplicas
+from ...engine.contract import NAN, Job
+from ...shared import events
+from .parts.parameter_averaging import ParameterAveraging
 
 clock = time.perf_counter
 
 
-class Gossip(DriftingReplicas):
+class Gossip(ParameterAveraging):
     """Averages with neighbours on a graph."""
 
     def begin(self, model: torch.nn.Module) -> None:

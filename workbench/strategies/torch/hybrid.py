@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,11 +40,14 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import FitError
-from ..base import Job, Share, StepResult
-from .guard import Guard
-from .layout import make_mesh, release_mesh
 from .model_split import ModelSplit
-from .replicas import broadcast
+from .parts.guard import Guard
+from .parts.layout import make_mesh, release_mesh
+from .parts.replicas import broadcast
+
+if TYPE_CHECKING:
+    from ...engine.contract import Job, Share
+    from ...engine.telemetry.recorder import StepResult
 
 clock = time.perf_counter
 

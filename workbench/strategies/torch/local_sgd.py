@@ -25,21 +25,24 @@ averaging steps; nothing elsewhere. Workers wait at averaging steps alone: for t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...engine.order import share_bounds
-from ...engine.torch_skew import skewed
+from ...engine.contract import NAN, Share
+from ...engine.torch.data import skewed
+from ...engine.training.shares import share_bounds
 from ...errors import FitError
-from ..base import NAN, Share, StepResult
-from .drifting import DriftingReplicas
-from .guard import Guard
+from .parts.guard import Guard
+from .parts.parameter_averaging import ParameterAveraging
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
 
 
-class LocalSGD(DriftingReplicas):
+class LocalSGD(ParameterAveraging):
     """Independent steps, averaged every `every` steps."""
 
     def begin(self, model: torch.nn.Module) -> None:

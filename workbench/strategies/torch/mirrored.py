@@ -27,24 +27,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ... import events
+from ...engine.contract import Job, Share, Strategy
 from ...errors import FitError
-from ..base import Job, Share, StepResult, Strategy
-from .averaging import Averaging
-from .guard import Guard
-from .loop import OwnLoop
-from .memory import held_bytes
-from .parts import copied_state, load_parts
-from .reduction import Reduction, Reductions
-from .replicas import broadcast_buffers
-from .trainer import Trainer
+from ...shared import events
+from .allreduce.averaging import Averaging
+from .parts.guard import Guard
+from .parts.reduction import Reduction, Reductions
+from .parts.replica import Trainer, copied_state, held_bytes, load_parts
+from .parts.replicas import broadcast_buffers
+from .parts.user_loop import OwnLoop
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
 
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 

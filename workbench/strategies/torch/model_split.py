@@ -38,22 +38,22 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ... import events, pipelines
-from ...engine.torch_batches import batch_length, map_batch
-from ...engine.torch_checks import evaluating
+from ...catalog import schedules
+from ...engine.contract import NAN, Job, Share, Strategy
+from ...engine.telemetry.recorder import StepResult
+from ...engine.torch.data import batch_length, map_batch
+from ...engine.torch.support import evaluating
 from ...errors import FitError, PlanError
-from ..base import NAN, Job, Share, StepResult, Strategy
-from .memory import held_bytes
-from .split import checkpoint
-from .split.build import fill, let_go, move, tensors_of
-from .split.cut import Cut, cut
-from .split.layers import batchnorm_warning
-from .split.pipeline import Pipeline, adopt_share, share_names, uneven
-from .split.program import program_of
-from .split.stage import autocast
-from .split.timeline import Timeline
-from .split.update import SharedGradients, norm_over_stages, own_optimizer, scale
-from .trainer import build_scheduler, to_numpy
+from ...shared import events
+from .parts.replica import build_scheduler, held_bytes, to_numpy
+from .pipeline import update
+from .pipeline.build import fill, let_go, move, tensors_of
+from .pipeline.cut import Cut, cut
+from .pipeline.layers import batchnorm_warning
+from .pipeline.pipeline import Pipeline, adopt_share, share_names, uneven
+from .pipeline.program import program_of
+from .pipeline.stage import Timeline, autocast
+from .pipeline.update import SharedGradients, norm_over_stages, own_optimizer, scale
 
 clock = time.perf_counter
 
@@ -82,8 +82,8 @@ class ModelSplit(Strategy):
         self.arrange()
         self.device = torch.device(self.context.spec.device)
         self.schedule = self.options["schedule"]
-        self.per_worker = pipelines.stages_per_worker(self.options)
-        self.microbatches = pipelines.microbatches(self.options, self.workers, self._share_size())
+        self.per_worker = schedules.stages_per_worker(self.options)
+        self.microbatches = schedules.microbatches(self.options, self.workers, self._share_size())
         self.around = autocast(job.precision, self.device)
         if self._sample is not None:
             self._lay_out(self._sample)
@@ -107,7 +107,7 @@ class ModelSplit(Strategy):
         job, usual, least = self.job, self.microbatches, 1
         for count in range(usual, 0, -1) if self.options["microbatches"] is None else [usual]:
             try:
-                pipelines.microbatches({**self.options, "microbatches": count}, self.workers)
+                schedules.microbatches({**self.options, "microbatches": count}, self.workers)
             except PlanError:
                 break
             least = count
@@ -288,7 +288,7 @@ class ModelSplit(Strategy):
 
     def state(self) -> dict[str, Any]:
         """Return the whole model and optimizer, gathered from all stages. Collective."""
-        return checkpoint.gather(self.job.model, self.optimizer, self.scheduler)
+        return update.gather(self.job.model, self.optimizer, self.scheduler)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take the own stages' part of what `state` gave.
@@ -304,7 +304,7 @@ class ModelSplit(Strategy):
                 next_step="give wb.fit a map-style dataset or arrays",
                 code="WB-FIT-122",
             )
-        checkpoint.take(state, self.job.model, self.optimizer, self.scheduler)
+        update.take(state, self.job.model, self.optimizer, self.scheduler)
 
     def memory_bytes(self) -> float:
         """Return what this worker holds of model, gradients and optimizer."""
@@ -331,7 +331,7 @@ class ModelSplit(Strategy):
             )
         if self.rank:
             return
-        ideal = pipelines.ideal_bubble(
+        ideal = schedules.ideal_bubble(
             self.schedule, self.workers, self.microbatches, self.per_worker
         )
         self.context.emit(

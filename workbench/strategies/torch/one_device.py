@@ -9,16 +9,17 @@ For each batch of B samples: g = 1/B sum of grad loss(sample); w = w - lr g. Not
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..base import Job, Share, StepResult, Strategy
-from .loop import OwnLoop
-from .memory import held_bytes
-from .parts import copied_state, load_parts
-from .trainer import Trainer
+from ...engine.contract import Job, Share, Strategy
+from .parts.replica import Trainer, copied_state, held_bytes, load_parts
+from .parts.user_loop import OwnLoop
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
 
 
 class OneDevice(Strategy):

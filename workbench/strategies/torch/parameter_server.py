@@ -42,13 +42,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..base import Share, StepResult
 from .central_storage import Rounds
-from .holder import Holder, Meta, Policy
-from .remote import Answer
-from .served import Served
+from .servers.shard_server import Holder, Meta, Policy
+from .servers.strategy import Served
+
+if TYPE_CHECKING:
+    from ...engine.contract import Share
+    from ...engine.telemetry.recorder import StepResult
+    from .servers.remote_optimizer import Answer
 
 clock = time.perf_counter
 

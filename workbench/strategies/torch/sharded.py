@@ -29,20 +29,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ... import events
-from ...engine.injector import FaultInjector
+from ...engine.contract import NAN, Job, Share
 from ...errors import FitError
-from ..base import NAN, Job, Share, StepResult
-from .layout import Layout, clip_grad_norm, make_mesh
-from .partitioned import Partitioned
-from .replicas import begin_equal
-from .trainer import Trainer
+from ...shared import events
+from .parts.layout import Layout, Partitioned, clip_grad_norm, make_mesh
+from .parts.replica import Trainer
+from .parts.replicas import begin_equal
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
+    from ...engine.telemetry.step_gate import FaultInjector
 
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 

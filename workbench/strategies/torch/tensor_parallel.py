@@ -28,7 +28,7 @@ follow the number of samples after that.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,18 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ... import events
-from ...engine.torch_batches import map_batch
-from ...engine.torch_checks import evaluating
-from ..base import NAN, Job, Share, StepResult
-from .guard import Guard
-from .layout import Layout, clip_grad_norm, grad_norm, make_mesh
-from .partitioned import Partitioned
-from .replicas import begin_equal
-from .tensor_plan import Plan, apply_plan, describe, find_plan, given_plan
-from .trainer import Trainer
+from ...engine.contract import NAN, Job, Share
+from ...engine.torch.data import map_batch
+from ...engine.torch.support import evaluating
+from ...shared import events
+from .parts.guard import Guard
+from .parts.layout import Layout, Partitioned, clip_grad_norm, grad_norm, make_mesh
+from .parts.replica import Trainer
+from .parts.replicas import begin_equal
+from .parts.tensor_plan import Plan, apply_plan, describe, find_plan, given_plan
+
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
 
 TOLERANCE = 1e-3
 

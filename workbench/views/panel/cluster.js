@@ -1,7 +1,7 @@
 // The cluster's row: how many engines, start, restart, stop, and a line per engine.
 
 SECTIONS.push((() => {
-  const MOST = 256; // as workbench/session/checks.py has it
+  const MOST = 256; // as workbench/execution/requests.py has it
 
   function line(app, ask) {
     return (e) => {

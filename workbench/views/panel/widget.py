@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
-from ...history.snapshot import Snapshot
-from ..dashboard import deliver_while_busy, palette
-from ..frames import make_frame
+from ..live.dashboard import deliver_while_busy, palette
+from ..live.frames import make_frame
+
+if TYPE_CHECKING:
+    from ...history.snapshot import Snapshot
 
 OnDo = Callable[[str, dict[str, Any], Callable[..., None]], None]
 """`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that asked, with a
@@ -28,7 +30,7 @@ _FIRST, _LAST = ("kit.js",), ("shell.js",)
 
 def script() -> str:
     """Return the panel's program."""
-    dashboard = (_HERE.parent / "dashboard.js").read_text(encoding="utf-8")
+    dashboard = (_HERE.parent / "live" / "dashboard.js").read_text(encoding="utf-8")
     between = sorted(p.name for p in _HERE.glob("*.js") if p.name not in (*_FIRST, *_LAST))
     files = [(_HERE / name).read_text(encoding="utf-8") for name in (*_FIRST, *between, *_LAST)]
     return "\n".join([dashboard.partition("\nexport default")[0], *files])
@@ -37,7 +39,7 @@ def script() -> str:
 def style() -> str:
     """Return the panel's style sheet, the dashboard's first."""
     own = [path.read_text(encoding="utf-8") for path in sorted(_HERE.glob("*.css"))]
-    return "\n".join([(_HERE.parent / "dashboard.css").read_text(encoding="utf-8"), *own])
+    return "\n".join([(_HERE.parent / "live" / "dashboard.css").read_text(encoding="utf-8"), *own])
 
 
 class PanelWidget(anywidget.AnyWidget):

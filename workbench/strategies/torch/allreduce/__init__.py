@@ -8,13 +8,16 @@ the fastest here. All give the same sum, bit for bit the same on every worker.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ....engine.marks import ALL_REDUCE, waits_in
-from . import hierarchical, recursive_doubling, reduce_to_one, ring
-from .links import Links
+from ....engine.debugging.marks import ALL_REDUCE, waits_in
+from . import algorithms
+
+if TYPE_CHECKING:
+    from .links import Links
 
 BACKEND = "backend"
 
@@ -28,10 +31,10 @@ def _backend(flat: torch.Tensor, links: Links) -> None:
 
 ALGORITHMS: dict[str, Callable[[torch.Tensor, Links], None]] = {
     BACKEND: _backend,
-    "ring": ring.all_reduce,
-    "hierarchical": hierarchical.all_reduce,
-    "reduce_to_one": reduce_to_one.all_reduce,
-    "recursive_doubling": recursive_doubling.all_reduce,
+    "ring": algorithms.ring,
+    "hierarchical": algorithms.hierarchical,
+    "reduce_to_one": algorithms.reduce_to_one,
+    "recursive_doubling": algorithms.recursive_doubling,
 }
 
 

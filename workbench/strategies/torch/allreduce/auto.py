@@ -9,22 +9,34 @@ adds time.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
+
+A thread that does nothing but exchange messages, while the training thread waits for it.
+
+The training thread computes all the time; when its message arrives, a busy machine makes it wait
+for its next turn, which takes milliseconds, in every round of every all-reduce. A thread that
+sleeps most of the time is let in at once. With more workers than cores, which is how one learns
+on a laptop, this decides how long a small all-reduce takes.
 """
 
 from __future__ import annotations
 
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ....engine.marks import ALL_REDUCE, waits_in
+from ....engine.debugging.marks import ALL_REDUCE, waits_in
+from ....engine.torch.group import shutdown_group_sockets
 from . import ALGORITHMS, BACKEND, AllReduce
-from .aside import Aside
-from .links import Links
+
+if TYPE_CHECKING:
+    from .links import Links
 
 LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stays the same
 LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
@@ -135,3 +147,48 @@ def fastest(seconds: dict[str, float]) -> Choice:
     if seconds[name] > LEAST_GAIN * seconds.get(BACKEND, math.inf):
         name = BACKEND
     return Choice(name, seconds)
+
+
+PATIENCE_S = 1.0
+
+
+class Aside:
+    """Runs tasks one after the other on a thread of its own, started at the first one."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @waits_in(ALL_REDUCE)
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task there; return when it is done, and raise what it raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="workbench-links", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+        error = self._done.get()
+        if error is not None:
+            raise error
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            error: BaseException | None = None
+            try:
+                task()
+            except BaseException as caught:
+                error = caught
+            self._done.put(error)
+            del task, error
+
+    @waits_in(ALL_REDUCE)
+    def close(self) -> None:
+        """End the thread; one that an interrupt left in the middle of a message is broken out."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._tasks.put(None)
+        thread.join(PATIENCE_S)
+        if thread.is_alive():
+            shutdown_group_sockets()
+            thread.join(PATIENCE_S)

@@ -1,0 +1,467 @@
+"""Collectives as arrows: what the descriptions of several strategies share.
+
+Each function takes the ids of the members in order and returns phases; with one member there is
+nobody to talk to, and none. `unit` is the size of the whole tensor.
+
+What a step of every strategy sends, as data: who sends what to whom, when, and how much.
+
+A `Diagram` is nodes (workers, servers, devices), and phases in the order of time. A phase is work,
+messages, or both; its arrows leave together unless `order` says otherwise. Sizes are formulas over
+a few unknowns (`M`, the bytes of the model's gradients), so they hold for every model, and can be
+compared with what a run has measured.
+
+Each strategy's description is a small function that its entry of the catalog names (`messages`);
+collectives that several share are in `patterns.py`. Nothing here draws.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import PlanError
+
+RING = (
+    "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, "
+    "JPDC 69(2), 2009"
+)
+REDUCE = (
+    "Chan, Heimlich, Purkayastha, van de Geijn, Collective Communication, Concurrency and "
+    "Computation 19(13), 2007"
+)
+DOUBLING = (
+    "Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH, "
+    "IJHPCA 19(1), 2005, section 4.5"
+)
+HIERARCHICAL = (
+    "Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018 "
+    "(arXiv:1807.11205)"
+)
+
+Ids = Sequence[str]
+
+
+def workers(layout: Layout, holds: str) -> tuple[Node, ...]:
+    """Return the workers."""
+    return tuple(
+        Node(name, "worker", f"worker {rank}", holds, rank) for rank, name in enumerate(layout.ids)
+    )
+
+
+def around(outer: Sequence[Node], inner: Sequence[Node]) -> tuple[Node, ...]:
+    """Return some nodes with others in their middle, so that arrows to these are short."""
+    half = (len(outer) + 1) // 2
+    return (*outer[:half], *inner, *outer[half:])
+
+
+def whole(unit: str) -> Size:
+    """Return the size of the whole tensor."""
+    return Size(1.0, unit, unit)
+
+
+def part(unit: str, count: int, by: str = "N") -> Size:
+    """Return the size of one of `count` parts, written `M/N`."""
+    return Size(1.0 / count, unit, f"{unit}/{by}")
+
+
+def _turn(members: Ids, kind: Kind, size: Size, times: int) -> tuple[Arrow, ...]:
+    following = [*members[1:], *members[:1]]
+    pairs = zip(members, following, strict=True)
+    return tuple(Arrow(source, target, kind, size, times) for source, target in pairs)
+
+
+def scatter_ring(members: Ids, kind: Kind, unit: str, title: str, text: str) -> tuple[Phase, ...]:
+    """Return n-1 rounds on a ring, in each of which everybody hands on a chunk."""
+    n = len(members)
+    if n < 2:
+        return ()
+    arrows = _turn(members, kind, part(unit, n), n - 1)
+    return (Phase(title, text, arrows=arrows, formula=f"{unit}/N, N-1 rounds"),)
+
+
+def ring(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
+    """Return a ring all-reduce: each sends 2 (N-1)/N of the tensor."""
+    add = "Round after round each adds the chunk that arrives and hands on the next one: each then "
+    return (
+        *scatter_ring(members, kind, unit, "Reduce-scatter", f"{add}holds one chunk of the sum."),
+        *scatter_ring(
+            members, kind, unit, "All-gather", "The finished chunks travel around the ring."
+        ),
+    )
+
+
+def ring_at_once(
+    members: Ids, kind: Kind, unit: str, title: str, text: str, *, every: int = 1, by: str = "N"
+) -> tuple[Phase, ...]:
+    """Return a ring all-reduce drawn as one phase.
+
+    Args:
+        every: The phase ends every so many-th step.
+        by: What the number of members is called in formulas.
+    """
+    n = len(members)
+    if n < 2:
+        return ()
+    arrows = _turn(members, kind, part(unit, n, by), 2 * (n - 1))
+    return (
+        Phase(title, text, (), arrows, every, every - 1, f"{unit}/{by}, 2({by}-1) rounds"),
+    )  # fmt: skip
+
+
+def reduce_to_one(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
+    """Return an all-reduce through the first member: it sends N-1 times the tensor."""
+    root, *others = members
+    if not others:
+        return ()
+    size = whole(unit)
+    return (
+        Phase("Reduce", "One adds up what all others send.",
+              arrows=tuple(Arrow(one, root, kind, size) for one in others), formula=unit),
+        Phase("Broadcast", "It hands the sum out.",
+              arrows=tuple(Arrow(root, one, kind, size) for one in others),
+              formula=f"{unit} to each"),
+    )  # fmt: skip
+
+
+def recursive_doubling(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
+    """Return log2 N rounds in which partners exchange what they have."""
+    n, size = len(members), whole(unit)
+    p = 1 << (n.bit_length() - 1)
+    beyond = [(members[rank], members[rank - p]) for rank in range(p, n)]
+    phases = []
+    if beyond:
+        arrows = tuple(Arrow(a, b, kind, size) for a, b in beyond)
+        text = "Who is beyond the largest power of two hands its tensor to a partner."
+        phases.append(Phase("Fold", text, arrows=arrows, formula=unit))
+    for k in range(p.bit_length() - 1):
+        arrows = tuple(
+            Arrow(members[rank], members[rank ^ (1 << k)], kind, size) for rank in range(p)
+        )
+        text = f"Partners {1 << k} apart exchange what they have and add it."
+        phases.append(Phase(f"Exchange {k + 1}", text, arrows=arrows, formula=unit))
+    if beyond:
+        arrows = tuple(Arrow(b, a, kind, size) for a, b in beyond)
+        phases.append(
+            Phase("Unfold", "The partners hand the sum back.", arrows=arrows, formula=unit)
+        )
+    return tuple(phases)
+
+
+def hierarchical(members: Ids, kind: Kind, unit: str) -> tuple[Phase, ...]:
+    """Return an all-reduce in groups of about sqrt(N), then between their leaders."""
+    n, size = len(members), whole(unit)
+    if n < 2:
+        return ()
+    width = math.ceil(math.sqrt(n))
+    groups = [members[i : i + width] for i in range(0, n, width)]
+    up = tuple(Arrow(one, g[0], kind, size) for g in groups for one in g[1:])
+    down = tuple(Arrow(g[0], one, kind, size) for g in groups for one in g[1:])
+    leaders = [group[0] for group in groups]
+    within = "Within a group (a host, or a block of workers) everything is added up at the leader."
+    text = "The leaders add up in a ring: 2(L-1) rounds of the L-th part."
+    return (
+        Phase("Reduce in groups", within, arrows=up, formula=unit),
+        *ring_at_once(leaders, kind, unit, "Between leaders", text, by="L"),
+        Phase("Broadcast in groups", "Each leader hands the sum out.", arrows=down,
+              formula=f"{unit} to each"),
+    )  # fmt: skip
+
+
+ALL_REDUCE: dict[str, tuple[Callable[[Ids, Kind, str], tuple[Phase, ...]], str]] = {
+    "backend": (ring, RING),
+    "ring": (ring, RING),
+    "nccl": (ring, RING),
+    "hierarchical": (hierarchical, HIERARCHICAL),
+    "reduce_to_one": (reduce_to_one, REDUCE),
+    "recursive_doubling": (recursive_doubling, DOUBLING),
+}
+"""An all-reduce by the name its option has: its phases, and where it is described."""
+
+
+def exchange_with_server(
+    layout: Layout, servers: Ids, unit: str, kind: Kind, title: str, text: str, *, up: bool
+) -> Phase:
+    """Return every worker's messages to (`up`) or from all servers, who share the tensor."""
+    if len(servers) == 1:
+        sizes = [whole(unit)]
+    else:  # tensors stay whole, so parts are not quite equal: each is an unknown of its own
+        sizes = [Size(1.0, f"{unit}{index}", f"{unit}/S") for index in range(len(servers))]
+    arrows = tuple(
+        Arrow(worker, server, kind, size) if up else Arrow(server, worker, kind, size)
+        for worker in layout.ids
+        for server, size in zip(servers, sizes, strict=True)
+    )
+    return Phase(title, text, arrows=arrows, formula=f"{sizes[0].text} each")
+
+
+def server_units(unit: str, servers: int) -> dict[str, str]:
+    """Return what the unknowns of several servers mean; of one there are none."""
+    if servers < 2:
+        return {}
+    parts = {f"{unit}{i}": f"bytes of the part that server {i} holds" for i in range(servers)}
+    return {"S": "number of servers, whose parts are about equal", **parts}
+
+
+def chain(
+    stages: Sequence[str], microbatches: int, *, backward: bool, first: int = 0
+) -> tuple[Arrow, ...]:
+    """Return what stages hand on, or what comes back.
+
+    Args:
+        stages: Who holds each stage, in order; the same one may hold several.
+        first: Number of the first stage, for the names of the unknowns.
+    """
+    links = []
+    for stage, (source, target) in enumerate(itertools.pairwise(stages)):
+        if source == target:
+            continue
+        unit = f"A{first + stage}"
+        size = whole(unit) if microbatches == 1 else part(unit, microbatches, "m")
+        order = len(stages) - 2 - stage if backward else stage
+        ends = (target, source) if backward else (source, target)
+        links.append(
+            Arrow(*ends, "gradients" if backward else "activations", size, microbatches, order)
+        )
+    return tuple(links)
+
+
+def handed_units(stages: int) -> dict[str, str]:
+    """Return what the unknowns of a chain mean."""
+    return {
+        f"A{s}": f"bytes that stage {s} hands on for the whole batch" for s in range(stages - 1)
+    }
+
+
+Kind = Literal["gradients", "weights", "activations", "average", "work"]
+NodeKind = Literal["worker", "server", "coordinator", "device", "store"]
+
+KINDS: dict[str, str] = {
+    "gradients": "gradients",
+    "weights": "weights",
+    "activations": "activations",
+    "average": "parameters to be averaged",
+    "work": "work to do",
+}
+"""What travels, in the words of legends."""
+
+MOST_WORKERS = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one message.
+
+    Attributes:
+        factor: Times `unit` it is.
+        unit: The unknown it depends on, a key of `Diagram.units`.
+        text: The formula as people write it: `M/N`.
+    """
+
+    factor: float
+    unit: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """Somebody who takes part.
+
+    Attributes:
+        id: `w0`, `s0`, `c`: short, unique.
+        rank: The worker's rank; None for whoever has none.
+        holds: What it keeps between steps, in words.
+    """
+
+    id: str
+    kind: NodeKind
+    label: str
+    holds: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """Messages from one node to another.
+
+    Attributes:
+        size: Of each message.
+        times: How many such messages follow each other within the phase.
+        order: When within the phase the first one leaves: 0 with the phase.
+    """
+
+    source: str
+    target: str
+    kind: Kind
+    size: Size
+    times: int = 1
+    order: int = 0
+
+    @property
+    def factor(self) -> float:
+        """How many times its unit this arrow sends in all."""
+        return self.size.factor * self.times
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the step.
+
+    Attributes:
+        busy: Ids of the nodes that compute.
+        every: The phase takes place in every so many-th step.
+        offset: Which of them: steps whose number, counted from 0, leaves this rest.
+        formula: What each sender sends, in words; empty where nothing is sent.
+    """
+
+    title: str
+    text: str
+    busy: tuple[str, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
+    every: int = 1
+    offset: int = 0
+    formula: str = ""
+
+    def happens(self, step: int) -> bool:
+        """Whether it is part of a step, counted from 0."""
+        return step % self.every == self.offset
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy's description is made for; options are whole."""
+
+    workers: int
+    servers: int
+    options: Mapping[str, Any]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the workers by rank."""
+        return tuple(f"w{rank}" for rank in range(self.workers))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a strategy's own function says; see `Diagram`."""
+
+    nodes: tuple[Node, ...]
+    phases: tuple[Phase, ...]
+    units: Mapping[str, str]
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """Who sends what to whom in one step.
+
+    Attributes:
+        nodes: From left to right as they are drawn.
+        phases: In the order of time.
+        units: What the unknowns of the formulas mean.
+        together: Whether workers take the step together; else each goes through the phases alone.
+        source: Where the bytes are derived.
+    """
+
+    strategy: str
+    framework: str
+    term: str
+    workers: int
+    together: bool
+    nodes: tuple[Node, ...]
+    phases: tuple[Phase, ...]
+    units: Mapping[str, str]
+    source: str
+    notes: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def node(self, name: str) -> Node:
+        """Return the node of that id."""
+        return next(node for node in self.nodes if node.id == name)
+
+    def of_rank(self, rank: int) -> Node:
+        """Return the worker of that rank."""
+        return next(node for node in self.nodes if node.rank == rank)
+
+    def sent_bytes(self, name: str, units: Mapping[str, float], step: int) -> float:
+        """Return what a node sends in a step, by the formulas.
+
+        Args:
+            name: The node's id.
+            units: Bytes of each unknown; one that is missing counts as not known.
+            step: Counted from 0: some phases are not part of every step.
+
+        Returns:
+            Bytes; NaN where an unknown that matters is missing.
+        """
+        return float(
+            sum(
+                arrow.factor * units.get(arrow.size.unit, float("nan"))
+                for phase in self.phases
+                if phase.happens(step)
+                for arrow in phase.arrows
+                if arrow.source == name and arrow.factor
+            )
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data that a browser can animate arrow by arrow."""
+        return {
+            "strategy": self.strategy, "framework": self.framework, "term": self.term,
+            "workers": self.workers, "together": self.together, "source": self.source,
+            "notes": list(self.notes), "units": dict(self.units), "options": dict(self.options),
+            "nodes": [dict(vars(node)) for node in self.nodes],
+            "phases": [
+                {
+                    **vars(phase),
+                    "busy": list(phase.busy),
+                    "arrows": [{**vars(a), "size": dict(vars(a.size))} for a in phase.arrows],
+                }
+                for phase in self.phases
+            ],
+        }  # fmt: skip
+
+
+def messages(
+    strategy: str,
+    workers: int = 4,
+    options: Mapping[str, Any] | None = None,
+    *,
+    framework: str = "torch",
+) -> Diagram:
+    """Return who sends what to whom in one step of a strategy.
+
+    Args:
+        strategy: A name or alias of the catalog.
+        workers: How many; a strategy with a lower limit takes fewer.
+        options: As `-o` takes them; the others are at their defaults.
+
+    Raises:
+        PlanError: The strategy or an option is unknown, or the options do not fit the workers.
+    """
+    from . import lookup  # the package is whole by now
+
+    entry = lookup(strategy, framework)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise PlanError(
+            "workers is a whole number.", seen=workers, allowed="1 or more", code="WB-PLAN-008"
+        )
+    if workers > MOST_WORKERS:
+        raise PlanError(
+            "A picture of so many workers cannot be read.", seen=f"workers={workers}",
+            allowed=f"1 to {MOST_WORKERS}", next_step="the pattern is the same with 8",
+            code="WB-PLAN-009",
+        )  # fmt: skip
+    settings = entry.settings(dict(options or {}))
+    count = min(workers, entry.max_workers or workers)
+    module, _, name = entry.messages.partition(":")
+    layout = Layout(count, entry.server_count(settings), settings)
+    parts: Parts = getattr(importlib.import_module(module), name)(layout)
+    return Diagram(
+        entry.name, entry.framework, entry.term, count, entry.is_sync(settings),
+        parts.nodes, parts.phases, parts.units, parts.source, parts.notes, settings,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What the pipeline schedules ask for and promise, as pure data: no framework, both sides read it.
+
+F = forward, B = backward of a microbatch; two stages, four microbatches:
+
+    naive (one microbatch)   stage 0  F . . B          the chain of the textbooks: one at a time
+                             stage 1  . F B .
+    gpipe                    stage 0  F0 F1 F2 F3 .  .  B0 B1 B2 B3
+                             stage 1  .  F0 F1 F2 F3 B0 B1 B2 B3 .
+    1f1b                     stage 0  F0 F1 .  B0 F2 B1 F3 B2 .  B3    at most `stages` in flight,
+                             stage 1  .  F0 B0 F1 B1 F2 B2 F3 B3 .     so less memory than gpipe
+    interleaved              as 1f1b, each worker holds several thinner stages
+    zero_bubble              backward in two parts: gradients of the inputs at once, those of the
+                             weights where there would be a gap
+
+The bubble is the share of the time in which a worker has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PlanError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule.
+
+    Attributes:
+        source: Where it is described.
+        most: Most microbatches; None where there is no limit.
+        fills: Whether it needs a microbatch per worker, and equal rounds of about so many.
+        rounds: Whether its microbatches must divide into such rounds.
+        stages: Stages per worker unless given; None: always one.
+        gap: Time of a worker's idle slot, in forward + backward of a stage.
+    """
+
+    source: str
+    most: int | None = None
+    fills: bool = True
+    rounds: bool = False
+    stages: int | None = None
+    gap: float = 1.0
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "naive": Schedule("the chain rule", most=1, fills=False),
+    "gpipe": Schedule("Huang et al., GPipe, NeurIPS 2019, section 2.3", fills=False),
+    "1f1b": Schedule("Narayanan et al., PipeDream, SOSP 2019, section 3.2"),
+    "interleaved": Schedule(
+        "Narayanan et al., Megatron-LM, SC 2021, section 2.2", rounds=True, stages=2
+    ),
+    # ZB-H1, where forward and both halves of backward take equally long: a third of 1F1B's gap.
+    "zero_bubble": Schedule(
+        "Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2",
+        rounds=True, stages=1, gap=1 / 3,
+    ),
+}  # fmt: skip
+
+
+def ideal_bubble(name: str, workers: int, microbatches: int, stages_per_worker: int) -> float:
+    """Return the idle share of the time with equal stages: (p - 1) / (m + p - 1) for plain ones."""
+    gap = (workers - 1) * SCHEDULES[name].gap
+    return gap / (stages_per_worker * microbatches + gap)
+
+
+def stages_per_worker(options: Mapping[str, Any]) -> int:
+    """Return how many stages each worker holds.
+
+    Raises:
+        PlanError: The schedule has one stage per worker.
+    """
+    name, given = options["schedule"], options["stages_per_worker"]
+    usual = SCHEDULES[name].stages
+    if usual is not None:
+        return int(given or usual)
+    if given not in (None, 1):
+        raise PlanError(
+            f"Schedule {name} has one stage per worker.",
+            seen=f"stages_per_worker={given}",
+            next_step="-o schedule=interleaved",
+            code="WB-PLAN-078",
+        )
+    return 1
+
+
+def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | None = None) -> int:
+    """Return how many microbatches to use: what was asked for, checked, or two per worker.
+
+    Args:
+        batch_size: Samples of a batch; None where it is not known yet.
+
+    Raises:
+        PlanError: The schedule cannot work with so many.
+    """
+    name, count = options["schedule"], options["microbatches"]
+    schedule = SCHEDULES[name]
+    least = workers if schedule.fills else 1
+    if count is None:
+        count = schedule.most or max(least, min(2 * workers, batch_size or 2 * workers))
+        if schedule.rounds and count % max(1, count // workers):
+            count = least
+    if schedule.most is not None and count > schedule.most:
+        raise PlanError(
+            f"The {name} schedule passes the whole batch along: it has one microbatch.",
+            seen=f"microbatches={count}",
+            next_step=f"-o schedule=gpipe -o microbatches={count}",
+            code="WB-PLAN-079",
+        )
+    if count < least:
+        raise PlanError(
+            f"Schedule {name} needs at least one microbatch per worker.",
+            seen=f"microbatches={count} on {workers} workers",
+            allowed=f"{least} or more",
+            next_step=f"-o microbatches={2 * workers}, or -o schedule=gpipe",
+            code="WB-PLAN-080",
+        )
+    rounds = max(1, count // workers)
+    if schedule.rounds and count % rounds:
+        raise PlanError(
+            f"Schedule {name} works in rounds, and the microbatches do not divide into them.",
+            seen=f"microbatches={count} in {rounds} rounds on {workers} workers",
+            allowed=f"a multiple of {workers}",
+            next_step=f"-o microbatches={workers * rounds}",
+            code="WB-PLAN-081",
+        )
+    if batch_size is not None and count > batch_size:
+        raise PlanError(
+            "There are more microbatches than samples in a batch, so some would be empty.",
+            seen=f"microbatches={count}, batch_size={batch_size}",
+            allowed=f"at most {batch_size} microbatches",
+            next_step="raise batch_size, or lower -o microbatches",
+            code="WB-PLAN-082",
+        )
+    return int(count)
+
+
+def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
+    """Raise PlanError when the options do not fit each other or the number of workers."""
+    stages_per_worker(options)
+    if "stages" in options:  # pipelines side by side, each with a share of the batch
+        every, workers = workers, options["stages"] or (1 if workers % 2 else 2)
+        if every % workers:
+            raise PlanError(
+                "The workers do not fill whole pipelines.",
+                seen=f"stages={workers} on {every} workers",
+                allowed="a number of workers that stages divides",
+                next_step=f"use -n {-(-every // workers) * workers}",
+                code="WB-PLAN-083",
+            )
+        batch_size = None if batch_size is None else -(-batch_size * workers // every)
+    microbatches(options, workers, batch_size)

@@ -1,0 +1,445 @@
+"""What PyTorch's strategies send in a step; the sizes are those that `sent_bytes` counts.
+
+What TensorFlow's strategies send in a step; TensorFlow itself does not count the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from . import diagrams, schedules
+from .diagrams import Arrow, Layout, Node, Parts, Phase, Size
+
+M = {"M": "bytes of the gradients, as large as the trained parameters"}
+N = {"N": "number of workers"}
+L = {"L": "number of leaders"}
+_WHOLE = "all parameters and the optimizer's state"
+FORWARD_BACKWARD = "Each worker computes the gradient of its share of the batch."
+OPTIMIZER = "Equal gradients, equal steps: the copies stay equal."
+
+
+def _work(layout: Layout, text: str = FORWARD_BACKWARD) -> Phase:
+    return Phase("Forward and backward", text, layout.ids)
+
+
+def _update(layout: Layout, text: str = OPTIMIZER) -> Phase:
+    return Phase("Optimizer", text, layout.ids)
+
+
+def one_device(layout: Layout) -> Parts:
+    """One worker; nothing is sent."""
+    work = _work(layout, "One worker computes the gradient of the whole batch.")
+    phases = (work, _update(layout, "It takes the step."))
+    return Parts(diagrams.workers(layout, _WHOLE), phases, {}, "nothing is sent")
+
+
+def mirrored(layout: Layout) -> Parts:
+    """All-reduce of the gradients, by the algorithm and compression asked for."""
+    compress, asked = str(layout.options["compress"]), str(layout.options["allreduce"])
+    algorithm = "backend" if asked == "auto" else asked
+    many = L if algorithm == "hierarchical" else N
+    units, notes = {**M, **many}, []
+    if asked == "auto":
+        notes.append(
+            "allreduce=auto measures and takes the fastest here; drawn is what the backend does."
+        )
+    unit = "M" if compress == "none" else "C"
+    if unit == "C":
+        units = {"C": f"bytes of the gradients after {compress}", **many}
+    pattern, source = diagrams.ALL_REDUCE[algorithm]
+    phases = pattern(layout.ids, "gradients", unit)
+    if compress.startswith("topk"):
+        phases = _gathered(layout)
+        source = "ring all-gather; Aji and Heafield, Sparse Communication, EMNLP 2017"
+    if algorithm == "backend" and compress == "none":
+        notes.append("Gradients travel in buckets while backward still runs.")
+    return Parts(
+        diagrams.workers(layout, _WHOLE),
+        (_work(layout), *phases, _update(layout)), units, source, tuple(notes),
+    )  # fmt: skip
+
+
+def _gathered(layout: Layout) -> tuple[Phase, ...]:
+    """Return the ring on which everybody's choice of numbers goes around."""
+    n = layout.workers
+    if n < 2:
+        return ()
+    size = diagrams.whole("C")
+    following = [*layout.ids[1:], layout.ids[0]]
+    arrows = tuple(
+        Arrow(a, b, "gradients", size, n - 1)
+        for a, b in zip(layout.ids, following, strict=True)
+    )  # fmt: skip
+    text = "Everybody's largest numbers, with their places, travel around the ring."
+    return (Phase("All-gather", text, arrows=arrows, formula="C, N-1 rounds"),)
+
+
+def _with_servers(layout: Layout, holds: str, phases: tuple[Phase, ...], source: str,
+                  notes: tuple[str, ...] = ()) -> Parts:  # fmt: skip
+    servers = tuple(
+        Node(f"s{i}", "server", f"server {i}", holds) for i in range(layout.servers)
+    )  # fmt: skip
+    nodes = diagrams.around(diagrams.workers(layout, "a copy of the parameters"), servers)
+    units = {**M, **diagrams.server_units("M", layout.servers)}
+    return Parts(nodes, phases, units, source, notes)
+
+
+def central_storage(layout: Layout) -> Parts:
+    """Gradients to the one server, parameters back."""
+    ids = ("s0",)
+    push = diagrams.exchange_with_server(
+        layout, ids, "M", "gradients", "Push", "Each worker sends its gradient.", up=True
+    )
+    pull = diagrams.exchange_with_server(
+        layout, ids, "M", "weights", "Pull", "Each worker gets the new parameters.", up=False
+    )
+    step = Phase("Optimizer", "The server adds up all gradients and takes one step.", ids)
+    return _with_servers(
+        layout, _WHOLE, (_work(layout), push, step, pull),
+        "Abadi et al., TensorFlow, OSDI 2016, section 4.4 (synchronous replicas)",
+    )  # fmt: skip
+
+
+def parameter_server(layout: Layout) -> Parts:
+    """Push and pull with every server, together or at each worker's own pace."""
+    ids = tuple(f"s{index}" for index in range(layout.servers))
+    every, bound = int(layout.options["pull_every"]), layout.options["max_staleness"]
+    together = bool(layout.options["sync"])
+    push = diagrams.exchange_with_server(
+        layout, ids, "M", "gradients", "Push",
+        "Each server is sent the gradient of the part it holds.", up=True,
+    )  # fmt: skip
+    pulled = diagrams.exchange_with_server(
+        layout, ids, "M", "weights", "Pull", "The newest parameters come back.", up=False
+    )
+    pull = Phase(pulled.title, pulled.text, (), pulled.arrows, every, every - 1, pulled.formula)
+    alone = "Every push is a step of its own, taken when it arrives."
+    step = Phase(
+        "Optimizer", "One step with all workers' gradients." if together else alone, ids
+    )  # fmt: skip
+    notes = [] if together else ["Nobody waits: each worker goes through this at its own pace."]
+    if bound is not None:
+        notes = [f"A worker more than {bound} steps ahead of the slowest is held back."]
+    return _with_servers(
+        layout, "its part of parameters and optimizer", (_work(layout), push, step, pull),
+        "Li et al., Parameter Server, OSDI 2014; Ho et al., SSP, NIPS 2013", tuple(notes),
+    )  # fmt: skip
+
+
+def sharded(layout: Layout) -> Parts:
+    """Layers are gathered to compute, gradients scattered to their owners."""
+    gather = "Layer by layer, everybody's shards are gathered, used and freed."
+    forward = diagrams.scatter_ring(layout.ids, "weights", "M", "All-gather, forward", gather)
+    again: tuple[Phase, ...] = ()
+    units = {**M, **N}
+    if layout.options["reshard"]:
+        again = diagrams.scatter_ring(
+            layout.ids, "weights", "U", "All-gather, backward",
+            "What was freed after forward is gathered once more.",
+        )  # fmt: skip
+        units["U"] = "bytes of the layers of their own (unit_mb), which are freed in between"
+    scatter = diagrams.scatter_ring(
+        layout.ids, "gradients", "M", "Reduce-scatter",
+        "Each worker ends with the summed gradient of its own shard.",
+    )  # fmt: skip
+    compute = "Each worker computes on its share of the batch."
+    phases = (
+        *forward, Phase("Forward", compute, layout.ids),
+        *again, Phase("Backward", compute, layout.ids), *scatter,
+        _update(layout, "Each worker updates its shard; the optimizer's state is sharded as well."),
+    )  # fmt: skip
+    holds = "1/N of parameters, gradients and optimizer"
+    source = "Rajbhandari et al., ZeRO, SC 2020, section 7; Zhao et al., FSDP, VLDB 2023"
+    return Parts(diagrams.workers(layout, holds), phases, units, source)
+
+
+def _pipeline(layout: Layout, workers: int) -> tuple[int, int, str]:
+    """Return stages, microbatches and what the schedule does with them."""
+    per_worker = schedules.stages_per_worker(layout.options)
+    batches = schedules.microbatches(layout.options, workers)
+    name = str(layout.options["schedule"])
+    return per_worker * workers, batches, f"{name}: {schedules.SCHEDULES[name].source}"
+
+
+def model_split(layout: Layout) -> Parts:
+    """Activations go from stage to stage, their gradients come back."""
+    schedules.check(layout.options, layout.workers, None)
+    stages, batches, source = _pipeline(layout, layout.workers)
+    holders = [layout.ids[stage % layout.workers] for stage in range(stages)]
+    phases = (
+        *_flow(layout, [holders], batches),
+        _update(layout, "Each worker updates its own stages."),
+    )
+    units = diagrams.handed_units(stages) | ({"m": "microbatches"} if batches > 1 else {})
+    nodes = tuple(
+        Node(name, "worker", f"worker {rank}", _stages_of(rank, stages, layout.workers), rank)
+        for rank, name in enumerate(layout.ids)
+    )
+    return Parts(nodes, phases, units if layout.workers > 1 else {}, source, _mixed(batches))
+
+
+def hybrid(layout: Layout) -> Parts:
+    """Pipelines side by side; the holders of a stage add up its gradients."""
+    schedules.check(layout.options, layout.workers, None)
+    width = int(layout.options["stages"] or (1 if layout.workers % 2 else 2))
+    stages, batches, source = _pipeline(layout, width)
+    rows = [layout.ids[first : first + width] for first in range(0, layout.workers, width)]
+    chains = [[row[stage % width] for stage in range(stages)] for row in rows]
+    arrows: list[Arrow] = []
+    for place in range(width):
+        column = [row[place] for row in rows]
+        for phase in diagrams.ring_at_once(column, "gradients", f"G{place}", "", "", by="D"):
+            arrows += phase.arrows
+    text = "The holders of the same stage add up its gradients."
+    meet = (Phase("All-reduce by stage", text, (), tuple(arrows), formula="G/D, 2(D-1) rounds"),)
+    units = diagrams.handed_units(stages) if width > 1 else {}
+    units |= {f"G{p}": f"bytes of the gradients of stage {p}'s worker" for p in range(width)}
+    units |= {"D": "number of pipelines", **({"m": "microbatches"} if batches > 1 else {})}
+    nodes = tuple(
+        Node(name, "worker", f"worker {rank}", _stages_of(rank % width, stages, width), rank)
+        for rank, name in enumerate(layout.ids)
+    )
+    phases = (
+        *_flow(layout, chains, batches), *(meet if arrows else ()),
+        _update(layout, "Each worker updates its own stages."),
+    )  # fmt: skip
+    return Parts(nodes, phases, units, f"{source}; {diagrams.RING}", _mixed(batches))
+
+
+def _flow(layout: Layout, chains: list[list[str]], batches: int) -> tuple[Phase, ...]:
+    forward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=False))
+    backward = tuple(a for one in chains for a in diagrams.chain(one, batches, backward=True))
+    size = "A/m, m microbatches" if batches > 1 else "A"
+    text = "Each stage computes what arrives and hands its activations on."
+    back = "The gradients of the activations come back, stage by stage."
+    return (
+        Phase("Forward", text, layout.ids, forward, formula=size if forward else ""),
+        Phase("Backward", back, layout.ids, backward, formula=size if backward else ""),
+    )
+
+
+def _stages_of(place: int, stages: int, width: int) -> str:
+    own = range(place, stages, width)
+    return f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
+
+
+def _mixed(batches: int) -> tuple[str, ...]:
+    if batches == 1:
+        return ()
+    return (
+        "Microbatches follow each other, so stages work at the same time; the schedule decides how "
+        "forward and backward take turns.",
+    )
+
+
+def tensor_parallel(layout: Layout) -> Parts:
+    """Partial results are added up inside forward and backward."""
+    forward = diagrams.ring_at_once(
+        layout.ids, "activations", "Y", "All-reduce, forward",
+        "The parts of a layer pair's output are added up.",
+    )  # fmt: skip
+    backward = diagrams.ring_at_once(
+        layout.ids, "gradients", "X", "All-reduce, backward",
+        "The parts of the gradient of its input are added up.",
+    )  # fmt: skip
+    every = "Every worker sees the whole batch and computes its part of each divided layer."
+    phases = (
+        Phase("Forward", every, layout.ids), *forward,
+        Phase("Backward", every, layout.ids), *backward,
+        _update(layout, "Each worker updates the part it holds."),
+    )  # fmt: skip
+    units = {
+        "Y": "bytes of the divided layers' outputs, all pairs of a batch",
+        "X": "bytes of the gradients of their inputs; none for a first layer",
+        **N,
+    }
+    nodes = diagrams.workers(layout, "1/N of the divided layers")
+    return Parts(nodes, phases, units, "Shoeybi et al., Megatron-LM, 2019, section 3")
+
+
+def local_sgd(layout: Layout) -> Parts:
+    """Steps alone; parameters are averaged at the end of a round."""
+    every = int(layout.options["every"])
+    meet = diagrams.ring_at_once(
+        layout.ids, "average", "P", "Average",
+        "All parameters become their mean." if every == 1 else
+        f"Every {every} steps all parameters become their mean.", every=every,
+    )  # fmt: skip
+    notes: tuple[str, ...] = ()
+    if layout.options["fraction"] < 1:
+        notes = ("In each round some workers sit out: they send zeros to the sum.",)
+    phases = (
+        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+    )  # fmt: skip
+    units = {"P": "bytes of parameters and floating-point buffers", **N}
+    source = f"Stich, Local SGD, ICLR 2019; {diagrams.RING}"
+    return Parts(diagrams.workers(layout, _WHOLE), phases, units, source, notes)
+
+
+def gossip(layout: Layout) -> Parts:
+    """Parameters are mixed with the neighbours' after every step."""
+    n, size = layout.workers, Size(1.0, "P", "P")
+    rounds = _graph(str(layout.options["graph"]), n)
+    meet = tuple(
+        Phase(
+            "Mix" if len(rounds) == 1 else f"Mix, hop {hops[0]}",
+            "Each worker mixes its parameters with those it is sent.",
+            (),
+            tuple(
+                Arrow(layout.ids[r], layout.ids[(r + hop) % n], "average", size)
+                for r in range(n) for hop in hops
+            ),
+            len(rounds), index, "P to each neighbour",
+        )
+        for index, hops in enumerate(rounds)
+    )  # fmt: skip
+    phases = (
+        _work(layout), _update(layout, "Each worker takes a step of its own: copies drift."), *meet
+    )  # fmt: skip
+    units = {"P": "bytes of parameters and floating-point buffers"} if n > 1 else {}
+    source = "Lian et al., D-PSGD, NIPS 2017; Ying et al., exponential graphs, NeurIPS 2021"
+    return Parts(diagrams.workers(layout, _WHOLE), phases, units, source)
+
+
+def _graph(graph: str, n: int) -> list[list[int]]:
+    """Return how far each worker's messages go, step after step."""
+    if n == 1:
+        return []
+    if graph == "ring":
+        return [sorted({1, n - 1})]
+    return [[1 << k] for k in range(max(1, math.ceil(math.log2(n))))]
+
+
+_TENSORFLOW_WHOLE = "all variables and the optimizer's state"
+_SHARE = "Each replica computes the gradient of its share of the batch."
+_EQUAL = "Each replica applies the same sum: the copies stay equal."
+GUIDE = "https://www.tensorflow.org/guide/distributed_training"
+
+
+def _devices(layout: Layout, holds: str) -> tuple[Node, ...]:
+    return tuple(
+        Node(name, "device", f"device {rank}", holds, rank) for rank, name in enumerate(layout.ids)
+    )
+
+
+def tensorflow_one_device(layout: Layout) -> Parts:
+    """One replica; nothing is sent."""
+    phases = (
+        Phase("Forward and backward", "One replica computes the whole batch.", layout.ids),
+        Phase("Optimizer", "It takes the step.", layout.ids),
+    )
+    return Parts(_devices(layout, _TENSORFLOW_WHOLE), phases, {}, "nothing is sent")
+
+
+def _replicated(
+    layout: Layout, nodes: tuple[Node, ...], phases: tuple[Phase, ...], source: str,
+    notes: tuple[str, ...] = (),
+) -> Parts:  # fmt: skip
+    every = (
+        Phase("Forward and backward", _SHARE, layout.ids), *phases,
+        Phase("Optimizer", _EQUAL, layout.ids),
+    )  # fmt: skip
+    return Parts(nodes, every, {**M, **N}, source, notes)
+
+
+def tensorflow_mirrored(layout: Layout) -> Parts:
+    """All-reduce between the devices of one engine."""
+    asked = str(layout.options["cross_device_ops"])
+    notes = ("auto: NCCL's ring on GPUs, as drawn on CPUs.",) if asked == "auto" else ()
+    pattern, source = diagrams.ALL_REDUCE["reduce_to_one" if asked == "auto" else asked]
+    phases = pattern(layout.ids, "gradients", "M")
+    return _replicated(layout, _devices(layout, _TENSORFLOW_WHOLE), phases, source, notes)
+
+
+def multi_worker_mirrored(layout: Layout) -> Parts:
+    """All-reduce between engines, in a ring."""
+    phases = diagrams.ring(layout.ids, "gradients", "M")
+    return _replicated(layout, diagrams.workers(layout, _TENSORFLOW_WHOLE), phases, diagrams.RING)
+
+
+def tpu(layout: Layout) -> Parts:
+    """All-reduce over the TPU's own links, compiled into the step."""
+    text = "XLA compiles the sum into the step; the way it takes over the torus is its own."
+    phases = diagrams.ring_at_once(layout.ids, "gradients", "M", "All-reduce", text)
+    nodes = tuple(
+        Node(name, "device", f"core {rank}", _TENSORFLOW_WHOLE, rank)
+        for rank, name in enumerate(layout.ids)
+    )
+    return _replicated(layout, nodes, phases, f"Jouppi et al., ISCA 2017; {diagrams.RING}")
+
+
+def tensorflow_central_storage(layout: Layout) -> Parts:
+    """Variables lie on one device; gradients go there, variables are read from there."""
+    apart = layout.options["parameter_device"] == "cpu"
+    home = "h" if apart else layout.ids[0]
+    others = [name for name in layout.ids if name != home]
+    size = diagrams.whole("M")
+    devices = _devices(layout, "nothing between steps")
+    nodes = devices
+    if apart:
+        nodes = diagrams.around(devices, (Node("h", "store", "host", _TENSORFLOW_WHOLE),))
+    else:
+        nodes = (Node(home, "device", "device 0", _TENSORFLOW_WHOLE, 0), *devices[1:])
+    read = tuple(Arrow(home, one, "weights", size) for one in others)
+    push = tuple(Arrow(one, home, "gradients", size) for one in others)
+    phases = [
+        Phase("Forward and backward", _SHARE, layout.ids),
+        Phase("Optimizer", "The gradients are added up and applied once.", (home,)),
+    ]
+    if others:
+        phases.insert(0, Phase("Read", "Every device reads the variables.", arrows=read,
+                               formula="M to each"))  # fmt: skip
+        phases.insert(2, Phase("Send", "Every device sends its gradients to where the variables "
+                               "lie.", arrows=push, formula="M"))  # fmt: skip
+    return Parts(nodes, tuple(phases), M, f"tf.distribute.CentralStorageStrategy, {GUIDE}")
+
+
+def tensorflow_model_split(layout: Layout) -> Parts:
+    """The whole batch goes through the devices in turn."""
+    ids = layout.ids
+    nodes = tuple(
+        Node(name, "device", f"device {rank}", f"stage {rank}", rank)
+        for rank, name in enumerate(ids)
+    )
+    formula = "A" if len(ids) > 1 else ""
+    phases = (
+        Phase("Forward", "One stage after the other computes the whole batch.", ids,
+              diagrams.chain(ids, 1, backward=False), formula=formula),
+        Phase("Backward", "The gradients of the activations come back.", ids,
+              diagrams.chain(ids, 1, backward=True), formula=formula),
+        Phase("Optimizer", "Each device updates its own layers.", ids),
+    )  # fmt: skip
+    units = diagrams.handed_units(len(ids))
+    source = "Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3"
+    notes = ("While one stage computes, the others stand idle.",) if len(ids) > 1 else ()
+    return Parts(nodes, phases, units, source, notes)
+
+
+def tensorflow_parameter_server(layout: Layout) -> Parts:
+    """A coordinator hands out closures; workers read from and write to the servers."""
+    servers = tuple(f"s{index}" for index in range(layout.servers))
+    inner = (
+        Node("c", "coordinator", "coordinator", "the order of the steps"),
+        *(Node(name, "server", f"server {name[1:]}", "its part of the variables and optimizer")
+          for name in servers),
+    )  # fmt: skip
+    size = diagrams.whole("T")
+    work = tuple(Arrow("c", worker, "work", size) for worker in layout.ids)
+    phases = (
+        Phase("Schedule", "Whichever worker is free is handed the next step.", ("c",), work,
+              formula="T each"),
+        diagrams.exchange_with_server(layout, servers, "M", "weights", "Pull",
+                                      "The worker reads the variables.", up=False),
+        Phase("Forward and backward", "It computes the gradient of its batch.", layout.ids),
+        diagrams.exchange_with_server(layout, servers, "M", "gradients", "Push",
+                                      "It sends the gradients to the servers.", up=True),
+        Phase("Optimizer", "Every push is a step of its own, taken when it arrives.", servers),
+    )  # fmt: skip
+    units = {
+        **M, **diagrams.server_units("M", len(servers)),
+        "T": "bytes of a closure and of the samples it is sent",
+    }  # fmt: skip
+    nodes = diagrams.around(diagrams.workers(layout, "nothing between steps"), inner)
+    source = "tf.distribute.ParameterServerStrategy; Li et al., Parameter Server, OSDI 2014"
+    notes = ("Nobody waits: each worker goes through this at its own pace.",)
+    return Parts(nodes, phases, units, source, notes)

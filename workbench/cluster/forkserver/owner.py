@@ -1,0 +1,359 @@
+"""Whose the warm parent is: the kernel that started it, another one that took it over, nobody's.
+
+The warm parent's care for processes: reaping, stopping, leaving nothing behind.
+
+The warm parent's door: a Unix socket in a kept cluster's folder, where the next owner knocks.
+
+    next owner -> warm   {"cmd": "own", "pid", "create_time", "take"}
+    warm -> next owner   {"children", "exits", "report"} | {"error", "owner"}
+
+Only this user can reach it (the folder is 0700), and who knocks is checked once more by the user id
+that the system vouches for. Runs in the warm parent: one thread, no waiting but a short one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import folders
+
+LOOK_EVERY_S = 1.0
+MAX_EXITS = 1000
+
+
+class Owner:
+    """Knows who owns this warm parent, and whether it is needed while nobody does.
+
+    Attributes:
+        alone: Whether the owner is gone.
+        kept: Whether the engines are to outlive it.
+        door: Where the next owner knocks; None where the cluster is not kept.
+        exits: How engines ended that nobody was told of.
+    """
+
+    def __init__(self, nanny: Nanny, framework: str) -> None:
+        self._nanny, self._framework = nanny, framework
+        self._parent = os.getppid()
+        self._who: Mapping[str, Any] | None = None  # a kernel that is not our parent
+        self._folder: Path | None = None
+        self._idle_timeout_s = 0.0
+        self._alone_since = self._looked = 0.0
+        self._idle = False
+        self.alone = self.kept = False
+        self.door: Door | None = None
+        self.exits: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        """Notice a death that closed no socket: a copy of it may live on in a forked child."""
+        if self.alone:
+            return
+        if self._who is None:
+            gone = os.getppid() != self._parent
+        elif time.monotonic() - self._looked > LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            gone = not folders.alive(self._who)
+        else:
+            gone = False
+        if gone:
+            self.lost()
+
+    def lost(self) -> None:
+        """The owner is gone."""
+        if not self.alone:
+            self.alone, self._alone_since = True, time.monotonic()
+
+    def keep(self, folder: Path, idle_timeout_s: float) -> None:
+        """Outlive the owner from now on, until nothing has run for so long (0: for ever)."""
+        self._folder, self._idle_timeout_s = folder, idle_timeout_s
+        self.kept = True
+        if self.door is None:
+            self.door = Door(folder, f"warm-{self._framework}")
+        # Whose death makes the folder stale: ours, once the kernel's no longer does.
+        self._nanny.own_folders(os.getpid())
+
+    def let_go(self) -> None:
+        """End with the owner again."""
+        self.kept = False
+        self._nanny.own_folders(self._parent if self._who is None else int(self._who["pid"]))
+
+    def needed(self) -> bool:
+        """Whether the engines of a kept cluster are there still, and were not forgotten."""
+        if not self.kept:
+            return False
+        if time.monotonic() - self._looked < LOOK_EVERY_S:
+            return True
+        self._looked = time.monotonic()
+        found = folders.look(self._folder) if self._folder is not None else None
+        alone_s = time.monotonic() - self._alone_since
+        if found is None:  # its description was lost: stay for our own engines
+            self._idle = 0 < self._idle_timeout_s < alone_s
+            return "engine" in self._nanny.children.values() and not self._idle
+        self._idle = 0 < self._idle_timeout_s < min(found.idle_s, alone_s)
+        if self._idle:
+            return False
+        return "engine" in self._nanny.children.values() or bool(found.engines)
+
+    def successor(self) -> int:
+        """Return the cluster's other warm parent, if it goes on with engines; else 0.
+
+        It then has the folder and all that was guarded.
+        """
+        found = folders.look(self._folder) if self.kept and self._folder is not None else None
+        if found is None or self._idle or not found.engines:
+            return 0
+        others = found.about["parents"].values()
+        living = [int(one["pid"]) for one in others if folders.alive(one)]
+        return next((pid for pid in living if pid != os.getpid()), 0)
+
+    def admit(self) -> tuple[socket.socket, dict[str, Any], str] | None:
+        """Let somebody in who knocks: their connection, what they said, why they are refused."""
+        knocked = self.door.answer() if self.door is not None else None
+        if knocked is None:
+            return None
+        sock, message = knocked
+        refused = ""
+        if not folders.alive(message):
+            refused = "the one who asks is not there"
+        elif not self.alone and not message.get("take"):
+            refused = "it has an owner"
+        if not refused:
+            self._who = {"pid": message["pid"], "create_time": message["create_time"]}
+            self.alone = False
+        return sock, message, refused
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """Pid and start time of the owner."""
+        return dict(self._who) if self._who is not None else folders.identity(self._parent)
+
+    def tell_later(self, message: dict[str, Any]) -> None:
+        """Keep what the next owner must know."""
+        if self.alone and message.get("event") == "exit":
+            self.exits = [*self.exits, message][-MAX_EXITS:]
+
+    def leave(self) -> None:
+        """Let go of the door in a forked child."""
+        if self.door is not None:
+            self.door.leave()
+
+
+SECOND_LOOK_S = 0.3
+
+
+class Nanny:
+    """Knows the children and what else is to be gone when the kernel is."""
+
+    def __init__(self) -> None:
+        self.children: dict[int, str] = {}
+        """pid -> what it is: "engine" or "keeper"."""
+        self.guarded: dict[int, float] = {}
+        """pid -> start time of processes that somebody else started."""
+        self._folders: list[str] = []
+        self._doomed: dict[int, float] = {}  # pid -> when SIGTERM gives way to SIGKILL
+
+    @property
+    def busy(self) -> bool:
+        """Whether `escalate` will have something to do soon."""
+        return bool(self._doomed)
+
+    def reap(self) -> Iterator[tuple[int, int | None, int | None, int]]:
+        """Yield pid, exit code, signal and the most memory (bytes) of each child that ended."""
+        for pid in list(self.children):
+            done, status, used = os.wait4(pid, os.WNOHANG)
+            if done:
+                del self.children[pid]
+                self._doomed.pop(pid, None)
+                code = os.waitstatus_to_exitcode(status)
+                held_bytes = used.ru_maxrss * 1024
+                yield (
+                    (pid, code, None, held_bytes) if code >= 0 else (pid, None, -code, held_bytes)
+                )
+
+    def signal(self, pid: int, sig: int) -> bool:
+        """Signal a child; False for anything else (a pid may belong to another by now)."""
+        if pid not in self.children:
+            return False
+        os.kill(pid, sig)
+        return True
+
+    def stop(self, pids: Sequence[int], grace_s: float) -> None:
+        """SIGTERM children, and SIGKILL what is left after `grace_s` (TensorFlow swallows TERM)."""
+        due = time.monotonic() + grace_s
+        for pid in pids:
+            if self.signal(pid, signal.SIGTERM):
+                self._doomed[pid] = due
+        self.escalate()
+
+    def escalate(self) -> None:
+        """SIGKILL those whose time is up."""
+        now = time.monotonic()
+        for pid in [pid for pid, due in self._doomed.items() if due <= now]:
+            del self._doomed[pid]
+            kill_group(pid)
+
+    def guard_dir(self, path: str) -> None:
+        """Remove this folder at the end.
+
+        Raises:
+            ValueError: It is not a cluster's own temporary folder.
+        """
+        if not folders.is_ours(path):
+            raise ValueError(f"{path} is not a cluster's folder")
+        if path not in self._folders:
+            self._folders.append(path)
+
+    def own_folders(self, pid: int) -> None:
+        """Say which process keeps the guarded folders in use."""
+        for folder in self._folders:
+            folders.own(Path(folder), pid)
+
+    def hand_over(self, pid: int) -> None:
+        """Kill children only: another process has the folders and all that is guarded."""
+        self.own_folders(pid)
+        for child in self.children:
+            kill_group(child)
+
+    def end(self) -> None:
+        """Kill children, guarded processes and all that belongs to guarded folders; remove these.
+
+        The second look is for a controller that the kernel was starting when it died, before it was
+        a program of its own and carried the folder in its environment.
+        """
+        for pid in self.children:
+            kill_group(pid)
+        for pid, create_time in self.guarded.items():
+            if folders.same_process(pid, create_time):
+                kill_group(pid)
+        for wait_s in (0.0, SECOND_LOOK_S if len(self.guarded) < len(self._folders) else 0.0):
+            time.sleep(wait_s)
+            for folder in self._folders:
+                folders.end_family(folder)
+        for folder in self._folders:
+            folders.remove(folder)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a process and, where it leads a group (all of ours do), what it started.
+
+    Not multiprocessing's resource trackers: they unlink shared memory and semaphores of whoever
+    started them, and end by themselves.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        leads = os.getpgid(pid) == pid
+        os.kill(pid, signal.SIGKILL)
+        for member in folders.group(pid) if leads else ():
+            if not folders.is_tracker(member):
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+
+
+KNOCK_S = 2.0
+MAX_LINE_BYTES = 1 << 16
+
+
+class Door:
+    """Listens in a cluster's folder.
+
+    Args:
+        folder: The cluster's.
+        name: Of the socket; one for each warm parent.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        with _short(self.path) as path:
+            self._socket.bind(path)
+        self.path.chmod(0o600)
+        self._socket.listen(8)
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._socket.fileno()
+
+    def answer(self) -> tuple[socket.socket, dict[str, Any]] | None:
+        """Return who knocks and what they say; None for strangers and those who say nothing."""
+        try:
+            caller, _ = self._socket.accept()
+        except OSError:
+            return None
+        try:
+            caller.settimeout(KNOCK_S)
+            if _uid(caller) == os.getuid():
+                message = json.loads(_line(caller, MAX_LINE_BYTES))
+                if message.get("cmd") == "own":
+                    caller.settimeout(None)
+                    return caller, message
+        except (OSError, ValueError, AttributeError):
+            pass
+        caller.close()
+        return None
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def leave(self) -> None:
+        """Let go of it in a forked child."""
+        self._socket.close()
+
+
+def knock(path: Path, message: Mapping[str, Any]) -> tuple[socket.socket, dict[str, Any]]:
+    """Ask to own the cluster; return the connection and the answer.
+
+    Raises:
+        OSError: Nobody is there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(10 * KNOCK_S)
+        with _short(path) as short:
+            sock.connect(short)
+        sock.sendall(json.dumps({"cmd": "own", **message}).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(_line(sock))
+    except ValueError as error:
+        sock.close()
+        raise OSError("the answer was cut off") from error
+    except BaseException:
+        sock.close()
+        raise
+    sock.settimeout(None)
+    return sock, answer
+
+
+def _line(sock: socket.socket, most_bytes: int = -1) -> bytes:
+    """Read one line, and not a byte more: what follows belongs to somebody else."""
+    with sock.makefile("rb", buffering=0) as unbuffered:
+        return unbuffered.readline(most_bytes)
+
+
+def _uid(sock: socket.socket) -> int:
+    size = struct.calcsize("3i")
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", raw)[1])
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Any:
+    """Yield a name that fits a socket's address (107 bytes), however deep the folder lies."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,229 @@
+"""What the warm parent imports, by name, and whether it is still safe to fork afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+IDLE_BEFORE_WARMING_S = 0.5
+
+ENGINE_MODULES = (
+    "numpy",
+    "ipyparallel.engine.app",
+    "ipyparallel.serialize",
+    "ipykernel.ipkernel",
+    "ipykernel.zmqshell",
+    "IPython.core.interactiveshell",
+    # What the engine would otherwise import while it registers (0.1 s of CPU each).
+    "tornado.platform.asyncio",
+    "tornado.queues",
+    "ipykernel.debugger",
+    "IPython.core.completerlib",
+    "IPython.core.oinspect",
+    "IPython.extensions.storemagic",
+    "encodings.idna",
+    "matplotlib_inline.backend_inline",
+)
+WORKBENCH_MODULES = (
+    "workbench.engine.entry",
+    "workbench.engine.runtime",
+    "workbench.engine.telemetry.control_link",
+    "workbench.engine.training.fit",
+    "workbench.engine.training.user_loops",
+    "workbench.engine.training.user_loops",
+    "workbench.history.disk",
+)
+FRAMEWORK_MODULES: dict[str, tuple[str, ...]] = {
+    "torch": (
+        "torch",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch.utils.data",
+        "workbench.engine.torch.support",
+        "workbench.data.torch_sets",
+    ),
+    "tensorflow": (
+        "tensorflow",
+        "keras",
+        "workbench.engine.tensorflow.support",
+    ),
+}
+SECOND_STAGE: dict[str, tuple[str, ...]] = {
+    # The first optimizer step imports torch._dynamo; without this every engine would.
+    "torch": (
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "torch.distributed.pipelining",
+        "torch.distributed.fsdp",
+        "workbench.strategies.torch.one_device",
+        "workbench.strategies.torch.mirrored",
+    ),
+    "tensorflow": (
+        "workbench.data.arrays",
+        "workbench.engine.tensorflow.data",
+        "workbench.strategies.tensorflow.one_device",
+        "workbench.strategies.tensorflow.mirrored",
+    ),
+}
+
+
+def first_stage(framework: str) -> dict[str, Any]:
+    """Import what every engine needs; return what the kernel is told about it.
+
+    Returns:
+        `framework`, `seconds`, `missing` (modules that do not exist or would not import) and, if
+        the framework itself did not import or forking is unsafe, `error`.
+    """
+    began = time.perf_counter()
+    names = (*ENGINE_MODULES, *FRAMEWORK_MODULES[framework], *WORKBENCH_MODULES)
+    missing = [name for name in names if not import_module(name)]
+    report: dict[str, Any] = {"framework": framework, "missing": missing}
+    if framework in missing:
+        report["error"] = f"{framework} could not be imported"
+    elif "ipyparallel.engine.app" in missing:
+        report["error"] = "ipyparallel could not be imported"
+    else:
+        if framework == "torch":
+            sys.modules["torch"].set_num_threads(1)
+        else:
+            # Threads that TensorFlow starts while it is imported were found not to matter.
+            _allowed.threads = _count_threads()
+        hazard = fork_hazard()
+        if hazard:
+            report["error"] = f"forking is not safe here: {hazard}"
+    report["seconds"] = round(time.perf_counter() - began, 3)
+    return report
+
+
+class SecondStage:
+    """What is imported once nobody wants anything, a module at a time.
+
+    Args:
+        extra: Further modules, after the framework's.
+
+    Attributes:
+        waiting: What is not imported yet.
+    """
+
+    def __init__(self, framework: str, extra: Iterable[str] = ()) -> None:
+        self.waiting = [*SECOND_STAGE[framework], *extra]
+        self._quiet_until = 0.0
+
+    def touch(self, quiet_s: float = IDLE_BEFORE_WARMING_S) -> None:
+        """Somebody wants something: import nothing for so long."""
+        self._quiet_until = max(self._quiet_until, time.monotonic() + quiet_s)
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until the next module's turn; endless where none waits."""
+        return max(0.0, self._quiet_until - time.monotonic()) if self.waiting else math.inf
+
+    def go_on(self) -> bool:
+        """Import the next module if its turn has come; return whether that was the last one."""
+        if self.due_s > 0:
+            return False
+        import_if_safe(self.waiting.pop(0))
+        return not self.waiting
+
+
+def import_module(name: str) -> bool:
+    """Import a module by name; False (and a traceback in our log) where that fails."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            traceback.print_exc()
+        return False
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def import_if_safe(name: str) -> bool:
+    """Import a module unless doing so would make forking unsafe.
+
+    With an NVIDIA driver present the import is first tried in a child, since a library may ask
+    CUDA for its devices while it loads, and a process that did can never fork again.
+    """
+    if glob.glob("/dev/nvidiactl") and not _harmless_in_child(name):
+        return False
+    return import_module(name)
+
+
+def _harmless_in_child(name: str) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        import_module(name)
+        os._exit(1 if fork_hazard() else 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@dataclass
+class _Allowed:
+    threads: int = 1
+
+
+_allowed = _Allowed()
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def fork_hazard() -> str | None:
+    """Say what makes it unsafe to fork this process, or None."""
+    threads = _count_threads()
+    if threads > _allowed.threads:
+        return f"{threads} threads are running"
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("/dev/nvidia"):
+                return f"CUDA was initialised ({target} is open)"
+    return "TensorFlow has run an operation" if _tensorflow_began() else None
+
+
+def _tensorflow_began() -> bool:
+    """Whether TensorFlow's runtime is up: the children of such a process hang at their first op."""
+    module = sys.modules.get("tensorflow.python.eager.context")
+    return bool(getattr(getattr(module, "_context", None), "_initialized", False))
+
+
+@contextlib.contextmanager
+def on_hangup(sock: socket.socket, end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` when the other side of `sock` is gone, even in the middle of a long import.
+
+    The kernel sends SIGIO when something happens on the socket; outside this block a loop reads.
+    """
+    import fcntl
+
+    def check(_number: int, _frame: FrameType | None) -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLHUP)
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+            end()
+
+    before = signal.signal(signal.SIGIO, check)
+    flags = fcntl.fcntl(sock, fcntl.F_GETFL)
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+    check(signal.SIGIO, None)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(sock, fcntl.F_SETFL, flags)
+        signal.signal(signal.SIGIO, before)

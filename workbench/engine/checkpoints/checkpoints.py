@@ -1,0 +1,514 @@
+"""Checkpoints of a run on its engines: when, what, and never half of one.
+
+    training     . . step 99 | copy | step 100 . . . . . . . step 199 | copy | . .
+    background                       write, flush, rename            write, flush, rename
+
+Training stands still for the copy alone, which is taken between two steps, on all workers between
+the same two. A thread of each engine then writes: rank 0 what stands for all (model, optimizer,
+scheduler), every rank what it alone has (random states, its own replica). All of it goes into
+`step-N.<run>.tmp`; when the last part is there, rank 0 renames the folder to `step-N`. So whatever
+is killed at whatever moment, a folder named `step-N` is whole, and the one before it stays until
+then. A write that fails (a full disk) is told and costs that checkpoint, not the run
+(`checkpoint_writing.py`).
+
+Checkpoints on their way to the disk: one engine's parts, and rank 0's folder of all.
+
+Nothing here stands in training's way: a thread writes (`checkpoints.py` says what, and when).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import FitError, RunError
+from ...shared import checkpoints, events
+from ..context import require
+from .files import rename_folder, write_text
+
+if TYPE_CHECKING:
+    from ..context import RunContext
+    from ..contract import Strategy
+
+clock = time.perf_counter
+
+
+class Checkpoints:
+    """Checkpoints of the trainings of one cell, on one engine.
+
+    Attributes:
+        every: Steps between two; 0 where none are written.
+        start: The checkpoint that the run goes on from; None where it begins anew.
+        resumed_step: Steps that were done when this run began; 0 where it begins anew.
+        stalled_s: How long training stood still for copies.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        spec = context.spec
+        self.context = context
+        self.every = spec.checkpoint_every if spec.checkpoint else 0
+        self.start = checkpoints.at(spec.resume) if spec.resume else None
+        self.resumed_step = 0
+        self.stalled_s = 0.0
+        self.asked = False
+        self._trainings = 0
+        self._strategy: Strategy | None = None
+        self._position: Callable[[], Mapping[str, Any]] = dict
+        self._kept: tuple[Any, ...] = ()
+        self._saved = -1
+        self._ends_with_cell = False
+        self._writer = Writer(context, Path(spec.checkpoint)) if spec.checkpoint else None
+
+    @functools.cached_property
+    def _format(self) -> Any:
+        """The framework's own module; imported only by runs that need it."""
+        framework = self.context.spec.framework
+        return importlib.import_module(f"workbench.engine.{framework}.checkpoints")
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    def enter(
+        self,
+        strategy: Strategy,
+        position: Callable[[], Mapping[str, Any]] = dict,
+        kept: tuple[Any, ...] = (),
+        *,
+        ends_with_cell: bool = False,
+    ) -> Mapping[str, Any] | None:
+        """Begin a training of the cell; return where it stood if the run goes on inside it.
+
+        An earlier training of the cell is done again: what it left may be needed.
+
+        Args:
+            position: Says where in the data training stands.
+            kept: Further objects with `state_dict` and `load_state_dict`.
+            ends_with_cell: Whether only the end of the cell tells the end of this training.
+
+        Raises:
+            FitError: The cell has changed since: the checkpoint is of another place in it.
+        """
+        self._strategy, self._position, self._kept = strategy, position, kept
+        if self.every:
+            _ = self._format  # now: the first copy must not wait for an import
+        self._ends_with_cell = ends_with_cell
+        self._saved = self.context.trained
+        number, self._trainings = self._trainings, self._trainings + 1
+        if self.start is None or self.start.about.get("training") != number:
+            return None
+        about = self.start.about
+        if about["base"] != self.context.trained:
+            raise FitError(
+                "The checkpoint is of another cell: the trainings before this one differ.",
+                seen=f"{self.context.trained} steps before it, then {about['base']}",
+                next_step="go on with the cell as it was: wb.resume runs the one that was saved",
+                code="WB-FIT-002",
+            )
+        self._saved = self.resumed_step = self.start.step
+        return about
+
+    def restore(self, *, whole: bool = True) -> None:
+        """Give the training the state of the checkpoint it goes on from; on all ranks.
+
+        Args:
+            whole: Whether random states are set as well: they must be the last thing before a step.
+
+        Raises:
+            FitError: The model, or its optimizer, has another form.
+            RunError: The checkpoint cannot be read.
+        """
+        assert self.start is not None, "there is a checkpoint to go on from"
+        assert self._strategy is not None, "enter comes first"
+        path, about = Path(self.start.path), self.start.about
+        strategy, spec = self._strategy, self.context.spec
+        state = self._read(path / "state")
+        own = None
+        alike = about["world_size"] == spec.world_size and about["strategy"] == spec.strategy
+        if alike and (path / f"rank-{spec.rank}").is_dir():
+            own = self._read(path / f"rank-{spec.rank}")
+        elif alike and "written" in about and (self.context.sync or not spec.rank):
+            self.context.emit(events.Warned(rank=spec.rank, text=self._without_own(path)))
+        try:
+            strategy.load_state(state["strategy"])
+            if own is not None and own["strategy"]:
+                strategy.load_own_state(own["strategy"])
+            for thing, saved in zip(self._kept, state["kept"], strict=True):
+                thing.load_state_dict(saved)
+        except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
+            if type(error).__module__.startswith("workbench."):
+                raise
+            raise FitError(
+                "The checkpoint does not fit what the cell trains.",
+                seen=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                allowed="the model, optimizer and scheduler it was taken of",
+                next_step="go on with the cell as it was, or begin anew in another folder",
+                code="WB-FIT-003",
+            ) from error
+        if whole and own is not None:
+            self._format.set_random_state(own["random"])
+
+    def _without_own(self, path: Path) -> str:
+        rank = self.context.spec.rank
+        return (
+            f"{path / f'rank-{rank}'} is missing: what rank {rank} alone had is lost (its random "
+            "states). The run goes on, but does not end as one that was never interrupted."
+        )
+
+    def tell(self) -> None:
+        """Say once where the run goes on from."""
+        spec, start = self.context.spec, self.start
+        if start is None or spec.rank:
+            return
+        then = int(start.about["world_size"])
+        workers = (
+            "" if then == spec.world_size else f" ({then} workers then, {spec.world_size} now)"
+        )
+        text = f"Resumed at step {start.step} from {start.path}{workers}."
+        self.context.emit(events.Noted(rank=0, text=text))
+
+    def _read(self, folder: Path) -> Any:
+        try:
+            return self._format.read_state(folder)
+        except FitError:
+            raise
+        except Exception as error:  # damaged in a way that the format's own reader found
+            if isinstance(error, RunError):
+                raise
+            assert self.start is not None, "there is a checkpoint to go on from"
+            what = f"{folder.name} cannot be read ({type(error).__name__}: {error})"
+            raise checkpoints.refusal(self.start, [what]) from error
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def is_due(self, done: int | None = None) -> bool:
+        """Whether it is time; steps may be done several at a time.
+
+        Args:
+            done: Steps done, where the run's rows do not tell.
+        """
+        if not self.every:
+            return False
+        done = self.context.trained if done is None else done
+        return done != self._saved and (
+            self.asked or done // self.every != self._saved // self.every
+        )
+
+    def step_done(self) -> bool:
+        """Save if it is time; called between steps, on all ranks alike. Returns whether it did."""
+        if not self.is_due():
+            return False
+        self.save()
+        return True
+
+    def save(self, done: int | None = None) -> None:
+        """Take a copy now and let it be written; nothing where this very step is saved."""
+        step = self.context.trained if done is None else done
+        if not self.every or step == self._saved or self._strategy is None:
+            return
+        assert self._writer is not None, "there is a folder where some are written"
+        began = clock()
+        self._writer.wait()
+        strategy, spec = self._strategy, self.context.spec
+        self._saved, self.asked = step, False
+        if not self.context.sync and spec.rank:
+            return
+        shared = {
+            "strategy": strategy.snapshot(),
+            "kept": [self._format.copied(thing.state_dict()) for thing in self._kept],
+        }
+        own = {"strategy": strategy.own_state(), "random": self._format.random_state()}
+        about = self._about(step)
+        stall_s = clock() - began
+        self.stalled_s += stall_s
+        self._writer.begin(self._format, step, shared, own, about, stall_s)
+
+    def _about(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says."""
+        spec = self.context.spec
+        return {
+            "version": checkpoints.VERSION,
+            "step": step,
+            "training": self._trainings - 1,
+            "world_size": spec.world_size,
+            "strategy": spec.strategy,
+            "framework": spec.framework,
+            "options": spec.options,
+            "run": spec.run_id,
+            **self._position(),
+        }
+
+    def contents(self) -> tuple[Any, dict[str, Any]] | None:
+        """Return what this worker alone can say of a training that failed: state and manifest.
+
+        None between trainings, and before there is anything to say.
+        """
+        if self._strategy is None:
+            return None
+        kept = [self._format.copied(thing.state_dict()) for thing in self._kept]
+        shared = {"strategy": self._format.copied(self._strategy.state()), "kept": kept}
+        return shared, self._about(self.context.trained)
+
+    def write_state(self, folder: Path, state: Any) -> int:
+        """Write a state into a new folder; return its bytes."""
+        return int(self._format.write_state(folder, state))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def conclude(self, *, failed: bool) -> None:
+        """Save the end of a training that went well; let a write under way come to its end."""
+        writer = self._writer
+        if failed:
+            if writer is not None:
+                writer.leave()
+        else:
+            if self._ends_with_cell:
+                self.save()
+            if writer is not None:
+                writer.conclude()
+        self._strategy, self._kept, self._position = None, (), dict
+
+
+def checkpoints_of(context: RunContext) -> Checkpoints:
+    """Return the checkpoints of the cell under way, made when first asked for."""
+    if context.checkpoints is None:
+        context.checkpoints = Checkpoints(context)
+    found: Checkpoints = context.checkpoints
+    return found
+
+
+def checkpoint() -> None:
+    """Ask for a checkpoint at the end of the step under way; call it on every rank alike.
+
+    Raises:
+        RunError: There is no run.
+        FitError: The line names no folder for checkpoints.
+    """
+    context = require("wb.checkpoint")
+    if not context.spec.checkpoint:
+        raise FitError(
+            "The run has no folder for checkpoints.",
+            next_step="name one on the line: %%distributed mirrored --checkpoint DIR",
+            code="WB-FIT-004",
+        )
+    checkpoints_of(context).asked = True
+
+
+def resumed_step() -> int:
+    """Return the steps that were done before this run went on from a checkpoint; 0 for a new run.
+
+    For loops that bring their own batches: `wb.prepare` passes over those of its loader by itself.
+    """
+    context = require("wb.resumed_step")
+    return checkpoints_of(context).resumed_step
+
+
+POLL_S = 0.02
+PARTS_S = 120.0
+"""How long rank 0 waits for the others' parts once its own are written."""
+LEAVE_S = 2.0
+"""How long the end of a cell that failed waits for a write under way."""
+
+
+class Writer:
+    """Writes the checkpoints of one cell on one engine, one at a time.
+
+    Args:
+        folder: Where checkpoints lie; what crashes left half-written there is taken away.
+    """
+
+    def __init__(self, context: RunContext, folder: Path) -> None:
+        spec = context.spec
+        self.context = context
+        self._folder = folder
+        self._token = checkpoints.token(spec.prefix, spec.run_id)
+        # Workers that take each step together bring a part each; others are left where they are.
+        self._parts = spec.world_size // spec.replicas if context.sync else 1
+        self._thread: threading.Thread | None = None
+        self._leaving = threading.Event()
+        self._missed: list[int] = []  # steps, since the last that was written
+        self._told: set[object] = set()  # reasons, since then
+        if spec.rank == 0:
+            checkpoints.sweep(folder, lambda _, token: token != self._token)
+
+    def begin(
+        self,
+        format_: Any,
+        step: int,
+        shared: Any,
+        own: Any,
+        about: Mapping[str, Any],
+        stall_s: float,
+    ) -> None:
+        """Write in the background; the write before must have ended (`wait`).
+
+        Args:
+            format_: The framework's module of checkpoints, which has `write_state`.
+            shared: What stands for all ranks; rank 0's is written.
+            own: What this rank alone has.
+            about: The manifest.
+            stall_s: How long training stood still for the copy.
+        """
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(format_, step, shared, own, about, stall_s),
+            name=f"workbench-checkpoint-{self.context.spec.rank}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the write under way: there is memory for one copy."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def conclude(self) -> None:
+        """End of a training: wait for the write under way, and say what was missed lately."""
+        self.wait()
+        if len(self._missed) > 1 and self.context.spec.rank == 0:
+            self._warn(f"{self._how_many()} could not be written; {self._stands()}.")
+        self._missed.clear()
+        self._told.clear()
+
+    def leave(self) -> None:
+        """End of a cell that failed: a write under way has `LEAVE_S`, and waits for nobody."""
+        self._leaving.set()
+        if self._thread is not None:
+            self._thread.join(LEAVE_S)
+
+    def _write(
+        self,
+        format_: Any,
+        step: int,
+        shared: Any,
+        own: Any,
+        about: Mapping[str, Any],
+        stall_s: float,
+    ) -> None:
+        """Write this engine's parts; rank 0 makes a checkpoint of them."""
+        began, rank = clock(), self.context.spec.rank
+        temporary = self._folder / f"step-{step}.{self._token}.tmp"
+        if rank == 0:  # others may have written to a checkpoint after it was given up
+            checkpoints.sweep(self._folder, lambda old, token: token == self._token and old < step)
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            part, name = temporary / f".rank-{rank}", f"rank-{rank}"
+            size_bytes = format_.write_state(part, own)
+            files = checkpoints.of_folder(part, f"{name}/")
+            if rank:
+                (temporary / f"{name}.json").write_text(json.dumps(files))
+            rename_folder(part, temporary / name)
+            if rank == 0:
+                size_bytes += format_.write_state(temporary / "state", shared)
+                files |= checkpoints.of_folder(temporary / "state", "state/")
+                self._await_parts(temporary)
+                files |= self._others_sums(temporary)
+                about = {**about, "size_bytes": size_bytes, "written": time.time(), "files": files}
+                write_text(temporary / checkpoints.MANIFEST, json.dumps(checkpoints.sealed(about)))
+                self._publish(temporary, step)
+                self._tell_success(step)
+                self.context.emit(
+                    events.CheckpointWritten(
+                        rank=0, step=step, path=str(self._folder / f"step-{step}"),
+                        seconds=clock() - began + stall_s, stall_s=stall_s, size_bytes=size_bytes,
+                    )
+                )  # fmt: skip
+        except Exception as error:  # told, and training goes on
+            self._give_up(temporary, step, error)
+
+    def _await_parts(self, temporary: Path) -> None:
+        """Wait until every engine has written its part."""
+        end_s = clock() + PARTS_S
+        missing = [temporary / f"rank-{r}" for r in self._ranks()]
+        while missing := [part for part in missing if not part.is_dir()]:
+            if not temporary.is_dir() or (temporary / "failed").exists():
+                raise RunError("another worker could not write its part", code="WB-RUN-005")
+            if clock() > end_s or self._leaving.is_set():
+                raise RunError(f"the part of {missing[0].name} did not come", code="WB-RUN-006")
+            self._leaving.wait(POLL_S)
+
+    def _others_sums(self, temporary: Path) -> checkpoints.Sums:
+        """Return the checksums that the other engines have left beside their parts."""
+        found: checkpoints.Sums = {}
+        for path in [temporary / f"rank-{r}.json" for r in self._ranks()[1:]]:
+            found |= json.loads(path.read_text())
+            path.unlink()
+        return found
+
+    def _ranks(self) -> range:
+        spec = self.context.spec
+        return range(0, self._parts * spec.replicas, spec.replicas)
+
+    def _publish(self, temporary: Path, step: int) -> None:
+        """Give the checkpoint its name; keep the newest."""
+        final = self._folder / f"step-{step}"
+        if final.exists():  # this step was reached before
+            if checkpoints.is_whole(final):
+                shutil.rmtree(temporary, ignore_errors=True)
+                return
+            self._remove(final)
+        rename_folder(temporary, final)
+        for old in checkpoints.found(self._folder)[: -checkpoints.KEEP]:
+            with contextlib.suppress(OSError):
+                self._remove(Path(old.path))
+
+    def _remove(self, whole: Path) -> None:
+        """Take a checkpoint away; killed in the middle, no half of it is called one."""
+        doomed = Path(f"{whole}.{self._token}.old.tmp")
+        whole.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _give_up(self, temporary: Path, step: int, error: Exception) -> None:
+        """Leave nothing half-written; say what happened and what still stands."""
+        rank = self.context.spec.rank
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:  # the folder is rank 0's: it may be writing there, and must hear of this in any case
+            shutil.rmtree(temporary / f".rank-{rank}", ignore_errors=True)
+            with contextlib.suppress(OSError):
+                temporary.mkdir(exist_ok=True)
+                (temporary / "failed").touch()
+        if self._leaving.is_set():
+            return
+        self._missed.append(step)
+        reason = type(error), getattr(error, "errno", None)
+        if reason in self._told:
+            return  # one line for each try would bury everything else
+        self._told.add(reason)
+        self._warn(
+            f"The checkpoint at step {step} could not be written; {self._stands()}, training goes "
+            f"on, and the next one is tried. {_words(error)}"
+        )
+
+    def _tell_success(self, step: int) -> None:
+        """Say that checkpoints are written again, where several were missed."""
+        if len(self._missed) > 1:
+            self._warn(
+                f"Checkpoints are written again, from step {step} on; {self._how_many()} could "
+                "not be written."
+            )
+        self._missed.clear()
+        self._told.clear()
+
+    def _how_many(self) -> str:
+        missed = self._missed
+        return f"{len(missed)} checkpoints (steps {missed[0]} to {missed[-1]})"
+
+    def _stands(self) -> str:
+        last = checkpoints.latest(self._folder)
+        return f"step {last.step} is the last good one" if last else "there is none before it"
+
+    def _warn(self, text: str) -> None:
+        self.context.emit(events.Warned(rank=self.context.spec.rank, text=text))
+
+
+def _words(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -1,0 +1,96 @@
+"""What a worker still holds when another one dies: kept in memory, for the run to go on from.
+
+Where every worker has the whole model and the optimizer's state, nothing need be lost with one of
+them. The survivors' step under way has failed in the middle of its all-reduce: their parameters are
+those after the last whole step. They keep a copy when the cell ends, and say of which step; the
+kernel has the furthest one write it down as a checkpoint, from which all begin again.
+
+A worker that was interrupted while it changed its parameters has neither the old nor the new ones,
+and keeps nothing (`update_began` and `update_ended` tell).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RunError
+from ...shared import checkpoints as layout
+from .files import rename_folder, write_text
+
+if TYPE_CHECKING:
+    from ..context import RunContext
+    from .checkpoints import Checkpoints
+
+
+class Rescue:
+    """Watches one cell's updates, and keeps what is whole when it fails."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._began = self._ended = -1  # the step whose update did
+
+    def update_began(self) -> None:
+        """The optimizer begins to change the parameters."""
+        self._began = self._context.trained
+
+    def update_ended(self) -> None:
+        """The optimizer has changed them all."""
+        self._ended = self._context.trained
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameters are those after `trained` steps."""
+        return self._began != self._context.trained
+
+    def keep(self, checkpoints: Checkpoints) -> int:
+        """Keep a copy of what the training has; return of which step, -1 where there is none."""
+        _kept.clear()
+        contents = checkpoints.contents() if self.whole else None
+        if contents is None:
+            return -1
+        shared, about = contents
+        _kept.update(shared=shared, about=about, write=checkpoints.write_state)
+        return int(about["step"])
+
+
+_kept: dict[str, Any] = {}
+
+
+def write(folder: str) -> str:
+    """Write what was kept as a checkpoint into a folder; return its path.
+
+    Raises:
+        RunError: Nothing was kept.
+    """
+    if not _kept:
+        raise RunError("This engine holds nothing of the run that failed.", code="WB-RUN-027")
+    about, write_state = _kept["about"], _kept["write"]
+    final = Path(folder) / f"step-{about['step']}"
+    temporary = final.with_name(f"{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_state(temporary / "state", _kept["shared"])
+    write_text(temporary / layout.MANIFEST, json.dumps(about))
+    rename_folder(temporary, final)
+    _kept.clear()
+    return str(final)
+
+
+def forget() -> None:
+    """Let go of what was kept: another cell begins."""
+    _kept.clear()
+
+
+def watch(context: RunContext, framework: Any) -> Rescue | None:
+    """Return what keeps this cell's state, where the run may go on from it."""
+    forget()
+    hooks: Callable[[Rescue], Callable[[], None]] | None = getattr(framework, "on_updates", None)
+    if not context.spec.rescue or hooks is None:
+        return None
+    rescue = Rescue(context)
+    context.closers.append(hooks(rescue))
+    return rescue

@@ -1,0 +1,205 @@
+"""What every strategy must do, in any framework.
+
+A strategy is one file that reads like the textbook's page on it: the algorithm, its source, a small
+message diagram in the module's docstring, and a class that derives from `Strategy`. It is handed
+everything it needs (`context`); it opens nothing it does not close in `close`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FitError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from .context import RunContext
+    from .telemetry.recorder import StepResult as StepResult
+
+NAN = float("nan")
+
+
+@dataclass
+class Job:
+    """What `wb.fit` was asked to train, checked; the same on every rank.
+
+    Attributes:
+        model: A module, or what the function that returns one gave.
+        loss: `loss(output, y)`, a mean over the batch; None where `step_fn` is given.
+        step_fn: `step_fn(model, batch) -> loss`, a mean over the batch.
+        optimizer: A function of the parameters, or a built optimizer.
+        batch_size: Global batch: what one optimizer step consumes over all workers.
+        accumulate: Micro-batches per worker and step; the global batch includes them.
+        precision: None, `bf16` or `fp16`.
+        build: Builds the model for real where `model` has its form but no memory (device `meta`):
+            for strategies whose workers hold a share of it.
+    """
+
+    model: Any
+    loss: Any
+    step_fn: Any
+    optimizer: Any
+    batch_size: int
+    total_steps: int
+    steps_per_epoch: int
+    scheduler: Any = None
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: str | None = None
+    compile: bool = False
+    seed: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+    build: Any = None
+
+
+@dataclass
+class Share:
+    """This worker's part of one global batch.
+
+    Attributes:
+        data: The worker's samples, already collated (framework tensors on the CPU), ready for
+            the model; never empty: a worker without a sample holds one with `samples` 0.
+        samples: How many of them count.
+        global_samples: Samples of the whole batch over all workers (smaller at the end of an
+            epoch). Gradients are weighted by `samples / global_samples`.
+    """
+
+    data: Any
+    samples: int
+    global_samples: int
+    step: int
+    epoch: int
+
+
+class Strategy(ABC):
+    """Base of all strategies; one instance lives for one run on one engine.
+
+    Attributes:
+        spans_cell: Whether one object serves the whole cell, made before the cell runs; else each
+            `wb.fit` and `wb.prepare` of a cell gets one of its own.
+        spends_delays: Whether it spends the delays that are injected into `data` by itself.
+        gathers: Whether `state` is a collective call.
+        drives: Whether it takes all steps of a `wb.fit` by itself (`drive`), as its workers take
+            them from one engine, each at its own pace.
+    """
+
+    spans_cell = False
+    spends_delays = False
+    drives = False
+    gathers = False
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.options = context.spec.options
+        self.rank = context.spec.rank
+        self.world_size = context.spec.world_size
+        self.seed = int(context.spec.overrides.get("seed", 0))  # wb.fit puts its own here
+
+    @property
+    def portion(self) -> tuple[int, int]:
+        """Which share of each batch this worker takes: (index, number of shares)."""
+        if self.context.entry.data_parallel:
+            return self.rank, self.world_size
+        return 0, 1
+
+    @property
+    def eval_portion(self) -> tuple[int, int]:
+        """As `portion`, for evaluation sets."""
+        return self.portion
+
+    def deal(self, source: Any) -> Any:
+        """Return the data as this strategy deals it out; most leave it as it is.
+
+        Called before `prepare` on all ranks.
+        """
+        return source
+
+    @abstractmethod
+    def prepare(self, job: Job) -> None:
+        """Lay model, optimizer and data out over the workers; the first collective call."""
+
+    @abstractmethod
+    def step(self, share: Share) -> StepResult:
+        """Do one optimizer step on this worker's share and say what was measured."""
+
+    @abstractmethod
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set, by samples, equal on all ranks.
+
+        Asynchronous workers meet nowhere: rank 0 scores the whole set, the others return nothing.
+        """
+
+    @abstractmethod
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return this rank's parameters and buffers by name, as NumPy (bfloat16 widened)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return everything needed to go on later, independent of the world size."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, possibly under another world size."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the whole: copies of what `state` gives.
+
+        Called on all ranks of a synchronous run, on rank 0 alone of another; rank 0's answer is
+        written, so the others need give none where nothing has to be gathered.
+        """
+        return self.state() if self.gathers or self.rank == 0 else {}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return copies of what this worker alone has; the same rank of as many gets it back."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
+        """Go on from what `own_state` gave; called after `load_state`."""
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Take over a user's own loop (`wb.prepare`): return what the loop uses instead.
+
+        Strategies whose catalog entry lacks the way `prepare` are never asked.
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Take over a further pair of a loop that `adopt` took over: a GAN has two.
+
+        Raises:
+            FitError: This strategy takes one pair.
+        """
+        raise FitError(
+            f"Strategy {self.context.spec.strategy} trains one model and optimizer in a cell.",
+            seen="wb.prepare, called again",
+            allowed="one wb.fit or wb.prepare; several pairs under one_device and mirrored",
+            next_step="use mirrored, or one module that holds both models, with one optimizer; a "
+            "second training goes into a cell of its own",
+            code="WB-FIT-070",
+        )
+
+    def drive(self, training: Any) -> StepResult | None:
+        """Take all steps of an `engine.training.Training`, recorded; return the last one's result.
+
+        Only for strategies that say so (`drives`).
+        """
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `drives` forbids it
+
+    def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
+        """Settle what is left after the last step; called on all ranks, also after a Stop."""
+
+    def serve(self) -> None:
+        """Hold parameters until the workers are done; only for strategies with servers."""
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer; NaN where unknown."""
+        return NAN
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the engine as it was: unwrap the user's model, drop hooks, then nothing is left."""

@@ -1,0 +1,552 @@
+"""How a cell's errors are shown, as far as that differs from IPython's way.
+
+Frames of libraries are left out, and their number is said: a beginner looks for their own line, and
+`--traceback full` shows the others. Code that TensorFlow generated from a function of the user's is
+shown as the line they wrote.
+
+Cells are named as the notebook names them, not by the file of this process in which their source
+lies, so that equal warnings and errors of several ranks are equal.
+
+IPython reads and colours the source of every frame, a third of a second each time. Where a cell is
+interrupted all its workers do so at once and the user waits for it, so an interrupt is shown in
+Python's own form: where it struck, in the cell's lines.
+
+What to do about errors of frameworks that name the trouble but no way out.
+
+Code that a framework generated from the user's: which line of theirs a line of it is.
+
+TensorFlow's AutoGraph writes each function that it traces into a file, and keeps a map of its
+lines. `tensorflow_temp` hands the maps in as they are made.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import linecache
+import os
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import stack_data  # noqa: F401
+
+from ...errors import WorkbenchError
+from . import marks
+
+# IPython imports these at the first error, when somebody waits for it; here it is done once, in the
+# parent of all engines.
+
+
+_own_format = warnings.formatwarning
+_GROUPS: tuple[type[BaseException], ...] = (
+    (builtins.BaseExceptionGroup,) if sys.version_info >= (3, 11) else ()
+)
+
+FULL = "full"
+KINDS = ("short", FULL)
+"""Ways to show a traceback: the user's own lines, or every frame."""
+_MODULE = "<module>"
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
+
+
+def short(
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    *,
+    chain: bool = False,
+) -> list[str]:
+    """Return a traceback that begins in the cell, in Python's own form.
+
+    Args:
+        chain: Whether to show what it was raised from, too.
+    """
+    while trace is not None and not marks.is_cell(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    lines = traceback.format_exception(kind, error, trace, chain=chain)
+    return [marks.name_cells(line).rstrip("\n") for line in lines]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A frame of code that was generated from the user's: shown as the line they wrote.
+
+    Has what IPython asks of its own records.
+    """
+
+    filename: str
+    lineno: int
+    function: str
+    source: str
+    frame: FrameType
+    _sd: None = None
+
+    def text(self) -> str:
+        """Return the place, and the line."""
+        head = marks.name_cells(f'File "{self.filename}", line {self.lineno}')
+        return f"{head}, in {self.function}\n----> {self.lineno} {self.source}\n"
+
+
+Shown = TracebackType | Written
+
+
+def fold(trace: TracebackType | None) -> tuple[list[Shown], list[FrameType]]:
+    """Divide a traceback into what the user wrote and the frames of libraries.
+
+    What stands before the cell belongs to neither. Frames of comprehensions, which Python 3.12 has
+    no more, are one with the function they stand in.
+
+    Returns:
+        Runs of the user's frames, each a traceback of its own, and those that are left out.
+    """
+    shown: list[tuple[FrameType, int, int] | Written] = []
+    left_out: list[FrameType] = []
+    begun = False
+    while trace is not None:
+        frame, line, at = trace.tb_frame, trace.tb_lineno, trace.tb_lasti
+        trace = trace.tb_next
+        name = frame.f_code.co_filename
+        begun = begun or marks.is_cell(name)
+        if not begun:
+            continue
+        written = written_line(frame, line)
+        last = shown[-1] if shown else None
+        if written is not None:
+            shown.append(Written(*written, frame))
+        elif is_generated(name) or not marks.is_yours(name):
+            left_out.append(frame)
+        elif (
+            frame.f_code.co_name in _COMPREHENSIONS
+            and isinstance(last, tuple)
+            and last[0].f_code.co_filename == name
+        ):
+            shown[-1] = (last[0], last[1], line)
+        else:
+            shown.append((frame, at, line))
+    found: list[Shown] = []
+    for one in reversed(shown):
+        if isinstance(one, Written):
+            found.insert(0, one)
+        elif found and isinstance(found[0], TracebackType):
+            found[0] = TracebackType(found[0], *one)
+        else:
+            found.insert(0, TracebackType(None, *one))
+    return found, left_out
+
+
+def left_out_words(frames: Sequence[FrameType]) -> str:
+    """Return what is said of frames that are not shown; empty where there are none."""
+    if not frames:
+        return ""
+    names = list(dict.fromkeys(marks.package(f.f_code.co_filename) for f in frames))
+    one = len(frames) == 1
+    last = frames[-1].f_code.co_name
+    return (
+        f"    [{len(frames)} frame{'' if one else 's'} of {', '.join(names)} "
+        f"{'is' if one else 'are'} folded, the last in {last}(); --traceback full shows "
+        f"{'it' if one else 'them'}]\n"
+    )
+
+
+class Folding:
+    """Has an IPython shell show the user's own lines, and say how many others there are."""
+
+    def __init__(self, shell: Any) -> None:
+        self.kind = KINDS[0]
+        own = shell.InteractiveTB
+        self._records, self._record, self._last = (
+            own.get_records, own.format_record, own.format_exception
+        )  # fmt: skip
+        self._left_out = ""
+        own.get_records, own.format_record = self.get_records, self.format_record
+        own.format_exception = self.format_exception
+
+    def get_records(self, trace: TracebackType, context: int, offset: int) -> Any:
+        """Return IPython's records of the user's frames."""
+        self._left_out = ""
+        if self.kind == FULL:
+            return self._records(trace, context, offset)
+        shown, left_out = fold(trace)
+        self._left_out = left_out_words(left_out)
+        records: list[Any] = []
+        for one in shown:
+            if isinstance(one, Written):
+                records.append(one)
+            else:
+                records += _at_their_lines(self._records(one, context, 0), one)
+        return records
+
+    def format_record(self, record: Any) -> str:
+        """Return a record as text, without the comment that stands for the magic's line."""
+        if isinstance(record, Written):
+            return record.text()
+        text: str = self._record(record)
+        lines = text.splitlines(keepends=True)
+        return "".join(line for line in lines if _PLACE_OF_MAGIC.match(plain(line)) is None)
+
+    def format_exception(self, kind: Any, error: Any) -> list[str]:
+        """Return what is left out, and the error itself."""
+        named = marks.name_cells if self.kind == FULL else marks.fold_text
+        lines = [named(line) for line in self._last(kind, error)]
+        left_out, self._left_out = self._left_out, ""
+        return [left_out, *lines] if left_out else lines
+
+
+def _at_their_lines(records: list[Any], trace: TracebackType | None) -> list[Any]:
+    """Return IPython's records with the lines at which their frames were left.
+
+    Where IPython reads a frame's source by itself, it takes the line that the frame has reached
+    since: that of an `except` block, mostly.
+    """
+    lines = {}
+    while trace is not None:
+        lines[id(trace.tb_frame)] = trace.tb_lineno
+        trace = trace.tb_next
+    for record in records:
+        if getattr(record, "_sd", None) is None:
+            record.lineno = lines.get(id(record.frame), record.lineno)
+    return records
+
+
+def told(error: BaseException, trace: TracebackType | None) -> list[str]:
+    """Return an error of ours as it is shown: the user's lines that led to it, then what it says.
+
+    Its message says what to do, so there is nothing to read in the lines around.
+    """
+    shown, _ = fold(trace)
+    lines: list[str] = []
+    for one in shown:
+        if isinstance(one, Written):
+            lines += one.text().splitlines()
+        else:
+            lines += [line for frame in traceback.extract_tb(one) for line in _place(frame)]
+    return [*lines, *([""] if lines else []), f"{type(error).__name__}: {error}"]
+
+
+def _place(frame: traceback.FrameSummary) -> list[str]:
+    where = marks.name_cells(f'File "{frame.filename}", line {frame.lineno}')
+    inside = "" if frame.name == _MODULE else f", in {frame.name}"
+    return [f"{where}{inside}", f"----> {frame.lineno} {frame.line}"]
+
+
+_PLACE_OF_MAGIC = re.compile(r"\s+1 #\s*$")
+
+
+def install(shell: Any) -> None:
+    """Show the errors of this IPython shell's cells so from now on; may be called again."""
+
+    def numbers() -> Mapping[str, int]:
+        found: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
+        return found
+
+    def show(
+        shell: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+        tb_offset: int | None = None,
+    ) -> list[str]:
+        interrupt = issubclass(kind, KeyboardInterrupt)
+        ours = isinstance(error, WorkbenchError) and all(one.kind != FULL for one in _folding)
+        lines = told(error, trace) if ours else short(kind, error, trace, chain=not interrupt)
+        shell._showtraceback(kind, str(error), lines)
+        return lines
+
+    marks.number_cells(numbers)
+    shell.set_custom_exc((KeyboardInterrupt, WorkbenchError, *_GROUPS), show)
+    if not _folding:
+        _folding.append(Folding(shell))
+    _name_cells_in_warnings(numbers)
+
+
+_folding: list[Folding] = []
+
+
+def show_as(kind: str) -> None:
+    """Show the errors of the next cell in one of `KINDS`."""
+    for folding in _folding:
+        folding.kind = kind
+
+
+def _name_cells_in_warnings(numbers: Callable[[], Mapping[str, int]]) -> None:
+    def formatwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        number = numbers().get(filename)
+        if number is None:
+            return _own_format(message, category, filename, lineno, line)
+        text = _own_format(
+            message, category, "", lineno, line or linecache.getline(filename, lineno)
+        )
+        return f"Cell In[{number}]{text}"
+
+    warnings.formatwarning = formatwarning
+
+
+SHARED = "/dev/shm"
+_NO_ROOM_BYTES = 64 << 10
+"""With less room than this a place counts as full."""
+
+_KNOWN: tuple[tuple[str, str], ...] = (
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
+        "the batch has {0} features, the Linear takes {1}: make it nn.Linear({0}, ...), or flatten "
+        "with nn.Flatten() before it",
+    ),
+    (
+        r"expected axis (-?\d+) of input shape to have value (\d+), but received input with shape "
+        r"(\([\d, ]+\))",
+        "the data is {2}, the layer was built for {1} on axis {0}: build the model for this data, "
+        "or reshape the data",
+    ),
+    (
+        r"expected (?:min_)?ndim=(\d+), found ndim=(\d+)\. Full shape received: (\([\d, ]+\))",
+        "the layer takes data of {0} axes, the batch is the first, and got {1}: {2}; x[..., None] "
+        "adds the channels of grey images, keras.layers.Flatten() takes axes away",
+    ),
+    (
+        r"must have the same rank \(ndim\)\. Received: target\.shape=\((\d+|None),\), "
+        r"output\.shape=\((?:\d+|None), (\d+)\)",
+        "the labels are class numbers and the output has {1} values: take "
+        "loss='sparse_categorical_crossentropy', or labels keras.utils.to_categorical(y, {1})",
+    ),
+    (
+        r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
+        r"target\.shape=\((?:\d+|None), (\d+)\)",
+        "the labels have {0} values each, as one-hot ones have, and the loss takes class numbers: "
+        "loss='categorical_crossentropy', or labels y.argmax(-1)",
+    ),
+    (
+        r"`output` must have rank \(ndim\) `target\.ndim - 1`\. Received: "
+        r"target\.shape=\(\w+,\), output\.shape=(\(\w+, \w+, [\w, ]+\))",
+        "the model's output {0} has axes too many for class numbers: begin with "
+        "keras.layers.Flatten()",
+    ),
+    (
+        r"Dimensions must be equal[^\n]*\{\{node (?:compile_loss/|Equal)[^\n]*with input shapes: "
+        r"(\[[\d,?]*\]), (\[[\d,?]*\])",
+        "labels and output differ in shape, {0} and {1}: give the last layer as many outputs as a "
+        "label has values, and begin with keras.layers.Flatten() where the data are images",
+    ),
+    (
+        r"Data cardinality is ambiguous[\s\S]*'x' sizes: ([\d, ]+)\s+'y' sizes: ([\d, ]+)",
+        "there are {0} samples and {1} labels: cut both at the same place",
+    ),
+    (
+        r"Could not interpret metric identifier",
+        "look at its spelling: metrics=['accuracy'], or an object of keras.metrics",
+    ),
+    (
+        r"Could not interpret loss identifier",
+        "look at its spelling: 'mse', 'binary_crossentropy', 'categorical_crossentropy', "
+        "'sparse_categorical_crossentropy', or an object of keras.losses",
+    ),
+    (
+        r"Could not interpret optimizer identifier",
+        "look at its spelling: 'sgd', 'adam', 'adamw', 'rmsprop', or an object of keras.optimizers",
+    ),
+    (
+        r"Invalid dtype: (str|object|bytes)",
+        "the data holds text or objects, and models take numbers: x.astype('float32'); classes "
+        "named by text: numpy.unique(y, return_inverse=True)[1]",
+    ),
+    (
+        r"Computed output size would be zero or negative[^\n]*`inputs shape=(\([\d, None]+\))`",
+        "the image {0} is smaller than the layer's window: a smaller kernel, padding='same', or "
+        "fewer layers that pool",
+    ),
+    (
+        r"`validation_split` is only supported for tensors or NumPy arrays",
+        "divide the data set yourself: fit(data.skip(10), validation_data=data.take(10))",
+    ),
+    (
+        r"Target (-?\d+) is out of bounds",
+        "class {0} needs an output of its own: the last layer has too few outputs, or the labels "
+        "do not begin at 0",
+    ),
+    (
+        r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)",
+        "class {0} needs an output of its own: the last layer has {1} outputs, for the classes 0 "
+        "to {1} - 1; give it more, or count the labels from 0",
+    ),
+    (
+        r"(?:\}\} |: )(\w+: [^\n]{0,200})\nTraceback \(most recent call last\):[\s\S]*PyFunc",
+        "your own function raised it while TensorFlow called it: {0}; call the function by itself "
+        "on one element to see where",
+    ),
+    (
+        r"Mixing different tf\.distribute\.Strategy objects",
+        "a strategy is there already: leave the line out that makes one; `strategy` is the run's",
+    ),
+    (
+        r"expected target dtype to be Long|expected scalar type Long",
+        "classes are int64 for this loss: y = y.long()",
+    ),
+    (
+        r"Found dtype Double but expected Float|expected .*Float but (?:found|got) Double"
+        r"|must have the same dtype, but got Double and Float",
+        "NumPy's float64 meets a float32 model: x = x.float()",
+    ),
+    (
+        r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
+        "use the name device, which is this worker's: x.to(device)",
+    ),
+    (
+        r"CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|OOM when allocating",
+        "use a smaller batch, or a strategy that spreads the model: sharded, model_split",
+    ),
+    (
+        r"can't allocate memory|Cannot allocate memory|^MemoryError",
+        "use a smaller batch, or fewer engines; %cluster free drops the cells' variables",
+    ),
+    (
+        r"grad can be implicitly created only for scalar outputs",
+        "the loss must be one number: loss.mean(), or reduction='mean'",
+    ),
+    (
+        r"Cannot re-initialize CUDA in forked subprocess",
+        "start processes before the first use of the GPU, or with the method spawn: "
+        "DataLoader(..., multiprocessing_context='spawn')",
+    ),
+    (
+        r"Expected more than 1 value per channel when training",
+        "BatchNorm needs two samples or more on every worker, in each batch: "
+        "DataLoader(..., drop_last=True), a larger batch, or GroupNorm in place of BatchNorm",
+    ),
+    (
+        r"AttributeError: '\w+' object has no attribute 'module'",
+        "wb.prepare leaves the model as it is: write model in place of model.module",
+    ),
+    (
+        r"Connection closed by peer|Connection reset by peer",
+        "the other rank's error says why; if it shows none, its loop was shorter: let all ranks "
+        "take the same number of steps",
+    ),
+    (
+        r"^ModuleNotFoundError: No module named '([\w]+)",
+        "install it beside the notebook, whose Python the engines use: %pip install {0} (some "
+        "packages have another name), then run the cell again",
+    ),
+    (
+        r"Trying to backward through the graph a second time",
+        "compute the loss anew before each backward(), or add the losses up and call it once",
+    ),
+    (
+        r"stack expects each tensor to be equal size, but got (\[[\d, ]*\]) at entry \d+ and "
+        r"(\[[\d, ]*\])",
+        "the samples of a batch differ in shape, {0} and {1}: make them equal in the data set, or "
+        "pad them in DataLoader(..., collate_fn=...)",
+    ),
+    (
+        r"must be Tensor, not NoneType",
+        "the model returned nothing: end its forward() with return",
+    ),
+    (
+        r"before Module\.__init__\(\) call",
+        "begin the model's __init__ with super().__init__()",
+    ),
+    (
+        r"^SystemExit",
+        "end a cell early with raise, or put the rest under if",
+    ),
+    (
+        r"shared memory\(shm\)|insufficient shared memory|Unexpected bus error",
+        f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
+        "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
+        "--shm-size=2g)",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "make room there, or write to another folder",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "use another port, or 0 for any that is free",
+    ),
+)
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(text: str) -> str:
+    """Return a message without the colours of a terminal (Keras puts them in)."""
+    return _COLOURS.sub("", text)
+
+
+def advice(words: str) -> str | None:
+    """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    step = _known(words)
+    if step is not None and "No space left" in words and (places := _full_places()):
+        return f"{' and '.join(places)}: {step}"
+    return step
+
+
+def _full_places() -> list[str]:
+    """Return where no room is left, of the places that are written to without naming them."""
+    found = []
+    for place, what in (
+        (SHARED, "the shared memory that processes of a DataLoader use"),
+        (tempfile.gettempdir(), "the folder for temporary files"),
+        (os.getcwd(), "the present folder"),
+    ):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free < _NO_ROOM_BYTES:
+                found.append(f"{place} ({what}) is full")
+    return found
+
+
+def _known(words: str) -> str | None:
+    for pattern, text in _KNOWN:
+        if found := re.search(pattern, words):
+            return text.format(*found.groups())
+    return None
+
+
+MARK = "__autograph_generated_file"
+
+
+class Line(NamedTuple):
+    """A line that the user wrote."""
+
+    filename: str
+    number: int
+    function: str
+    source: str
+
+
+_lines: dict[str, dict[int, Line]] = {}
+
+
+def is_generated(filename: str) -> bool:
+    """Whether a framework wrote the file."""
+    return MARK in filename
+
+
+def note(filename: str, origins: Mapping[Any, Any]) -> None:
+    """Take in AutoGraph's map of a file: `LineLocation` to `OriginInfo`."""
+    found = _lines.setdefault(filename, {})
+    for place, origin in origins.items():
+        found[place.lineno] = Line(
+            origin.loc.filename,
+            origin.loc.lineno,
+            origin.function_name or "",
+            (origin.source_code_line or "").strip(),
+        )
+
+
+def written_line(frame: FrameType, line: int) -> Line | None:
+    """Return the user's line that a generated one is; None where it is none of theirs."""
+    return _lines.get(frame.f_code.co_filename, {}).get(line)

@@ -1,0 +1,350 @@
+"""The engine's end of the control path: one DEALER and one thread for the engine's whole life.
+
+Up go records (packed, in batches) and events; down come stop, pause, step and fault messages. The
+training thread only ever writes to the recorder's ring or appends to a deque; this thread does the
+sending, so telemetry never waits on the path of a step. It outlives whatever one message, or a
+full disk, makes fail: without it the run would never be heard of again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import zmq
+
+from ...errors import WorkbenchError
+from ...history import disk
+from ...shared.messages import (
+    Advance,
+    AskStacks,
+    AskWhere,
+    BadMessageError,
+    Down,
+    Halt,
+    HaltAt,
+    Happened,
+    Hello,
+    Inject,
+    OfRun,
+    Position,
+    Records,
+    Refused,
+    Resume,
+    Told,
+    Up,
+    Welcome,
+)
+from ...shared.protocol import Seal, Wakeup, decode_down, encode
+from ...shared.record import RECORD
+from ..debugging import stacks, stdin_bridge
+from ..transport import connection
+
+if TYPE_CHECKING:
+    from ...shared import events
+    from ..context import RunContext
+    from ..kernel_watch import Home
+
+log = logging.getLogger("workbench.engine")
+DRAIN_S = 0.1
+IDLE_S = 1.0
+WELCOME_S = 2.0
+MAX_EVENTS = 10_000
+MAX_EARLY = 100
+MOST_TOLD = 10
+"""So many faults of the thread are written to the engine's log."""
+
+
+class Writer(Protocol):
+    """Where a run's records and events also go on this side (`history.disk.RunWriter`).
+
+    One that raises is let go of, with a note: the run goes on in the kernel's memory.
+    """
+
+    def append_records(self, data: bytes) -> None:
+        """Append packed rows."""
+
+    def append_event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Append one event."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class ControlLink:
+    """Connects this engine to the kernel.
+
+    Args:
+        engine: Permanent id of this engine.
+        url: The kernel's control socket.
+        key: The cluster's key; every message is signed with it.
+        about: Fields of `messages.Hello`.
+        fallback: Sends frames another way (through ipyparallel) where the socket cannot be
+            reached within `WELCOME_S`.
+        home: Knows when the kernel is another one, or gone for good.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        url: str,
+        key: bytes,
+        about: Mapping[str, Any],
+        fallback: Callable[[list[bytes | memoryview]], None] | None = None,
+        home: Home | None = None,
+    ) -> None:
+        self._engine, self._url, self._about = engine, url, dict(about)
+        self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
+        self._fallback, self._home = fallback, home
+        self._events: deque[tuple[int, events.Event]] = deque(maxlen=MAX_EVENTS)
+        self._sayings: deque[Up] = deque(maxlen=MAX_EVENTS)
+        self._run: RunContext | None = None
+        self._writer: Writer | None = None
+        self._lost = 0
+        self._early: deque[Down] = deque(maxlen=MAX_EARLY)
+        self._closed = False
+        self._welcomed = False
+        self._flushed = threading.Event()
+        self._flush_wanted = False
+        self._wakeup = Wakeup()
+        self.rejected = self._told_refused = self.faults = 0
+        self.using_fallback = False
+        self._thread = threading.Thread(target=self._main, name="workbench-control", daemon=True)
+        self._thread.start()
+
+    def attach(self, context: RunContext, writer: Writer | None) -> None:
+        """Begin to carry a run's records."""
+        self._lost = 0
+        self._writer, self._run = writer, context
+        self._wake()
+
+    def detach(self, timeout_s: float = 10.0) -> bool:
+        """Send what is left of the run and let go of it; return whether all of it was sent."""
+        sent = self.flush(timeout_s)
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except Exception as error:  # disks of other hosts say only now that they are full
+            self._tell_unwritten(error)
+            sent = self.flush(timeout_s) and sent
+        self._run = None
+        return sent
+
+    def emit(self, event: events.Event) -> None:
+        """Send an event of the run under way; never waits."""
+        run = self._run.spec.run if self._run is not None else 0
+        self._events.append((run, event))
+        self._wake()
+
+    def say(self, message: Up) -> None:
+        """Send a message that belongs to no run; never waits."""
+        self._sayings.append(message)
+        self._wake()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything recorded so far is sent."""
+        self._flushed.clear()
+        self._flush_wanted = True
+        self._wake()
+        return self._flushed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake()
+        self._thread.join(timeout=2)
+
+    def _wake(self) -> None:
+        self._wakeup.set()
+
+    def _main(self) -> None:
+        context = zmq.Context()
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        socket = self._connect(context, poller)
+        began = time.monotonic()
+        try:
+            while not self._closed:
+                ready = dict(poller.poll(int(1e3 * (self._interval() if self._run else IDLE_S))))
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
+                if self._home is not None and (url := self._home.moved()) not in ("", self._url):
+                    poller.unregister(socket)
+                    socket.close(linger=0)
+                    self._url = url
+                    socket, ready = self._connect(context, poller), {}
+                late = time.monotonic() - began > WELCOME_S
+                try:
+                    self._turn(socket, heard=socket in ready, late=late)
+                except Exception:  # what cannot be sent keeps nothing else back
+                    self._stumbled()
+        finally:
+            socket.close()
+            context.term()
+            self._wakeup.close()
+
+    def _turn(self, socket: Any, *, heard: bool, late: bool) -> None:
+        if heard:
+            self._receive(socket)
+        if self._early and self._run is not None:
+            self._catch_up()
+        if not self._welcomed and not self.using_fallback:
+            self.using_fallback = late and self._fallback is not None
+        self._send_pending()
+
+    def _stumbled(self) -> None:
+        self.faults += 1
+        if self.faults <= MOST_TOLD:
+            log.exception("The control link of engine %d goes on after this", self._engine)
+        time.sleep(DRAIN_S)  # what fails at once must not do so in every turn
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller) -> Any:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"engine-{self._engine}-{os.getpid()}".encode())
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        if self._home is not None:
+            self._home.watch(socket)
+        socket.connect(self._url)
+        poller.register(socket, zmq.POLLIN)
+        self._socket = socket
+        self._send(Hello(engine=self._engine, **self._about))
+        return socket
+
+    def _interval(self) -> float:
+        # Many workers together must not flood the kernel: 64 of them send 4 batches a second each.
+        world = self._run.spec.world_size if self._run else 1
+        return min(0.5, max(DRAIN_S, world / 250))
+
+    def _send_pending(self) -> None:
+        if self._fallback is not None and not self._welcomed and not self.using_fallback:
+            return  # not known yet which way is open; what went the closed one would be lost
+        run = self._run
+        wanted = self._flush_wanted
+        if run is not None:
+            while rows := run.recorder.drain(final=wanted):
+                self._send_rows(run, rows)
+        if (count := self.rejected + connection.refused.count) != self._told_refused:
+            self._told_refused = count
+            self._send(Refused(engine=self._engine, count=count))
+        while self._sayings:
+            self._send(self._sayings.popleft())
+        while self._events:
+            number, event = self._events.popleft()
+            self._write(partial(_append_event, name=event.name, fields=event.to_wire()))
+            self._send(Happened(run=number, event=event))
+        if wanted:
+            self._flush_wanted = False
+            self._flushed.set()
+
+    def _send_rows(self, run: RunContext, rows: bytes) -> None:
+        self._write(lambda writer: writer.append_records(rows))
+        dropped = run.recorder.dropped + self._lost
+        if not self._send(Records(run=run.spec.run, dropped=dropped, rows=rows)):
+            self._lost += len(rows) // RECORD.itemsize
+
+    def _write(self, write: Callable[[Writer], None]) -> None:
+        """Write to the run's files; where that fails the run goes on without them."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            write(writer)
+        except Exception as error:  # most likely a full disk: it costs the files, not the run
+            self._writer = None
+            with contextlib.suppress(Exception):
+                writer.close()
+            self._tell_unwritten(error)
+
+    def _tell_unwritten(self, error: Exception) -> None:
+        if self._run is not None:
+            spec = self._run.spec
+            self.emit(disk.unwritten(spec.run_dir, error, spec.rank))
+
+    def _send(self, message: Up) -> bool:
+        if isinstance(message, Hello):
+            self._kernel = ""
+        frames = self._seal.pack(encode(message), self._kernel)
+        if self.using_fallback and self._fallback is not None:
+            self._fallback(frames)
+            return True
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                packet, sender = self._seal.unpack(frames)
+                message = decode_down(packet)
+            except BadMessageError:
+                self.rejected += 1
+                continue
+            if isinstance(message, Welcome):
+                self._kernel = sender
+            self._obey(message)
+
+    def _catch_up(self) -> None:
+        """Obey what came between the start of a run in the kernel and its start here."""
+        early = list(self._early)
+        self._early.clear()
+        for message in early:
+            self._obey(message)
+
+    def _obey(self, message: Down) -> None:
+        """Handle a message; one that makes no sense must not end this thread."""
+        try:
+            self._handle(message)
+        except (KeyError, ValueError, TypeError, AttributeError, WorkbenchError):
+            self.rejected += 1
+
+    def _handle(self, message: Down) -> None:
+        match message:
+            case Welcome():
+                self._welcomed, self.using_fallback = True, False
+            case AskWhere() | AskStacks():
+                self._send(stacks.answer(message, self._engine))
+            case OfRun():
+                if isinstance(message, (Halt, HaltAt)) and message.purpose == "stop":
+                    stdin_bridge.release("Stop was pressed")
+                run = self._run
+                if run is None:
+                    self._early.append(message)  # Stop was pressed before this engine has begun
+                elif message.run == run.spec.run:
+                    self._steer(run, message)
+            case _:
+                stdin_bridge.hear(message)
+
+    def _steer(self, run: RunContext, message: OfRun) -> None:
+        match message:
+            case Halt():
+                step = run.gate.halt()
+                self._send(Position(run=run.spec.run, rank=run.spec.rank, step=step))
+            case HaltAt():
+                run.gate.halt_at(message.purpose, message.step)
+            case Resume():
+                run.gate.resume()
+            case Advance():
+                run.gate.advance(message.steps)
+            case Told():
+                run.board.hear(message.topic, message.rank, message.value)
+            case Inject():
+                run.faults.set(message.faults)
+
+
+def _append_event(writer: Writer, name: str, fields: Mapping[str, Any]) -> None:
+    writer.append_event(name, fields)

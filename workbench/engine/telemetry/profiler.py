@@ -1,0 +1,206 @@
+"""Profiles a window of a run's steps (`--profile 10:15`), whoever writes the loop.
+
+    gate.enter(10)    the profiler starts; `step 10` begins
+    recorder.add_step `step 10` ends
+    ...
+    gate.enter(15)    it stops; the Chrome trace is written into the run's folder
+
+Starting, stopping and writing are counted as a pause: they belong to no step. Outside the window a
+step costs two comparisons. What the window has when the run ends, fails or is stopped in it is
+written as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...errors import FitError
+from ...history.disk import PROFILES
+from .step_gate import Gate
+
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+    from ..context import RunContext
+
+clock = time.perf_counter
+
+
+class Profiler(Protocol):
+    """A framework's profiler (`engine/<framework>_profile.py`)."""
+
+    def start(self) -> None:
+        """Begin to collect."""
+
+    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Mark what happens within as a step."""
+
+    def stop(self, path: Path | None) -> Path | None:
+        """End; write a Chrome trace to `path` and return where it is."""
+
+
+class Window:
+    """The profile of one engine's part of a run.
+
+    Args:
+        start, stop: First step, and the step before which it ends.
+        make: Makes the framework's profiler.
+        path: Where the trace goes.
+        note: Tells the user something.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        make: Callable[[], Profiler],
+        path: Path,
+        note: Callable[[str], object],
+    ) -> None:
+        self.start, self.stop, self.path = start, stop, path
+        self._make, self._note = make, note
+        self._profiler: Profiler | None = None
+        self._done = False
+        self._first = self._last = -1  # steps seen
+        self._marks: dict[int, contextlib.AbstractContextManager[Any]] = {}  # by thread
+        self._lock = threading.Lock()  # closures of TensorFlow ask from several threads
+
+    def entered(self, step: int) -> bool:
+        """Take note that a step begins; return whether time was spent that is not the step's."""
+        self.recorded()
+        if self._done or step < self.start:
+            return False
+        changed = False
+        with self._lock:
+            if self._profiler is None and not self._done:
+                changed = self._open(step)
+            elif self._profiler is not None and step >= self.stop:
+                self._close()
+                changed = True
+            if self._profiler is not None:
+                self._first = step if self._first < 0 else self._first
+                self._last = max(self._last, step)
+                mark = self._profiler.step(f"step {step}")
+                mark.__enter__()
+                self._marks[threading.get_ident()] = mark
+        return changed
+
+    def recorded(self) -> None:
+        """Take note that this thread's step has ended."""
+        if self._marks and (mark := self._marks.pop(threading.get_ident(), None)) is not None:
+            mark.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Write what there is: the run is over."""
+        self.recorded()
+        with self._lock:
+            if self._profiler is not None:
+                self._close()
+            elif not self._done:
+                self._done = True
+                self._note(f"No profile: the run ended before step {self.start}.")
+
+    def _open(self, step: int) -> bool:
+        if step >= self.stop:  # several steps at a time (steps_per_execution) passed over it
+            self._done = True
+            self._note(f"No profile: no step between {self.start} and {self.stop} began by itself.")
+            return False
+        try:
+            profiler = self._make()
+            profiler.start()
+        except Exception as error:
+            self._done = True
+            self._note(f"No profile: the profiler did not start ({error}).")
+            return True
+        self._profiler = profiler
+        return True
+
+    def _close(self) -> None:
+        assert self._profiler is not None
+        profiler, self._profiler, self._done = self._profiler, None, True
+        began = clock()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            where = profiler.stop(self.path)
+        except Exception as error:
+            self._note(f"The profile of {self.path.stem} was not written: {error}")
+            with contextlib.suppress(Exception):  # it may have stopped already
+                profiler.stop(None)
+            return
+        steps = f"step {self._first}"
+        if self._last > self._first:
+            steps = f"steps {self._first}-{self._last}"
+        self._wrote(steps, where, clock() - began)
+
+    def _wrote(self, steps: str, where: Path | None, seconds: float) -> None:
+        if self.path.stem.startswith(("rank0", "ranks0-")):  # one line stands for all ranks
+            folder = (where or self.path).parent
+            self._note(
+                f"Profile of {steps}, a file for each rank (run.profiles; ui.perfetto.dev opens "
+                f"them): {folder}"
+            )
+
+
+class ProfiledGate(Gate):
+    """The gate of a run that is profiled."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self._window = window
+
+    def enter(self, step: int) -> bool:
+        """As `Gate.enter`; time that the profiler takes for itself counts as a pause."""
+        if not super().enter(step):
+            return False
+        began = clock()
+        if self._window.entered(step):
+            self.paused_s += clock() - began
+        return True
+
+
+def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
+    """Return the gate of a run, which opens and closes the window where there is one."""
+    if not spec.profile:
+        return Gate()
+    module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
+    path = Path(spec.run_dir) / PROFILES / _name(spec)
+    start, stop = spec.profile
+    window = Window(start, stop, lambda: module.make(spec), path, note)
+    return ProfiledGate(window)
+
+
+def _name(spec: RunSpec) -> str:
+    held = spec.held
+    return f"rank{held[0]}.json" if len(held) == 1 else f"ranks{held[0]}-{held[-1]}.json"
+
+
+def install(run: RunContext) -> None:
+    """Have steps end where they are recorded, and the profile at the latest with the run."""
+    if not isinstance(run.gate, ProfiledGate):
+        return
+    window, add = run.gate._window, run.recorder.add_step
+
+    def recorded(*args: Any, **keywords: Any) -> None:
+        window.recorded()
+        add(*args, **keywords)
+
+    vars(run.recorder)["add_step"] = recorded
+    run.closers.append(window.end)
+
+
+def check(run: RunContext, total_steps: int) -> None:
+    """Raise FitError where training ends before the first step that is to be profiled."""
+    if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
+        start, stop = run.spec.profile
+        raise FitError(
+            "--profile asks for steps that this training does not have.",
+            seen=f"{start}:{stop} of {total_steps} steps",
+            allowed=f"0 to {total_steps}",
+            next_step=f"--profile {max(0, total_steps - 5)}:{total_steps}",
+            code="WB-FIT-013",
+        )

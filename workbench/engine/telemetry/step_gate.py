@@ -1,0 +1,190 @@
+"""Where the training thread asks, before each step, whether it may go on.
+
+Ranks of a synchronous run that stop at different steps deadlock: the one that went on waits for
+the other in an all-reduce. So Stop and Pause are agreed: each rank answers with the step c it has
+begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
+can have started a later one, and all are let through up to it.
+
+Spends the delays a teacher injected, in the phase they were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ...shared.faults import ON_LINKS, Fault, parse_fault
+from ..debugging.marks import PAUSE, waits_in
+
+if TYPE_CHECKING:
+    from ...shared.messages import Purpose
+
+NO_LIMIT = 1 << 62
+
+
+class Gate:
+    """Shared by the training thread (`enter`) and the control thread (the rest)."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limit = NO_LIMIT  # first step that may not start
+        self._purpose: Purpose | None = None  # agreed purpose of the limit; None while asking
+        self._at = -1
+        self.paused_s = 0.0
+        self.on_pause = _nothing
+        self.on_resume = _nothing
+
+    def enter(self, step: int) -> bool:
+        """Return True when `step` may start, False when the run is to stop before it.
+
+        Blocks while paused. Costs one comparison when nothing was asked for.
+        """
+        self._at = step
+        if step < self._limit:
+            return True
+        return self._wait(step)
+
+    @waits_in(PAUSE)
+    def _wait(self, step: int) -> bool:
+        began = time.perf_counter()
+        announced = False
+        with self._changed:
+            self._at = step - 1  # this step has not begun: a Stop now must not cost one more
+            while step >= self._limit:
+                if self._purpose == "stop":
+                    return False
+                if self._purpose == "pause" and not announced:
+                    announced = True
+                    self.on_pause(step)
+                self._changed.wait(0.5)
+            self._at = step
+        self.paused_s += time.perf_counter() - began
+        if announced:
+            self.on_resume(step)
+        return True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop was agreed."""
+        return self._purpose == "stop"
+
+    def halt(self) -> int:
+        """Hold the worker; return the step it has begun (-1: none yet)."""
+        with self._changed:
+            if self._purpose is None:
+                self._limit = min(self._limit, self._at + 1)
+            self._changed.notify_all()
+            return self._at
+
+    def halt_at(self, purpose: Purpose, step: int) -> None:
+        """Let steps up to and including `step` happen, then stop or pause."""
+        with self._changed:
+            if self._purpose != "stop":
+                # Workers that agree with nobody are told no step: the one under way is the last.
+                self._limit, self._purpose = max(step, self._at) + 1, purpose
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Lift a pause."""
+        with self._changed:
+            if self._purpose != "stop":
+                self._limit, self._purpose = NO_LIMIT, None
+            self._changed.notify_all()
+
+    def advance(self, steps: int) -> None:
+        """Let a paused worker do `steps` more, then pause it again."""
+        with self._changed:
+            if self._purpose == "pause":
+                self._limit += steps
+            self._changed.notify_all()
+
+
+def _nothing(step: int) -> None:
+    """Do nothing; the default of the gate's two callbacks."""
+
+
+class FaultInjector:
+    """This worker's faults; the control thread may replace them at any time.
+
+    A delay without a phase is spent in forward, so it counts as the worker's own compute and shows
+    as the others' sync wait.
+
+    Args:
+        rank: This worker; the first of them where the engine holds several replicas.
+        held: How many replicas the engine holds.
+
+    Attributes:
+        replicas: One injector per replica held here, where there are several; a delay of the
+            `forward` or `backward` of one of them is spent by it.
+    """
+
+    def __init__(self, rank: int, faults: Iterable[Fault | str] = (), held: int = 1) -> None:
+        self._ranks = range(rank, rank + held)
+        self.replicas = [FaultInjector(one) for one in self._ranks] if held > 1 else [self]
+        self._random = random.Random(rank)
+        self._active: tuple[Fault, ...] = ()
+        self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
+        self.set(faults)
+
+    def set(self, faults: Iterable[Fault | str]) -> None:
+        """Replace the faults by these, or by those that texts say."""
+        known = [parse_fault(one) if isinstance(one, str) else one for one in faults]
+        self._active = tuple(
+            f for f in known if f.kind != "clear" and (f.rank is None or f.rank in self._ranks)
+        )
+        for replica in self.replicas:
+            if replica is not self:
+                replica.set(known)
+
+    @property
+    def active(self) -> bool:
+        """Whether any fault concerns this worker."""
+        return bool(self._active)
+
+    @property
+    def on_links(self) -> bool:
+        """Whether a link is simulated: `bandwidth`, `latency`."""
+        return any(fault.kind in ON_LINKS for fault in self._active)
+
+    def before_step(self, step: int) -> None:
+        """End this process when a `kill` is due."""
+        for fault in self._active:
+            if fault.kind == "kill" and step >= fault.step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def spend(self, phase: str) -> float:
+        """Sleep for the delays of a phase (`data`, `forward`, `backward`); return the seconds."""
+        if not self._active:
+            return 0.0
+        delay = sum(self._delay(fault) for fault in self._active if _phase(fault) == phase)
+        if delay > 0:
+            time.sleep(delay)
+        return delay
+
+    def travel(self, size_bytes: int) -> float:
+        """Sleep for as long as a message would take on the simulated link; return the seconds."""
+        delay = 0.0
+        for fault in self._active:
+            if fault.kind == "latency":
+                delay += fault.delay_s
+            elif fault.kind == "bandwidth":
+                delay += size_bytes / fault.bytes_per_s
+        if delay > 0:
+            time.sleep(delay)
+        return delay
+
+    def _delay(self, fault: Fault) -> float:
+        if fault.kind == "jitter":
+            return self._random.uniform(0.0, fault.delay_s)
+        if fault.kind == "slow":
+            return fault.delay_s + (fault.factor - 1.0) * self.compute_s
+        return 0.0
+
+
+def _phase(fault: Fault) -> str:
+    return "forward" if fault.where == "step" else fault.where

@@ -1,0 +1,451 @@
+"""What an engine needs to know of TensorFlow: devices, threads, seeds, the scope of a cell.
+
+Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
+
+TensorFlow fixes devices and threads at its first operation. An engine therefore asks for a generous
+number of logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit whatever ran
+before. Where one does not, TensorFlow's state is made anew (`reset`); where even that fails, the
+run ends with `EngineSpentError`, and the kernel puts a fresh engine in its place.
+
+Keeps a worker to its share of the host's cores where its thread pools cannot be resized.
+
+TensorFlow fixes the size of its thread pool for the life of the process at its first operation. A
+pool that were sized for one run would fake the speed-up of another, so it is sized for the whole
+host, and a worker that shares the host with others is kept to some of its cores meanwhile.
+
+TensorFlow's generated source files go into the cluster's folder, and with it.
+
+AutoGraph writes each function that it traces to the temporary folder and removes it when the
+process exits; an engine that is killed never does. Its maps from generated lines to the user's are
+noted, so that errors show what the user wrote (`generated`).
+
+TensorFlow's profiler, for a window of steps.
+
+It writes an XSpace (`.xplane.pb`, which TensorBoard reads); the Chrome trace is made from that.
+
+Source: `tensorflow/tsl/profiler/protobuf/xplane.proto`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ...errors import ClusterError, EngineSpentError, RunError
+from ...shared import cluster_env, events
+from ..debugging import tracebacks
+from ..training import fit_arguments
+from .models import build_module as build_module
+from .models import check_optimizer as check_optimizer
+from .models import check_scheduler as check_scheduler
+from .models import load_weights as load_weights
+from .models import parameter_count as parameter_count
+from .models import sketch_module as sketch_module
+from .models import weight_shapes as weight_shapes
+
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+    from ..context import RunContext
+
+LOGICAL_DEVICES = 8
+"""Logical CPU devices that an engine has at least."""
+
+MADE_ANEW = (
+    "TensorFlow had started with fewer devices than this run needs, so it was made anew with "
+    "{devices}: tensors, variables and models of earlier cells can no longer be used on this "
+    "engine."
+)
+
+
+@dataclass
+class _Configured:
+    """What TensorFlow was told before its first operation; 0: nothing yet."""
+
+    devices: int = 0
+    threads: int = 0
+    made_anew: bool = False  # for more devices, and nobody was told yet
+
+
+_configured = _Configured()
+
+
+def setup(spec: RunSpec) -> None:
+    """Set devices, threads and seeds before a cell; equal seeds give equal initial weights.
+
+    Raises:
+        ClusterError: Keras computes with another framework.
+        EngineSpentError: TensorFlow has started with settings that this run cannot use.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ClusterError(
+            "Keras computes with another framework on this engine.",
+            seen=f"KERAS_BACKEND={keras.backend.backend()}",
+            allowed="tensorflow",
+            next_step="set os.environ['KERAS_BACKEND'] = 'tensorflow', then %cluster restart",
+            code="WB-CLUSTER-027",
+        )
+    if spec.mode == "run" and os.environ.get("TF_CONFIG"):
+        raise ClusterError(
+            "TF_CONFIG is set already; here a run finds its devices and workers by itself.",
+            seen=os.environ["TF_CONFIG"],
+            allowed="no TF_CONFIG",
+            next_step="del os.environ['TF_CONFIG'] in a %%distributed cell, then run this one",
+            code="WB-CLUSTER-028",
+        )
+    keep_to_cluster()
+    # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
+    configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads, spec.cores))
+    if spec.mode == "run":
+        seed_all(int(spec.overrides.get("seed", 0)))
+        _naming().reset_uids()  # a layer is called `dense` in every run, not `dense_7`
+
+
+def configure(devices: int, threads: int) -> None:
+    """Ask for logical CPU devices and threads, before TensorFlow's first operation.
+
+    Later calls are content with more devices than they ask for, and with other threads: those
+    cannot be changed without losing the user's variables.
+
+    Raises:
+        EngineSpentError: There are fewer devices, and they cannot be made anew.
+    """
+    if _configured.devices >= devices:
+        return
+    if _context()._context_handle is not None:
+        have = len(tf.config.list_logical_devices("CPU"))
+        if have >= devices:
+            _configured.devices = have
+            return
+        reset()
+        _configured.made_anew = True
+    try:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * devices
+        )
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        # Replicas that wait (for an injected delay, for each other) hold a thread each.
+        tf.config.threading.set_inter_op_parallelism_threads(max(threads, devices))
+    except RuntimeError as error:
+        raise EngineSpentError(
+            "TensorFlow has started on this engine with fewer devices than the run needs.",
+            seen=str(error),
+            allowed=f"{devices} logical CPU devices",
+            next_step="%cluster restart",
+            code="WB-CLUSTER-029",
+        ) from error
+    _configured.devices, _configured.threads = devices, threads
+
+
+def reset() -> None:
+    """Forget TensorFlow's whole state, as if it had just been imported.
+
+    Tensors and variables of earlier cells die with it. Private, but the only way there is:
+    https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/eager/context.py
+    """
+    _built.clear()
+    keras.backend.clear_session()
+    gc.collect()
+    importlib.import_module("tensorflow.python.eager.context")._reset_context()
+    _configured.devices = _configured.threads = 0
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy, TensorFlow and Keras."""
+    keras.utils.set_random_seed(seed % (1 << 32))
+
+
+def _context() -> Any:
+    return importlib.import_module("tensorflow.python.eager.context").context()
+
+
+def _naming() -> Any:
+    return importlib.import_module("keras.src.utils.naming")
+
+
+_built: dict[Any, Any] = {}
+"""tf.distribute strategies of this engine, by what they were built from."""
+
+
+def built(key: Any, build: Any) -> Any:
+    """Return the strategy that was built under `key`, building it the first time.
+
+    A model belongs to the strategy in whose scope it was made: with the same strategy in the next
+    run, it can be trained further there.
+    """
+    if key not in _built:
+        _built[key] = build()
+    return _built[key]
+
+
+@contextlib.contextmanager
+def around(run: RunContext) -> Iterator[dict[str, Any]]:
+    """Surround the cell of a training run with the strategy's scope.
+
+    The cell runs as plain Keras code, so all that is ours is set up before it and undone after it:
+    the strategy is built, steps are recorded, `model.fit` reports.
+
+    Yields:
+        The names that the cell finds besides.
+    """
+    spec = run.spec
+    engines = 1 if run.entry.remote_workers else spec.world_size // spec.replicas + spec.servers
+    with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
+        if _configured.made_anew:
+            _configured.made_anew = False
+            run.emit(
+                events.Noted(rank=spec.rank, text=MADE_ANEW.format(devices=_configured.devices))
+            )
+        run.strategy = strategy = fit_arguments.load_strategy(run)
+        with strategy.around_cell() as names:
+            yield names
+
+
+def environ(spec: RunSpec) -> dict[str, str]:
+    """Return what the environment says besides; TF_CONFIG is the strategies' own matter."""
+    return {}
+
+
+def ensure_group(spec: RunSpec) -> None:
+    """Do nothing: TensorFlow's strategies meet by themselves."""
+
+
+def has_group() -> bool:
+    """Return True: there is no group that a cell could destroy."""
+    return True
+
+
+def destroy_group() -> None:
+    """Do nothing: see `ensure_group`."""
+
+
+def shutdown_group_sockets(*, store: bool = False) -> int:
+    """Break collectives in which this engine waits for others; return in how many clusters.
+
+    Called from another thread than the one that waits. TensorFlow itself notices after seconds that
+    a worker is dead, and never that one has stalled.
+    """
+    context = _context()
+    if context._context_handle is None or context._collective_ops_server_def is None:
+        return 0
+    context.abort_collective_ops(tf.errors.UNAVAILABLE, "the workbench ended this run")
+    return 1
+
+
+def names(spec: RunSpec) -> dict[str, Any]:
+    """Return the names that cells find besides rank, world_size and device."""
+    return {"strategy": tf.distribute.get_strategy()}
+
+
+def device_label(device: str) -> str:
+    """Return `cpu`, or `cuda:0 NVIDIA H200`."""
+    if not device.startswith("cuda"):
+        return device
+    gpus = tf.config.list_physical_devices("GPU")
+    index = int(device.partition(":")[2] or 0)
+    details = tf.config.experimental.get_device_details(gpus[index]) if index < len(gpus) else {}
+    return f"{device} {details.get('device_name', '')}".strip()
+
+
+def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
+    """Write the weights as `weights.npz`; return the file's name.
+
+    Ranks other than 0 write `weights-rank{r}.npz`.
+    """
+    name = "weights.npz" if rank == 0 else f"weights-rank{rank}.npz"
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / name, **arrays)
+    return name
+
+
+def explain(error: BaseException) -> str | None:
+    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    text = str(error)
+    for words, cause in _CAUSES.items():
+        if words in text:
+            return f"Why: {cause}"
+    return None
+
+
+_OUTSIDE = (
+    "the optimizer was called outside a replica. Put forward, backward and optimizer into a "
+    "function `step`, and call strategy.run(step, args=(batch,))."
+)
+_CAUSES = {
+    "cannot be modified after being initialized": "this engine's devices were set before the cell: "
+    f"{LOGICAL_DEVICES} logical CPU devices or more. Say how many replicas with -n instead.",
+    "AddN must have the same size and shape": "the replicas were given shares of different size, "
+    "and something was added up that has a row per sample. Drop the smaller last batch with "
+    "data.batch(64, drop_remainder=True).",
+    "optimizer can only optimize Tensors": "a PyTorch optimizer was made for a Keras model; pass "
+    "one of keras.optimizers.",
+    "No module named 'tf_keras'": "tf_keras (Keras 2) is not installed, and not needed: write the "
+    "model with keras.",
+    "outside the replica context": _OUTSIDE,
+    "cross-replica context": _OUTSIDE,
+}
+"""Words in TensorFlow's errors, and what lies behind them."""
+
+
+@contextlib.contextmanager
+def limited(of: int, workers: int, position: int) -> Iterator[None]:
+    """Let all threads of this process run on this worker's share of the host's cores only.
+
+    Does nothing where the system cannot (not Linux); where there are fewer cores than workers,
+    which the system shares out more evenly; and where a container's quota gives fewer cores than
+    it sees, as the first ones would then be every container's.
+
+    Args:
+        of: Cores of the host that the run has in all.
+        workers: How many of them share these cores.
+        position: Which one this is, from 0.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 1 < workers <= of or of != len(allowed):
+        yield
+        return
+    count = of // workers
+    _keep_to(allowed[position * count : (position + 1) * count])
+    try:
+        yield
+    finally:
+        _keep_to(allowed)
+
+
+def _keep_to(cores: Collection[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
+
+
+LOADER = "tensorflow.python.autograph.pyct.loader"
+
+
+def keep_to_cluster() -> None:
+    """Have AutoGraph write into the cluster's folder from now on; may be called again."""
+    try:
+        loader = importlib.import_module(LOADER)
+    except ImportError:  # another version keeps it elsewhere: files are then left as before
+        return
+    _note_lines(loader)
+    folder = cluster_env.folder()
+    if folder is None:
+        return
+    if hasattr(loader, "tempfile"):
+        named = functools.partial(tempfile.NamedTemporaryFile, dir=folder)
+        vars(loader)["tempfile"] = SimpleNamespace(NamedTemporaryFile=named)
+
+
+def _note_lines(loader: Any) -> None:
+    """Have every map of lines noted from now on; once."""
+    own = getattr(loader, "load_ast", None)
+    if own is None or hasattr(own, "notes_lines"):
+        return
+
+    @functools.wraps(own)
+    def load_ast(*args: Any, **settings: Any) -> Any:
+        found = own(*args, **settings)
+        module, origins = found[0], found[-1]
+        if origins:
+            tracebacks.note(module.__file__, origins)
+        return found
+
+    vars(load_ast)["notes_lines"] = True
+    loader.load_ast = load_ast
+
+
+_PROTOCOLS = ("tensorflow.tsl.profiler.protobuf", "tsl.profiler.protobuf", "xprof.protobuf")
+
+
+class TensorFlowProfiler:
+    """Collects what TensorFlow's threads, and GPUs, do."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+
+    def start(self) -> None:
+        """Begin to collect."""
+        self._folder = tempfile.mkdtemp(prefix="workbench-profile-", dir=cluster_env.folder())
+        try:
+            tf.profiler.experimental.start(self._folder)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Mark what happens within as a step."""
+        trace: Any = tf.profiler.experimental.Trace(name, step_num=int(name.split()[-1]), _r=1)
+        return trace  # type: ignore[no-any-return,unused-ignore]
+
+    def stop(self, path: Path | None) -> Path | None:
+        """End; write a Chrome trace to `path`, and the XSpace beside it.
+
+        Raises:
+            RunError: The profiler has left nothing.
+        """
+        try:
+            tf.profiler.experimental.stop(save=path is not None)
+            if path is None:
+                return None
+            found = sorted(Path(self._folder).rglob("*.xplane.pb"))
+            if not found:
+                raise RunError("TensorFlow's profiler has written nothing.", code="WB-RUN-028")
+            shutil.copyfile(found[0], path.with_suffix(".xplane.pb"))
+            path.write_text(json.dumps({"traceEvents": list(_events(found[0]))}))
+            return path
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _events(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of an XSpace as those of a Chrome trace; times in microseconds."""
+    space = _protocol().XSpace()
+    space.ParseFromString(file.read_bytes())
+    for pid, plane in enumerate(space.planes):
+        name = {"name": plane.name}
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": name}
+        for tid, line in enumerate(plane.lines):
+            label = {"name": line.display_name or line.name}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": label}
+            for event in line.events:
+                about = plane.event_metadata[event.metadata_id]
+                yield {
+                    "ph": "X",
+                    "name": about.display_name or about.name,
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": line.timestamp_ns / 1e3 + event.offset_ps / 1e6,
+                    "dur": event.duration_ps / 1e6,
+                }
+
+
+def _protocol() -> Any:
+    for package in _PROTOCOLS:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"{package}.xplane_pb2")
+    raise RunError(
+        "This TensorFlow does not bring the protocol of its profiles.", code="WB-RUN-029"
+    )
+
+
+def make(spec: RunSpec) -> TensorFlowProfiler:
+    """Return a profiler for a worker."""
+    return TensorFlowProfiler()

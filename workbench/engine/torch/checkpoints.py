@@ -1,0 +1,160 @@
+"""Checkpoints of PyTorch runs: `torch.distributed.checkpoint`, without unpickling what is read.
+
+The tensors of a state are written by DCP's own file writer, from one process (`no_dist`): what is
+spread over workers was gathered before. DCP keeps an index in `.metadata`, a pickle, which its
+reader loads without restriction. Here only the classes that such an index is made of are let
+through, so a folder from elsewhere cannot run code; tensors are read with `weights_only`, as DCP
+does itself.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from enum import EnumMeta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ...errors import RunError
+from ..checkpoints import files
+from ..checkpoints.files import arrays_in, decode, encode, write_text
+from .data import map_batch
+
+SKELETON = "state.json"
+# That it is one process is meant. Set once: threads that write cannot each change the filters.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values()
+                        if isinstance(d, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "Path", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "Path", "WindowsPath"},
+}  # fmt: skip
+"""All that DCP's index of plain tensors refers to, by module."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes of DCP's index, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the index.
+
+        Raises:
+            RunError: The index names something else: it was not written by DCP.
+        """
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 write enums so
+            return _member
+        if name not in _ALLOWED.get(module, ()):
+            raise RunError(
+                "The checkpoint's index refers to what no index needs; it is not read.",
+                seen=f"{module}.{name}",
+                next_step="use checkpoints from a source that you trust",
+                code="WB-RUN-030",
+            )
+        return super().find_class(module, name)
+
+
+def _member(of: Any, name: str) -> Any:
+    """Return a member of one of the index's enumerations; no other attribute of anything."""
+    if isinstance(of, EnumMeta) and name in of.__members__:
+        return of.__members__[name]
+    raise RunError("The checkpoint's index is damaged.", seen=f"{of!r}.{name}", code="WB-RUN-031")
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, with an index that cannot run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found = _IndexUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise RunError(
+                "The checkpoint's index is damaged.", seen=type(found).__name__, code="WB-RUN-032"
+            )
+        if found.storage_meta is not None:
+            found.storage_meta.load_id = self.load_id
+        return found
+
+
+def write_state(folder: Path, state: Any) -> int:
+    """Write a state into a new folder, down to the disk; return its bytes."""
+    skeleton, leaves = encode(state, lambda value: isinstance(value, torch.Tensor))
+    tensors = {
+        name: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        for name, leaf in leaves.items()
+    }
+    folder.mkdir(parents=True)
+    if tensors:
+        writer = FileSystemWriter(folder, sync_files=True)
+        with _plain_errors():
+            save(tensors, storage_writer=writer, no_dist=True)
+    write_text(folder / SKELETON, json.dumps(skeleton))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def read_state(folder: Path) -> Any:
+    """Return what `write_state` wrote, on the CPU."""
+    skeleton = json.loads((folder / SKELETON).read_text())
+    leaves: dict[str, Any] = {}
+    if (folder / ".metadata").exists():
+        reader = _Reader(folder)
+        for name, about in reader.read_metadata().state_dict_metadata.items():
+            assert isinstance(about, TensorStorageMetadata)
+            leaves[name] = torch.empty(about.size, dtype=about.properties.dtype)
+        with _plain_errors():
+            load(leaves, storage_reader=reader, no_dist=True)
+    for name in arrays_in(skeleton):
+        leaves[name] = leaves[name].numpy()
+    return decode(skeleton, leaves)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong itself: DCP's own exception is none that `except Exception` catches."""
+    try:
+        yield
+    except CheckpointException as collected:
+        cause = next(iter(collected.failures.values()))[0]
+        raise (cause if isinstance(cause, Exception) else OSError(str(cause))) from None
+
+
+def copied(state: Any) -> Any:
+    """Return a copy of a state on the CPU, which later steps do not change."""
+    return map_batch(lambda tensor: tensor.detach().to("cpu", copy=True), state)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of all generators that a step may draw from."""
+    state = {**files.random_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Let every generator go on from where `random_state` was taken."""
+    files.set_random_state(state)
+    torch.set_rng_state(state["torch"])
+    cuda = state.get("cuda")
+    if cuda and torch.cuda.is_available() and torch.cuda.device_count() == len(cuda):
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,470 @@
+"""Data for PyTorch strategies: whatever the user passes, as shares of global batches.
+
+Three kinds of source, by what the data allows:
+
+- tensors: a batch is one indexing of each tensor; nothing is collated sample by sample;
+- map-style datasets and loaders over them: samples are fetched by index, in the loader's own
+  worker processes where it has some, each worker of the run fetching only its share;
+- streams (IterableDataset): there is no index, so every worker reads the whole stream and keeps
+  its slice of each global batch. The stream must give every worker the same samples.
+
+Collated batches of any nesting: counted, cut, mapped.
+
+A source of data dealt out by class (`skew.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from ...errors import FitError
+from ..contract import Share
+from ..training.shares import (
+    Order,
+    Source,
+    dirichlet_shards,
+    make_order,
+    share_bounds,
+    skewed_order,
+)
+
+KINDS = "a torch Dataset, (x, y) arrays or tensors, or a DataLoader"
+
+
+class TensorSource(Source):
+    """Tensors of equal length, indexed at once.
+
+    Args:
+        tensors: Each of shape (samples, ...).
+        collated: Whether a batch is a list, also of one tensor, as a DataLoader's is.
+    """
+
+    def __init__(
+        self, tensors: tuple[torch.Tensor, ...], order: Order, *, collated: bool = False
+    ) -> None:
+        self.tensors, self.order, self._collated = tensors, order, collated
+        self.samples, self.batch_size = order.samples, order.batch_size
+        self.steps_per_epoch = order.steps_per_epoch
+        self._device = tensors[0].device
+
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        size, indices = self.order.batch_size, self.order.epoch(epoch)
+        places = torch.from_numpy(indices).to(self._device)
+        for step in range(first, self.order.steps_per_epoch):
+            begin = step * size
+            total = min(size, len(indices) - begin)
+            start, stop = share_bounds(total, rank, workers)
+            samples = stop - start
+            # A worker without a sample holds one that does not count.
+            chosen = places[begin + start : begin + stop] if samples else places[begin : begin + 1]
+            yield Share(self._take(chosen), samples, total, step, epoch)
+
+    def _take(self, places: torch.Tensor) -> Any:
+        taken = tuple(tensor.index_select(0, places) for tensor in self.tensors)
+        if self._collated:
+            return list(taken)
+        return taken if len(taken) > 1 else taken[0]
+
+    def peek(self) -> Any:
+        return self._take(torch.zeros(1, dtype=torch.int64, device=self._device))
+
+
+class IndexedSource(Source):
+    """A map-style dataset; `loader` lends its collate function and worker processes."""
+
+    def __init__(self, dataset: Any, order: Order, loader: DataLoader[Any] | None = None) -> None:
+        self.dataset, self.order, self.loader = dataset, order, loader
+        self.samples, self.batch_size = order.samples, order.batch_size
+        self.steps_per_epoch = order.steps_per_epoch
+        collate = default_collate if loader is None else loader.collate_fn
+        self._fetch = _fetcher(dataset, collate)
+        self._chosen: list[list[int]] = []  # what the worker processes are to fetch
+        self._fetching: Any = None
+
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        batches = self.order.batches(epoch)[first:]
+        if not batches:
+            return
+        if self.loader is None or not self.loader.num_workers:
+            for step, batch in enumerate(batches, first):
+                chosen, samples = _share_of(batch, rank, workers)
+                yield Share(self._fetch(chosen), samples, len(batch), step, epoch)
+            return
+        chosen_of, samples_of = zip(*(_share_of(b, rank, workers) for b in batches), strict=True)
+        fetched = self._processes(self.loader, list(chosen_of))
+        for place, data in enumerate(fetched):
+            yield Share(data, samples_of[place], len(batches[place]), first + place, epoch)
+
+    def _processes(self, loader: DataLoader[Any], chosen: list[list[int]]) -> Any:
+        """Return the batches of one epoch from worker processes like the user's loader's."""
+        self._chosen[:] = chosen
+        if self._fetching is None:
+            self._fetching = DataLoader(
+                self.dataset,
+                batch_sampler=self._chosen,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                prefetch_factor=loader.prefetch_factor,
+                persistent_workers=loader.persistent_workers,
+            )
+        return self._fetching
+
+    def peek(self) -> Any:
+        state = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng():
+                return self._fetch([0])
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+
+
+class StreamSource(Source):
+    """An IterableDataset behind a loader of global batches."""
+
+    def __init__(self, loader: DataLoader[Any], batch_size: int) -> None:
+        self.loader, self.batch_size = loader, batch_size
+        try:
+            self.steps_per_epoch: int | None = len(loader)
+        except TypeError:
+            self.steps_per_epoch = None
+        self.samples = None
+
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        empty = True
+        for step, data in enumerate(self.loader):
+            empty = False
+            if step < first:
+                continue
+            total = batch_length(data)
+            start, stop = share_bounds(total, rank, workers)
+            kept = (start, stop) if stop > start else (0, 1)
+            yield Share(slice_batch(data, *kept, total), stop - start, total, step, epoch)
+        if empty:
+            raise FitError(
+                "The data set gave no sample.",
+                seen=type(self.loader.dataset).__name__,
+                code="WB-FIT-048",
+            )
+
+
+def make_source(data: Any, batch_size: int | None, *, seed: int, shuffle: bool) -> Source:
+    """Turn what the user passed into a source.
+
+    Args:
+        data: A torch Dataset, a tuple of arrays or tensors of equal length, or a DataLoader.
+        batch_size: Global batch size; None takes the loader's.
+        shuffle: Ignored for a DataLoader, whose own sampler decides.
+
+    Raises:
+        FitError: It is none of these, is empty, or has no batch size.
+    """
+    if isinstance(data, DataLoader):
+        return _from_loader(undivided(data), batch_size, seed)
+    if batch_size is None:
+        raise FitError(
+            "How many samples make a step was not said.",
+            allowed="a whole number of samples over all workers",
+            next_step="pass batch_size=64",
+            code="WB-FIT-049",
+        )
+    if isinstance(data, IterableDataset):
+        return StreamSource(DataLoader(data, batch_size=batch_size), batch_size)
+    if isinstance(data, (tuple, list)) and data and all(_is_array(part) for part in data):
+        tensors = tuple(torch.as_tensor(part) for part in data)
+        lengths = [len(tensor) for tensor in tensors]
+        if len(set(lengths)) > 1:
+            raise FitError("The arrays have unequal lengths.", seen=lengths, code="WB-FIT-050")
+        _not_empty(lengths[0], data)
+        return TensorSource(tensors, make_order(lengths[0], batch_size, seed=seed, shuffle=shuffle))
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        if isinstance(data, (str, bytes, Mapping)) or _is_array(data):
+            raise _unknown(data)
+        _not_empty(len(data), data)
+        order = make_order(len(data), batch_size, seed=seed, shuffle=shuffle)
+        return _indexed(data, order, None)
+    raise _unknown(data)
+
+
+def _from_loader(loader: DataLoader[Any], batch_size: int | None, seed: int) -> Source:
+    size = batch_size or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        raise FitError(
+            "The loader does not say how many samples make a batch.",
+            seen=type(loader.batch_sampler or loader.sampler).__name__,
+            next_step="give the DataLoader a batch_size",
+            code="WB-FIT-051",
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if size != loader.batch_size:
+            loader = _resized(loader, size)
+        return StreamSource(loader, size)
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise FitError(
+            "A loader with a batch_sampler of its own cannot be divided over workers.",
+            seen=type(loader.batch_sampler).__name__,
+            next_step="give the DataLoader batch_size and sampler instead",
+            code="WB-FIT-052",
+        )
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    _not_empty(len(dataset), dataset)
+    plain = type(sampler) is SequentialSampler
+    usual = type(sampler) is RandomSampler and not sampler.replacement
+    if type(sampler) is DistributedSampler:  # a share of the data: shares are made here
+        order = make_order(
+            len(dataset), size, seed=seed, shuffle=sampler.shuffle, drop_last=loader.drop_last
+        )
+    elif plain or (usual and sampler.num_samples == len(dataset)):
+        order = make_order(
+            len(dataset), size, seed=seed, shuffle=not plain, drop_last=loader.drop_last
+        )
+    else:
+        order = Order(len(sampler), size, _sampled(sampler, seed), loader.drop_last)
+    if not order.steps_per_epoch:
+        raise FitError(
+            "The loader drops its only batch: it is smaller than the batch size.",
+            seen=f"{order.samples} samples, batch size {size}, drop_last=True",
+            code="WB-FIT-053",
+        )
+    return _indexed(dataset, order, loader)
+
+
+def _indexed(dataset: Any, order: Order, loader: DataLoader[Any] | None) -> Source:
+    plain = loader is None or (loader.collate_fn is default_collate and not loader.num_workers)
+    if plain and isinstance(dataset, TensorDataset):
+        untouched = type(dataset).__getitem__ is TensorDataset.__getitem__
+        if untouched and len({t.device for t in dataset.tensors}) == 1:
+            return TensorSource(dataset.tensors, order, collated=True)
+    return IndexedSource(dataset, order, loader)
+
+
+def _sampled(sampler: Any, seed: int) -> Callable[[int], Any]:
+    """Draw a custom sampler's order with equal random states, so that all workers see the same."""
+
+    def indices(epoch: int) -> Any:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        state = random.getstate(), np.random.get_state()
+        mixed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
+        try:
+            random.seed(mixed)
+            np.random.seed(mixed)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(mixed)
+                return np.fromiter((int(i) for i in sampler), np.int64)
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+
+    return indices
+
+
+def _fetcher(dataset: Any, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if hasattr(dataset, "take") and collate is default_collate:
+        take = dataset.take
+        return lambda places: take(np.asarray(places, np.int64))
+    if hasattr(dataset, "__getitems__"):
+        many = dataset.__getitems__
+        return lambda places: collate(many([int(i) for i in places]))
+    return lambda places: collate([dataset[int(i)] for i in places])
+
+
+def _share_of(batch: Any, rank: int, workers: int) -> tuple[list[int], int]:
+    start, stop = share_bounds(len(batch), rank, workers)
+    return (batch[start:stop] if stop > start else batch[:1]).tolist(), stop - start
+
+
+def _resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+    )
+
+
+def _is_array(part: Any) -> bool:
+    return isinstance(part, (np.ndarray, torch.Tensor))
+
+
+def _not_empty(length: int, data: Any) -> None:
+    if length == 0:
+        raise FitError("The data set is empty.", seen=type(data).__name__, code="WB-FIT-054")
+
+
+def _unknown(data: Any) -> FitError:
+    return FitError(
+        "The data was not understood.",
+        seen=type(data).__name__,
+        allowed=KINDS,
+        next_step="wb.fit(model, (x, y), ...) or wb.fit(model, wb.data.digits('train'), ...)",
+        code="WB-FIT-055",
+    )
+
+
+def divisible(loader: Any, *, seed: int) -> Source:
+    """Return the source behind a user's loader.
+
+    Raises:
+        FitError: It is no DataLoader, or cannot be divided.
+    """
+    if not isinstance(loader, DataLoader):
+        raise FitError(
+            "The loader is no DataLoader.",
+            seen=type(loader).__name__,
+            allowed="a torch.utils.data.DataLoader with a batch_size",
+            code="WB-FIT-056",
+        )
+    source = make_source(loader, None, seed=seed, shuffle=False)
+    source.given = undivided(loader)
+    return source
+
+
+def undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the user's own loader, also of one that an earlier cell was handed back."""
+    own: DataLoader[Any] = vars(loader).get("undivided", loader)
+    return own
+
+
+def global_batch(loader: Any, workers: int) -> int | None:
+    """Return what one step of a loop that divides its own data consumes over all workers."""
+    size = getattr(loader, "batch_size", None)
+    return size * workers if isinstance(size, int) else None
+
+
+def batch_length(data: Any) -> int:
+    """Return how many samples a collated batch holds: the first tensor's first dimension.
+
+    Raises:
+        FitError: There is no tensor in it.
+    """
+    for tensor in tensors_of(data):
+        if tensor.dim():
+            return len(tensor)
+    raise FitError(
+        "A batch without a tensor cannot be counted.",
+        seen=type(data).__name__,
+        next_step="let the collate function return tensors whose first dimension is the batch",
+        code="WB-FIT-045",
+    )
+
+
+def tensors_of(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors_of(value)
+    elif isinstance(data, (tuple, list)):
+        for value in data:
+            yield from tensors_of(value)
+
+
+def map_batch(
+    function: Callable[[torch.Tensor], Any],
+    data: Any,
+    other: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Apply `function` to every tensor of nested tuples, lists, mappings; `other` to the rest."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        mapped = {key: map_batch(function, value, other) for key, value in data.items()}
+        try:
+            return type(data)(mapped)  # type: ignore[call-arg]
+        except TypeError:
+            return mapped
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_batch(function, value, other) for value in data))
+    if isinstance(data, (tuple, list)):
+        return type(data)(map_batch(function, value, other) for value in data)
+    return other(data)
+
+
+def slice_batch(data: Any, start: int, stop: int, total: int) -> Any:
+    """Return samples start..stop of a collated batch of `total` samples."""
+    if isinstance(data, (list, tuple)) and len(data) == total and not list(tensors_of(data)):
+        return data[start:stop]
+    return map_batch(lambda t: t[start:stop] if t.dim() and len(t) == total else t, data)
+
+
+CHUNK = 1024
+
+
+def skewed(source: Source, workers: int, alpha: float, seed: int) -> Source:
+    """Return the source with a shard of its own for each worker; the same seed, the same shards.
+
+    Raises:
+        FitError: The samples have no class, or cannot be told apart (a stream).
+    """
+    shards = dirichlet_shards(labels(source), workers, alpha, seed)
+    dealt: Any = copy.copy(source)
+    dealt.order = skewed_order(dealt.order, shards, seed)
+    return dealt  # type: ignore[no-any-return]
+
+
+def labels(source: Source) -> NDArray[np.int64]:
+    """Return the class of each sample, shape (samples,).
+
+    Raises:
+        FitError: The samples have no class, or cannot be told apart.
+    """
+    if isinstance(source, TensorSource):
+        target = source.tensors[-1] if len(source.tensors) == 2 else None
+    elif isinstance(source, IndexedSource):
+        target = _fetched(source)
+    else:
+        raise FitError(
+            "A stream cannot be dealt out by class: its samples have no index.",
+            seen=type(source).__name__,
+            next_step="leave out -o skew, or use a data set with an index",
+            code="WB-FIT-057",
+        )
+    if target is None or target.dim() != 1 or target.is_floating_point():
+        raise FitError(
+            "skew deals samples out by their class, and these have none.",
+            seen="no pairs (x, y)" if target is None else f"y of {target.dtype}, {target.dim()}-d",
+            allowed="pairs (x, y) with y one whole number per sample",
+            next_step="leave out -o skew",
+            code="WB-FIT-058",
+        )
+    return target.cpu().numpy().astype(np.int64)
+
+
+def _fetched(source: IndexedSource) -> torch.Tensor | None:
+    """Read the targets of all samples, once."""
+    found = []
+    count = len(source.dataset)
+    for first in range(0, count, CHUNK):
+        batch = source._fetch(list(range(first, min(first + CHUNK, count))))
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+            return None
+        if not isinstance(batch[1], torch.Tensor):
+            return None
+        found.append(batch[1])
+    return torch.cat(found)

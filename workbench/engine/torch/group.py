@@ -1,0 +1,376 @@
+"""A worker's process group: what it finds in the environment, how it joins, how it leaves.
+
+Leaving never hangs: connections are shut where a peer has died in a collective.
+
+Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it is
+there already, so `init_process_group` and `destroy_process_group` are ours on an engine:
+
+    init: the same world   the group that is there is taken; another backend: it is made anew
+          another world    an error that says what to do
+    destroy                wrappers first, as everywhere; the next init meets in keys of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import os
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ClusterError
+from ...shared.events import GROUP_GONE_S
+from ..debugging.marks import GROUP, doing, waits_in
+
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+STORE_TIMEOUT = timedelta(seconds=60)
+PROBE_S = 5.0
+CONNECT_S = 12.0
+"""How long torch tries to reach the store. It waits in C++, where an interrupt only breaks the
+connection, and would try again until then. What listens is there at once, however busy it is; but
+torch asks DNS for the name of what it reached (pytorch#159007): 5 s where an answer is lost."""
+
+_torch_init = dist.init_process_group
+_torch_destroy = dist.destroy_process_group
+_kept: set[int] = set()  # inodes of sockets that are not the group's
+_store_port = 0
+
+
+def environ(spec: RunSpec) -> dict[str, str]:
+    """Return the environment that torchrun would set, so that other libraries find their rank."""
+    host = spec.hosts[spec.rank] if spec.hosts else ""
+    local_size = len(spec.host_ranks)
+    address, port = spec.store or ("127.0.0.1", 0)
+    values = {
+        "RANK": spec.rank,
+        "LOCAL_RANK": spec.local_rank,
+        "WORLD_SIZE": spec.world_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": sorted(set(spec.hosts)).index(host) if spec.hosts else 0,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": spec.run_id or spec.prefix or "workbench",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Env-style groups of a cell meet in the same store; the attempt keeps them apart.
+        "TORCHELASTIC_RESTART_COUNT": zlib.crc32(spec.prefix.encode()) % 1_000_000,
+        # Connected when it is made: a rank that waits for a peer's first connection has no socket
+        # that could be shut, so nothing could end its wait.
+        "TORCH_GLOO_LAZY_INIT": 0,
+    }
+    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun, which sets it where the user did not
+        values["OMP_NUM_THREADS"] = max(1, spec.threads)
+    if local_size == spec.world_size:
+        values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    return {name: str(value) for name, value in values.items()}
+
+
+@waits_in(GROUP)
+def ensure_group(spec: RunSpec) -> None:
+    """Join the run's process group, as a client of the keeper's store.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    if not dist.is_initialized():
+        _make_group(spec, spec.prefix, spec.backend)
+
+
+@waits_in(GROUP)
+def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
+    stores: Any = dist  # the stores are there, but not declared as exported
+    store = _connect_store(spec)
+    _kept.clear()
+    _kept.update(inode for _, inode in _sockets())
+    store.set_timeout(GROUP_TIMEOUT)
+    hook = sys.excepthook
+    try:
+        _torch_init(
+            backend,
+            store=stores.PrefixStore(prefix, store),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            **{"timeout": GROUP_TIMEOUT, **settings},
+        )
+    except BaseException:
+        # torch numbers groups and counts this one. The number is part of the keys under which
+        # ranks meet, so the next group would wait for ranks that count otherwise.
+        with contextlib.suppress(AttributeError):
+            stores.distributed_c10d._world.group_count = 0
+        raise
+    finally:
+        # torch wraps the hook of before in one of its own with every group, and keeps them all.
+        sys.excepthook = hook
+
+
+def has_group() -> bool:
+    """Return whether this worker is in a process group."""
+    return dist.is_initialized()
+
+
+def _connect_store(spec: RunSpec) -> Any:
+    global _store_port
+    if spec.store is None:
+        raise ClusterError(
+            "The engine was not told where the store is.", seen=spec.run_id, code="WB-CLUSTER-030"
+        )
+    host, port = spec.store
+    _store_port = port  # an interrupt breaks the connection to it while it is being made, too
+    stores: Any = dist  # the stores are there, but not declared as exported
+    try:
+        # Where nobody listens torch would go on trying.
+        socket.create_connection((host, port), PROBE_S).close()
+        store = stores.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            "The store in which workers meet does not answer.",
+            seen=f"{host}:{port}",
+            next_step="run the cell again; where that does not help, %cluster restart",
+            code="WB-CLUSTER-031",
+        ) from error
+    store.set_timeout(STORE_TIMEOUT)
+    return store
+
+
+def open_store(spec: RunSpec) -> Any:
+    """Return the run's part of the keeper's store, where its processes find each other.
+
+    Raises:
+        ClusterError: The keeper's store is not to be reached.
+    """
+    stores: Any = dist
+    return stores.PrefixStore(f"{spec.prefix}links/", _connect_store(spec))
+
+
+@doing("leaving the process group")
+def destroy_group() -> None:
+    """Leave the process group; never hangs, even when a peer died in a collective.
+
+    A DDP wrapper that is still alive would deadlock here, so its hold on the group is taken away;
+    what remains forwards to the plain module.
+    """
+    if not dist.is_initialized():
+        return
+    _retire_wrappers()
+    worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
+    worker.start()
+    worker.join(GROUP_GONE_S)
+    if worker.is_alive():
+        shutdown_group_sockets()
+        worker.join(GROUP_GONE_S)
+
+
+def _retire_wrappers() -> None:
+    """Empty every DDP wrapper of this process: their names may outlive the group they use."""
+    kinds = set(_with_subclasses(torch.nn.parallel.DistributedDataParallel))
+    # Among 100,000 objects `isinstance` alone would take a third of a second.
+    for wrapper in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+        held = wrapper.__dict__
+        if "reducer" in held:
+            held["forward"] = wrapper.module.forward
+            for name in ("reducer", "logger", "process_group", "device_mesh"):
+                held.pop(name, None)
+
+
+def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    sub: type[Any]
+    for sub in kind.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+def _destroy() -> None:
+    # A group whose peer died complains while it is taken down; it is gone all the same.
+    with contextlib.suppress(Exception):
+        _torch_destroy()
+
+
+def shutdown_group_sockets(*, store: bool = False) -> int:
+    """Break the process group's connections, so that a blocked collective raises at once.
+
+    Callable from any thread. The group's sockets are those opened since it was made that are
+    connected, are not the store's, and lead to this host when the group is local. Listening
+    sockets are left alone (shutting one ends the process).
+
+    Args:
+        store: Break the connection to the store as well: a worker whose peer has never joined
+            waits there, not in a collective.
+
+    Returns:
+        How many connections were shut.
+    """
+    shut = 0
+    local = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
+    for fd, inode in _sockets():
+        if inode in _kept and not store:
+            continue
+        with contextlib.suppress(OSError):
+            copy = os.dup(fd)
+            with socket.socket(fileno=copy) as connection:
+                wanted = _is_groups(connection, local) if inode not in _kept else False
+                wanted = wanted or (store and _peer_port(connection) == _store_port)
+                if os.fstat(copy).st_ino == inode and wanted:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+    return shut
+
+
+def _is_groups(connection: socket.socket, local: bool) -> bool:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    peer = connection.getpeername()  # OSError for a listening socket: it has no peer
+    address = str(peer[0]).removeprefix("::ffff:")
+    if local and not (address.startswith("127.") or address == "::1"):
+        return False
+    return bool(peer[1] != _store_port)
+
+
+def _peer_port(connection: socket.socket) -> int:
+    inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return int(connection.getpeername()[1]) if inet else 0
+
+
+def _sockets() -> list[tuple[int, int]]:
+    """Return (descriptor, inode) of this process's sockets."""
+    found = []
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            if (status.st_mode & 0o170000) == 0o140000:
+                found.append((int(name), status.st_ino))
+    return found
+
+
+# -- groups that a cell makes itself ---------------------------------------------------------------
+
+
+@dataclass
+class _Cell:
+    """The cell that runs, as far as its own groups are concerned."""
+
+    spec: RunSpec
+    pid: int = field(default_factory=os.getpid)
+    made: int = 0  # groups under the spec's prefix, beside the first
+    told: bool = False
+
+
+_cell: _Cell | None = None
+
+
+def let_cells_join(spec: RunSpec) -> None:
+    """Have the cell that begins find its group when it calls `init_process_group`."""
+    global _cell
+    same = _cell is not None and _cell.spec.prefix == spec.prefix
+    _cell = _Cell(spec, made=_cell.made if same and _cell is not None else 0)
+    rooms: tuple[Any, Any] = dist, dist.distributed_c10d
+    for room in rooms:
+        room.init_process_group, room.destroy_process_group = init, leave
+
+
+@functools.wraps(_torch_init)
+def init(*args: Any, **keywords: Any) -> None:
+    """Stand for `torch.distributed.init_process_group`.
+
+    Raises:
+        ClusterError: The group asked for is another one than the cell's ranks can make.
+    """
+    cell = _cell
+    if cell is None or cell.pid != os.getpid():  # a process that the cell started
+        return _torch_init(*args, **keywords)
+    asked = inspect.signature(_torch_init).bind(*args, **keywords).arguments
+    there = dist.is_initialized()
+    own_place = asked.get("store") is not None or asked.get("init_method") not in (None, "env://")
+    size = _number(asked, "world_size")
+    if not there and (own_place or size < cell.spec.world_size):
+        return _torch_init(*args, **keywords)
+    _check_world(cell.spec, size, _number(asked, "rank"))
+    backend = asked.get("backend")
+    name = None if backend is None else str(backend).lower()
+    if there and _serves(cell.spec, name):
+        _tell_once(cell)
+        return None
+    destroy_group()
+    cell.made += 1
+    settings = {k: v for k, v in asked.items() if k in ("timeout", "pg_options", "device_id")}
+    settings = {k: v for k, v in settings.items() if v is not None}
+    prefix = f"{cell.spec.prefix}again-{cell.made}/"
+    return _make_group(cell.spec, prefix, name or cell.spec.backend, **settings)
+
+
+@functools.wraps(_torch_destroy)
+def leave(group: Any = None) -> None:
+    """Stand for `torch.distributed.destroy_process_group`: a living wrapper would hang in it."""
+    whole = group is None or group is dist.GroupMember.WORLD
+    if whole and dist.is_initialized() and _cell is not None and _cell.pid == os.getpid():
+        _retire_wrappers()
+    _torch_destroy(group)
+
+
+def _number(asked: Mapping[str, Any], name: str) -> int:
+    """Return what was asked for, or what the environment says, as torch does."""
+    given = int(asked.get(name, -1))
+    if given >= 0:
+        return given
+    return int(os.environ.get(name.upper(), -1))
+
+
+def _check_world(spec: RunSpec, size: int, rank: int) -> None:
+    if (size, rank) == (spec.world_size, spec.rank):
+        return
+    raise ClusterError(
+        "init_process_group asks for another group than this cell's.",
+        seen=f"world_size={size}, rank={rank}",
+        allowed=f"world_size={spec.world_size}, rank={spec.rank} here, or neither: both are in "
+        "the environment",
+        next_step="leave them out"
+        if size == spec.world_size
+        else f"leave them out, or run the cell on {size} workers: %%distributed -n {size}",
+        code="WB-CLUSTER-032",
+    )
+
+
+def _serves(spec: RunSpec, backend: str | None) -> bool:
+    """Whether the group that is there has this backend.
+
+    Raises:
+        ClusterError: No group of this cell can have it.
+    """
+    if backend is None:
+        return True
+    c10d: Any = dist.distributed_c10d
+    kind = torch.device(spec.device).type
+    wanted = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
+    mine = wanted.get(kind)
+    if (mine is None and kind == "cpu") or (mine and not dist.is_backend_available(mine)):
+        raise ClusterError(
+            "The backend that init_process_group asks for does not work here.",
+            seen=f"{backend} on {spec.device}",
+            allowed=spec.backend,
+            next_step=f"init_process_group({spec.backend!r}), or leave the backend out",
+            code="WB-CLUSTER-033",
+        )
+    have = c10d.BackendConfig(c10d.Backend(c10d.get_backend_config())).get_device_backend_map()
+    return bool(mine == have.get(kind))
+
+
+def _tell_once(cell: _Cell) -> None:
+    if cell.spec.rank == 0 and not cell.told:
+        cell.told = True
+        sys.stderr.write(
+            f"note: the process group is there already ({cell.spec.backend}, "
+            f"{cell.spec.world_size} ranks); init_process_group uses it.\n"
+        )

@@ -1,0 +1,543 @@
+"""What an engine needs to know of PyTorch: seeds, threads, names, models; the group is apart.
+
+Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
+
+Well-known mistakes whose error says little: what they come from, and the cure.
+
+Imports that must not be cut short: half a `torch._dynamo` cannot be imported again.
+
+The first step of an optimizer imports it, which takes seconds in an engine that was not forked from
+a warm parent. A rank that is still at it when another one fails would be interrupted there, and
+every later optimizer of that engine would fail with it. So a run imports it at its start, all
+ranks before they meet, with interrupts held back until it is done.
+
+PyTorch's profiler, for a window of steps.
+
+What of a model and its optimizer only some strategies can train with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import math
+import os
+import random
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...errors import FitError, RunError
+from ...history.disk import weights_stem
+from .data import map_batch
+from .group import destroy_group as destroy_group
+from .group import ensure_group as ensure_group
+from .group import environ as environ
+from .group import has_group as has_group
+from .group import let_cells_join
+from .group import open_store as open_store
+from .group import shutdown_group_sockets as shutdown_group_sockets
+
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+    from ..context import RunContext
+
+
+def setup(spec: RunSpec) -> None:
+    """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
+    torch.set_num_threads(max(1, spec.threads))
+    let_cells_join(spec)
+    if spec.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(spec.device))
+    if spec.mode == "run":
+        import_for_optimizers()
+        seed = int(spec.overrides.get("seed", 0))
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.manual_seed(seed)
+
+
+def on_updates(watch: Any) -> Callable[[], None]:
+    """Tell `watch` when an optimizer begins and ends an update; returns what ends that."""
+    before = register_optimizer_step_pre_hook(lambda *_: watch.update_began())
+    after = register_optimizer_step_post_hook(lambda *_: watch.update_ended())
+
+    def undo() -> None:
+        before.remove()
+        after.remove()
+
+    return undo
+
+
+def names(spec: RunSpec) -> dict[str, Any]:
+    """Return the names that cells find besides rank, world_size and device."""
+    return {"dist": dist}
+
+
+@contextlib.contextmanager
+def around(run: RunContext) -> Iterator[dict[str, Any]]:
+    """Surround the cell of a training run; yields names that the cell finds besides."""
+
+    def updated(*unused: Any) -> None:
+        run.updates += 1
+
+    counter = register_optimizer_step_post_hook(updated)
+    try:
+        yield {}
+    finally:
+        counter.remove()
+
+
+def device_label(device: str) -> str:
+    """Return `cpu`, or `cuda:0 NVIDIA H200`."""
+    if not device.startswith("cuda"):
+        return device
+    return f"{device} {torch.cuda.get_device_name(torch.device(device))}"
+
+
+def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
+    """Write the weights as `weights.npz`, and as `weights.pt` for `torch.load(weights_only=True)`.
+
+    Returns:
+        Name of the NumPy file; ranks other than 0 write `weights-rank{r}.*`.
+    """
+    stem = weights_stem(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / f"{stem}.npz", **arrays)
+    torch.save(
+        {k: torch.from_numpy(np.asarray(v)) for k, v in arrays.items()}, folder / f"{stem}.pt"
+    )
+    return f"{stem}.npz"
+
+
+def explain(error: BaseException) -> str | None:
+    """Return what lies behind a well-known mistake in a cell; None for all others."""
+    return explain_mistake(error)
+
+
+class Stages(torch.nn.Sequential):
+    """Modules given as a list: a chain that the user has cut already."""
+
+
+def _joined(model: Any) -> Any:
+    """Return a list of modules as one module; anything else as it is."""
+    if isinstance(model, (list, tuple)) and all(isinstance(m, torch.nn.Module) for m in model):
+        return Stages(*model)
+    return model
+
+
+def sketch_module(model: Any) -> tuple[torch.nn.Module, Callable[[], torch.nn.Module] | None]:
+    """Return a model and, where a function makes it, the model's form alone and its builder.
+
+    The form lies on the `meta` device: layers, names and shapes without memory. No random number
+    is used up. A function that cannot run there (it computes with weights) builds the whole.
+
+    Raises:
+        FitError: As `build_module`.
+    """
+    if isinstance(model, (torch.nn.Module, type, list, tuple)) or not callable(model):
+        return build_module(model), None
+    state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = build_module(model)
+    except FitError:
+        raise
+    except Exception:
+        return build_module(model), None
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(not tensor.is_meta for tensor in tensors):  # it hands out a model that exists
+        return module, None
+    return module, lambda: build_module(model)
+
+
+def build_module(model: Any) -> torch.nn.Module:
+    """Return the module that `wb.fit` or `wb.prepare` was given, calling a function that makes one.
+
+    Raises:
+        FitError: It is neither, or has nothing to train.
+    """
+    built = _joined(model)
+    if not isinstance(model, (torch.nn.Module, type)) and callable(model):
+        built = _joined(model())
+    if isinstance(model, type) or not isinstance(built, torch.nn.Module):
+        raise FitError(
+            "The model is no torch.nn.Module.",
+            seen=type(built).__name__ if not isinstance(model, type) else f"class {model.__name__}",
+            allowed="a module, or a function without arguments that returns one",
+            next_step="pass the module itself: wb.fit(model, ...)",
+            code="WB-FIT-059",
+        )
+    if isinstance(built, torch.nn.parallel.DistributedDataParallel):
+        raise FitError(
+            "The model is wrapped in DistributedDataParallel already.",
+            next_step="pass model.module, or keep your wrapper and call wb.watch instead",
+            code="WB-FIT-060",
+        )
+    if not any(parameter.requires_grad for parameter in built.parameters()):
+        raise FitError(
+            "The model has no parameter that can be trained.",
+            seen=type(built).__name__,
+            next_step="set requires_grad=True on some of its parameters",
+            code="WB-FIT-061",
+        )
+    return built
+
+
+def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
+    """Raise FitError unless `optimizer` is built on the model's parameters or is a function."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        owned = {id(parameter) for parameter in model.parameters()}
+        strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]
+        if strange:
+            raise FitError(
+                "The optimizer holds parameters that are not the model's, so they would not train.",
+                seen=f"{len(strange)} foreign parameters",
+                next_step="build it from this model, or pass a function of the parameters: "
+                "optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                code="WB-FIT-062",
+            )
+    elif not callable(optimizer):
+        raise FitError(
+            "The optimizer was not understood.",
+            seen=optimizer,
+            allowed="a torch.optim.Optimizer, or a function of the parameters that returns one",
+            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            code="WB-FIT-063",
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise FitError unless the scheduler can be stepped once per optimizer step."""
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise FitError(
+            "ReduceLROnPlateau needs a measured value, so it cannot be stepped by wb.fit.",
+            next_step="step it in a callback: on_epoch_end(epoch, logs)",
+            code="WB-FIT-064",
+        )
+    if isinstance(scheduler, LRScheduler):
+        if scheduler.optimizer is not optimizer:
+            raise FitError(
+                "The scheduler steers another optimizer than the one that is trained with.",
+                next_step="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+                code="WB-FIT-065",
+            )
+    elif scheduler is not None and not callable(scheduler):
+        raise FitError(
+            "The scheduler was not understood.",
+            seen=scheduler,
+            allowed="a scheduler, or a function of the optimizer that returns one",
+            code="WB-FIT-066",
+        )
+
+
+def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter and buffer, in the model's order."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def load_weights(model: torch.nn.Module, arrays: dict[str, Any]) -> None:
+    """Give a model weights by name; those that are not named stay."""
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    model.load_state_dict({**model.state_dict(), **tensors})
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    """Return how many numbers the model learns."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+_BATCHES = re.compile(r"input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
+_VIEWS = ("ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0")
+MOST_NODES = 10_000
+
+
+def explain_mistake(error: BaseException) -> str | None:
+    """Return what lies behind an error of a cell, or None where there is nothing to add."""
+    found = _BATCHES.search(str(error))
+    if found is None:
+        return None
+    rows, samples = int(found[1]), int(found[2])
+    frames = list(_frames(error.__traceback__))
+    shape = _folded(frames, rows, samples)
+    if shape is None:
+        return None
+    one, width = math.prod(shape[1:]), math.prod(shape) // rows
+    text = (
+        f"The loss was given {rows} outputs for {samples} targets, since a view changed the number "
+        f"of samples:\n  {tuple(shape)} became ({rows}, {width})"
+    )
+    line = _line(frames)
+    text += f" in: {line}" if line else ""
+    text += (
+        f"\n  one sample has {' * '.join(map(str, shape[1:]))} = {one} values there, not {width}, "
+        f"so view(-1, {width}) makes {one / width:g} rows of each\n"
+        "  next: x.flatten(1), which never touches the batch"
+    )
+    if one == 4 * width and len(shape) == 4:
+        text += (
+            f", with {one} inputs for the Linear behind it; or a 2x2 max-pool before the view, "
+            f"which makes {shape[2]}x{shape[3]} into {shape[2] // 2}x{shape[3] // 2}"
+        )
+    else:
+        text += f", with {one} inputs for the Linear behind it"
+    return text
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _folded(frames: list[FrameType], rows: int, samples: int) -> tuple[int, ...] | None:
+    """Return the shape that a view folded into the batch, from the graph behind the output."""
+    for frame in reversed(frames):
+        for value in frame.f_locals.values():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.grad_fn is not None
+                and value.dim()
+                and len(value) == rows
+            ):
+                return _search(value.grad_fn, rows, samples)
+    return None
+
+
+def _search(root: Any, rows: int, samples: int) -> tuple[int, ...] | None:
+    waiting, seen = [root], {root}
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if node.name() in _VIEWS:
+            shape = tuple(int(size) for size in node._saved_self_sym_sizes)
+            if shape[:1] == (samples,) and math.prod(shape) % rows == 0:
+                return shape
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append(after)
+    return None
+
+
+def _line(frames: list[FrameType]) -> str | None:
+    """Return the line of a model's forward that has the view, where only one can be meant."""
+    lines: set[str] = set()
+    models = {
+        type(value)
+        for frame in frames
+        for value in list(frame.f_locals.values())
+        if isinstance(value, torch.nn.Module)
+    }
+    for kind in models:
+        if kind.__module__.startswith("torch."):
+            continue
+        try:
+            source = inspect.getsource(kind.forward)
+        except (OSError, TypeError):
+            continue
+        lines |= {
+            line.strip() for line in source.splitlines() if ".view(" in line or ".reshape(" in line
+        }
+    return lines.pop() if len(lines) == 1 else None
+
+
+OPTIMIZERS_NEED = "torch._dynamo"
+
+
+def import_for_optimizers() -> None:
+    """Import what the first optimizer step would."""
+    if OPTIMIZERS_NEED not in sys.modules:
+        with interrupts_held_back():
+            importlib.import_module(OPTIMIZERS_NEED)
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Let SIGINT take effect only at the end of the block; in other threads there is none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
+
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class TorchProfiler:
+    """Collects operators on the CPU, and kernels where the worker has a GPU."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        activities = [ProfilerActivity.CPU]
+        if spec.device.startswith("cuda"):
+            activities.append(ProfilerActivity.CUDA)
+        self._cuda = len(activities) > 1
+        self._profile = profile(activities=activities, acc_events=True)
+
+    def start(self) -> None:
+        """Begin to collect.
+
+        Raises:
+            RunError: The cell's own profiler is running.
+        """
+        if torch._C._autograd._profiler_enabled():
+            raise RunError("the cell's own torch.profiler is running", code="WB-RUN-033")
+        self._synchronise()
+        with _quiet():
+            self._profile.start()
+
+    def step(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Mark what happens within as a step."""
+        return record_function(name)
+
+    def stop(self, path: Path | None) -> Path | None:
+        """End; write a Chrome trace to `path`."""
+        self._synchronise()
+        with _quiet():
+            self._profile.stop()
+        if path is not None:
+            self._profile.export_chrome_trace(str(path))
+        return path
+
+    def _synchronise(self) -> None:
+        if self._cuda:  # kernels of the window, and no others
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Kineto's own log lines out of the cell; it reads this when it is first used."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = before or "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
+
+
+def make(spec: RunSpec) -> TorchProfiler:
+    """Return a profiler for a worker."""
+    return TorchProfiler(spec)
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model evaluate meanwhile; layers that evaluated before (frozen BatchNorm) go on so."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_closure(optimizer: Any) -> None:
+    """Raise FitError when an optimizer's step cannot do without a closure.
+
+    Args:
+        optimizer: An optimizer or its class; what a function will return is not known yet.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        return
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise FitError(
+            "This optimizer asks for a closure, with which it computes the loss several times in "
+            "one step; wb.fit computes it once.",
+            seen=kind.__name__,
+            allowed="an optimizer whose step needs no closure (SGD, Adam, AdamW, ...)",
+            next_step="optimizer=lambda p: torch.optim.AdamW(p, 1e-3), or your own loop with "
+            "wb.prepare under %%distributed one_device",
+            code="WB-FIT-046",
+        )
+
+
+def sparse_layers(model: torch.nn.Module) -> list[str]:
+    """Return the names of the layers that were made with sparse=True."""
+    return [
+        f"{name or type(module).__name__} (sparse=True)"
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) is True
+    ]
+
+
+def make_real(
+    model: torch.nn.Module, peek: Callable[[], Any], step_fn: Callable[..., Any] | None = None
+) -> None:
+    """Give lazy layers their shapes, by a batch of one sample; other models stay untouched.
+
+    The weights are drawn here, before the strategy begins, from the seed that all ranks share.
+
+    Args:
+        peek: Returns such a batch; None where the data cannot be read without using it up.
+        step_fn: How the model is called on a batch; without one, on the first of its parts.
+
+    Raises:
+        FitError: The batch does not tell the shapes.
+    """
+    if not _lazy_layers(model):
+        return
+    batch = peek()
+    if batch is not None:
+        here = next(iter([*model.parameters(), *model.buffers()])).device
+        batch = map_batch(lambda t: t.to(here), batch)
+        try:
+            # No dropout, no batch statistics of a single sample.
+            with evaluating(model), torch.no_grad():
+                if step_fn is not None:
+                    step_fn(model, batch)
+                else:
+                    model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        except Exception as error:
+            raise _unreal(model, f"{type(error).__name__}: {error}") from error
+    if _lazy_layers(model):
+        raise _unreal(model, ", ".join(_lazy_layers(model)))
+
+
+def _lazy_layers(model: torch.nn.Module) -> list[str]:
+    return [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if any(is_lazy(p) for p in module.parameters(recurse=False))
+        or any(is_lazy(b) for b in module.buffers(recurse=False))
+    ]
+
+
+def _unreal(model: torch.nn.Module, seen: str) -> FitError:
+    return FitError(
+        "The model has lazy layers whose shapes could not be found from the data.",
+        seen=seen,
+        allowed="a model that takes the first part of a batch: model(x)",
+        next_step="call it once before: model(x[:1]), then train it",
+        code="WB-FIT-047",
+    )

@@ -1,0 +1,197 @@
+"""`wb.fit`: train a model under the run's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import FitError
+from ..context import RunContext, require
+from ..contract import Job
+from ..telemetry import profiler
+from . import fit_arguments
+from .initial import initialise
+from .loop import FitResult, Training
+
+
+def fit(
+    model: Any = None,
+    data: Any = None,
+    *,
+    loss: Any = None,
+    step_fn: Any = None,
+    optimizer: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    steps: int | None = None,
+    eval_data: Any = None,
+    eval_every: int | None = None,
+    metrics: Any = None,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    precision: str | None = None,
+    compile: bool = False,
+    shuffle: bool = True,
+    seed: int = 0,
+    callbacks: Any = (),
+) -> FitResult:
+    """Train `model` in place, under the strategy of the cell.
+
+    A step is one optimizer step; it consumes `batch_size` samples over all workers, accumulation
+    included. `--epochs`, `--steps`, `--batch-size` and `--seed` on the line win over what is
+    passed here.
+
+    Args:
+        model: A module, a list of modules to go through one after the other, or a function
+            without arguments that returns one of them.
+        data: A Dataset, `(x, y)` arrays or tensors, or a DataLoader (its dataset, batch size,
+            collate function, worker processes and order are taken). An IterableDataset is read
+            whole by every worker, and needs `steps` where it has no length.
+        loss: `loss(output, y)`, a mean over the batch, for batches that are pairs.
+        step_fn: Instead of `loss`: `step_fn(model, batch) -> loss`, a mean over the batch.
+        optimizer: A function of the parameters, or a built optimizer.
+        batch_size: Global batch size.
+        epochs: Passes over the data.
+        steps: Number of steps, in place of `epochs`; the data cycles.
+        eval_data: As `data`; evaluated at each epoch's end and after the last step.
+        eval_every: Evaluate every so many steps instead.
+        metrics: Names to functions of (output, y), each a mean over the batch.
+        scheduler: A function of the optimizer, or a built scheduler; stepped after each
+            optimizer step, not after each epoch.
+        clip_norm: Largest norm of the gradient of the whole batch.
+        accumulate: Micro-batches into which each worker cuts its share.
+        precision: None, `"bf16"` or `"fp16"` (autocast; fp16 with loss scaling on CUDA).
+        compile: Whether to compile the model.
+        shuffle: Whether the order of samples is drawn anew each epoch, from `seed`.
+        seed: Seed of the order; the same whatever the number of workers.
+        callbacks: Functions `(step, logs)`, or objects with `on_step_end(step, logs)`,
+            `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On CUDA a callback for steps makes
+            each step wait for the device, since it is shown the loss.
+
+    Returns:
+        A small summary; the model itself is trained in place.
+
+    Raises:
+        RunError: There is no run: the cell lacks `%%distributed STRATEGY`.
+        FitError: Something cannot be trained; raised on every rank before any collective.
+    """
+    context = require("wb.fit")
+    context.options_read = True  # the line's overrides are honoured here
+    needed = {"model": model, "data": data, "optimizer": optimizer}
+    if missing := [name for name, value in needed.items() if value is None]:
+        raise FitError(
+            f"wb.fit was not given {' or '.join(missing)}.",
+            next_step="wb.fit(model, data, loss=..., optimizer=..., batch_size=...)",
+            code="WB-FIT-005",
+        )
+    used = {
+        "step_fn": step_fn, "eval_data": eval_data, "metrics": metrics, "scheduler": scheduler,
+        "clip_norm": clip_norm, "accumulate": accumulate != 1, "precision": precision,
+        "compile": compile, "callbacks": callbacks,
+    }  # fmt: skip
+    fit_arguments.check_supported(
+        context.entry, "fit", (name for name, value in used.items() if value)
+    )
+    chosen = fit_arguments.check_objective(loss, step_fn, metrics)
+    fit_arguments.check_extras(clip_norm, accumulate, precision, eval_every, eval_data)
+    hooks = fit_arguments.Callbacks.of(callbacks)
+    counts = fit_arguments.check_counts(context, batch_size, epochs, steps, seed)
+    sources = _sources(context, data, eval_data, counts, shuffle=shuffle, paired=loss is not None)
+    batch = _Sample(sources[0], step_fn)
+    module, build = _model(context, model, optimizer, scheduler, batch)
+    steps_per_epoch = sources[0].steps_per_epoch
+    total_steps = counts.steps or counts.epochs * steps_per_epoch
+    profiler.check(context, total_steps)
+    job = Job(
+        module, loss, step_fn, optimizer, sources[0].batch_size, total_steps,
+        steps_per_epoch or total_steps, scheduler, clip_norm, accumulate, precision, compile,
+        counts.seed, chosen, build,
+    )  # fmt: skip
+    training = Training(context, job, sources, hooks, eval_every)
+    return training.run(counts.epochs if counts.steps is None else None)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A batch of one sample, and how the model is called on it."""
+
+    source: Any
+    step_fn: Any
+
+    def make_real(self, support: Any, module: Any) -> Any:
+        """Give layers that wait for their first batch (`LazyLinear`) their shapes."""
+        make = getattr(support, "make_real", None)  # Keras builds its layers by itself
+        if make is not None:
+            make(module, self.source.peek, self.step_fn)
+        return module
+
+
+def _model(
+    context: RunContext, model: Any, optimizer: Any, scheduler: Any, sample: _Sample
+) -> tuple[Any, Callable[[], Any] | None]:
+    """Return the checked model, and what builds it where it has no memory yet."""
+    support = fit_arguments.support(context.spec.framework)
+    if context.entry.whole:
+        module, build = support.build_module(model), None
+    else:
+        module, build = support.sketch_module(model)
+    sample.make_real(support, module)
+    if build is None:
+        initialise(context, module)
+    else:
+        make, build = build, lambda: _initialised(context, sample.make_real(support, make()))
+    support.check_optimizer(optimizer, module)
+    support.check_scheduler(scheduler, optimizer)
+    fit_arguments.check_closure(context.entry, optimizer)
+    fit_arguments.check_sparse(context.entry, module)
+    fit_arguments.warn_if_trained(context, module)
+    return module, build
+
+
+def _initialised(context: RunContext, module: Any) -> Any:
+    initialise(context, module)
+    return module
+
+
+def _sources(
+    context: RunContext,
+    data: Any,
+    eval_data: Any,
+    counts: fit_arguments.Counts,
+    *,
+    shuffle: bool,
+    paired: bool,
+) -> tuple[Any, Any]:
+    """Return the sources of training and evaluation data (None without), checked."""
+    make = fit_arguments.data_module(context.spec.framework).make_source
+    source = make(data, counts.batch_size, seed=counts.seed, shuffle=shuffle)
+    fit_arguments.check_batch(source.batch_size, context)
+    if source.steps_per_epoch is None and counts.steps is None:
+        raise FitError(
+            "The data has no length, so an epoch has no end.",
+            seen=type(data).__name__,
+            next_step="pass steps=1000",
+            code="WB-FIT-006",
+        )
+    if source.samples is not None and source.samples % source.batch_size:
+        fit_arguments.check_supported(context.entry, "fit", ["uneven_batches"])
+    evaluation = None
+    if eval_data is not None:
+        evaluation = make(eval_data, source.batch_size, seed=counts.seed, shuffle=False)
+    for each in (source, evaluation):
+        sample = each.peek() if each is not None else None
+        if (
+            paired
+            and sample is not None
+            and not (isinstance(sample, (tuple, list)) and len(sample) == 2)
+        ):
+            raise FitError(
+                "loss(output, y) needs batches that are pairs (x, y).",
+                seen=f"{type(sample).__name__}"
+                + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""),
+                next_step="pass step_fn=lambda model, batch: ... instead of loss",
+                code="WB-FIT-007",
+            )
+    return source, evaluation

@@ -1,0 +1,303 @@
+"""What `wb.fit` is passed, checked on every rank before any collective."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ... import catalog
+from ...errors import FitError
+from ...shared import events
+from ...shared.events import Topic
+
+if TYPE_CHECKING:
+    from ..context import RunContext
+
+PRECISIONS = (None, "bf16", "fp16")
+
+_trained_in: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def support(framework: str) -> Any:
+    """Return the framework's own engine module, loaded by name."""
+    return importlib.import_module(f"workbench.engine.{framework}.support")
+
+
+def data_module(framework: str) -> Any:
+    """Return the framework's data module, loaded by name."""
+    return importlib.import_module(f"workbench.engine.{framework}.data")
+
+
+def load_strategy(context: RunContext) -> Any:
+    """Return the cell's strategy object, or a new one in place of an earlier one."""
+    if context.strategy is not None:
+        if context.strategy.spans_cell:
+            return context.strategy
+        context.strategy.close()
+        context.strategy = None
+    module, _, name = context.entry.module.partition(":")
+    return getattr(importlib.import_module(module), name)(context)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers that say how long to train, with the line's overrides applied."""
+
+    batch_size: int | None
+    epochs: int
+    steps: int | None
+    seed: int
+
+
+def check_counts(
+    context: RunContext, batch_size: Any, epochs: Any, steps: Any, seed: Any
+) -> Counts:
+    """Apply the line's overrides and check what comes out.
+
+    Raises:
+        FitError: A count is no whole number of at least 1, a seed is negative.
+    """
+    given = context.spec.overrides
+    # Epochs on the line are meant, even where the cell counts in steps.
+    if "epochs" in given and "steps" not in given:
+        steps = None
+    counts = {
+        "batch_size": given.get("batch_size", batch_size),
+        "epochs": given.get("epochs", epochs),
+        "steps": given.get("steps", steps),
+    }
+    for name, value in counts.items():
+        optional = name != "epochs" and value is None
+        if not optional and (isinstance(value, bool) or not _whole(value) or value < 1):
+            raise FitError(
+                f"{name} must count something.",
+                seen=value,
+                allowed="a whole number, at least 1",
+                code="WB-FIT-014",
+            )
+    seed = given.get("seed", seed)
+    if isinstance(seed, bool) or not _whole(seed) or seed < 0:
+        raise FitError(
+            "A seed is a whole number.", seen=seed, allowed="0 or more", code="WB-FIT-015"
+        )
+    return Counts(seed=int(seed), **counts)
+
+
+def check_batch(batch_size: int, context: RunContext) -> None:
+    """Raise FitError when some worker would never have a sample."""
+    workers = context.spec.world_size
+    if context.entry.data_parallel and batch_size < workers:
+        raise FitError(
+            "The global batch is smaller than the number of workers, so some would have no sample.",
+            seen=f"batch_size={batch_size} over {workers} workers",
+            allowed=f"batch_size of at least {workers}",
+            next_step=f"raise batch_size, or use fewer workers with -n {batch_size}",
+            code="WB-FIT-016",
+        )
+
+
+def check_objective(loss: Any, step_fn: Any, metrics: Any) -> dict[str, Callable[..., Any]]:
+    """Check that exactly one of `loss` and `step_fn` is given; return the metrics.
+
+    Raises:
+        FitError: Both or neither are given, or something is not callable.
+    """
+    if (loss is None) == (step_fn is None):
+        raise FitError(
+            "What is minimised is not clear."
+            if loss is None
+            else "loss and step_fn exclude each other.",
+            seen="neither loss nor step_fn" if loss is None else "both",
+            allowed="loss(output, y) for batches that are pairs, or step_fn(model, batch) -> loss",
+            next_step="pass loss=torch.nn.CrossEntropyLoss()" if loss is None else "leave one out",
+            code="WB-FIT-017",
+        )
+    for name, value in (("loss", loss), ("step_fn", step_fn)):
+        if value is not None and (not callable(value) or isinstance(value, type)):
+            raise FitError(
+                f"{name} cannot be called on a batch.",
+                seen=value,
+                next_step=f"make an instance: {value.__name__}()"
+                if isinstance(value, type)
+                else None,
+                code="WB-FIT-018",
+            )
+    chosen = dict(metrics or {})
+    if chosen and step_fn is not None:
+        raise FitError(
+            "Metrics are functions of (output, y), which step_fn does not show.",
+            seen=", ".join(chosen),
+            next_step="use loss=..., or log the numbers in step_fn with wb.log(...)",
+            code="WB-FIT-019",
+        )
+    for name, metric in chosen.items():
+        if not callable(metric):
+            raise FitError(
+                f"Metric {name} cannot be called.",
+                seen=metric,
+                allowed="fn(output, y)",
+                code="WB-FIT-020",
+            )
+    return chosen
+
+
+def check_extras(
+    clip_norm: Any, accumulate: Any, precision: Any, eval_every: Any, eval_data: Any
+) -> None:
+    """Check the rest of what `wb.fit` is passed.
+
+    Raises:
+        FitError: Naming the value seen and what is allowed.
+    """
+    if clip_norm is not None and (not isinstance(clip_norm, (int, float)) or clip_norm <= 0):
+        raise FitError(
+            "clip_norm must be positive.",
+            seen=clip_norm,
+            allowed="a number above 0",
+            code="WB-FIT-021",
+        )
+    if not _whole(accumulate) or accumulate < 1:
+        raise FitError(
+            "accumulate must count micro-batches.",
+            seen=accumulate,
+            allowed="1 or more",
+            code="WB-FIT-022",
+        )
+    if precision not in PRECISIONS:
+        raise FitError(
+            "The precision is not known.",
+            seen=precision,
+            allowed="None, 'bf16' or 'fp16'",
+            code="WB-FIT-023",
+        )
+    if eval_every is not None and (not _whole(eval_every) or eval_every < 1):
+        raise FitError(
+            "eval_every counts steps.",
+            seen=eval_every,
+            allowed="1 or more, or None",
+            code="WB-FIT-024",
+        )
+    if eval_every is not None and eval_data is None:
+        raise FitError(
+            "eval_every was given without eval_data.",
+            next_step="pass eval_data=...",
+            code="WB-FIT-025",
+        )
+
+
+def check_supported(entry: catalog.Strategy, way: catalog.Way, used: Iterable[str]) -> None:
+    """Raise FitError when the strategy cannot be used this way, or lacks a feature.
+
+    Args:
+        used: Names of `catalog.FIT_FEATURES` that were asked for.
+    """
+    if way not in entry.ways:
+        words = {
+            "fit": "wb.fit",
+            "prepare": "wb.prepare",
+            "keras": "model.fit",
+            "loop": "an own loop",
+        }
+        raise FitError(
+            f"Strategy {entry.name} cannot be used with {words[way]}.",
+            seen=words[way],
+            allowed=", ".join(words[other] for other in entry.ways),
+            next_step=f"use {words[entry.ways[0]]}",
+            code="WB-FIT-026",
+        )
+    missing = sorted(set(used) - entry.supports)
+    if missing:
+        raise FitError(
+            f"Strategy {entry.name} does not support {', '.join(missing)}.",
+            allowed=", ".join(sorted(entry.supports)) or "none of the optional arguments",
+            next_step="leave it out, or choose another strategy: wb.strategies()",
+            code="WB-FIT-027",
+        )
+
+
+def check_sparse(entry: catalog.Strategy, model: Any) -> None:
+    """Raise FitError when layers give sparse gradients and the strategy cannot take them."""
+    if "sparse_gradients" in entry.supports:
+        return
+    find = getattr(support(entry.framework), "sparse_layers", None)  # not every framework has any
+    if find is not None and (sparse := find(model)):
+        able = [e.name for e in catalog.strategies(entry.framework)
+                if "sparse_gradients" in e.supports]  # fmt: skip
+        raise FitError(
+            f"Strategy {entry.name} lays gradients out as whole tensors; this model has sparse "
+            "ones.",
+            seen=", ".join(sparse),
+            allowed=f"dense gradients, or a strategy of {', '.join(able)}",
+            next_step="make the embedding with sparse=False",
+            code="WB-FIT-028",
+        )
+
+
+def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
+    """Raise FitError when the optimizer asks for a closure, where the framework knows those."""
+    check = getattr(support(entry.framework), "check_closure", None)
+    if check is not None:
+        check(optimizer)
+
+
+@dataclass
+class Callbacks:
+    """The user's callbacks: objects or functions.
+
+    An object may have `on_step_end(step, logs)`, `on_epoch_end(epoch, logs)` and
+    `on_train_end(logs)`; a function is called as `on_step_end`. `logs` maps names to numbers: the
+    worker's own `loss`, and after an evaluation its values.
+    """
+
+    step_end: list[Callable[[int, dict[str, float]], object]] = field(default_factory=list)
+    epoch_end: list[Callable[[int, dict[str, float]], object]] = field(default_factory=list)
+    train_end: list[Callable[[dict[str, float]], object]] = field(default_factory=list)
+
+    @staticmethod
+    def of(given: Any) -> Callbacks:
+        """Sort what was passed.
+
+        Raises:
+            FitError: One of them has none of the methods and cannot be called.
+        """
+        found = Callbacks()
+        hooks = {"on_step_end": found.step_end, "on_epoch_end": found.epoch_end}
+        every: Mapping[str, list[Any]] = {**hooks, "on_train_end": found.train_end}
+        for callback in given if isinstance(given, (tuple, list)) else (given,):
+            methods = [name for name in every if callable(getattr(callback, name, None))]
+            for name in methods:
+                every[name].append(getattr(callback, name))
+            if methods:
+                continue
+            if not callable(callback) or isinstance(callback, type):
+                raise FitError(
+                    "A callback was not understood.",
+                    seen=callback,
+                    allowed=f"a function (step, logs), or an object with {', '.join(every)}",
+                    code="WB-FIT-029",
+                )
+            found.step_end.append(callback)
+        return found
+
+
+def warn_if_trained(context: RunContext, model: Any) -> None:
+    """Warn when an earlier run trained this very module; remember that this one does."""
+    earlier = _trained_in.get(model)
+    this = context.spec.run_id or str(context.spec.run)
+    if earlier is not None and earlier != this:
+        context.emit(
+            events.Warned(
+                rank=context.spec.rank,
+                text="The model was trained by an earlier run, so this run starts ahead and a "
+                "comparison is unfair. Build the model in the cell that trains it.",
+                topic=Topic.TRAINED_BEFORE,
+            )
+        )
+    _trained_in[model] = this
+
+
+def _whole(value: Any) -> bool:
+    return hasattr(value, "__index__")

@@ -1,0 +1,61 @@
+"""The weights a run starts from: those another run ended with (`--init-from RUN`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import RunError
+from ...history.disk import FILES, META, read_weights
+from ...shared.checkpoints import fit_weights
+from . import fit_arguments
+
+if TYPE_CHECKING:
+    from ..context import RunContext
+
+
+def initialise(context: RunContext, model: Any) -> None:
+    """Give the first model that the cell trains the weights that the line names, if it names any.
+
+    A model that does not know its shapes yet is left alone; its strategy asks again.
+
+    Raises:
+        PlanError: The model is of another form.
+        RunError: The weights cannot be read here.
+    """
+    folder, support = context.spec.init_from, fit_arguments.support(context.spec.framework)
+    if not folder or context.initial_read:
+        return
+    shapes = support.weight_shapes(model)
+    if not shapes:
+        return
+    arrays, framework = read(Path(folder))
+    support.load_weights(model, fit_weights(arrays, framework, shapes, context.spec.framework))
+    context.initial_read = True
+
+
+def read(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return a run's final weights by name, those of all ranks, and its framework.
+
+    Raises:
+        RunError: There are none, or they cannot be read.
+    """
+    arrays: dict[str, Any] = {}
+    try:
+        meta = json.loads((folder / META).read_text())
+        framework, written = str(meta["framework"]), dict(meta.get(FILES) or {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            "The weights to start from cannot be read on this engine.",
+            seen=str(error),
+            code="WB-RUN-010",
+        ) from error
+    names = {name for name in written if name.endswith(".npz")}
+    for name in sorted(names | {path.name for path in folder.glob("weights*.npz")}):
+        arrays.update(read_weights(folder / name, written.get(name, ())))
+    if not arrays:
+        raise RunError(
+            "The run to start from left no weights.", seen=str(folder), code="WB-RUN-011"
+        )
+    return arrays, framework

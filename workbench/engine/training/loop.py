@@ -1,0 +1,261 @@
+"""The step loop behind `wb.fit`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...errors import FitError
+from ...shared import events
+from ..checkpoints.checkpoints import checkpoints_of
+from ..context import RunContext, current
+from . import fit_arguments
+from .notes import announce
+
+if TYPE_CHECKING:
+    from ..contract import Job, Share, Strategy
+    from ..telemetry.recorder import StepResult
+
+clock = time.perf_counter
+
+
+@dataclass
+class FitResult:
+    """What `wb.fit` returns; the run's history is in the notebook.
+
+    Attributes:
+        model: The plain module with the final weights.
+        steps: Optimizer steps done.
+        loss: This worker's mean loss in the last step.
+        evals: One mapping per evaluation: step, epoch, loss, metrics.
+        stopped: Whether Stop ended it.
+    """
+
+    model: Any
+    steps: int = 0
+    loss: float = float("nan")
+    evals: list[dict[str, float]] = field(default_factory=list)
+    stopped: bool = False
+
+    def __repr__(self) -> str:
+        words = [f"{self.steps} steps", f"loss {self.loss:.4g}"]
+        if self.evals:
+            last = {k: v for k, v in self.evals[-1].items() if k not in ("step", "epoch")}
+            words += [f"eval {name} {value:.4g}" for name, value in last.items()]
+        return f"<fit: {', '.join(words)}{', stopped' if self.stopped else ''}>"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing as the last value of a training cell: the dashboard has said it all."""
+        if current() is None:
+            print(repr(self))  # noqa: T201 - what a cell shows is printed
+
+
+class Training:
+    """The step loop of one `wb.fit`; what runs in each step is kept short."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        job: Job,
+        sources: tuple[Any, Any],
+        hooks: fit_arguments.Callbacks,
+        eval_every: int | None,
+    ) -> None:
+        self.context, self.job, self.hooks, self.eval_every = context, job, hooks, eval_every
+        self.source, self.eval_source = sources
+        self.result = FitResult(job.model)
+        self.base = context.trained  # steps of an earlier fit in the same cell
+        self.logs: dict[str, float] = {}
+        self.evaluated = -1
+        self.weighing_s = self.saving_s = self.aside_s = 0.0
+        self.checkpoints = checkpoints_of(context)
+        self.first = self.base  # the step to begin with
+
+    def run(self, epochs: int | None) -> FitResult:
+        """Train to the end, or until Stop."""
+        context, spec = self.context, self.context.spec
+        strategy: Strategy = fit_arguments.load_strategy(context)
+        context.strategy = strategy
+        strategy.seed = self.job.seed
+        source = strategy.deal(self.source)
+        strategy.prepare(self.job)
+        shares = self._begin(strategy, source)
+        if spec.rank == 0 or not context.entry.whole:
+            context.weights = strategy.weights  # replicas are equal: rank 0's stand for all
+        announce(
+            context,
+            fit_arguments.support(spec.framework).parameter_count(self.job.model),
+            batch_size=self.job.batch_size,
+            total_steps=self.base + self.job.total_steps,
+            epochs=epochs,
+        )
+        began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
+        if strategy.drives:
+            last = strategy.drive(self)
+        else:
+            last = self._steps(strategy, shares)
+            idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
+            idle_s += self.weighing_s + self.saving_s + self.aside_s
+            context.train_s += clock() - began - idle_s
+        result = self.result
+        result.steps = context.trained - self.base
+        result.loss = _loss(last)
+        if self.eval_source is not None and not result.stopped and self.evaluated != context.step:
+            self.evaluate(strategy, self.job.total_steps // self.job.steps_per_epoch)
+        if context.sync:
+            self.checkpoints.save()
+        strategy.finish()  # workers that meet nowhere have all pushed only now
+        if not strategy.drives:
+            self.checkpoints.save()
+        for hook in self.hooks.train_end:
+            hook({**self.logs, "loss": result.loss})
+        return result
+
+    def _steps(self, strategy: Strategy, shares: Iterator[Share]) -> StepResult | None:
+        context = self.context
+        gate, faults = context.gate, context.faults
+        per_epoch = self.job.steps_per_epoch
+        after = self.hooks.step_end or self.eval_source is not None or self.hooks.epoch_end
+        left = self.base + self.job.total_steps - self.first
+        remembered = self.first + min(2, left)  # when optimizers have their state
+        result: StepResult | None = None
+        start, paused_s = clock(), gate.paused_s
+        for step in range(self.first, self.base + self.job.total_steps):
+            if not gate.enter(step):
+                self.result.stopped = True
+                break
+            if gate.paused_s != paused_s:  # a pause belongs to no step
+                start, paused_s = clock(), gate.paused_s
+            faults.before_step(step)
+            context.step = step
+            asked = clock()
+            share = next(shares)
+            if faults.active and not strategy.spends_delays:
+                faults.spend("data")
+            fed = clock()
+            context.fetch_s = fed - asked
+            result = strategy.step(share)
+            end = clock()
+            start += result.set_up_s + result.aside_s
+            self.aside_s += result.aside_s
+            self._record(step, result, start, end, fed - asked)
+            context.trained += 1
+            start = end
+            done = step - self.base + 1
+            if after:
+                start = self._after_step(strategy, done, end, result)
+            if context.trained == remembered:
+                start = self._weigh(strategy)
+            if done % per_epoch == 0:
+                self.end_epoch(done // per_epoch - 1)
+            if self.checkpoints.every:
+                start = self._checkpoint(start)
+        return result
+
+    def _record(
+        self, step: int, result: StepResult, start_s: float, end_s: float, data_wait_s: float
+    ) -> None:
+        """Write a row for each replica that took part in the step."""
+        add = self.context.recorder.add_step
+        for rank, one in enumerate(result.replicas or (result,), self.context.spec.rank):
+            add(step, one, start_s, end_s, data_wait_s=data_wait_s, rank=rank)
+
+    def _begin(self, strategy: Strategy, source: Any) -> Iterator[Share]:
+        """Go on from the checkpoint, where there is one of this training; return the shares."""
+        job = self.job
+        batches = {
+            "base": self.base,
+            "batch_size": job.batch_size,
+            "per_epoch": self.source.steps_per_epoch,  # None: a stream does not say
+        }
+        about = self.checkpoints.enter(strategy, lambda: batches)
+        if about is None:
+            return self._shares(strategy, source, 0)
+        for name in ("batch_size", "per_epoch"):
+            if about[name] != batches[name]:
+                raise FitError(
+                    "The checkpoint was taken with other batches, so its place in the data is not "
+                    "one in these.",
+                    seen=f"{name} {batches[name]}",
+                    allowed=f"{name} {about[name]}",
+                    next_step="go on with the same data and batch size",
+                    code="WB-FIT-067",
+                )
+        self.first = int(about["step"])
+        shares = self._shares(strategy, source, self.first - self.base)
+        self.checkpoints.restore()
+        self.context.trained = self.first
+        self.context.step = self.evaluated = self.first - 1
+        self.checkpoints.tell()
+        return shares
+
+    @staticmethod
+    def _shares(strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
+        if strategy.drives:  # it deals the data itself
+            return iter(())
+        shares: Iterator[Share] = source.shares(*strategy.portion, first)
+        return shares
+
+    def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
+        """Call hooks and evaluate; return when the next step begins."""
+        if self.hooks.step_end or self.hooks.epoch_end:
+            self.logs["loss"] = _loss(result)
+            for hook in self.hooks.step_end:
+                hook(self.context.step, self.logs)
+        every = self.eval_every or self.job.steps_per_epoch
+        if self.eval_source is None or done % every:
+            return end_s
+        self.evaluate(strategy, (done - 1) // self.job.steps_per_epoch)
+        return clock()
+
+    def _checkpoint(self, start_s: float) -> float:
+        """Save if it is time; return when the next step begins."""
+        began = clock()
+        if not self.checkpoints.step_done():
+            return start_s
+        end = clock()
+        self.saving_s += end - began
+        return end
+
+    def _weigh(self, strategy: Strategy) -> float:
+        """Log what this worker holds between steps; return when the next step begins."""
+        began = clock()
+        self.context.log_memory(strategy.memory_bytes())
+        end = clock()
+        self.weighing_s = end - began
+        return end
+
+    def end_epoch(self, epoch: int) -> None:
+        """Tell the kernel and the hooks that a pass over the data has ended."""
+        context = self.context
+        context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=context.step))
+        for hook in self.hooks.epoch_end:
+            hook(epoch, self.logs)
+
+    def evaluate(self, strategy: Strategy, epoch: int) -> None:
+        """Evaluate, where there is data for it; its time is no part of a step."""
+        context, spec = self.context, self.context.spec
+        began = clock()
+        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_portion))
+        seconds = clock() - began
+        context.eval_s += seconds
+        self.evaluated = context.step
+        if not values:
+            return
+        self.result.evals.append({"step": context.step, "epoch": epoch, **values})
+        self.logs.update({f"eval_{name}": value for name, value in values.items()})
+        if spec.rank == 0:  # equal on all ranks
+            context.emit(
+                events.Evaluated(step=context.step, epoch=epoch, values=values, seconds=seconds)
+            )
+
+
+def _loss(result: StepResult | None) -> float:
+    """Return the worker's loss of a step, waiting for the device where it is still there."""
+    if result is None:
+        return float("nan")
+    if result.deferred is None:
+        return result.loss
+    return result.deferred.values().get("local_loss", float("nan"))

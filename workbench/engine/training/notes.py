@@ -1,0 +1,114 @@
+"""`wb.log` and `wb.options`: what a cell may say and ask during a run.
+
+Tells the kernel that training begins: once per replica that this engine holds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ...errors import FitError, nearest
+from ...shared import events
+from ..context import RunContext, current, require
+from . import fit_arguments
+
+
+def log(**values: Any) -> None:
+    """Add columns to the run's history and dashboard, at the step under way.
+
+    Args:
+        values: Names to numbers; a tensor of one element is read (on CUDA that waits for it).
+
+    Raises:
+        RunError: There is no run.
+        FitError: A value is no number.
+    """
+    context = require("wb.log")
+    numbers = {name: _number(name, value) for name, value in values.items()}
+    for rank in context.spec.held:
+        context.emit(events.Logged(rank=rank, step=context.step, values=numbers))
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FitError(
+            f"wb.log takes numbers; {name} is none.",
+            seen=type(value).__name__,
+            next_step=f"pass {name}=float(...)",
+            code="WB-FIT-008",
+        ) from error
+
+
+class Options:
+    """What the line says: overrides (`epochs`, `steps`, `batch_size`, `seed`) and `-o` options.
+
+    `wb.options.epochs` reads one; `wb.options.get("epochs", 5)` has a default for what the line
+    does not say, and for cells outside a run.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        values = self._values()
+        if name in values:
+            return values[name]
+        guess = nearest(name, values)
+        hint = f"did you mean {guess!r}?" if guess else f"wb.options.get({name!r}, default)"
+        raise AttributeError(f"the line does not set {name!r}; {hint}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what the line says, or `default`."""
+        return self._values().get(name, default)
+
+    def __dir__(self) -> list[str]:
+        return ["get", *self._values()]
+
+    def __repr__(self) -> str:
+        return f"options({', '.join(f'{k}={v!r}' for k, v in self._values().items())})"
+
+    def _values(self) -> dict[str, Any]:
+        context = current()
+        if context is None:
+            return {}
+        context.options_read = True
+        return {**context.spec.options, **context.spec.overrides}
+
+
+options = Options()
+
+
+def announce(
+    context: RunContext,
+    parameters: int,
+    *,
+    batch_size: int | None,
+    total_steps: int | None = None,
+    epochs: int | None = None,
+) -> None:
+    """Emit `run_started` for each replica.
+
+    Args:
+        parameters: How many numbers the model learns.
+        batch_size: Global batch size; None where it is not known.
+    """
+    spec = context.spec
+    label = fit_arguments.support(spec.framework).device_label
+    workers = spec.world_size if context.entry.data_parallel else 1
+    devices = spec.devices or (spec.device,)
+    for rank, device in zip(spec.held, devices, strict=True):
+        context.emit(
+            events.RunStarted(
+                rank=rank,
+                t_s=time.perf_counter(),
+                total_steps=total_steps,
+                epochs=epochs,
+                batch_size=batch_size,
+                local_batch=None if batch_size is None else -(-batch_size // workers),
+                parameters=parameters,
+                device=label(device),
+                threads=spec.threads,
+            )
+        )

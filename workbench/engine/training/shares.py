@@ -1,0 +1,209 @@
+"""Which samples form which global batch, and which worker takes which of them.
+
+The order is made for the global batch and only then divided, so one seed gives one order whatever
+the number of workers: runs can be compared, and checked against one device.
+
+What a strategy trains on, whatever the framework: data in shares of global batches.
+
+    epoch 0:  | batch 0: share of rank 0, share of rank 1, ... | batch 1 | ...
+    epoch 1:  ...
+
+A framework's own kinds of data are in `torch_data.py` and `tensorflow_data.py`.
+
+Shards that differ from worker to worker, as data collected in different places does.
+
+Source: Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated
+Visual Classification, 2019: for each class, the shares of the workers are drawn from a symmetric
+Dirichlet distribution. A large alpha gives each worker the same mixture of classes; with a small
+one each worker sees few of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import FitError
+
+if TYPE_CHECKING:
+    from ..contract import Share
+
+Indices = NDArray[np.int64]
+
+
+def permutation(samples: int, seed: int, epoch: int) -> Indices:
+    """Return the order of one epoch: shape (samples,), each index once."""
+    return np.random.default_rng([seed, epoch]).permutation(samples)
+
+
+def share_bounds(samples: int, rank: int, workers: int) -> tuple[int, int]:
+    """Return the half-open range of a global batch that `rank` takes.
+
+    Shares are contiguous, cover the batch once, and differ by at most one sample; a batch with
+    fewer samples than workers leaves some shares empty.
+    """
+    return rank * samples // workers, (rank + 1) * samples // workers
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a run's samples.
+
+    Attributes:
+        samples: Samples in one epoch.
+        batch_size: Global batch size.
+        indices: Gives the order of an epoch, shape (samples,).
+        drop_last: Whether a smaller last batch of an epoch is left out.
+    """
+
+    samples: int
+    batch_size: int
+    indices: Callable[[int], NDArray[Any]]
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in one epoch."""
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def epoch(self, epoch: int) -> Indices:
+        """Return the order of an epoch, shape (samples,)."""
+        return np.asarray(self.indices(epoch), np.int64)
+
+    def batches(self, epoch: int) -> list[Indices]:
+        """Return the indices of each global batch of an epoch."""
+        indices, size = self.epoch(epoch), self.batch_size
+        return [indices[i * size : (i + 1) * size] for i in range(self.steps_per_epoch)]
+
+
+def make_order(
+    samples: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool = False
+) -> Order:
+    """Return the usual order: a permutation per epoch made from (seed, epoch), or 0..n-1."""
+    if shuffle:
+        return Order(
+            samples, batch_size, lambda epoch: permutation(samples, seed, epoch), drop_last
+        )
+    plain = np.arange(samples, dtype=np.int64)
+    return Order(samples, batch_size, lambda epoch: plain, drop_last)
+
+
+class Source(ABC):
+    """Data in shares.
+
+    Attributes:
+        batch_size: Global batch size.
+        samples: Samples in one epoch; None where the data does not say.
+        steps_per_epoch: Global batches in one epoch; None where the data does not say.
+        given: The loader that the user's own loop had, where there is one.
+    """
+
+    given: Any = None
+    batch_size: int
+    samples: int | None
+    steps_per_epoch: int | None
+
+    @abstractmethod
+    def epoch(self, epoch: int, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        """Yield `rank`'s share of each global batch of one epoch; steps count from 0.
+
+        Args:
+            first: Step of the epoch to begin with.
+        """
+
+    def shares(self, rank: int, workers: int, first: int = 0) -> Iterator[Share]:
+        """Yield `rank`'s share of each global batch, epoch after epoch, for ever.
+
+        Args:
+            first: Step to begin with; what comes before it is passed over now, not when the first
+                share is asked for, so that random states can be set in between.
+        """
+        per_epoch = self.steps_per_epoch
+        if per_epoch:
+            return self._endless(rank, workers, first, *divmod(first, per_epoch))
+        shares = self._endless(rank, workers, 0, 0, 0)
+        for _ in range(first):  # a stream of unknown length: only reading tells
+            next(shares)
+        return shares
+
+    def _endless(
+        self, rank: int, workers: int, step: int, epoch: int, first: int
+    ) -> Iterator[Share]:
+        for at in count(epoch):
+            for share in self.epoch(at, rank, workers, first):
+                share.step = step
+                step += 1
+                yield share
+            first = 0
+
+    def peek(self) -> Any:
+        """Return a batch of one sample without moving any random state; None for streams."""
+        return None
+
+
+ATTEMPTS = 100
+
+
+def dirichlet_shards(labels: NDArray[Any], workers: int, alpha: float, seed: int) -> list[Indices]:
+    """Return each worker's samples; together they are all samples, each once.
+
+    Args:
+        labels: Class of each sample, shape (samples,).
+
+    Raises:
+        FitError: Some worker is left without a sample, however often it is drawn.
+    """
+    rng = np.random.default_rng([seed, workers])
+    for _ in range(ATTEMPTS):
+        parts: list[list[Indices]] = [[] for _ in range(workers)]
+        for label in np.unique(labels):
+            samples = rng.permutation(np.flatnonzero(labels == label))
+            share = rng.dirichlet(np.full(workers, alpha))
+            cuts = (np.cumsum(share)[:-1] * len(samples)).round().astype(int)
+            for part, chosen in zip(parts, np.split(samples, cuts), strict=True):
+                part.append(chosen)
+        shards = [np.sort(np.concatenate(part)).astype(np.int64) for part in parts]
+        if all(len(shard) for shard in shards):
+            return shards
+    raise FitError(
+        "With so much skew some worker is left without a sample.",
+        seen=f"skew={alpha:g}, {len(labels)} samples of {len(np.unique(labels))} classes over "
+        f"{workers} workers",
+        next_step="raise skew, or use fewer workers",
+        code="WB-FIT-030",
+    )
+
+
+def skewed_order(order: Order, shards: list[Indices], seed: int) -> Order:
+    """Return an order in which each worker's share of every batch comes from its own shard.
+
+    A worker goes through its shard in a new order each time; where shards are of unequal size,
+    small ones come round more often within an epoch, and large ones are not seen whole.
+    """
+    workers = len(shards)
+
+    def indices(epoch: int) -> Indices:
+        dealt = np.empty(order.samples, np.int64)
+        streams = [_stream(shard, [seed, epoch, r]) for r, shard in enumerate(shards)]
+        for first in range(0, order.samples, order.batch_size):
+            total = min(order.batch_size, order.samples - first)
+            for rank in range(workers):
+                start, stop = share_bounds(total, rank, workers)
+                for place in range(first + start, first + stop):
+                    dealt[place] = next(streams[rank])
+        return dealt
+
+    return replace(order, indices=indices)
+
+
+def _stream(shard: Indices, seed: list[int]) -> Any:
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.permutation(shard)

@@ -1,0 +1,217 @@
+"""`wb.prepare`: a user's own loop, distributed by one line.
+
+`wb.watch`: the dashboard for loops that bring their own DDP or FSDP.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import FitError
+from ...shared import events
+from ..checkpoints.checkpoints import checkpoints_of
+from ..context import RunContext, require
+from . import fit_arguments
+from .initial import initialise
+from .notes import announce as announce_run
+
+
+def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[Any] = ()) -> Any:
+    """Hand a loop's model, optimizer and loader to the strategy; go on with what comes back.
+
+    The model is the same module, moved to the device: it trains in parallel from now on, and is
+    plain again when the cell ends. The loader's batch is the global batch; each worker is given
+    its share, on its device, in the same order whatever the number of workers. A step ends with
+    `optimizer.step()`. Stop ends the loop by `RunStopped`.
+
+    A loop over several models (a GAN) hands over each pair by a call of its own, the loader with
+    the first one. Gradients of all are averaged; the first pair's optimizer ends the steps.
+
+    The loader that comes back is a DataLoader with the user's `dataset`, `num_workers` and the
+    rest. Its `batch_size` and `len` count global batches, whatever a worker's share; a
+    `DistributedSampler` is not needed, and its `set_epoch` only names the epoch's order.
+
+    Args:
+        model: A module.
+        optimizer: A built optimizer of its parameters.
+        loader: A DataLoader; without one, the loop divides its data itself.
+        keep: What else a checkpoint must hold for the loop to go on from it: schedulers, loss
+            scalers, whatever has `state_dict` and `load_state_dict`.
+
+    Returns:
+        `(model, optimizer, loader)`, or `(model, optimizer)` without a loader.
+
+    Raises:
+        RunError: The cell lacks `%%distributed STRATEGY`.
+        FitError: Something cannot be distributed; raised before any collective.
+    """
+    context = require("wb.prepare")
+    spec = context.spec
+    fit_arguments.check_supported(context.entry, "prepare", ())
+    if context.strategy is not None:
+        return _prepare_another(context, model, optimizer, loader, keep)
+    source = None
+    if loader is not None:
+        source = fit_arguments.data_module(spec.framework).divisible(
+            loader, seed=int(spec.overrides.get("seed", 0))
+        )
+        fit_arguments.check_batch(source.batch_size, context)
+    module = check_pair(context, model, optimizer, source)
+    strategy = fit_arguments.load_strategy(context)
+    context.strategy, context.taken_over = strategy, "wb.prepare"
+    model, optimizer, shared = strategy.adopt(module, optimizer, source)
+    kept = check_kept(keep)
+    go_on(context, strategy, kept)
+    context.kept = kept
+    if spec.rank == 0 or not context.entry.data_parallel:
+        context.weights = strategy.weights
+    announce(context, module, None if source is None else source.batch_size)
+    return (model, optimizer) if loader is None else (model, optimizer, shared)
+
+
+def _prepare_another(
+    context: RunContext, model: Any, optimizer: Any, loader: Any, keep: Sequence[Any]
+) -> Any:
+    """Take over a further pair of a loop."""
+    if context.taken_over != "wb.prepare" or loader is not None or keep:
+        raise FitError(
+            "This cell is training already.",
+            seen="a second wb.prepare with a loader or keep="
+            if loader is not None or keep
+            else "wb.prepare after wb.fit",
+            allowed="one loop in a cell; its loader and keep= go with the first wb.prepare",
+            next_step="wb.prepare(model, optimizer) for the loop's other models; a second loop "
+            "goes into a cell of its own",
+            code="WB-FIT-009",
+        )
+    module = check_pair(context, model, optimizer)
+    saved = context.spec.checkpoint or context.spec.resume
+    if saved and not all(any(k is each for k in context.kept) for each in (model, optimizer)):
+        raise FitError(
+            "A checkpoint would not hold this model: it has the first pair, and what keep= names.",
+            seen="--checkpoint with several models",
+            allowed="all models and optimizers of the loop in the first call's keep=",
+            next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
+            code="WB-FIT-010",
+        )
+    another: tuple[Any, Any] = context.strategy.adopt_another(module, optimizer)
+    return another
+
+
+def go_on(context: RunContext, strategy: Any, kept: tuple[Any, ...]) -> None:
+    """Let the loop be saved; set it to the checkpoint that the run goes on from, if any."""
+    checkpoints, loop = checkpoints_of(context), strategy.loop
+    loop.checkpoints = checkpoints
+    base = {"base": context.trained}
+    about = checkpoints.enter(
+        strategy, lambda: {**base, **loop.position()}, kept, ends_with_cell=True
+    )
+    if about is not None:
+        loop.go_on(about)
+        checkpoints.restore()
+        checkpoints.tell()
+
+
+def check_kept(keep: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a checkpoint is to hold besides model and optimizer.
+
+    Raises:
+        FitError: Something of it cannot be saved and loaded.
+    """
+    for thing in keep:
+        if not all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict")):
+            raise FitError(
+                "A checkpoint cannot keep this.",
+                seen=type(thing).__name__,
+                allowed="objects with state_dict and load_state_dict, as schedulers are",
+                next_step="wb.prepare(model, optimizer, loader, keep=[scheduler])",
+                code="WB-FIT-011",
+            )
+    return tuple(keep)
+
+
+def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = None) -> Any:
+    """Check a model and its built optimizer; return the model.
+
+    Raises:
+        FitError: One of them cannot be trained with.
+    """
+    support = fit_arguments.support(context.spec.framework)
+    module = support.build_module(model)
+    if not hasattr(optimizer, "param_groups"):
+        raise FitError(
+            "An own loop needs a built optimizer.",
+            seen=type(optimizer).__name__,
+            next_step="optimizer = torch.optim.SGD(model.parameters(), 0.1)",
+            code="WB-FIT-012",
+        )
+    if make_real := getattr(support, "make_real", None):
+        make_real(module, (lambda: None) if source is None else source.peek)
+    support.check_optimizer(optimizer, module)
+    fit_arguments.check_sparse(context.entry, module)
+    fit_arguments.warn_if_trained(context, module)
+    initialise(context, module)
+    return module
+
+
+def announce(context: RunContext, model: Any, batch_size: int | None) -> None:
+    """Say that training begins, and how the batch is divided."""
+    spec = context.spec
+    workers = spec.world_size if context.entry.data_parallel else 1
+    parameters = fit_arguments.support(spec.framework).parameter_count(model)
+    announce_run(context, parameters, batch_size=batch_size)
+    if batch_size is not None and spec.rank == 0 and workers > 1:
+        shares = [
+            (r + 1) * batch_size // workers - r * batch_size // workers for r in range(workers)
+        ]
+        even = len(set(shares)) == 1
+        words = f"{workers} x {shares[0]}" if even else " + ".join(map(str, shares))
+        context.emit(events.Noted(rank=0, text=f"global batch {batch_size} = {words}"))
+
+
+def watch(model: Any, optimizer: Any, loader: Any = None) -> None:
+    """Record the steps of a loop that distributes itself; nothing is wrapped or divided.
+
+    A step begins when `loader` is asked for a batch (without a loader: with the first forward, and
+    data waits are not measured) and ends with `optimizer.step()`. What is blocked at the end of
+    backward counts as communication; gathers inside forward (FSDP) count as compute.
+
+    Args:
+        model: The module, plain or wrapped.
+        optimizer: Its optimizer.
+        loader: The loader the loop iterates over; timed in place.
+
+    Raises:
+        RunError: The cell lacks `%%distributed STRATEGY`.
+        FitError: Another loop of this cell is watched already.
+    """
+    context = require("wb.watch")
+    framework = context.spec.framework
+    if context.spec.checkpoint or context.spec.resume:
+        raise FitError(
+            "Checkpoints of a loop that distributes itself are its own affair: only it knows what "
+            "lies where.",
+            seen="--checkpoint with wb.watch",
+            allowed="--checkpoint with wb.fit or wb.prepare",
+            next_step="leave --checkpoint out and save in the loop, or use wb.prepare",
+            code="WB-FIT-068",
+        )
+    if importlib.util.find_spec(f"workbench.strategies.{framework}.parts.user_loop") is None:
+        raise FitError(
+            f"wb.watch is not needed for {framework}: loops there are recorded by themselves.",
+            next_step="leave it out; reduce the gradients with strategy.run and the optimizer",
+            code="WB-FIT-069",
+        )
+    module = importlib.import_module(f"workbench.strategies.{framework}.parts.user_loop")
+    initialise(context, model)
+    context.taken_over = "wb.watch"
+    watched = module.watch(context, model, optimizer, loader)
+    context.closers.append(watched.close)
+    context.weights = watched.weights
+    size = fit_arguments.data_module(framework).global_batch(loader, context.spec.world_size)
+    announce(context, model, size)
+    if loader is None:
+        context.emit(events.Unmeasured(columns={"data_wait_s": "wb.watch was given no loader"}))

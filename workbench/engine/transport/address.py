@@ -1,0 +1,166 @@
+"""Where servers are found: they write their addresses into the run's store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...shared import cluster_env
+from ..debugging.marks import ANSWER, waits_in
+from .connection import LinkError
+
+BACKLOG = 1024
+LOOPBACK_BUFFER_BYTES = 1 << 18
+
+
+class Store(Protocol):
+    """What is needed of the store in which a run's processes meet."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key and return its value."""
+
+
+def host_token() -> str:
+    """Return what tells hosts apart: two processes with the same one may share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return f"{platform.node()}-{boot.read_text().strip()}"
+    return platform.node()
+
+
+class Listeners:
+    """A server's two listening sockets: a Unix socket in a private folder, and TCP.
+
+    TCP listens on one address only, the one from which this host reaches the run's store: for a run
+    on one host that is loopback.
+    """
+
+    def __init__(self, store_host: str) -> None:
+        self._folder = ""
+        self.sockets: list[socket.socket] = []
+        self.about: dict[str, Any] = {"host": host_token(), "pid": os.getpid()}
+        with contextlib.suppress(OSError):  # no folder, or a long name: TCP is left
+            self._bind_nearby()
+        tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        own = _own_address(store_host)
+        _bound_buffers(tcp, own)  # accepted connections take after it
+        tcp.bind((own, 0))
+        self.about["tcp"] = list(tcp.getsockname()[:2])
+        self.sockets.append(tcp)
+        for sock in self.sockets:
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+
+    def _bind_nearby(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            return
+        self._folder = tempfile.mkdtemp(
+            prefix="wb-link-", dir=cluster_env.folder()
+        )  # made with mode 0700
+        path = os.path.join(self._folder, "s")
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            unix.bind(path)
+        except OSError:
+            unix.close()
+            raise
+        self.about["unix"] = path
+        self.sockets.append(unix)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for sock in self.sockets:
+            sock.close()
+        self.sockets.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _bound_buffers(sock: socket.socket, host: str) -> None:
+    """On loopback keep what is under way small enough for the processor's cache.
+
+    Between hosts the system sizes the buffers, by the delay it sees.
+    """
+    if host.startswith("127."):
+        for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, which, LOOPBACK_BUFFER_BYTES)
+
+
+def _own_address(store_host: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((store_host, 9))  # sends nothing: only the route is looked up
+        return str(probe.getsockname()[0])
+
+
+def publish(store: Store, server: int, about: Mapping[str, Any]) -> None:
+    """Write a server's addresses where its workers look."""
+    store.set(f"link/{server}", json.dumps(dict(about)))
+
+
+@waits_in(ANSWER)
+def look_up(store: Store, server: int) -> dict[str, Any]:
+    """Wait for a server's addresses and return them.
+
+    Raises:
+        LinkError: The server did not come up.
+    """
+    try:
+        return json.loads(store.get(f"link/{server}"))  # type: ignore[no-any-return]
+    except RuntimeError as error:  # torch's stores raise subclasses of it
+        raise LinkError(
+            f"Server s{server} did not come up.", seen=str(error).splitlines()[0], code="WB-RUN-012"
+        ) from error
+
+
+@waits_in(ANSWER)
+def dial(about: Mapping[str, Any], way: str) -> socket.socket:
+    """Connect to a server.
+
+    Args:
+        way: `auto`, `shared_memory`, `unix` or `tcp`; `auto` takes the Unix socket where the server
+            is on this host and its socket can be seen from here (containers may not share one).
+
+    Raises:
+        LinkError: There is no such way to that server.
+    """
+    near = about["host"] == host_token() and "unix" in about
+    if way != "tcp" and near:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(about["unix"])
+            return sock
+        except OSError:
+            sock.close()
+    if way in ("unix", "shared_memory"):
+        raise LinkError(
+            f"A link by {way} needs worker and server on one host.",
+            seen=about["host"],
+            next_step="use -o link=tcp or -o link=auto",
+            code="WB-RUN-013",
+        )
+    host, port = about["tcp"]
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    _bound_buffers(sock, host)
+    sock.settimeout(10)
+    sock.connect((host, port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
+    return sock
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Notice within a minute when the other host is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,270 @@
+"""Links between the workers of one host: a Unix socket for each pair, and no thread in between.
+
+    worker r   sendmsg(size, buffer) ------> recvmsg(size, buffer)   worker s
+               recvmsg(size, buffer) <------ sendmsg(size, buffer)
+
+Who waits for a message reads it itself, to where it belongs: the system wakes that very thread, a
+signal interrupts it, and a peer's death ends its wait. Every message begins with its size; one that
+is not as long as what waits for it is refused before anything beyond is read.
+
+    listen     each worker, in a folder of its own that nobody else may enter
+    connect    to all workers of a lower rank, then let in those of a higher one; both ends prove
+               that they know the run's key (`auth`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+from ...shared import cluster_env
+from ..debugging.marks import MESSAGE, waits_in
+from .connection import TIMEOUT_S, LinkError, ended, prove_server, prove_worker, rest
+
+SILENCE_S = 1800  # how long a living peer may stay silent; as long as a collective of the group
+_SIZE = struct.Struct("!Q")
+_TIMEVAL = struct.pack("ll", SILENCE_S, 0)
+
+
+class Doorway:
+    """Where the other workers of this host connect to this one.
+
+    Attributes:
+        path: Of the listening socket.
+
+    Raises:
+        OSError: This system has no Unix sockets, or no folder for one with a short name.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(socket, "AF_UNIX"):
+            raise OSError("no Unix sockets")
+        self._folder = tempfile.mkdtemp(
+            prefix="wb-peer-", dir=cluster_env.folder()
+        )  # made with mode 0700
+        self.path = os.path.join(self._folder, "s")
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listening.bind(self.path)
+            self._listening.listen(1024)
+        except BaseException:
+            self.close()
+            raise
+
+    @waits_in(MESSAGE)
+    def connect(self, paths: Sequence[str], rank: int, key: bytes) -> Peers:
+        """Return the links to all other workers.
+
+        Args:
+            paths: Of every worker's doorway, by rank; all are listening already.
+            rank: Of this worker.
+            key: The same for all; a connection whose other end does not know it is closed.
+
+        Raises:
+            LinkError: Some worker did not come, or does not know the key.
+            OSError: Some worker cannot be reached.
+        """
+        sockets: dict[int, socket.socket] = {}
+        try:
+            for other in range(rank):
+                sock = sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.connect(paths[other])
+                prove_worker(sock, key, rank)
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while len(sockets) < len(paths) - 1:
+                self._let_in(sockets, range(rank + 1, len(paths)), key, deadline_s)
+        except BaseException:
+            for sock in sockets.values():
+                sock.close()
+            raise
+        return Peers(sockets)
+
+    def _let_in(
+        self, sockets: dict[int, socket.socket], awaited: range, key: bytes, deadline_s: float
+    ) -> None:
+        """Accept one connection; one that proves nothing is closed."""
+        self._listening.settimeout(max(0.01, deadline_s - time.monotonic()))
+        try:
+            sock, _ = self._listening.accept()
+        except TimeoutError as error:
+            missing = sorted(set(awaited) - set(sockets))
+            raise LinkError(
+                "Workers of this host did not connect.", seen=missing, code="WB-RUN-016"
+            ) from error
+        other = prove_server(sock, key)
+        if other is None or other not in awaited or other in sockets:
+            sock.close()
+            return
+        sockets[other] = sock
+
+    def close(self) -> None:
+        """Stop listening; links that are open stay open."""
+        self._listening.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Peers:
+    """The links of one worker; used by one thread at a time.
+
+    After an error or an interrupt, which may fall in the middle of a message, all links are closed,
+    so that the others, who may wait for this worker, learn of it at once.
+
+    Args:
+        sockets: A connected stream socket to each other worker, by rank.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self._sockets = dict(sockets)
+        for sock in self._sockets.values():
+            sock.setblocking(True)
+            for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL)
+
+    @waits_in(MESSAGE)
+    def send(self, to: int, data: memoryview) -> None:
+        """Send bytes to a worker; it may return before they are read.
+
+        Raises:
+            LinkError: The worker is gone.
+        """
+        try:
+            sending = _Sending(self._socket(to), to, data)
+            while sending.left:
+                sending.advance()
+        except BaseException:
+            self.close()
+            raise
+
+    @waits_in(MESSAGE)
+    def receive(self, source: int, into: memoryview) -> None:
+        """Fill a buffer with a worker's next message.
+
+        Raises:
+            LinkError: The worker is gone, or its message is not as long as the buffer.
+        """
+        try:
+            receiving = _Receiving(self._socket(source), source, into)
+            while receiving.left:
+                receiving.advance()
+        except BaseException:
+            self.close()
+            raise
+
+    @waits_in(MESSAGE)
+    def exchange(self, to: int, data: memoryview, source: int, into: memoryview) -> None:
+        """Send to one worker while receiving from another, however large both messages are.
+
+        Raises:
+            LinkError: As `send` and `receive`.
+        """
+        try:
+            sending = _Sending(self._socket(to), to, data)
+            receiving = _Receiving(self._socket(source), source, into)
+            sending.advance(socket.MSG_DONTWAIT)
+            while sending.left and receiving.left:
+                _wait_for_either(receiving, sending)
+                receiving.advance(socket.MSG_DONTWAIT)
+                sending.advance(socket.MSG_DONTWAIT)
+            while receiving.left:
+                receiving.advance()
+            while sending.left:
+                sending.advance()
+        except BaseException:
+            self.close()
+            raise
+
+    def _socket(self, rank: int) -> socket.socket:
+        try:
+            return self._sockets[rank]
+        except KeyError:
+            raise ended(f"worker {rank}") from None
+
+    def close(self) -> None:
+        """Close all links; what others wait for here ends at once."""
+        while self._sockets:
+            _, sock = self._sockets.popitem()
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+
+class _Sending:
+    """A message on its way to a worker."""
+
+    def __init__(self, sock: socket.socket, rank: int, data: memoryview) -> None:
+        self.sock, self._rank = sock, rank
+        self.left = [memoryview(_SIZE.pack(len(data))), data]
+
+    def advance(self, flags: int = 0) -> None:
+        """Send as much as there is room for, waiting unless `flags` say not to."""
+        try:
+            sent = self.sock.sendmsg(self.left, (), flags)
+        except BlockingIOError:
+            if not flags:
+                raise _silent(self._rank) from None
+            return
+        except OSError as error:
+            raise ended(f"worker {self._rank}") from error
+        self.left = rest(self.left, sent)
+
+
+class _Receiving:
+    """A message on its way from a worker."""
+
+    def __init__(self, sock: socket.socket, rank: int, into: memoryview) -> None:
+        self.sock, self._rank, self._expected_bytes = sock, rank, len(into)
+        self._size = bytearray(_SIZE.size)
+        self.left = [memoryview(self._size), into]
+
+    def advance(self, flags: int = 0) -> None:
+        """Take what is there, waiting for something unless `flags` say not to."""
+        try:
+            received = self.sock.recvmsg_into(self.left, 0, flags)[0]
+        except BlockingIOError:
+            if not flags:
+                raise _silent(self._rank) from None
+            return
+        except OSError as error:
+            raise ended(f"worker {self._rank}") from error
+        if not received:
+            raise ended(f"worker {self._rank}")
+        with_size = len(self.left) == 2
+        self.left = rest(self.left, received)
+        if with_size and len(self.left) < 2:
+            self._check_size()
+
+    def _check_size(self) -> None:
+        (size_bytes,) = _SIZE.unpack(self._size)
+        if size_bytes != self._expected_bytes:
+            raise LinkError(
+                f"Worker {self._rank} sent a message of the wrong size.",
+                seen=f"{size_bytes} bytes",
+                allowed=f"{self._expected_bytes} bytes",
+                code="WB-RUN-017",
+            )
+
+
+def _wait_for_either(receiving: _Receiving, sending: _Sending) -> None:
+    """Wait until something has come, or there is room for more."""
+    poll = select.poll()
+    poll.register(sending.sock, select.POLLOUT)
+    both = select.POLLIN | select.POLLOUT if receiving.sock is sending.sock else select.POLLIN
+    poll.register(receiving.sock, both)
+    if not poll.poll(1000 * SILENCE_S):
+        raise _silent(receiving._rank)
+
+
+def _silent(rank: int) -> LinkError:
+    return LinkError(
+        f"Worker {rank} has not answered.",
+        seen=f"{SILENCE_S} s",
+        next_step="%cluster stacks shows where it is",
+        code="WB-RUN-018",
+    )

@@ -1,0 +1,257 @@
+"""A server's end of all its links: one thread, messages in the order in which they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..debugging.marks import ANSWER, waits_in
+from . import connection
+from .address import Listeners, Store, keep_alive, publish
+from .connection import Bytes, LinkError, Message, Region, hand_over, prove_server
+
+PUSHES = ("init", "push")
+"""Kinds of messages that fill a worker's mailbox."""
+
+
+class Gone(Message):
+    """What `Hub.next` gives for a worker whose link is closed."""
+
+    def __init__(self) -> None:
+        super().__init__("gone")
+
+
+class Hub:
+    """A server's links.
+
+    Args:
+        workers: How many are to come.
+        key: The run's key.
+
+    Attributes:
+        living: Ranks whose links are open.
+        strangers: Connections that did not know the key, or claimed a rank that was taken.
+    """
+
+    def __init__(self, workers: int, key: bytes) -> None:
+        self._workers, self._key = workers, key
+        self._peers: dict[int, _Peer] = {}
+        self._selector = selectors.DefaultSelector()
+        self._ready: deque[tuple[int, Message]] = deque()
+        self._board: Region | None = None
+        self.strangers = 0
+
+    @waits_in(ANSWER)
+    def admit(self, store: Store, server: int, store_host: str) -> None:
+        """Publish this server's addresses and wait until every worker has come."""
+        listeners = Listeners(store_host)
+        try:
+            with selectors.DefaultSelector() as selector:
+                for sock in listeners.sockets:
+                    selector.register(sock, selectors.EVENT_READ)
+                publish(store, server, listeners.about)
+                while len(self._peers) < self._workers:
+                    for key, _ in selector.select():
+                        self._let_in(key.fileobj)
+        finally:
+            listeners.close()
+
+    def _let_in(self, listener: Any) -> None:
+        sock, _ = listener.accept()
+        rank = prove_server(sock, self._key)
+        if rank is None or rank in self._peers or rank >= self._workers:
+            self.strangers += 1
+            sock.close()
+            return
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
+        peer = self._peers[rank] = _Peer(sock, rank)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+
+    @property
+    def living(self) -> list[int]:
+        """Ranks whose links are open."""
+        return sorted(self._peers)
+
+    def board(self, size_bytes: int) -> Bytes:
+        """Make the memory from which workers read; (size_bytes,) uint8."""
+        self.close_session()
+        self._board = Region.create(size_bytes)
+        return self._board.data
+
+    def mailbox(self, rank: int, size_bytes: int, *, shared: bool) -> Bytes:
+        """Make the memory into which a worker's pushes go; (size_bytes,) uint8."""
+        return self._peers[rank].make_mailbox(size_bytes, shared=shared)
+
+    @waits_in(ANSWER)
+    def next(self) -> tuple[int, Message] | None:
+        """Wait for a message; return (rank, message), None when no worker is left.
+
+        The payload of a push is in the worker's mailbox by then.
+        """
+        while not self._ready:
+            if not self._peers:
+                return None
+            for key, _ in self._selector.select():
+                self._advance(key.data)
+        return self._ready.popleft()
+
+    def _advance(self, peer: _Peer) -> None:
+        try:
+            message = peer.advance()
+        except LinkError as error:
+            with contextlib.suppress(LinkError):
+                connection.send(peer.sock, Message("error", {"text": error.what}), (), peer.name)
+            self.drop(peer.rank)
+            return
+        if message is not None:
+            self._ready.append((peer.rank, message))
+
+    def shares(self, rank: int) -> bool:
+        """Whether the worker reads the board itself, after `reply` has returned."""
+        return rank in self._peers and self._peers[rank].shared
+
+    def reply(
+        self, rank: int, kind: str, meta: Mapping[str, Any] | None = None, *, board: bool = False
+    ) -> None:
+        """Send a message, with the board where asked for and the worker does not share it."""
+        peer = self._peers.get(rank)
+        if peer is not None:
+            parts = [self._board.data] if board and not peer.shared and self._board else []
+            self._send(peer, Message(kind, meta or {}, connection.size_of(parts)), parts)
+
+    def reply_bytes(self, rank: int, kind: str, payload: bytes) -> None:
+        """Send a message with a payload of any size."""
+        if (peer := self._peers.get(rank)) is not None:
+            data = np.frombuffer(payload, np.uint8)
+            self._send(peer, Message(kind, {}, data.size), [data])
+
+    def hand_over(self, rank: int) -> None:
+        """Give a worker the descriptors of the memory that it shares."""
+        peer = self._peers.get(rank)
+        if peer is not None and peer.shared and peer.region is not None and self._board is not None:
+            with contextlib.suppress(OSError):  # its end shows in `next`
+                hand_over(peer.sock, [peer.region, self._board])
+
+    def _send(self, peer: _Peer, message: Message, parts: list[Bytes]) -> None:
+        try:
+            connection.send(peer.sock, message, parts, peer.name)
+        except LinkError:
+            self.drop(peer.rank)
+
+    def drop(self, rank: int) -> None:
+        """Close a worker's link; `next` will say that it is gone."""
+        peer = self._peers.pop(rank, None)
+        if peer is not None:
+            self._selector.unregister(peer.sock)
+            peer.close()
+            self._ready.append((rank, Gone()))
+
+    def close_session(self) -> None:
+        """Let go of the memory of a session."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        for peer in self._peers.values():
+            peer.drop_mailbox()
+
+    def close(self) -> None:
+        """Close every link."""
+        self.close_session()
+        for rank in self.living:
+            self.drop(rank)
+        self._selector.close()
+
+
+class _Peer:
+    """One worker's connection, read piece by piece: a slow one holds up nobody."""
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self.sock, self.rank, self.name = sock, rank, f"worker {rank}"
+        self.shared = False
+        self.region: Region | None = None
+        self._mailbox: Bytes = np.empty(0, np.uint8)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head = bytearray(connection.HEAD_BYTES)
+        self._left = memoryview(self._head)
+        self._stage, self._size_bytes = "head", 0
+        self._message: Message | None = None
+
+    def make_mailbox(self, size_bytes: int, *, shared: bool) -> Bytes:
+        self.drop_mailbox()
+        self.shared = shared
+        if shared:
+            self.region = Region.create(size_bytes)
+            self._mailbox = self.region.data
+        else:
+            self._mailbox = np.zeros(size_bytes, np.uint8)
+        return self._mailbox
+
+    def drop_mailbox(self) -> None:
+        self._mailbox = np.empty(0, np.uint8)
+        if self.region is not None:
+            self.region.close()
+            self.region = None
+
+    def advance(self) -> Message | None:
+        """Read what is there; return the message once it is complete.
+
+        Raises:
+            LinkError: The worker is gone, or sent what makes no sense.
+        """
+        while True:
+            if len(self._left):
+                try:
+                    received = self.sock.recv_into(self._left, 0, socket.MSG_DONTWAIT)
+                except (BlockingIOError, InterruptedError):
+                    return None
+                except OSError as error:
+                    raise connection.closed(self.name) from error
+                if not received:
+                    raise connection.closed(self.name)
+                self._left = self._left[received:]
+                continue
+            if (message := self._next_stage()) is not None:
+                self._begin()
+                return message
+
+    def _next_stage(self) -> Message | None:
+        if self._stage == "head":
+            header_bytes, self._size_bytes = connection.unpack_head(bytes(self._head), self.name)
+            self._header = bytearray(header_bytes)
+            self._left, self._stage = memoryview(self._header), "header"
+            return None
+        if self._stage == "header":
+            message = connection.unpack_header(bytes(self._header), self._size_bytes, self.name)
+            if message.kind in PUSHES and not self.shared:
+                connection.check_size(message, self._mailbox.size, self.name)
+            if not message.size_bytes:
+                return message
+            self._message = message
+            self._left, self._stage = memoryview(self._target(message)), "payload"
+            return None
+        return self._message
+
+    def _target(self, message: Message) -> Any:
+        """Return where a payload goes; the size is checked before anything is read."""
+        if message.kind == "load":  # a saved state, as large as it is
+            payload = connection.room_for(message, self.name)
+            message.meta = {**message.meta, "payload": payload}
+            return payload
+        connection.check_size(message, self._mailbox.size, self.name)
+        return self._mailbox
+
+    def close(self) -> None:
+        self.drop_mailbox()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()

@@ -1,0 +1,164 @@
+"""A worker's end of the link to one server."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import connection
+from .address import Store, dial, look_up
+from .connection import Bytes, LinkError, Message, Region, prove_worker, take_over
+
+WAYS = ("auto", "shared_memory", "unix", "tcp")
+
+
+class Link:
+    """One link; used by the training thread alone.
+
+    Attributes:
+        server: Index of the server.
+        way: What buffers travel through: `shared_memory`, `unix` or `tcp`.
+    """
+
+    def __init__(self, sock: socket.socket, server: int, way: str) -> None:
+        self._sock, self.server, self.way = sock, server, way
+        self.name = f"server s{server}"
+        self._size_bytes, self._in_session = 0, False
+        self._refusal: Mapping[str, Any] | None = None  # what the server ended the session with
+        self._mailbox: Region | None = None
+        self._board: Region | None = None
+
+    def begin(self, size_bytes: int, meta: Mapping[str, Any]) -> None:
+        """Ask for a session in which `size_bytes` travel each way; `opened` must follow."""
+        self._drop_memory()
+        self._size_bytes, self._in_session, self._refusal = size_bytes, True, None
+        shared = self.way == "shared_memory"
+        self.send("open", {**meta, "size_bytes": size_bytes, "shared": shared})
+
+    def opened(self) -> Message:
+        """Wait until the session is open; return the server's answer.
+
+        Raises:
+            LinkError: The server refused, or is gone.
+        """
+        answer = self.receive()
+        if self.way == "shared_memory":
+            sizes = [(self._size_bytes, True), (self._size_bytes, False)]
+            self._mailbox, self._board = take_over(self._sock, sizes, self.name)
+        return answer
+
+    def send(self, kind: str, meta: Mapping[str, Any] | None = None) -> None:
+        """Send a message without a payload."""
+        connection.send(self._sock, Message(kind, meta or {}), (), self.name)
+
+    def send_bytes(self, kind: str, payload: bytes) -> None:
+        """Send a message with a payload of any size, on the stream."""
+        data = np.frombuffer(payload, np.uint8)
+        connection.send(self._sock, Message(kind, {}, data.size), (data,), self.name)
+
+    def push(self, kind: str, meta: Mapping[str, Any], parts: Sequence[Bytes]) -> None:
+        """Send the parts, one behind the other, into this worker's mailbox.
+
+        Raises:
+            LinkError: They are not as large as was agreed, or the server is gone.
+        """
+        message = Message(kind, meta, connection.size_of(parts))
+        connection.check_size(message, self._size_bytes, "this worker")
+        if self._mailbox is None:
+            connection.send(self._sock, message, parts, self.name)
+            return
+        connection.copy_in(parts, self._mailbox.data)
+        message.size_bytes = 0
+        connection.send(self._sock, message, (), self.name)
+
+    def receive(self) -> Message:
+        """Wait for the server's next message; `read` or `read_bytes` takes its payload.
+
+        Raises:
+            LinkError: The server is gone, or has failed and says why.
+        """
+        if self._refusal is None:
+            message = connection.receive(self._sock, self.name)
+            if message.kind != "error":
+                return message
+            self._refusal = message.meta
+        # It answers nothing more in this session: whoever asked again would wait for ever.
+        text, felt = (str(self._refusal.get(key, "")) for key in ("text", "felt"))
+        raise LinkError(f"{self.name} refused: {text}", felt=felt, code="WB-RUN-026")
+
+    def read(self, message: Message, parts: Sequence[Bytes]) -> None:
+        """Copy what the server sent into the parts.
+
+        Raises:
+            LinkError: It is not as large as the parts, or the server is gone.
+        """
+        if self._board is None:
+            connection.check_size(message, connection.size_of(parts), self.name)
+            connection.receive_into(self._sock, parts, self.name)
+            return
+        connection.check_size(
+            Message(message.kind, {}, self._size_bytes), connection.size_of(parts), self.name
+        )
+        connection.copy_out(self._board.data, parts)
+
+    def release(self, message: Message) -> None:
+        """Let the server change what it sent with this message."""
+        if message.meta.get("held"):
+            self.send("release")
+
+    def read_bytes(self, message: Message) -> bytes:
+        """Return a payload that was sent on the stream.
+
+        Raises:
+            LinkError: The server is gone, or announced more than there is memory for.
+        """
+        payload = connection.room_for(message, self.name)
+        connection.receive_into(self._sock, [payload], self.name)
+        return bytes(payload)
+
+    def end_session(self) -> None:
+        """Leave the session, if there is one; the link stays."""
+        self._drop_memory()
+        if self._in_session:
+            self._in_session = False
+            with contextlib.suppress(LinkError):  # the server may be gone already
+                self.send("close")
+
+    def _drop_memory(self) -> None:
+        for region in (self._mailbox, self._board):
+            if region is not None:
+                region.close()
+        self._mailbox = self._board = None
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._drop_memory()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def connect(store: Store, servers: int, rank: int, key: bytes, way: str = "auto") -> list[Link]:
+    """Connect this worker to all servers of its run.
+
+    Raises:
+        LinkError: A server did not come up or does not know the key.
+    """
+    links: list[Link] = []
+    try:
+        for server in range(servers):
+            sock = dial(look_up(store, server), way)
+            prove_worker(sock, key, rank)
+            near = "unix" if sock.family != socket.AF_INET else "tcp"
+            if near == "unix" and way in ("auto", "shared_memory"):
+                near = "shared_memory"
+            links.append(Link(sock, server, near))
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    return links

@@ -1,0 +1,1 @@
+"""A run from its request to its end: what engines are asked, what comes back, how it ends."""

@@ -1,0 +1,330 @@
+"""Which engines and devices a cell or a run gets, and the process group among them.
+
+Engines whose framework cannot be used any more give way to fresh ones.
+
+An engine says so itself, in the outcome of a cell (`errors.EngineSpentError`). Before anything was
+trained the run then begins again on the fresh engines; otherwise they are there for the next one.
+
+Engines get the framework that a run or a cell asks for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import catalog
+from ..cluster import devices as device_pool
+from ..cluster.processes import installed
+from ..cookbook.recipe import Recipe
+from ..errors import ClusterError, PlanError
+from ..shared.members import ranges
+from ..shared.plan import Plan, check_count
+from .outcome import how_ended
+from .requests import Specs, cell_requests, check_limits, check_size, make_specs
+from .task import Task
+
+if TYPE_CHECKING:
+    from ..cluster.engines import EngineInfo, Engines
+    from ..shared.messages import Outcomes
+
+NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
+
+
+class EngineAllocator:
+    """The engines of a cluster, as cells and runs are given them.
+
+    Attributes:
+        engines: The processes behind it.
+        replacer: Replaces engines in the background.
+        leases: Which devices so many workers have got.
+        servers: Engines started as servers; workers do not spread to them.
+        most_workers: How many living workers there have been.
+    """
+
+    def __init__(self, devices: str) -> None:
+        self.devices_asked = devices
+        self.engines: Engines
+        self.replacer = Replacer()
+        self._devices = device_pool.parse_devices(devices)
+        self.most_workers = 0
+        self.leases: dict[int, device_pool.Leases] = {}
+        self._group = NO_GROUP  # prefix; framework, engines
+        self.servers: set[int] = set()
+        self._generation = itertools.count(1)
+        self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
+        """Told what engines are about to be asked to run; None when it is settled."""
+
+    def restore(self, servers: Iterable[int], leases: Mapping[int, device_pool.Leases]) -> None:
+        """Be as another kernel's pool of the same engines was."""
+        self.servers = set(servers)
+        self.leases |= leases
+        # Names of process groups that no other one had in the same store.
+        self._generation = itertools.count(time.time_ns())
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the living engines."""
+        return self.engines.ids
+
+    @property
+    def all(self) -> list[EngineInfo]:
+        """Every engine, dead ones too, by id."""
+        return [self.engines.engines[i] for i in sorted(self.engines.engines)]
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """Ids of the living engines that run cells; the others were started as servers."""
+        return [engine for engine in self.ids if engine not in self.servers]
+
+    @property
+    def lost_workers(self) -> list[int]:
+        """Ids of dead engines that ran cells, while there are fewer workers than there were."""
+        if len(self.worker_ids) >= self.most_workers:
+            return []
+        return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
+
+    def lease(self, workers: int) -> device_pool.Leases:
+        """Return which device each of so many workers gets; the same answer every time.
+
+        A worker's variables live on its device from one cell to the next, so ranks keep theirs
+        although `auto` would see other memory in use by then.
+        """
+        if workers not in self.leases:
+            self.leases[workers] = device_pool.lease(self._devices, workers)
+        return self.leases[workers]
+
+    def add(self, count: int, framework: str = "") -> list[int]:
+        """Start more engines; return their ids.
+
+        Raises:
+            PlanError: They would be more than the administrator allows.
+        """
+        checked = check_count("The number of engines", count)
+        check_limits(checked, [engine.pid for engine in self.all if engine.state != "dead"])
+        return self.engines.start(checked, framework=framework)
+
+    def workers_for(self, count: int, framework: str) -> list[int]:
+        """Return the engines of so many workers; starts those that are missing.
+
+        Raises:
+            ClusterError: All engines are dead.
+        """
+        dead = [engine for engine in self.all if engine.state == "dead"]
+        if dead and not self.worker_ids:
+            raise ClusterError(
+                f"All {'engines' if not self.ids else 'workers'} are dead: {how_ended(dead)}.",
+                next_step="%cluster restart",
+                code="WB-CLUSTER-040",
+            )
+        check_size("The number of workers", count)
+        missing = count - len(self.worker_ids)
+        if missing > 0:
+            self.add(missing, framework)
+        self.most_workers = max(self.most_workers, len(self.worker_ids))
+        return self.worker_ids[:count]
+
+    def servers_for(self, count: int, framework: str) -> list[int]:
+        """Return engines to be servers; the first run that needs them starts them."""
+        missing = count - len(self.servers & set(self.ids))
+        if missing > 0:
+            self.servers |= set(self.add(missing, framework))
+        return sorted(self.servers & set(self.ids))[:count]
+
+    def bring(self, ids: Sequence[int], framework: str) -> None:
+        """Have the framework on engines; those replaced for that leave no process group."""
+        if bring(self.engines, ids, framework):
+            self.drop_group()
+
+    # -- the process group -------------------------------------------------------------------------
+
+    def drop_group(self) -> None:
+        """Have the next cell make its process group anew."""
+        self._group = NO_GROUP
+
+    def new_prefix(self, what: str) -> str:
+        """Return a name for a process group that no other one had."""
+        return f"{what}-{next(self._generation)}"
+
+    def specs(
+        self,
+        ids: Sequence[int],
+        plan: Plan | None,
+        leases: device_pool.Leases,
+        prefix: str,
+        framework: str,
+    ) -> Specs:
+        """Return what each engine is told; of a cell without a strategy where `plan` is None."""
+        hosts = {i: self.engines.engines[i].host for i in ids}
+        return make_specs(
+            hosts,
+            len(ids) if plan is None else plan.workers,
+            leases,
+            store=self.engines.store() if framework in catalog.MEET_IN_STORE else None,
+            framework=framework,
+            prefix=prefix,
+            one_engine=plan is not None and plan.entry.one_engine,
+            helpers=() if plan is None else plan.helpers,
+        )
+
+    def cell_specs(self, members: Sequence[int], targets: Sequence[int], framework: str) -> Specs:
+        """Return what the members of a cell's process group are told, of whom some run the cell.
+
+        Raises:
+            RunError: The group could not be made.
+        """
+        key: tuple[str | int, ...] = (framework, *members)
+        fresh = self._group[1] != key or not self._group[0]
+        if fresh:
+            self._group = (self.new_prefix("spmd"), key)
+        specs = self.specs(members, None, self.lease(len(members)), self._group[0], framework)
+        if fresh and set(targets) != set(members):
+            # A collective on some ranks needs a group that all ranks have joined.
+            task = Task(self.engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})
+            task.over.wait()
+            if (error := task.failure()) is not None:
+                raise error
+        return specs
+
+
+WAIT_S = 60.0
+
+
+def spent(outcomes: Outcomes) -> dict[int, str]:
+    """Return the engines that must be replaced, and why."""
+    return {i: o.evalue for i, o in outcomes.items() if o.replace}
+
+
+def replacement_words(ids: Sequence[int], why: str) -> str:
+    """Say what is done about spent engines."""
+    reason = why.partition("\n")[0]
+    if len(ids) == 1:
+        return f"Engine {ids[0]} is replaced by a fresh one, its variables are gone: {reason}"
+    return f"Engines {ranges(ids)} are replaced by fresh ones, their variables are gone: {reason}"
+
+
+class Replacer:
+    """Replaces engines in the background, one batch after the other.
+
+    Callers hear of the end of a cell on the thread that hears the engines, which may not wait.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        engines: Engines,
+        ids: Sequence[int],
+        framework: str,
+        then: Callable[[ClusterError | None], None] = lambda error: None,
+    ) -> None:
+        """Replace engines by ones that have the framework; `then` hears how it went."""
+
+        def replace(before: threading.Thread | None) -> None:
+            if before is not None:
+                before.join()
+            error = None
+            try:
+                engines.restart(ids, framework)
+            except ClusterError as failure:
+                error = failure
+            then(error)
+
+        with self._lock:
+            thread = threading.Thread(
+                target=replace, args=(self._thread,), name="workbench-replace", daemon=True
+            )
+            self._thread = thread
+            thread.start()
+
+    def wait(self) -> None:
+        """Wait until what was begun is done; called before engines are asked for anything else."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(WAIT_S)
+
+
+PREWARM = "WORKBENCH_PREWARM"
+LOAD = "workbench.engine.entry:load"
+VARIABLES = "workbench.engine.entry:variables"
+LOAD_TIMEOUT_S = 180.0
+
+
+def bring(engines: Engines, ids: Iterable[int], framework: str) -> list[int]:
+    """Have a framework on engines before they are asked for anything; return those replaced.
+
+    An engine that holds no variable of the user's gives way to one that was forked with the
+    framework, under the same id. One that does imports the framework beside what it has.
+
+    Raises:
+        ClusterError: An engine could not be replaced, or could not import it.
+    """
+    lacking = [i for i in ids if framework not in engines.engines[i].frameworks]
+    if not lacking:
+        return []
+    held = engines.call(lacking, VARIABLES)
+    bare = [i for i in lacking if not held[i]] if engines.can_fork(framework) else []
+    rest = [i for i in lacking if i not in bare]
+    if rest:
+        _say(rest, framework)
+    if bare:
+        engines.restart(bare, framework)
+    for engine, names in engines.call(rest, LOAD, (framework,), LOAD_TIMEOUT_S).items():
+        engines.engines[engine].frameworks = set(names)
+    return bare
+
+
+def _say(ids: list[int], framework: str) -> None:
+    one = len(ids) == 1
+    sys.stdout.write(
+        f"{'Engine' if one else 'Engines'} {ranges(ids)} hold{'s' if one else ''} variables, so "
+        f"{'it imports' if one else 'they import'} {framework} beside them: once, and it takes "
+        "some seconds.\n"
+    )
+
+
+def prewarmed() -> str | None:
+    """Return the framework to have ready before anybody asks; None where the user wants none.
+
+    Raises:
+        PlanError: The environment's setting is not understood.
+    """
+    asked = os.environ.get(PREWARM, "")
+    if asked == "off":
+        return None
+    if asked not in ("", "torch", "tensorflow"):
+        raise PlanError(
+            f"{PREWARM} is not understood.",
+            seen=asked,
+            allowed="torch, tensorflow, off",
+            code="WB-PLAN-105",
+        )
+    return asked or default_framework()
+
+
+_notebooks: list[Callable[[], str | None]] = []
+
+
+def notebook_framework() -> str:
+    """Return the framework of the notebook's cluster, or of the one it would start."""
+    return next(filter(None, (ask() for ask in _notebooks)), None) or default_framework()
+
+
+def know_notebook(framework: Callable[[], str | None]) -> None:
+    """Have the notebook's session say what its cluster's framework is; None: it has no cluster."""
+    _notebooks[:] = [framework]
+
+
+def default_framework() -> str:
+    """Return the framework of a cluster that is not told one: what is set, or installed."""
+    asked = os.environ.get(PREWARM, "")
+    if asked in ("torch", "tensorflow"):
+        return asked
+    return "tensorflow" if installed("tensorflow") and not installed("torch") else "torch"

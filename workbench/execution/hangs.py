@@ -1,0 +1,176 @@
+"""Names a hang while it lasts: who has waited for how long in what, and where the others are.
+
+Engines are asked only after nothing has come from any of them for a while. A rank that its user
+has paused is no hang, nor are ranks that all compute: nobody waits for anybody then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ..shared.members import Member, called
+from ..shared.messages import AskWhere, Whereabouts, WhereAnswer
+
+if TYPE_CHECKING:
+    from .task import Task
+
+HANG_S = 5.0
+ASK_EVERY_S = 1.0
+ANSWER_S = 2.0
+ALIKE = 3
+"""All in the same collective may be a large message: said only after so many times `HANG_S`."""
+
+Ask = Callable[[type[AskWhere], Iterable[int], float], Mapping[int, WhereAnswer]]
+
+
+def patience_s() -> float:
+    """Return the seconds without progress after which a wait counts as a hang; 0: never.
+
+    `WORKBENCH_HANG_S` sets them.
+    """
+    try:
+        return max(0.0, float(os.environ.get("WORKBENCH_HANG_S", HANG_S)))
+    except ValueError:
+        return HANG_S
+
+
+def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> None:
+    """Keep `task.banner` true until the task is over.
+
+    Args:
+        ask: Asks engines (`cluster.questions.Questions.ask`).
+        held: Whether the run stands still because its user wants it to.
+    """
+    limit_s = patience_s()
+    if limit_s:
+        thread = threading.Thread(
+            target=_Watch(task, ask, held, limit_s).main, name="workbench-hangs", daemon=True
+        )
+        thread.start()
+
+
+class _Watch:
+    def __init__(self, task: Task, ask: Ask, held: Callable[[], bool], limit_s: float) -> None:
+        self._task, self._ask, self._held, self._limit_s = task, ask, held, limit_s
+        self._busy_at: dict[int, float] = {}  # when each engine was last seen not to wait
+
+    def main(self) -> None:
+        task, first_s = self._task, self._limit_s / 2
+        pause_s = max(0.0, first_s - (time.perf_counter() - task.moved_at))
+        while not task.over.wait(pause_s):
+            quiet_s = time.perf_counter() - task.moved_at
+            if self._held() or quiet_s < first_s:
+                self._busy_at.clear()
+                task.banner = ""
+                pause_s = ASK_EVERY_S if self._held() else first_s - quiet_s
+                continue
+            moved_at = task.moved_at
+            words = self._look(moved_at)
+            if task.moved_at == moved_at:  # else it went on meanwhile
+                task.banner = words
+            pause_s = min(ASK_EVERY_S, first_s)
+        task.banner = ""
+
+    def _look(self, moved_at: float) -> str:
+        task, now = self._task, time.perf_counter()
+        asked = task.unfinished()
+        places: dict[int, Whereabouts | None] = dict.fromkeys(asked)
+        places |= self._ask(AskWhere, asked, ANSWER_S)
+        for engine, place in places.items():
+            if place is not None and place.state != "waits":
+                self._busy_at[engine] = now
+        waited_s = {i: now - max(moved_at, self._busy_at.get(i, 0.0)) for i in places}
+        members = {i: task.member(i) for i in task.ids}
+        ended = [i for i in task.ids if i not in asked]
+        return diagnose(places, waited_s, members, ended, self._limit_s)
+
+
+def diagnose(
+    places: Mapping[int, Whereabouts | None],
+    waited_s: Mapping[int, float],
+    members: Mapping[int, Member],
+    ended: Iterable[int],
+    limit_s: float,
+) -> str:
+    """Return the hang in one sentence, empty where there is none.
+
+    Args:
+        places: Where each engine that is still at it says it is; None: no answer.
+        waited_s: How long each has waited.
+        members: Which part each engine takes. Replicas on one engine are all there are: nobody
+            is there whom they could wait for.
+        ended: Engines that are through with the cell.
+        limit_s: Shorter waits are none.
+    """
+    workers = {i: p for i, p in places.items() if members[i].role == "worker" or p is None}
+    states = {p.state for p in workers.values() if p is not None}
+    if states & {"paused", "held"}:
+        return ""
+    waiting = [i for i, p in workers.items() if p and p.state == "waits" and waited_s[i] >= limit_s]
+    if not waiting:
+        return ""
+    others = [i for i in workers if i not in waiting]
+    waits = _waits(waiting, workers, waited_s, members)
+    elsewhere = _elsewhere(others, workers, members, ended)
+    if elsewhere:
+        return f"{waits}; {elsewhere}"
+    if len({_waits_in(workers[i]) for i in waiting}) > 1:
+        return f"{waits}: they wait for each other"
+    if max(waited_s[i] for i in waiting) >= ALIKE * limit_s:
+        return f"{waits}, and nobody is elsewhere: a large message, or tensors that do not match"
+    return ""
+
+
+def _waits_in(place: Whereabouts | None) -> str:
+    return "" if place is None else place.waits_in
+
+
+def _waits(
+    waiting: list[int],
+    places: Mapping[int, Whereabouts | None],
+    waited_s: Mapping[int, float],
+    members: Mapping[int, Member],
+) -> str:
+    groups: dict[str, list[int]] = {}
+    for engine in waiting:
+        groups.setdefault(_waits_in(places[engine]), []).append(engine)
+    parts = []
+    for what, engines in groups.items():
+        verb = "have" if len(engines) > 1 else "has"
+        seconds = min(waited_s[i] for i in engines)
+        parts.append(f"{called(members[i] for i in engines)} {verb} waited {seconds:.0f} s {what}")
+    return ", ".join(parts)
+
+
+def _elsewhere(
+    others: Iterable[int],
+    places: Mapping[int, Whereabouts | None],
+    members: Mapping[int, Member],
+    ended: Iterable[int],
+) -> str:
+    groups: dict[str, list[int]] = {}
+    for engine in others:
+        groups.setdefault(place_words(places[engine]), []).append(engine)
+    if ended := [i for i in ended if members[i].role == "worker"]:
+        groups.setdefault("through with the cell", []).extend(ended)
+    parts = []
+    for what, engines in groups.items():
+        verb = "are" if len(engines) > 1 else "is"
+        parts.append(f"{called(members[i] for i in engines)} {verb} {what}")
+    return ", ".join(parts)
+
+
+def place_words(place: Whereabouts | None) -> str:
+    """Return where an engine is: `at train.py:41 in load_batch`, `waiting in all_reduce`."""
+    if place is None:
+        return f"silent: no answer in {ANSWER_S:g} s (a call into C that does not return?)"
+    if place.state == "idle":
+        return "idle"
+    if not place.at:
+        return place.inside or "busy"
+    inside = f", in {place.inside}" if place.inside else ""
+    return f"at {place.at}{inside}"

@@ -1,0 +1,442 @@
+"""A run on its engines: submitted, begun again where engines must give way, settled.
+
+A run whose engines died goes on: with fresh ones in their places, or with fewer.
+
+    running --an engine dies--> recovering --the cell has begun again--> running
+                                    |
+                                    +--no way to go on--> failed
+
+The cell is run again on all workers: the survivors keep their processes and variables, and the
+training goes on from the last checkpoint that this run has written (from its beginning where there
+is none yet). Steps that are done a second time replace the first ones in the history, so totals
+count each step once. Only the death of an engine is recovered from, never an error of the cell's
+code, and not more than `MOST` times in a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..errors import ClusterError, PlanError, RunError, WorkbenchError
+from ..shared import checkpoints
+from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
+from ..shared.plan import Plan, check_fewer
+from . import hangs, outcome
+from .allocator import EngineAllocator, replacement_words, spent
+from .outcome import Recovery, outcome_error, outcome_notes
+from .requests import (
+    ARGS,
+    PUSH,
+    RESULT,
+    TAKE,
+    check_arrived,
+    in_lanes,
+    members_of,
+    run_requests,
+    task_record,
+)
+from .task import Task
+
+if TYPE_CHECKING:
+    from ..cluster.devices import Leases
+    from ..shared.messages import Outcomes
+    from .run import Run
+
+log = logging.getLogger("workbench.session")
+
+
+@dataclass
+class RunExecution:
+    """One run on the engines it was given.
+
+    Attributes:
+        servers: Engines of the run that do not run its cell.
+        number: Of the cell, for tracebacks.
+    """
+
+    pool: EngineAllocator
+    run: Run
+    servers: Sequence[int]
+    leases: Leases
+    number: int = 1
+    autoreload: str = ""
+    renumber: Callable[[Run], int] = lambda run: run.number
+    begun_again: bool = False
+
+    def __post_init__(self) -> None:
+        self.plan = self.run.plan  # under which it runs now; a run may go on with fewer workers
+        self._recoverer = Recoverer(self)
+        self._token = ""  # of the unfinished checkpoints of its last submission
+
+    def narrow(self, members: Sequence[int]) -> None:
+        """Go on with these workers only, each on the device it had."""
+        ranks = [self.run.members.index(engine) for engine in members]
+        kept = tuple(self.leases.leases[rank] for rank in ranks)
+        self.leases = replace(self.leases, leases=kept)
+        self.plan = replace(self.plan, workers=len(members))
+
+    def submit(self) -> None:
+        """Start the run's cell on all its engines; returns at once."""
+        pool, run = self.pool, self.run
+        ids = [*run.members, *self.servers]
+        if run.plan.recipe.function:
+            pool.engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
+        prefix = pool.new_prefix(f"run-{run.number}")
+        self._token = checkpoints.token(prefix)
+        specs = pool.specs(ids, self.plan, self.leases, prefix, run.plan.framework)
+        specs = in_lanes(specs, run.engines)
+        asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
+        pool.drop_group()
+        about = {"number": self.number, "autoreload": self.autoreload}
+        about |= {"run": run.number, "servers": list(self.servers)}
+        pool.on_task(task_record(asked, members_of(specs), **about))
+        run.open_board(pool.engines.router.send, ids)
+        run.task = Task(
+            pool.engines,
+            asked,
+            members_of(specs),
+            self.settled,
+            spare=self._spare(),
+            least=1 if run.plan.entry.remote_workers else 0,
+            on_loss=run.note,
+        )
+        hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
+
+    def _spare(self) -> Sequence[int]:
+        """Return the engines whose death the others survive without a pause."""
+        entry = self.plan.entry
+        if entry.remote_workers:
+            return self.servers[: self.plan.workers]
+        if entry.spares_workers and not self.plan.sync:
+            return self.run.members[1:]
+        return ()
+
+    def settled(self, task: Task) -> None:
+        """Settle the run; on the thread that hears the engines, so it may not wait for them."""
+        try:
+            self._settle(task)
+        except Exception as error:  # whatever it is, a run whose engines are done is over
+            log.exception("The end of run %r went wrong", self.run.name)
+            self.run.finish(task.failure() or _unexpected(error))
+
+    def _settle(self, task: Task) -> None:
+        run = self.run
+        run.task = task
+        if self._replace(task.outcomes) or self._recoverer.begin(task):
+            return
+        shutil.rmtree(run.folder / RESCUED, ignore_errors=True)
+        self._sweep(task.outcomes)
+        error = task.failure()
+        if run.state == "stopping" and error is not None and task.cause is None:
+            error = None  # an agreed stop that needed an interrupt is still a stop
+            for engine, text in task.ended.items():
+                run.note(text, [engine])
+        error = self._recoverer.explain(error) if error else outcome_error(run, task.outcomes)
+        for text in outcome_notes(task.outcomes):
+            run.note(text)
+        if run.plan.recipe.function:
+            threading.Thread(
+                target=self._fetch_results, args=(error,), name="workbench-results", daemon=True
+            ).start()
+        else:
+            run.finish(error)
+
+    def _sweep(self, outcomes: Outcomes) -> None:
+        """Remove parts that came after their checkpoint had been given up.
+
+        Only here is nobody writing any more; after a failure a slow write may still be under way.
+        """
+        folder = self.plan.checkpoint
+        if folder and all(one.is_well for one in outcomes.values()):
+            checkpoints.sweep(folder, lambda _, token: token == self._token)
+
+    def _replace(self, outcomes: Outcomes) -> bool:
+        """Replace engines that say they must be; return whether the run begins again on them."""
+        found = spent(outcomes)
+        if not found:
+            return False
+        run, ids = self.run, list(found)
+        run.note(replacement_words(ids, found[ids[0]]))
+        begins_again = run.state == "starting" and not self.begun_again
+        self.begun_again = True
+        begin = self.pool.replacer.begin
+        if begins_again:
+            begin(self.pool.engines, ids, run.plan.framework, self._again)
+        else:
+            begin(self.pool.engines, ids, run.plan.framework)
+        return begins_again
+
+    def _again(self, error: ClusterError | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            self.submit()
+        except WorkbenchError as failure:
+            self.run.finish(RunError(str(failure), code="WB-RUN-070"))
+        except Exception as failure:
+            log.exception("Run %r could not begin again", self.run.name)
+            self.run.finish(_unexpected(failure))
+
+    def _fetch_results(self, error: RunError | None) -> None:
+        """Bring a function's return values into `run.results`, and its names off the engines."""
+        run, engines = self.run, self.pool.engines
+        try:
+            living = [i for i in run.members if i in self.pool.ids]
+            taken = engines.fetch(living, TAKE, ([RESULT, ARGS],))
+            returned = {i: values.get(RESULT) for i, values in taken.items()}
+            check_arrived({i: {"the result": value} for i, value in returned.items()})
+            run.results = [returned.get(i) for i in run.members]
+        except (ClusterError, RunError) as failure:
+            why = f"{failure.what} {failure.seen or ''}".strip()
+            run.note(f"What the function returned could not be fetched: {why}")
+        except Exception as failure:
+            log.exception("What a function returned could not be fetched")
+            run.note(f"What the function returned could not be fetched: {_unexpected(failure)}")
+        finally:
+            run.finish(error)
+
+
+def _unexpected(error: Exception) -> RunError:
+    return RunError(f"Workbench itself failed: {type(error).__name__}: {error}", code="WB-RUN-071")
+
+
+MOST = 3
+"""Recoveries of one run: what dies again and again dies for a reason."""
+LEND, BORROW = "workbench.engine.entry:lend", "workbench.engine.entry:borrow"
+RESCUE = "workbench.engine.checkpoints.memory_snapshot:write"
+RESCUED = "rescued"
+"""Folder, in the run's own, of what survivors held; gone with the run's end."""
+LOAN_TIMEOUT_S = 120.0
+
+
+def lost(task: Task) -> list[int]:
+    """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
+    outcomes = task.outcomes
+    dead = [i for i in outcome.of(outcomes) if not outcomes[i].ended]
+    if task.interrupted or not any(outcomes[i].recoverable for i in dead):
+        return []
+    errors = [o for o in outcomes.values() if o.status == "error"]
+    if any(not outcome.is_collateral(one) for one in errors):
+        return []
+    return outcome.of(outcomes)  # those that we had to end are gone as well
+
+
+class Recoverer:
+    """Decides whether a run goes on after a death, and sees to it on a thread of its own."""
+
+    def __init__(self, launch: RunExecution) -> None:
+        self._launch = launch
+        self._origin = launch.run.resume_from
+        self._why_not = ""
+
+    def begin(self, task: Task) -> bool:
+        """Return whether the run goes on; if so, it is begun again in the background."""
+        launch, began = self._launch, time.perf_counter()
+        run, dead = launch.run, lost(task)
+        if not dead or launch.plan.on_failure == "stop" or run.state == "stopping":
+            return False
+        self._why_not = self._hopeless(dead)
+        if self._why_not:
+            return False
+        how = "; ".join(
+            f"{run.called(i)} died: {task.outcomes[i].how or 'how is not known'}" for i in dead
+        )
+        run.advance("recover")
+        threading.Thread(
+            target=self._go, args=(dead, how, began), name="workbench-recover", daemon=True
+        ).start()
+        return True
+
+    def explain(self, error: RunError) -> RunError:
+        """Add to the error of a death why the run did not go on."""
+        if not self._why_not:
+            return error
+        told = RunError(
+            f"{error.what}\n  {self._why_not}", next_step=error.next_step, code="WB-RUN-082"
+        )
+        vars(told).update({k: v for k, v in vars(error).items() if k == "outcome"})
+        return told
+
+    def _hopeless(self, dead: Sequence[int]) -> str:
+        """Return why the run cannot go on without these engines; empty where it can."""
+        launch = self._launch
+        if len(launch.run.recoveries) >= MOST:
+            return f"The run had gone on after {MOST} deaths already, which is the most."
+        if launch.plan.on_failure == "replace":
+            return ""
+        left = [i for i in launch.run.members if i not in dead]
+        try:
+            if not left or set(dead) & set(launch.servers):
+                raise PlanError(
+                    "only workers can be done without, and one must be left", code="WB-PLAN-112"
+                )
+            check_fewer(launch.plan, len(left))
+        except PlanError as error:
+            return f"It could not go on with fewer workers: {error.what}"
+        return ""
+
+    def _go(self, dead: Sequence[int], how: str, began: float) -> None:
+        """Begin the run again; deaths meanwhile count as further recoveries."""
+        launch, run = self._launch, self._launch.run
+        while True:
+            try:
+                self._go_once(dead, how, began)
+                return
+            except WorkbenchError as error:  # noqa: PERF203 - it ends with the last try
+                needed = [*run.members, *launch.servers]
+                dead = [i for i in needed if i not in launch.pool.ids]
+                again = isinstance(error, ClusterError) and bool(dead)
+                why = self._hopeless(dead) if again else "It could not go on."
+                if why:
+                    run.finish(RunError(f"{how}.\n  {why}\n  {error}", code="WB-RUN-083"))
+                    return
+                how = "; ".join(map(self._died_meanwhile, dead))
+            except Exception as error:  # else it would be recovering for ever
+                log.exception("Run %r could not go on", run.name)
+                run.finish(
+                    RunError(
+                        f"{how}.\n  It could not go on: {type(error).__name__}: {error}",
+                        code="WB-RUN-084",
+                    )
+                )
+                return
+
+    def _go_once(self, dead: Sequence[int], how: str, began: float) -> None:
+        launch, run = self._launch, self._launch.run
+        members = run.members
+        launch.plan = without_kills(launch.plan, [run.engines.index(i) for i in dead
+                                                  if i in run.engines])  # fmt: skip
+        start = self._start()
+        step = start.step if start else 0
+        if launch.plan.on_failure == "continue":
+            members = tuple(i for i in members if i not in dead)
+            launch.narrow(members)
+        run.go_on(launch.renumber(run), members, start.path if start else "", step)
+        if launch.plan.on_failure == "replace":
+            launch.pool.engines.restart(dead, launch.plan.framework)
+            self._lend(dead)
+        ranks = [rank for rank, i in enumerate(run.engines) if i in members]
+        for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up
+            stale.unlink()
+        lost_steps = run.history.rewind(step, run.folder, ranks)
+        if _stopping(run):
+            run.finish(None)
+            return
+        seconds = time.perf_counter() - began
+        done = Recovery(tuple(dead), how, step, lost_steps, len(members), seconds)
+        run.recoveries.append(done)
+        run.note(recovery_words(done, launch.plan.on_failure, bool(start)), dead)
+        launch.submit()
+        run.halt_again()  # Stop was pressed while nobody could hear it
+
+    def _died_meanwhile(self, engine: int) -> str:
+        known = self._launch.pool.engines.engines.get(engine)  # none where the cluster was stopped
+        how = f": {known.exit}" if known and known.exit else ""
+        return f"{self._launch.run.called(engine)} died while the run was recovering{how}"
+
+    def _start(self) -> Checkpoint | None:
+        """Return where to go on from: what survivors hold, the last whole checkpoint, the first.
+
+        Raises:
+            RunError: All of them are damaged, also that which the run had been resumed from.
+        """
+        own = self._last_own()
+        if rescued := self._rescue(own.step if own else 0):
+            return rescued
+        if own:
+            return own
+        if not self._origin:
+            return None
+        origin = at(self._origin)
+        if damaged := faults(origin):
+            raise refusal(origin, damaged)
+        return origin
+
+    def _last_own(self) -> Checkpoint | None:
+        """Return the last checkpoint that this run has written and that is whole, if any."""
+        run, plan = self._launch.run, self._launch.plan
+        if not plan.checkpoint:
+            return None
+        for one in reversed(found(plan.checkpoint)):
+            if one.about and one.about.get("run") != run.folder.name:
+                continue
+            damaged = faults(one, own=plan.on_failure == "replace")
+            if not damaged:
+                return one
+            run.note(
+                f"The checkpoint of step {one.step} is damaged ({one.path}: {damaged[0]}); the run "
+                "does not go on from it."
+            )
+        return None
+
+    def _rescue(self, beyond: int) -> Checkpoint | None:
+        """Have the furthest survivor write down what it holds, if that is further than `beyond`."""
+        run, engines = self._launch.run, self._launch.pool.engines
+        if run.task is None or len({engines.engines[i].host for i in run.members}) > 1:
+            return None
+        kept = {i: o.kept_step for i, o in run.task.outcomes.items()}
+        living = [i for i in kept if kept[i] > beyond and i in self._launch.pool.ids]
+        if not living:
+            return None
+        furthest = max(living, key=lambda i: kept[i])
+        try:
+            path = engines.call([furthest], RESCUE, (str(run.folder / RESCUED),), LOAN_TIMEOUT_S)
+        except ClusterError as error:
+            run.note(f"What {run.called(furthest)} held could not be written: {error.what}")
+            return None
+        return Checkpoint(str(path[furthest]), kept[furthest])
+
+    def _lend(self, fresh: Sequence[int]) -> None:
+        """Give fresh engines what the cell needs of what earlier cells had defined."""
+        launch, run = self._launch, self._launch.run
+        living = [i for i in run.members if i not in fresh]
+        needy = [i for i in fresh if i in run.members]
+        if not living or not needy:
+            return
+        engines, source = launch.pool.engines, launch.plan.recipe.source
+        packed = engines.call(living[:1], LEND, (source,), LOAN_TIMEOUT_S)[living[0]]
+        if not packed:
+            return
+        missing = engines.call(needy, BORROW, (packed,), LOAN_TIMEOUT_S)
+        if names := sorted({name for one in missing.values() for name in one}):
+            run.note(
+                f"What earlier cells had defined was copied from {run.called(living[0])}, "
+                f"but not {', '.join(names)}: it cannot be copied."
+            )
+
+
+def _stopping(run: Run) -> bool:
+    return run.state == "stopping"
+
+
+def without_kills(plan: Plan, ranks: Sequence[int]) -> Plan:
+    """Return the plan without the faults that killed these ranks: a kill happens once."""
+    kept = tuple(f for f in plan.faults if f.kind != "kill" or f.rank not in ranks)
+    return replace(plan, faults=kept)
+
+
+def recovery_words(done: Recovery, on_failure: str, saved: bool) -> str:
+    """Tell the user what happened and what it cost."""
+    text = f"{done.how}. "
+    if on_failure == "continue":
+        text += f"{done.workers} worker{'s go' if done.workers > 1 else ' goes'} on"
+    elif len(done.engines) > 1:
+        text += "Fresh engines took their places, and the run went on"
+    else:
+        text += "A fresh engine took its place, and the run went on"
+    if not saved:
+        text += " from its beginning"
+    elif done.lost_steps == 0 and on_failure == "continue":
+        text += f" from step {done.step}, as the furthest of them had it"
+    else:
+        text += f" from the checkpoint of step {done.step}"
+    text += f" after {done.seconds:.1f} s; "
+    if done.lost_steps == 0:
+        return text + "no step is lost."
+    return text + f"{done.lost_steps} step{'s are' if done.lost_steps > 1 else ' is'} done again."

@@ -1,0 +1,516 @@
+"""Which of several ranks' errors is the reason, and what is said of the others; pure.
+
+What is said of engines that died while they ran a cell; pure.
+
+How the end of a cell is told: whose fault it was, who only followed, the error raised; pure.
+
+What the engines' outcomes say about a run or a cell as a whole; pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..cluster.processes import RESTARTED, EngineDiedError
+from ..errors import FitError, RunError, WorkbenchError, without_numbers
+from ..shared.members import Member, called
+from ..shared.messages import CellOutcome, Outcomes, OwnLoop
+
+if TYPE_CHECKING:
+    from ..cluster.engines import EngineInfo
+    from ..history.run_data import RunData
+
+_TELLING = (
+    r"Connection closed by peer|Connection reset(?: by peer)?|Broken pipe|Socket closed|Timed out"
+    r"|Collective ops is aborted"
+)
+COLLATERAL = re.compile(
+    rf"{_TELLING}|KeyboardInterrupt|DistBackendError|DistNetworkError|DistStoreError|gloo"
+    r"|DeadlineExceededError|UnavailableError",
+    re.IGNORECASE,
+)
+"""What libraries say when another rank has gone: never the reason that is shown first."""
+MAX_WORDS = 100
+
+
+def is_collateral(outcome: CellOutcome) -> bool:
+    """Whether the rank only felt another one's end.
+
+    That is certain where its connections were cut so that it stopped waiting, and where our own
+    links have `felt` it; of a library's errors the words tell.
+    """
+    certain = outcome.cut_off or bool(outcome.felt)
+    return certain or COLLATERAL.search(outcome.words) is not None
+
+
+def root_cause(outcomes: Outcomes, first_failed: int, lost: Iterable[int] = ()) -> int:
+    """Return the engine whose error is not just a consequence of another's.
+
+    Args:
+        outcomes: In the order of the ranks.
+        first_failed: Who failed first.
+        lost: Engines whose death the others survived.
+    """
+    failed = [i for i, o in outcomes.items() if o.status in ("died", "error")]
+    failed = [i for i in failed if i not in set(lost) and not outcomes[i].ended]
+    died = [i for i in failed if outcomes[i].status == "died"]
+    own = [i for i in failed if not is_collateral(outcomes[i])]
+    silent = [i for i, o in outcomes.items() if o.ended]
+    if silent and not (own or died):
+        return silent[0]  # the others had waited for it
+    if died:
+        # Who died later may have been ended because it waited for the first.
+        return first_failed if first_failed in died else died[0]
+    return first_failed if first_failed in own or not own else own[0]
+
+
+def with_it(outcomes: Outcomes, engines: Iterable[int], called: Callable[[list[int]], str]) -> str:
+    """Return what became of the others in one line.
+
+    Args:
+        engines: Those that ended because of another one.
+        called: Returns `ranks 0, 2`.
+    """
+    groups: dict[str, list[int]] = {}
+    for engine in engines:
+        groups.setdefault(_shortly(outcomes[engine]), []).append(engine)
+    return "; ".join(f"{called(members)}: {what}" for what, members in groups.items())
+
+
+def _shortly(outcome: CellOutcome) -> str:
+    if outcome.ended:
+        return outcome.ended
+    if outcome.status == "interrupted":
+        return "interrupted"
+    if outcome.status == "died":
+        return outcome.evalue
+    if outcome.felt:
+        return outcome.felt
+    if told := re.search(_TELLING, outcome.evalue, re.IGNORECASE):
+        return told[0]
+    line = outcome.words.splitlines()[0]
+    return line if len(line) <= MAX_WORDS else line[: MAX_WORDS - 1] + "…"
+
+
+NAMED = 4
+"""Most engines that are named one by one when several died."""
+
+
+def outcome(error: BaseException) -> CellOutcome:
+    """Return the outcome of a call whose engine is no more, or was never reached."""
+    how, log, by_itself, with_all = str(error), "", False, False
+    if isinstance(error, EngineDiedError):
+        how, log, by_itself = str(error.how), error.log, error.how != RESTARTED
+        with_all = error.how.with_all
+    return CellOutcome(
+        status="died",
+        ename="ClusterError",
+        evalue=error.what if isinstance(error, WorkbenchError) else str(error),
+        how=how,
+        log=log,
+        recoverable=by_itself,
+        restarted=isinstance(error, EngineDiedError) and not by_itself,
+        with_all=with_all,
+    )
+
+
+def of(outcomes: Outcomes) -> list[int]:
+    """Return the engines that died."""
+    return [engine for engine, one in outcomes.items() if one.status == "died"]
+
+
+def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member]) -> str:
+    """Say who is gone and how: `first` in full, with its log's last lines, then the others."""
+    one, who = outcomes[first], member(first)
+    text = f"{who.title} {who.verb} gone: {one.evalue}"
+    if one.log:
+        text += "\n  its log ends:" + "".join(f"\n    {line}" for line in one.log.splitlines())
+    others = [engine for engine in of(outcomes) if engine != first]
+    for engine in others[:NAMED]:
+        text += f"\n  gone too: {member(engine).title} (engine {engine}): {outcomes[engine].how}"
+    if len(others) > NAMED:
+        text += f"\n  gone too: {len(others) - NAMED} more"
+    return text
+
+
+def next_step(outcomes: Outcomes) -> str | None:
+    """Return the command that brings the dead back; None where all live.
+
+    Those that were restarted are there again: only their cell is lost.
+    """
+    gone = sorted(of(outcomes))
+    dead = [engine for engine in gone if not outcomes[engine].restarted]
+    if not dead:
+        return "run the cell again" if gone else None
+    whole = len(dead) == len(outcomes) > 1 or any(outcomes[i].with_all for i in dead)
+    return "%cluster restart" + ("" if whole else " " + " ".join(map(str, dead)))
+
+
+class Names:
+    """How the engines of a cell are called.
+
+    Args:
+        ids: Engines in the order of the ranks.
+        members: Which part each takes; the rank of its place where that is not said.
+    """
+
+    def __init__(self, ids: Sequence[int], members: Mapping[int, Member]) -> None:
+        self._members = {i: members.get(i) or Member.of_ranks(at) for at, i in enumerate(ids)}
+
+    def member(self, engine: int) -> Member:
+        """Which part an engine takes."""
+        return self._members[engine]
+
+    def of(self, engine: int) -> str:
+        """`Rank 1`, or `Server s0`."""
+        return self._members[engine].title
+
+    def several(self, engines: Iterable[int]) -> str:
+        """`ranks 0-2`, or `rank 0, server s0`."""
+        return called(self._members[engine] for engine in engines)
+
+
+@dataclass(frozen=True)
+class CellEnd:
+    """What became of a cell's engines, and what is said of it.
+
+    Attributes:
+        outcomes: Of the engines that are done, in the order of the ranks.
+        first_failed: Who failed first.
+        lost: Engines whose death the others survived.
+        interrupted: Whether the user wanted it to end.
+        pid: Returns an engine's process.
+    """
+
+    names: Names
+    outcomes: Outcomes
+    first_failed: int | None
+    lost: frozenset[int]
+    interrupted: bool
+    pid: Callable[[int], int]
+
+    @property
+    def cause(self) -> int | None:
+        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        if self.first_failed is None:
+            return None
+        cause = root_cause(self.outcomes, self.first_failed, self.lost)
+        outcome = self.outcomes[cause]
+        mine = not (is_collateral(outcome) or outcome.ended)
+        return cause if mine or not self.interrupted else None
+
+    @property
+    def followed(self) -> list[int]:
+        """Engines whose end is only a consequence: of an interrupt, or of the cause's.
+
+        Where nobody made a mistake, each rank may know a part of the story: then it is none.
+        """
+        cause = self.cause
+        if cause is not None and is_collateral(self.outcomes[cause]):
+            return []
+        return [
+            i
+            for i in self._bad
+            if i != cause and (self.outcomes[i].ended or is_collateral(self.outcomes[i]))
+        ]
+
+    @property
+    def _bad(self) -> list[int]:
+        return [
+            i for i, outcome in self.outcomes.items() if not outcome.is_well and i not in self.lost
+        ]
+
+    def say(self, engines: Iterable[int]) -> str:
+        """Return what became of engines that followed, in one line."""
+        return with_it(self.outcomes, engines, self.names.several)
+
+    def failure(self) -> RunError | None:
+        """The error that the cell ends in, None when all went well."""
+        cause = self.cause
+        if cause is None:
+            return self._interruption()
+        outcome = self.outcomes[cause]
+        what, told = self._reason(cause)
+        if others := [i for i in self._bad if i not in told]:
+            what += f"\n  with it: {self.say(others)}"
+        step = next_step(self.outcomes) or outcome.advice or self._elsewhere(outcome)
+        error = RunError(what, next_step=step, code="WB-RUN-066")
+        if outcome.status == "error" and not outcome.ended:
+            who = self._who(told)
+            error.brief = f"{who} failed with the {outcome.ename} above."
+            error.brief += f"\n  next:    {step}" if step else ""
+        error.outcome = outcome  # type: ignore[attr-defined]
+        return error
+
+    def _elsewhere(self, outcome: CellOutcome) -> str | None:
+        """Return what to do where a rank lacks a name that another one did not miss."""
+        missed = outcome.ename == "NameError"
+        if not missed or all(one.status != "ok" for one in self.outcomes.values()):
+            return None
+        return (
+            "the name may be on another rank only, as after a run whose replicas share an engine: "
+            "%%rank 0 runs the cell there, or make the name in a %%distributed cell"
+        )
+
+    def _reason(self, cause: int) -> tuple[str, list[int]]:
+        """Return what happened to the cause, and the engines of which all is said with that."""
+        outcome, outcomes = self.outcomes[cause], self.outcomes
+        if outcome.ended and outcome.failed_of:
+            who = f"{self.names.of(cause)} (engine {cause})"
+            ended = f"{who} failed: {outcome.failed_of}\n  It did not clear away, and was ended"
+            return ended, [cause]
+        if outcome.ended:
+            stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
+            return f"{stalled}and was ended", [cause]
+        if outcome.status == "died":
+            died = [i for i in of(outcomes) if i == cause or not outcomes[i].ended]
+            return death_words(cause, outcomes, self.names.member), died
+        words = outcome.words
+        kind = without_numbers(words)
+        same = [i for i in self._bad if without_numbers(outcomes[i].words) == kind]
+        same = [i for i in same if i == cause or not outcomes[i].ended]
+        return f"{self._who(same)} failed: {words}", same
+
+    def _who(self, engines: Sequence[int]) -> str:
+        """Return `Rank 1 (engine 1)`, or `Ranks 0-2`, as a sentence begins."""
+        if len(engines) == 1:
+            return f"{self.names.of(engines[0])} (engine {engines[0]})"
+        several = self.names.several(engines)
+        return several[:1].upper() + several[1:]
+
+    def _interruption(self) -> RunError | None:
+        """The error of a cell that ended because it was interrupted; None when all went well."""
+        ended = self.ended
+        if not (self.interrupted or ended) and all(
+            outcome.status != "interrupted" for outcome in self.outcomes.values()
+        ):
+            return None
+        what = "".join(f"\n  {text}" for text in ended.values())
+        return RunError(
+            f"Interrupted: the cell was ended on all its engines.{what}",
+            next_step=next_step(self.outcomes),
+            code="WB-RUN-067",
+        )
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """What is to be said of engines that we killed, since no interrupt reached them."""
+        return {
+            i: f"{self.names.of(i)} (engine {i}, pid {self.pid(i)}) was {outcome.ended}: "
+            f"%cluster restart {i}"
+            for i, outcome in self.outcomes.items()
+            if outcome.ended
+        }
+
+
+HONOURED_ANYWAY = frozenset({"seed"})
+"""Overrides that are set before the cell, so that no loop needs to read them."""
+
+_TRAINS = {
+    "torch": (
+        "a call of wb.fit, wb.prepare or model.fit in the cell",
+        "call one of them, or leave the strategy away to run the cell everywhere",
+    ),
+    "tensorflow": (
+        "model.fit, wb.fit, or strategy.run of a step that takes gradients and applies them",
+        "train in the cell; one that only evaluates or predicts needs no strategy: %%rank 0",
+    ),
+}
+"""What counts as training in a cell, and what to do with one that does not train."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One time that a run went on after a death.
+
+    Attributes:
+        engines: Those that died.
+        how: What became of them, in words.
+        step: The step that the run went on from.
+        lost_steps: Steps that had been done and were done again.
+        workers: How many go on.
+        seconds: From the death's notice until the cell was begun again.
+    """
+
+    engines: tuple[int, ...]
+    how: str
+    step: int
+    lost_steps: int
+    workers: int
+    seconds: float
+
+
+def outcome_error(run: RunData, outcomes: Outcomes) -> RunError | None:
+    """The error of a cell that went through and yet was no training run as asked for.
+
+    Returns:
+        An error when the cell trained nothing, or ignored what the line overrides; None when all
+        is well, and for runs that ended in another error or were stopped.
+    """
+    if run.state == "stopping" or any(o.status != "ok" for o in outcomes.values()):
+        return None
+    if not any(o.trained for o in outcomes.values()):
+        loops = [o.loop for o in outcomes.values() if o.loop is not None]
+        if any(loop.by for loop in loops):
+            return _no_step(loops)
+        if any(loop.updates for loop in loops):
+            return RunError(
+                "The cell trained, but not under the strategy: its optimizer was not handed over.",
+                seen=f"{max(loop.updates for loop in loops)} optimizer steps on a worker, "
+                "none of them recorded",
+                allowed="wb.fit, a loop with wb.prepare, or wb.watch around a loop that "
+                "distributes itself",
+                next_step="put wb.watch(model, optimizer, loader) before the loop; a trainer with "
+                "a loop of its own (Lightning, Accelerate) runs under %%distributed without a "
+                "strategy",
+                code="WB-RUN-091",
+            )
+        allowed, next_step = _TRAINS.get(run.plan.framework, _TRAINS["torch"])
+        return RunError(
+            "Nothing was distributed: the cell trained nothing.",
+            seen=f"strategy {run.plan.strategy}, 0 steps",
+            allowed=allowed,
+            next_step=next_step,
+            code="WB-RUN-092",
+        )
+    ignored = sorted(set(run.plan.overrides) - HONOURED_ANYWAY)
+    if ignored and not any(o.options_read for o in outcomes.values()):
+        name = ignored[0]
+        return RunError(
+            "The line overrides what the cell's own loop does not read, so it was ignored.",
+            seen=", ".join(f"--{one.replace('_', '-')}" for one in ignored),
+            allowed="wb.fit, or a loop that reads wb.options",
+            next_step=f"use wb.options.get({name!r}, default) in the loop, or leave the flag away",
+            code="WB-RUN-093",
+        )
+    if run.plan.init_from and not any(o.initial_read for o in outcomes.values()):
+        return RunError(
+            "The cell's own loop took no initial weights, so it started from its own.",
+            seen=f"--init-from {run.plan.init_from}",
+            allowed="wb.fit, wb.prepare, wb.watch or model.fit",
+            next_step="use one of them, or leave the flag away",
+            code="WB-RUN-094",
+        )
+    return None
+
+
+def _no_step(loops: list[OwnLoop]) -> RunError:
+    """Return the error for a loop that was handed over and in which no step ended."""
+    by = max(loop.by for loop in loops)
+    backwards, updates = max(one.backwards for one in loops), max(one.updates for one in loops)
+    seen = f"{by}, {backwards} backward passes, {updates} optimizer steps"
+    if updates:
+        return RunError(
+            "No step of the loop was recorded: its optimizer steps without a batch or a loss.",
+            seen=seen,
+            allowed="batches from the loader that wb.prepare returned, a loss.backward(), then "
+            "optimizer.step()",
+            next_step="model, optimizer, loader = wb.prepare(model, optimizer, loader), and "
+            "iterate over that loader",
+            code="WB-RUN-095",
+        )
+    return RunError(
+        "No step of the loop was recorded: a step ends with optimizer.step(), which was never "
+        "called.",
+        seen=seen,
+        allowed="optimizer.step() after each backward; parameters changed by hand are no step",
+        next_step="use torch.optim.SGD(model.parameters(), lr) in place of p.data.add_(...)",
+        code="WB-RUN-096",
+    )
+
+
+def outcome_behind(error: BaseException | None) -> CellOutcome | None:
+    """Return the outcome that a cell failed for; None where the error is no cell's."""
+    outcome = getattr(error, "outcome", None)
+    return outcome if isinstance(outcome, CellOutcome) else None
+
+
+def is_refusal(error: RunError) -> bool:
+    """Whether a strategy refused what it was to train, before anything was trained."""
+    outcome = outcome_behind(error)
+    return outcome is not None and outcome.ename == FitError.__name__
+
+
+def refusals(runs: Sequence[RunData]) -> RunError | None:
+    """The error that a row of runs ends in where some of them were refused."""
+    refused = [run for run in runs if run.error is not None]
+    if not refused:
+        return None
+    reasons = {run.plan.strategy: _reason(run.error) for run in refused}
+    return RunError(
+        f"{len(refused)} of {len(runs)} runs were refused by their strategy; the others are done.",
+        seen="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+        next_step=f"leave {'it' if len(reasons) == 1 else 'them'} out, or change the cell",
+        code="WB-RUN-097",
+    )
+
+
+def _reason(error: RunError | None) -> str:
+    outcome = outcome_behind(error)
+    return "" if outcome is None else outcome.evalue.partition("\n")[0]
+
+
+def short_handed(dead: Sequence[int], living: int) -> str:
+    """What to say before a cell or run of a cluster that has lost workers; empty: it has not.
+
+    Args:
+        dead: Ids of the dead engines among the workers.
+        living: How many workers are left.
+    """
+    if not dead:
+        return ""
+    ids = ", ".join(map(str, dead))
+    one = len(dead) == 1
+    return (
+        f"Engine{'' if one else 's'} {ids} {'is' if one else 'are'} dead, so there "
+        f"{'is' if living == 1 else 'are'} {living} of {living + len(dead)} workers; "
+        f"%cluster restart {' '.join(map(str, dead))} brings {'it' if one else 'them'} back."
+    )
+
+
+def how_ended(dead: Sequence[EngineInfo]) -> str:
+    """Say how engines ended, each way once."""
+    ways: dict[str, list[int]] = {}
+    for engine in dead:
+        ways.setdefault(str(engine.exit or "how is not known"), []).append(engine.id)
+    if len(ways) == 1:
+        return next(iter(ways))
+    return "; ".join(f"{_engines(ids)}: {how}" for how, ids in ways.items())
+
+
+def _engines(ids: Sequence[int]) -> str:
+    return f"engine{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
+
+
+def outcome_notes(outcomes: Outcomes) -> list[str]:
+    """What the user should know although nothing failed."""
+    return [*_unlike_copies(outcomes), *_reassigned(outcomes)]
+
+
+def _unlike_copies(outcomes: Outcomes) -> list[str]:
+    """Say which ranks ended an own loop with another model than the others."""
+    ends = [o.copies for o in outcomes.values() if o.copies is not None]
+    digests = [end.digest for end in ends]
+    if len(set(digests)) < 2 or len({end.like for end in ends}) > 1:
+        return []
+    usual = max(digests, key=digests.count)
+    odd = sorted(end.rank for end in ends if end.digest != usual)
+    who = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))}"
+    return [
+        f"The copies of the model differ at the end of the cell ({who}): something changed them on "
+        "some ranks alone. Rank 0's is the one that is kept. Do on every rank what changes the "
+        "model, also loading its best weights, or leave it to rank 0 after the run."
+    ]
+
+
+def _reassigned(outcomes: Outcomes) -> list[str]:
+    names = sorted({name for o in outcomes.values() for name in o.reassigned})
+    if not names:
+        return []
+    return [
+        f"The cell gave {', '.join(names)} another value; before the next cell "
+        f"{'they are' if len(names) > 1 else 'it is'} set again."
+    ]

@@ -1,0 +1,442 @@
+"""Ranks that wait for their user: at a breakpoint, in `input()`.
+
+A rank's question arrives on the router's thread and is held at once. A main thread that blocks in
+a cell sees to it (`prompt.attend`): there the prompt opens, or the rank goes on where the front end
+cannot ask. Where no cell blocks, the rank stays paused until `%cluster debug` opens it.
+
+The prompt of paused ranks: in the cell that blocks, or below `%cluster debug`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..errors import RunError
+from ..shared.members import ranges
+from ..shared.messages import (
+    Answered,
+    Down,
+    GoOn,
+    Hold,
+    Left,
+    Repeat,
+    Serve,
+    Served,
+    Stopped,
+    Typed,
+)
+
+ANSWER_S = 600.0
+STEP_S = 3.0
+"""How long a command that lets a rank go on is given to stop again, before the prompt is back."""
+ATTENDED_S = 2.0
+SETTLE_S = 0.15
+"""Ranks reach the same breakpoint at slightly different times; the prompt waits for them."""
+GO_ON = ("c", "cont", "continue", "q", "quit", "exit")
+NO_PROMPT = "this notebook's front end has no prompt"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a command: pdb's words, and whether the rank is still paused."""
+
+    text: str
+    paused: bool
+
+
+class Paused:
+    """The ranks of one cluster that wait for their user.
+
+    Args:
+        send: Sends a message to an engine.
+    """
+
+    def __init__(self, send: Callable[[int, Down], None]) -> None:
+        self._send = send
+        self._stops: dict[int, Stopped] = {}
+        self._answers: dict[int, str] = {}
+        self._left: dict[int, str] = {}
+        self._served: dict[int, Served] = {}
+        self._changed = threading.Condition()
+        self._attended_s = -ATTENDED_S
+        self._promised = False
+        self._can_prompt = False
+        self.prompting = False  # whether a prompt is open
+        self.on_drop: Callable[[int], object] = lambda engine: None
+        _all.add(self)
+
+    # -- from the engines --------------------------------------------------------------------------
+
+    def hear(self, message: Stopped | Answered | Left | Served) -> None:
+        """Take an engine's word of its debugger; called on the router's thread."""
+        engine = message.engine
+        with self._changed:
+            match message:
+                case Stopped():
+                    self._hold(message)
+                case Answered():
+                    self._answers[engine] = message.text
+                case Left():
+                    self._left[engine] = message.text
+                    self._drop(engine)
+                case Served():
+                    self._served[engine] = message
+            self._changed.notify_all()
+
+    def _hold(self, stop: Stopped) -> None:
+        if self._attended and not self._can_prompt:
+            self._send(stop.engine, GoOn(number=stop.number, reason=NO_PROMPT))
+            return
+        self._stops[stop.engine] = stop
+        announce = not (self.prompting or self._attended)
+        self._send(stop.engine, Hold(number=stop.number, announce=announce))
+
+    def attended(self, *, can_prompt: bool) -> None:
+        """Take note that a cell blocks whose main thread looks after those that pause."""
+        self._can_prompt, self._attended_s = can_prompt, time.monotonic()
+
+    def promise(self, *, can_prompt: bool) -> None:
+        """Take note that a cell is about to be sent that will block, and look after them then."""
+        self._can_prompt, self._promised = can_prompt, True
+
+    def promise_over(self) -> None:
+        """Take note that this cell has ended."""
+        self._promised = False
+
+    def unattended(self) -> None:
+        """Take note that no cell blocks any more."""
+        self._attended_s = -ATTENDED_S
+
+    @property
+    def _attended(self) -> bool:
+        """Whether a cell blocks, or is about to, and looks after those that pause."""
+        return self._promised or time.monotonic() - self._attended_s < ATTENDED_S
+
+    def forget(self, engine: int) -> None:
+        """Drop an engine that has died."""
+        with self._changed:
+            self._left[engine] = f"rank {engine} died\n"
+            self._drop(engine)
+            self._changed.notify_all()
+
+    def _drop(self, engine: int) -> None:
+        self._stops.pop(engine, None)
+        self.on_drop(engine)
+
+    # -- to the engines ----------------------------------------------------------------------------
+
+    @property
+    def stops(self) -> dict[int, Stopped]:
+        """Who is paused, by engine id."""
+        with self._changed:
+            return dict(sorted(self._stops.items()))
+
+    def tell(self, engine: int, line: str, timeout_s: float = ANSWER_S) -> Reply:
+        """Have a paused rank obey one command.
+
+        Raises:
+            RunError: It is not paused, or does not answer in time.
+        """
+        with self._changed:
+            stop = self._stops.get(engine)
+            if stop is None:
+                raise RunError(
+                    f"Rank {engine} is not paused.",
+                    allowed=self.names() or "nobody is",
+                    code="WB-RUN-073",
+                )
+            self._answers.pop(engine, None)
+            self._left.pop(engine, None)
+            self._send(engine, Typed(number=stop.number, text=line))
+            if not self._until(lambda: engine in self._answers or engine in self._left, timeout_s):
+                raise RunError(
+                    f"Rank {engine} did not answer {line!r} within {timeout_s:g} s.",
+                    code="WB-RUN-074",
+                )
+            if engine in self._answers:
+                return Reply(self._answers.pop(engine), paused=True)
+            text = self._left.pop(engine)
+            words = line.split()
+            if stop.asks == "debugger" and (not words or words[0] not in GO_ON):
+                self._until(lambda: engine in self._stops or engine in self._left, STEP_S)
+            again = self._stops.get(engine)
+            return Reply(text + (again.text if again else ""), paused=again is not None)
+
+    def go_on(self, engine: int, reason: str) -> None:
+        """Let a rank go on, past further breakpoints of its cell as well."""
+        with self._changed:
+            stop = self._stops.pop(engine, None)
+        if stop is not None:
+            self._send(engine, GoOn(number=stop.number, reason=reason))
+
+    def inquire(self, engine: int, timeout_s: float = 1.0) -> Stopped | None:
+        """Return an engine's question, also one that was asked of another notebook."""
+        self._send(engine, Repeat())
+        with self._changed:
+            self._until(lambda: engine in self._stops, timeout_s)
+            return self._stops.get(engine)
+
+    def serve(self, engine: int, port: int, timeout_s: float = 30.0) -> Served:
+        """Have an engine serve debugpy, whatever its cell does (`engine/debugging/stdin_bridge.py`).
+
+        Raises:
+            RunError: It does not answer.
+        """
+        with self._changed:
+            self._served.pop(engine, None)
+            self._send(engine, Serve(port=port))
+            if not self._until(lambda: engine in self._served, timeout_s):
+                raise RunError(
+                    f"Rank {engine} does not answer.",
+                    next_step="%cluster stacks",
+                    code="WB-RUN-075",
+                )
+            return self._served.pop(engine)
+
+    def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait in short pieces, so that an interrupt of the notebook is noticed at once."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(min(0.1, left))
+        return True
+
+    def settled(self) -> dict[int, Stopped]:
+        """Return who is paused, once nobody has joined or left for a moment."""
+        end = time.monotonic() + STEP_S
+        before: dict[int, Stopped] | None = None
+        while (now := self.stops) != before and time.monotonic() < end:
+            before = now
+            with self._changed:
+                self._changed.wait(SETTLE_S)
+        return now
+
+    def names(self) -> str:
+        """Return `ranks 0-2`, those that are paused."""
+        return f"ranks {ranges(sorted(self._stops))}" if self._stops else ""
+
+
+_all: weakref.WeakSet[Paused] = weakref.WeakSet()
+
+
+def everyone() -> list[Paused]:
+    """Return the paused ranks of every cluster of this process."""
+    return list(_all)
+
+
+HELP = (
+    "w u d l p pp a locals n s c q, or any expression; `rank 2` looks at another paused rank, "
+    "`all c` speaks to all of them, `leave` closes this prompt"
+)
+
+
+def attend(draw: Callable[[], object] = lambda: None) -> None:
+    """See to whatever ranks are paused; for a main thread that waits for a cell's end.
+
+    Args:
+        draw: Shows what the cell has printed so far.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for paused in everyone():
+        able = can_prompt()
+        paused.attended(can_prompt=able)
+        stops = paused.stops
+        if not stops or paused.prompting:
+            continue
+        reason = NO_PROMPT
+        if able:
+            reason = "the prompt was left"
+            draw()
+            try:
+                Prompt(paused, draw).converse(min(stops))
+            except Exception as error:  # a front end that cannot ask after all
+                reason = f"the prompt failed ({type(error).__name__}: {error})"
+        for engine in paused.stops:  # after `leave` too: nobody could come back while this blocks
+            paused.go_on(engine, reason)
+        paused.attended(can_prompt=able)
+
+
+@contextlib.contextmanager
+def attending(blocks: bool) -> Iterator[None]:
+    """Send a cell and wait for it in the block: a rank may pause before the wait has begun.
+
+    It is then told what it would be told later.
+
+    Args:
+        blocks: Whether this thread will wait for the cell; else nothing is done.
+    """
+    blocks = blocks and threading.current_thread() is threading.main_thread()
+    promised = everyone() if blocks else []
+    for paused in promised:
+        paused.promise(can_prompt=can_prompt())
+    try:
+        yield
+    finally:
+        for paused in promised:
+            paused.promise_over()
+
+
+def unattended() -> None:
+    """Take note that no cell blocks any more: who pauses now waits for `%cluster debug`."""
+    if threading.current_thread() is threading.main_thread():
+        for paused in everyone():
+            paused.unattended()
+
+
+class Prompt:
+    """Reads commands for paused ranks.
+
+    Args:
+        draw: Called after each command, to show what the cells print.
+    """
+
+    def __init__(self, paused: Paused, draw: Callable[[], object] = lambda: None) -> None:
+        self._paused, self._draw = paused, draw
+        self._lock = threading.Lock()
+        self._reading: int | None = None
+        self._poked = False
+
+    def converse(self, engine: int) -> None:
+        """Read commands and have them obeyed until nobody is paused, or `leave`."""
+        paused = self._paused
+        paused.prompting, paused.on_drop = True, self._dropped
+        shown: int | None = None
+        try:
+            while stops := paused.settled():
+                stop = stops.get(engine) or stops[min(stops)]
+                engine = stop.engine
+                if stop.asks == "debugger" and shown != engine:
+                    self._introduce(stop, stops)
+                shown = engine
+                line = self._read(stop)
+                if line is None:
+                    continue
+                if line.strip() == "leave":
+                    return
+                engine = self._obey(stop, line)
+                self._draw()
+        except EOFError:
+            return
+        finally:
+            paused.prompting, paused.on_drop = False, lambda engine: None
+
+    @staticmethod
+    def _introduce(stop: Stopped, stops: dict[int, Stopped]) -> None:
+        others = [engine for engine in stops if engine != stop.engine]
+        also = f"; paused too: {ranges(others)}" if others else ""
+        say(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
+        if not others:
+            patience = _spell(stop.patience_s)
+            say(f"(ranks that wait for this one in a collective do so for {patience})\n")
+
+    def _dropped(self, engine: int) -> None:
+        """Take the prompt away from a rank that was let go; called on the router's thread."""
+        with self._lock:
+            if self._reading == engine and not self._poked:
+                self._poked = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _read(self, stop: Stopped) -> str | None:
+        """Return the user's line; None when the rank was let go meanwhile."""
+        text = f"rank {stop.engine}: {stop.text}"
+        prompt = f"rank {stop.engine}> " if stop.asks == "debugger" else text
+        self._poked = False
+        try:
+            with self._lock:
+                self._reading = stop.engine
+            try:
+                if stop.engine not in self._paused.stops:
+                    return None
+                return getpass.getpass(prompt) if stop.asks == "password" else input(prompt)
+            finally:
+                with self._lock:
+                    self._reading = None
+        except KeyboardInterrupt:
+            self._reading = None
+            if not self._poked:
+                raise
+            say(f"rank {stop.engine} is no longer paused\n")
+            return None
+
+    def _obey(self, stop: Stopped, line: str) -> int:
+        """Do what a line says; return which rank is looked at next."""
+        paused, engine, words = self._paused, stop.engine, line.split()
+        if stop.asks != "debugger":
+            self._tell(engine, line)
+        elif words[:1] == ["ranks"]:
+            for one in paused.stops.values():
+                say(f"rank {one.engine}: {one.where}\n")
+        elif words[:1] == ["rank"] and len(words) == 2:
+            if words[1].isdecimal() and int(words[1]) in paused.stops:
+                return int(words[1])
+            say(f"rank {words[1]} is not paused; {paused.names()} are\n")
+        elif words[:1] == ["all"] and len(words) > 1:
+            self._obey_all(line.split(None, 1)[1])
+        else:
+            self._obey_one(engine, line)
+        return engine
+
+    def _obey_all(self, line: str) -> None:
+        engines = list(self._paused.stops)
+        replies: dict[int, Reply] = {}
+
+        def tell(engine: int) -> None:
+            replies[engine] = self._tell(engine, line)
+
+        # At once: a step over a collective ends only when all ranks take it.
+        threads = [threading.Thread(target=tell, args=(e,), daemon=True) for e in engines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)
+        for engine in engines:
+            if text := replies[engine].text:
+                say(f"rank {engine}: {text}")
+
+    def _obey_one(self, engine: int, line: str) -> None:
+        reply = self._tell(engine, line)
+        say(reply.text)
+        words, others = line.split(), [e for e in self._paused.stops if e != engine]
+        if not reply.paused and others and words and words[0] not in GO_ON:
+            say(
+                f"(rank {engine} goes on and has not stopped again: it may be waiting in a "
+                f"collective for {ranges(others)}, still paused; `all {line}` takes all along)\n"
+            )
+
+    def _tell(self, engine: int, line: str) -> Reply:
+        try:
+            return self._paused.tell(engine, line)
+        except RunError as error:
+            return Reply(f"{error.what}\n", paused=False)
+
+
+def can_prompt() -> bool:
+    """Whether `input()` would reach somebody: nbconvert, papermill and tests cannot answer."""
+    interactive = sys.modules.get("IPython")
+    shell = interactive.get_ipython() if interactive is not None else None
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        return bool(getattr(kernel, "_allow_stdin", False))
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _spell(seconds: float) -> str:
+    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
+
+
+def say(text: str) -> None:
+    """Write below the notebook's cell."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,284 @@
+"""The runs and clusters of this process: `wb.runs`, names, and what ends with the notebook.
+
+`wb.load`: a saved run, back with its history, evaluations and weights.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import threading
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import PlanError, RunDamagedWarning, RunError, unknown
+from ..history import disk, folders, store
+from ..history.analysis.comparison import BASELINE
+from ..history.analysis.rows import RUN_COLORS
+from ..shared.events import Noted, Topic
+from ..shared.plan import Plan
+from .run import Run
+
+
+class Closable(Protocol):
+    """A cluster, as far as it ends with the notebook."""
+
+    @property
+    def busy(self) -> object:
+        """What goes on, or went on last."""
+
+    def release(self) -> None:
+        """Let go of a kept cluster; any other one is stopped."""
+
+
+class Runs(Mapping[str, Run]):
+    """Runs by name or place, newest last: `runs["base"]`, `runs[-1]`.
+
+    When a name is used again the older run becomes `name@1`.
+
+    Any thread may look while another one adds: who looks goes on in what there was before.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}  # replaced, never changed
+        self._lock = threading.Lock()
+        self._colors: list[tuple[Hashable, set[Any], int]] = []
+
+    def add(self, run: Run) -> None:
+        """Keep a run under its name; it has a colour from now on."""
+        if run.color is None:
+            run.color = self.color(run.plan)
+        with self._lock:
+            runs = dict(self._runs)
+            older = runs.pop(run.name, None)
+            if older is not None:
+                free = (f"{run.name}@{number}" for number in itertools.count(1))
+                older.name = next(name for name in free if name not in runs)
+                runs[older.name] = older
+            runs[run.name] = run
+            self._runs = runs
+
+    def remove(self, name: str) -> None:
+        """Forget a run; its folder stays.
+
+        Raises:
+            PlanError: There is none of that name, or it goes on.
+        """
+        run = self[name]
+        if not run.is_over:
+            raise PlanError(
+                f"Run {name} goes on.",
+                seen=run.state,
+                next_step="stop it first: run.stop()",
+                code="WB-PLAN-113",
+            )
+        with self._lock:
+            self._runs = {key: one for key, one in self._runs.items() if one is not run}
+
+    def clear(self) -> None:
+        """Forget all runs; their folders stay."""
+        with self._lock:
+            self._runs, self._colors = {}, []
+
+    def color(self, plan: Plan) -> int:
+        """Return the number of the colour for one more run of a plan, which it keeps.
+
+        One device is grey (0). The others take the next colour each, but for a plan that was run
+        with another seed: those are one row of a comparison.
+        """
+        if plan.strategy == BASELINE:
+            return 0
+        given = {key: value for key, value in plan.overrides.items() if key != "seed"}
+        faults = [fault.text for fault in plan.faults]
+        same = (plan.recipe.digest, plan.framework, plan.strategy, plan.workers,
+                repr(sorted(plan.options.items())), repr(sorted(given.items())),
+                repr(faults))  # fmt: skip
+        seed = plan.overrides.get("seed")
+        with self._lock:
+            for key, seeds, known in reversed(self._colors):
+                if key == same and seed not in seeds:
+                    seeds.add(seed)
+                    return int(known)
+            number: int = 1 + len(self._colors) % (RUN_COLORS - 1)
+            self._colors.append((same, {seed}, number))
+            return number
+
+    @property
+    def latest(self) -> Run | None:
+        """The newest run, None when there is none."""
+        return next(reversed(self._runs.values()), None)
+
+    def __getitem__(self, name: str | int) -> Run:
+        found = self._runs
+        if isinstance(name, int):
+            names = list(found)
+            if -len(names) <= name < len(names):
+                return found[names[name]]
+        elif isinstance(name, str) and name in found:
+            return found[name]
+        raise MissingRunError(name, list(found))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._runs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {run!r}" for name, run in self._runs.items()]
+        return "\n".join(["runs:", *lines]) if lines else "no runs yet"
+
+
+class MissingRunError(KeyError, PlanError):
+    """There is no run of that name."""
+
+    def __init__(self, name: object, names: Sequence[str]) -> None:
+        if not names:
+            told = PlanError(
+                "There is no run yet.",
+                seen=name,
+                next_step="run the cells above that train, or a first %%distributed mirrored",
+                code="WB-PLAN-114",
+            )
+        elif isinstance(name, str):
+            told = unknown("run", name, names)
+        else:
+            told = PlanError(
+                "There is no such run.",
+                seen=name,
+                allowed=f"a name: {', '.join(sorted(names))}; or a place: -{len(names)} to "
+                f"{len(names) - 1}, -1 is the newest",
+                next_step="wb.runs.latest is the newest run",
+                code="WB-PLAN-115",
+            )
+        PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,
+                           next_step=told.next_step)  # fmt: skip
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+runs = Runs()
+_clusters: list[Closable] = []
+AWAKE = 10
+"""Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
+
+
+def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
+    """Create a run with a folder of its own and keep it in `runs`."""
+    name = plan.name or plan.strategy
+    initial = weights_folder(plan.init_from) if plan.init_from else ""
+    with contextlib.suppress(OSError):  # a full or read-only disk: the run goes on in memory
+        folders.prune(protect=[run.folder for run in runs.values()])
+    let_rest(newest=AWAKE - 1)
+    folder = folders.new_run_dir(name)
+    run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
+    run.init_from = initial
+    runs.add(run)
+    return run
+
+
+def let_rest(newest: int = AWAKE) -> None:
+    """Leave on disk what runs hold that are neither new nor a cluster's last one."""
+    last = [cluster.busy for cluster in _clusters]
+    for run in list(runs.values())[:-newest]:
+        if run not in last:
+            run.rest()
+
+
+def weights_folder(name: str) -> str:
+    """Return the folder that holds a run's final weights.
+
+    Raises:
+        PlanError: There is no such run, or it left no weights.
+    """
+    run = runs[name]
+    if not any(run.folder.glob("weights*.npz")):
+        raise PlanError(
+            f"Run {name} left no weights to start from.",
+            seen=run.state,
+            allowed="a run that finished or was stopped",
+            code="WB-PLAN-116",
+        )
+    return str(run.folder)
+
+
+def add_cluster(cluster: Closable) -> None:
+    """Remember a cluster, so that it ends with the process at the latest."""
+    _clusters.append(cluster)
+
+
+def remove_cluster(cluster: Closable) -> None:
+    """Forget a cluster that is being stopped."""
+    with contextlib.suppress(ValueError):
+        _clusters.remove(cluster)
+
+
+def running_clusters() -> list[Any]:
+    """Clusters that have not been stopped."""
+    return list(_clusters)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for cluster in running_clusters():
+        with contextlib.suppress(Exception):
+            cluster.release()
+
+
+def load(path: str | Path) -> Run:
+    """Return a run from the folder that `run.save(path)` wrote.
+
+    Also reads the folder of a run whose notebook died: the engines wrote every record there as it
+    came. Where files are damaged or missing, a warning and a note of the run say which; what is
+    left can be looked at.
+
+    Raises:
+        RunError: There is no run in that folder.
+    """
+    folder = Path(path)
+    meta, history = store.read_run(folder)
+    if "plan" not in meta:
+        raise RunError(
+            "The run was cut off before its plan was written.", seen=str(folder), code="WB-RUN-072"
+        )
+    run = Run(
+        Plan.from_wire(meta["plan"]),
+        number=int(meta.get("number", 0)),
+        name=str(meta["name"]),
+        engines=history.engines,
+        devices=meta.get("devices", ()),
+        folder=folder,
+    )
+    run.restore(history, meta)
+    if damaged := _damage(run, meta):
+        text = f"What was loaded is damaged: {'; '.join(damaged)}."
+        history.event(Noted(rank=0, text=text, topic=Topic.DAMAGED, value=damaged))
+        warnings.warn(RunDamagedWarning(_words(run, damaged), code="WB-WARN-002"), stacklevel=2)
+    run.color = runs.color(run.plan)
+    return run
+
+
+def _damage(run: Run, meta: Mapping[str, Any]) -> list[str]:
+    """Return what is damaged in a run's folder; an older version's may tell by its rows alone."""
+    found = disk.faults(run.folder, meta)
+    if not found and run.state == "finished":
+        rows = run.history.totals.rows
+        found = [f"there is no row of rank {rank}" for rank in range(len(rows)) if not rows[rank]]
+    return found
+
+
+def _words(run: Run, damaged: Sequence[str]) -> str:
+    steps = run.history.totals.steps
+    return (
+        f"Run {run.name} is damaged on disk; figures, plots and comparisons show what is left.\n"
+        f"  seen:    {run.folder}: {'; '.join(damaged)} ({steps} whole steps can be read)\n"
+        "  allowed: the files as run.save(path) or the run's end left them\n"
+        "  next:    load another copy of the folder, or train again: run.to_cell() gives the cell"
+    )

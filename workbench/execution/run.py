@@ -1,0 +1,623 @@
+"""One execution of a plan: its state, its history, its controls, its results."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import PlanError, RunError
+from ..history import disk
+from ..history.analysis.summary import RunSummary, summarise
+from ..history.store import RunHistory
+from ..shared import checkpoints, events
+from ..shared.events import Topic
+from ..shared.faults import Fault, parse_fault
+from ..shared.log_targets import ALLOWED, parse_targets
+from ..shared.members import Member
+from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
+from ..shared.plan import Plan, cell_of
+from ..shared.protocol import records_from
+from .logging_to import LINGER_S, RunLog, check
+from .paused import attend, unattended
+from .stop import StopCoordinator
+
+if TYPE_CHECKING:
+    from ..cluster.engines import EngineInfo
+    from ..history.snapshot import Snapshot
+    from ..views.explain.blame import BlameMatrix, WhatIfPicture
+    from ..views.explain.diagram import StepDrawing
+    from .outcome import Recovery
+    from .task import Task
+
+log = logging.getLogger("workbench.session")
+
+
+class Run:
+    """A training run, under way or over.
+
+    Attributes:
+        name: Its name in `wb.runs`.
+        plan: What was asked for.
+        engines: Engine id of each rank; one that holds several replicas stands there repeatedly.
+        members: The engines that run the cell, each once: who is asked, agreed with and stopped.
+        over: Set when it has ended, in whatever way.
+        history: One row per worker and step; see `RunHistory`.
+        evals: One mapping per evaluation.
+        recoveries: Each time that the run went on after the death of an engine.
+        faults: Those that are injected at the moment, as `inject` takes them; a `kill` is no state.
+        init_from: Folder of the run whose weights the model starts from; empty: none.
+        resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
+        folder: Where records, events and final weights are on disk.
+        color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
+        logs: What writes it elsewhere, by `--log` and `log_to`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        number: int,
+        name: str,
+        engines: Sequence[int],
+        devices: Sequence[str],
+        folder: Path,
+    ) -> None:
+        self.plan, self.number, self.name = plan, number, name
+        self.engines, self.devices = tuple(engines), tuple(devices)
+        self.members = tuple(dict.fromkeys(engines))
+        self.folder = folder
+        entry = plan.entry
+        self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
+        self.init_from = self.resume_from = ""
+        self.faults = _lasting(plan.faults)
+        self.logs: list[RunLog] = []
+        self._dropped: dict[int, int] = {}
+        self.error: RunError | None = None
+        self.task: Task | None = None
+        self.plot_cpu = float("nan")
+        self._files: checkpoints.Sums = {}
+        self.color: int | None = None
+        self.results: list[Any] = [None] * len(self.members)
+        self._state: events.State = "pending"
+        self._story: tuple[str, ...] = ()
+        self.recoveries: list[Recovery] = []
+        self.rows_from = 0
+        self._halting = self._make_halting()
+        self._lock = threading.RLock()
+        self.over = threading.Event()
+        self._paused_ranks: set[int] = set()
+        self._everyone: tuple[int, ...] = ()
+        self._deliver: Callable[[int, Down], None] = _to_nobody
+        self.began = time.time()
+
+    def _make_halting(self) -> StopCoordinator:
+        about = (self.number, self.plan.sync, len(self.members))
+        return StopCoordinator(*about, self._send, self.interrupt, self._pace_s)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> events.State:
+        """pending, starting, running, paused, recovering, stopping, finished, stopped or failed."""
+        return self._state
+
+    def advance(self, event: events.LifeEvent) -> None:
+        """Apply an event to the run's life."""
+        with self._lock:
+            self._state = events.step(self._state, event, self._story)
+            self._story = (*self._story, event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, in whatever way."""
+        return self.over.is_set()
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end and return the run; after a failure raise what it failed with.
+
+        Raises:
+            RunError: A rank failed, died, or the run was interrupted.
+            TimeoutError: It did not end within `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        # Short waits, so that an interrupt of the notebook is noticed at once.
+        while not self.over.wait(0.1):
+            attend()
+            if end is not None and time.monotonic() > end:
+                unattended()
+                raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
+        unattended()
+        self._await_logs()
+        if self.error is not None:
+            raise self.error
+        return self
+
+    @property
+    def held(self) -> bool:
+        """Whether it stands still because its user wants it to."""
+        return self._state in ("paused", "stopping")
+
+    def go_on(self, number: int, members: Sequence[int], resume_from: str, step: int) -> None:
+        """Be begun again by these engines from `step`; what the old ones still send is not heard.
+
+        Args:
+            number: Fresh: messages and rows of before name another.
+        """
+        with self._lock:
+            self._halting.close()
+            self.number, self.members = number, tuple(members)
+            self.resume_from, self.rows_from = resume_from, step
+            self._paused_ranks.clear()
+            self._halting = self._make_halting()
+
+    def halt_again(self) -> None:
+        """Stop, if that was asked for while no engine could hear it."""
+        if self._state == "stopping":
+            self._halting.halt("stop")
+
+    def finish(self, error: RunError | None) -> None:
+        """Settle the run; whatever fails on the way, it is over then. Only the first call counts.
+
+        Who waits for it waits for ever otherwise, and nothing else could begin on its cluster.
+        """
+        if self.is_over:
+            return
+        parts = (self._halting.close, lambda: self._conclude(error), self.history.finish,
+                 self._count_files, self.record)  # fmt: skip
+        try:
+            for part in parts:
+                try:
+                    part()
+                except Exception:  # noqa: PERF203 - one that fails keeps no other back
+                    log.exception("The end of run %r went wrong", self.name)
+        finally:
+            self._deliver = _to_nobody  # else the run would keep its cluster's client for good
+            self.over.set()
+
+    def _conclude(self, error: RunError | None) -> None:
+        self.error = error
+        stopped = self.task is not None and any(
+            o.status == "stopped" for o in self.task.outcomes.values()
+        )
+        with contextlib.suppress(events.InvalidTransitionError):
+            if error is None and stopped and self._state != "stopping":
+                self.advance("stop")
+            self.advance("fail" if error is not None else "finish")
+
+    def abandon(self, text: str) -> None:
+        """End for this notebook only: another one has the run, and settles it on disk."""
+        self._halting.close()
+        self.error = RunError(text, code="WB-RUN-068")
+        with contextlib.suppress(events.InvalidTransitionError):
+            self.advance("fail")
+        if self.task is not None:
+            self.task.abandon()
+        self.history.finish()
+        self.over.set()
+
+    def _count_files(self) -> None:
+        self._files = disk.sizes(self.folder)
+
+    def record(self) -> None:
+        """Write `run.json`; where that cannot be done a note says so, and the run goes on."""
+        try:
+            disk.write_meta(self.folder, self.meta())
+        except Exception as error:  # a full disk, most likely; never worth the run
+            self.history.event(disk.unwritten(self.folder, error))
+
+    def restore(self, history: RunHistory, meta: Mapping[str, Any]) -> None:
+        """Become the run that a folder holds; it is over."""
+        self.history = history
+        self._files = dict(meta.get(disk.FILES) or {})
+        self.began = float(meta.get("began", self.began))
+        state = meta.get("state", "failed")
+        # A run whose notebook died has no end on record.
+        self._state = state if state in events.OVER else "failed"
+        if meta.get("error"):
+            self.error = RunError(str(meta["error"]), code="WB-RUN-085")
+        self.over.set()
+
+    # -- messages from the engines --------------------------------------------------------------
+
+    def receive(self, message: Records | Happened | Position) -> None:
+        """Take a message of this run; called on the router's thread."""
+        if self.task is not None and not isinstance(message, Position):
+            self.task.moved()
+        match message:
+            case Records():
+                rows = records_from(message.rows)
+                self.history.append(rows)
+                if len(rows):
+                    self._dropped[int(rows["rank"][0])] = message.dropped
+            case Position():
+                self._halting.position(message.rank, message.step)
+            case Happened():
+                self._event(message.event, message.event.to_wire())
+
+    def _event(self, event: events.Event, fields: Mapping[str, Any]) -> None:
+        """Take in an event; its fields on a disk say when it was, too."""
+        if isinstance(event, events.Posted):
+            self._tell(Told(run=self.number, rank=event.rank, topic=event.topic, value=event.value))
+            return
+        self.history.hear(event.name, fields)
+        match event:
+            case events.RunStarted() if self._state in ("starting", "recovering"):
+                self.advance("start")
+            case events.CellLeft():
+                self._halting.arrived(event.rank)
+                if event.status == "error" and self.task is not None:
+                    self.task.end_soon(but=self.members[event.rank])
+            case events.Paused():
+                self._paused_ranks.add(event.rank)
+                lost = 0 if self.task is None else self.task.lost
+                all_stand = len(self._paused_ranks) >= len(self.members) - lost
+                if all_stand and self._state == "running":
+                    self.advance("pause")
+            case events.Resumed():
+                self._paused_ranks.discard(event.rank)
+                if self._state == "paused":
+                    self.advance("resume")
+
+    def open_board(self, deliver: Callable[[int, Down], None], engines: Sequence[int]) -> None:
+        """Let the run's engines, servers too, hear of each other; before any of them begins."""
+        self._deliver, self._everyone = deliver, tuple(engines)
+
+    def _tell(self, message: Down) -> None:
+        """Send to all engines of the run, also to those that do not run the cell."""
+        for engine in self._everyone:
+            self._deliver(engine, message)
+
+    def died(self, engine: EngineInfo) -> None:
+        """Name an engine of the run that has ended, while the others are still at it."""
+        if engine.id in self._everyone and not self.is_over:
+            who = self._member(engine.id)
+            verb = "is" if who is None else who.verb
+            text = f"{self.called(engine.id)} {verb} gone: {engine.exit}."
+            rank = self.engines.index(engine.id) if engine.id in self.engines else None
+            self.history.event(events.EngineDied(text=text, rank=rank, engine=engine.id))
+
+    def called(self, engine: int) -> str:
+        """How an engine of the run is called: `Rank 1 (engine 1)`, `Server s0 (engine 4)`."""
+        who = self._member(engine)
+        return f"Engine {engine}" if who is None else f"{who.title} (engine {engine})"
+
+    def _member(self, engine: int) -> Member | None:
+        """Return which part an engine takes in the run; None where that is not known."""
+        ranks = [rank for rank, one in enumerate(self.engines) if one == engine]
+        if ranks:
+            return Member.of_ranks(ranks[0], ranks[-1])
+        if self.task is None or engine not in self.task.ids:
+            return None
+        return self.task.names.member(engine)
+
+    def note(self, text: str, deaths: Sequence[int] = ()) -> None:
+        """Add something the user should know about this run.
+
+        Args:
+            deaths: Engines of whose deaths it says all, so that nothing else need be said of them.
+        """
+        self.history.event(events.Noted(text=text, deaths=list(deaths)))
+
+    @property
+    def evals(self) -> list[dict[str, Any]]:
+        """One mapping per evaluation: step, epoch, loss and metrics."""
+        return self.history.evals
+
+    # -- controls -------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the run at a step all workers agree on; returns at once."""
+        with self._lock:
+            if self.is_over or self._state == "stopping":
+                return
+            self.advance("stop")
+            self._halting.halt("stop")
+
+    def pause(self) -> None:
+        """Hold the run after a step all workers agree on; returns at once."""
+        with self._lock:
+            if self.is_over or self._state in ("paused", "stopping"):
+                return
+            self._halting.halt("pause")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._halting.resume()
+
+    def step(self, steps: int = 1) -> None:
+        """While paused: do so many steps, then pause again."""
+        self._send(Advance(run=self.number, steps=int(steps)))
+
+    def inject(self, *faults: str) -> None:
+        """Replace the run's faults while it goes on: `run.inject("slow=1:50ms")`; none clears.
+
+        Raises:
+            PlanError: A fault was not understood or names a worker the run does not have.
+        """
+        parsed = [parse_fault(text) for text in faults]
+        for fault in parsed:
+            fault.check(len(self.engines), links=self.plan.entry.links)
+        if not self.is_over:
+            self.faults = _lasting(parsed)
+            texts = tuple(fault.text for fault in parsed)
+            self._tell(Inject(run=self.number, faults=texts))
+            self.history.event(events.Injected(faults=list(texts)))
+
+    def _send(self, message: Down) -> None:
+        if self.task is not None and not self.is_over:
+            for engine in self.members:
+                self.task.engines.router.send(engine, message)
+
+    def _pace_s(self) -> float:
+        """Seconds a step takes on the whole; NaN before the first."""
+        snapshot = self.history.snapshot()
+        return snapshot.elapsed_s / snapshot.step if snapshot.step else float("nan")
+
+    def interrupt(self) -> None:
+        """Interrupt the cell on all engines; a run that has ended has none."""
+        if self.task is not None and not self.is_over:
+            self.task.interrupt()
+
+    def __repr__(self) -> str:
+        workers = f"{len(self.engines)} worker" + ("s" if len(self.engines) != 1 else "")
+        return f"<Run {self.name}: {self.plan.strategy} on {workers}, {self.state}>"
+
+    def _ipython_display_(self) -> None:
+        from ..views.blocks import show
+
+        show(self.summary())
+
+    # -- figures and pictures ----------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The run at this moment, for views."""
+        snapshot = self.history.snapshot(
+            name=self.name,
+            strategy=self.plan.strategy,
+            framework=self.plan.framework,
+            state=self.state,
+            dropped=sum(self._dropped.values()),
+            plot_cpu=self.plot_cpu,
+        )
+        banner = "" if self.task is None or self.is_over else self.task.banner
+        return replace(snapshot, banner=banner, color=self.color or 0)
+
+    def meta(self) -> dict[str, Any]:
+        """What `run.json` says about the run."""
+        plan = self.plan
+        return {
+            "name": self.name,
+            "number": self.number,
+            "strategy": plan.strategy,
+            "framework": plan.framework,
+            "options": plan.options,
+            "faults": [fault.text for fault in plan.faults],
+            "seed": plan.overrides.get("seed"),
+            "recipe": plan.recipe.digest,
+            "plan": plan.to_wire(),
+            "ranks": list(self.engines),
+            "joined": plan.sync,
+            "data_parallel": plan.entry.data_parallel,
+            "phases": self.history.phases,
+            "devices": list(self.devices),
+            "state": self.state,
+            "trained_before": self.trained_before,
+            "began": self.began,
+            "error": None if self.error is None else str(self.error),
+            disk.FILES: self._files,
+        }
+
+    @property
+    def trained_before(self) -> bool:
+        """Whether the model had been trained by an earlier run, which makes comparisons unfair."""
+        return Topic.TRAINED_BEFORE in self.history.story.facts
+
+    def summary(self) -> Any:
+        """A table of the run's figures: throughput, shares, waits, final loss."""
+        from ..views.tables import summary_table
+
+        return summary_table(self.summarise())
+
+    def summarise(self) -> RunSummary:
+        """The run's key figures as data; what tables and comparisons are made of."""
+        return replace(summarise(self.history, self.meta()), color=self.color)
+
+    def plot(self) -> Any:
+        """The run's picture, as it stands below the cell at the end."""
+        from ..views.live.figure import RunPicture
+
+        return RunPicture(self.snapshot())
+
+    def step_picture(self, step: int | None = None) -> StepDrawing:
+        """Who sent what to whom in a step, and what each worker did, as measured.
+
+        Args:
+            step: Its number; the latest by default: what `run.step()` has just done in a pause.
+
+        Raises:
+            RunError: No such step is in the history.
+        """
+        from ..views.explain import run
+
+        return run.step_picture(self, step)
+
+    def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
+        """Who waited for whom: seconds that each worker waited for each other one.
+
+        Args:
+            first, last: Steps to count, both included; all of them by default.
+        """
+        from ..views.explain import run
+
+        return run.blame(self, first, last)
+
+    def what_if(
+        self, without: int | None = None, first: int | None = None, last: int | None = None
+    ) -> WhatIfPicture:
+        """The run as it would have been had one worker been as fast as the others' median.
+
+        Args:
+            without: Its rank; by default whom the others waited for longest.
+            first, last: Steps to recompute, both included; all that are stored by default.
+
+        Raises:
+            PlanError: There is no such worker, or nobody else to compare it with.
+            RunError: No step is complete, or waits were not measured.
+        """
+        from ..views.explain import run
+
+        return run.what_if(self, without, first, last)
+
+    def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """The final weights as NumPy by parameter name.
+
+        Args:
+            rank: Whose; by default those of rank 0 (where the model is split: of all ranks).
+
+        Raises:
+            RunError: The run has not ended, left no weights, or they are damaged.
+        """
+        names = {name for name in self._files if name.endswith(".npz")}
+        names |= {path.name for path in self.folder.glob("weights*.npz")}
+        files = [self.folder / name for name in sorted(names)]
+        if rank is not None:
+            files = [file for file in files if file.stem == disk.weights_stem(rank)]
+        if not files:
+            why = self.history.story.facts.get(Topic.NOT_ON_DISK)
+            if why is not None:
+                raise RunError(
+                    f"Run {self.name} has no weights: they could not be written to disk.",
+                    seen=why,
+                    next_step="make room there, and train again",
+                    code="WB-RUN-086",
+                )
+            raise RunError(
+                f"Run {self.name} has no weights"
+                + ("" if rank is None else f" of rank {rank}")
+                + ".",
+                seen=self.state,
+                allowed="a run that finished or was stopped, trained by wb.fit or wb.prepare",
+                code="WB-RUN-087",
+            )
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for file in files:
+            found.update(disk.read_weights(file, self._files.get(file.name, ())))
+        return found
+
+    def load_into(self, model: Any) -> Any:
+        """Copy the final weights into a torch or Keras model of the notebook and return it.
+
+        Raises:
+            PlanError: The model has other parameters.
+        """
+        from ..shared.checkpoints import load_into
+
+        return load_into(model, self.weights(), self.plan.framework)
+
+    @property
+    def profiles(self) -> list[Path]:
+        """The Chrome traces that `--profile` has left, by rank."""
+        return disk.profiles(self.folder)
+
+    def to_cell(self) -> str:
+        """The cell that asks for this run again: its `%%distributed` line and its code.
+
+        Raises:
+            PlanError: It cannot be said in a cell: a function was given arguments that have no
+                source, or a name has a line break.
+        """
+        from .allocator import notebook_framework
+
+        return cell_of(self.plan, framework=notebook_framework())
+
+    def trace(self, path: str | Path | None = None) -> Path:
+        """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.
+
+        Args:
+            path: By default `NAME-trace.json` in the present folder; `.gz` is compressed.
+
+        Raises:
+            RunError: The run has no step yet, or the file cannot be written.
+        """
+        from ..history.analysis.series import write
+
+        return write(self, path)
+
+    def save(self, path: str | Path) -> Path:
+        """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
+
+        Where the disk was full, rows and events are written from memory; weights that could not
+        be written then are not in the copy either.
+
+        Raises:
+            RunError: It cannot be written there.
+        """
+        unwritten = Topic.NOT_ON_DISK in self.history.story.facts
+        memory = None if not unwritten or self.history.on_disk(self.folder) else self.history
+        with contextlib.suppress(OSError):  # the copy says it in any case
+            disk.write_meta(self.folder, self.meta())
+        return disk.save(self.folder, Path(path), self.meta(), memory)
+
+    def rest(self) -> None:
+        """Leave what a run that is over holds on the disk; it is read again when asked for."""
+        if self.is_over and self.history.rest(self.folder):
+            self.task = None
+
+    def discard(self) -> None:
+        """Remove the run's files; its history stays."""
+        with contextlib.suppress(RunError):  # they are gone already
+            self.history.wake()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- elsewhere ---------------------------------------------------------------------------------
+
+    def begin_logs(self) -> None:
+        """Begin to write the run to the places that its plan names; they were checked."""
+        if self.plan.log:
+            self.logs.append(RunLog(self, self.plan.log))
+
+    def log_to(self, *targets: str) -> RunLog:
+        """Write the run also to `tensorboard:DIR` or `mlflow:URI`: what there is, and what comes.
+
+        Returns:
+            What writes it: `.places` says where, `.wait()` waits for the end. Of a run that is
+            over, everything is written when this returns.
+
+        Raises:
+            PlanError: A target was not understood, or cannot be written to.
+        """
+        texts = parse_targets(targets)
+        if not texts:
+            raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
+        check(texts)
+        log = RunLog(self, texts)
+        self.logs.append(log)
+        if self.is_over:
+            self._await_logs()
+        return log
+
+    def _await_logs(self) -> None:
+        """Wait until the logs are whole, but not for ever; an interrupt is noticed at once."""
+        end = time.monotonic() + LINGER_S
+        for log in self.logs:
+            while not log.wait(0.1):
+                if time.monotonic() > end:
+                    self.note(f"--log is still being written, {LINGER_S:g} s after the end.")
+                    return
+
+
+def _to_nobody(engine: int, message: Down) -> None:
+    """Deliver nothing."""
+
+
+def _lasting(faults: Sequence[Fault]) -> tuple[str, ...]:
+    return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))

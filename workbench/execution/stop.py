@@ -1,0 +1,208 @@
+"""Stop and Pause of a run: agreed on where its workers take steps together, enforced in the end.
+
+How the workers of a synchronous run agree on the step after which they stop or pause.
+
+Pure: answers in, the common step out.
+
+The kernel's interrupt ends what goes on on the engines, wherever in the kernel it strikes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from ..errors import RunError
+from ..shared.events import ANSWER_S, CLEAR_S, REACH_S, SETTLE_S
+from ..shared.messages import Down, Halt, HaltAt, Purpose, Resume
+
+Send = Callable[[Down], None]
+"""Sends a message to every engine that runs the cell."""
+
+
+class StopCoordinator:
+    """Brings a run's workers to one step, and interrupts them where that does not work.
+
+    Args:
+        run: The run's number, which messages name.
+        sync: Whether the workers take each step together; others stop where they are.
+        interrupt: Ends the cell on all its engines.
+        pace_s: Seconds that a step takes, as far as is known (NaN: not).
+    """
+
+    def __init__(
+        self,
+        run: int,
+        sync: bool,
+        workers: int,
+        send: Send,
+        interrupt: Callable[[], None],
+        pace_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._run, self._sync, self._workers = run, sync, workers
+        self._send, self._interrupt, self._pace_s = send, interrupt, pace_s
+        self._agreement: Agreement | None = None
+        self._arrived: set[int] = set()
+        self._timers: list[threading.Timer] = []
+        self._lock = threading.RLock()
+
+    def halt(self, purpose: Purpose) -> None:
+        """Have the workers stop or pause; returns at once."""
+        with self._lock:
+            if not self._sync:
+                self._send(HaltAt(run=self._run, purpose=purpose, step=-1))
+                self._expect_end(purpose)
+                return
+            self._agreement = Agreement(purpose, self._workers)
+            self._send(Halt(run=self._run, purpose=purpose))
+            if purpose == "stop":
+                self._later(ANSWER_S, self._interrupt_unless_agreed)
+
+    def resume(self) -> None:
+        """Let the workers go on after a pause."""
+        with self._lock:
+            self._agreement = None
+            self._send(Resume(run=self._run))
+
+    def position(self, rank: int, step: int) -> None:
+        """Take a worker's answer: the step it has begun."""
+        with self._lock:
+            agreement = self._agreement
+            common = agreement.answer(rank, step) if agreement is not None else None
+        if agreement is not None and common is not None:
+            self._send(HaltAt(run=self._run, purpose=agreement.purpose, step=common))
+            self._expect_end(agreement.purpose)
+
+    def arrived(self, worker: int) -> None:
+        """Take note that a worker's cell is through; what it still clears away takes its time."""
+        with self._lock:
+            self._arrived.add(worker)
+            if len(self._arrived) == self._workers and self._timers:
+                self.close()
+                self._later(CLEAR_S, self._interrupt)
+
+    def close(self) -> None:
+        """The run is over: nobody is interrupted any more."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def _expect_end(self, purpose: Purpose) -> None:
+        if purpose == "stop" and len(self._arrived) < self._workers:
+            self._later(reach_s(self._pace_s()), self._interrupt)
+
+    def _interrupt_unless_agreed(self) -> None:
+        if self._agreement is not None and self._agreement.silent:
+            self._interrupt()
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+
+def reach_s(pace_s: float) -> float:
+    """Return how long workers may take to the agreed step: about two steps, within `REACH_S`."""
+    least, longest = REACH_S
+    return longest if math.isnan(pace_s) else min(longest, max(least, 2 * pace_s))
+
+
+class Agreement:
+    """Collects each rank's position; ranks begin no further step meanwhile (`engine.gate`).
+
+    Nobody can have begun a step beyond the furthest position, and who is behind is let through up
+    to it, so that is the common step.
+    """
+
+    def __init__(self, purpose: Purpose, ranks: int) -> None:
+        self.purpose = purpose
+        self._waiting = set(range(ranks))
+        self._highest = -1
+
+    def answer(self, rank: int, step: int) -> int | None:
+        """Take one rank's position; return the common step once the last one has answered."""
+        if rank not in self._waiting:
+            return None
+        self._waiting.remove(rank)
+        self._highest = max(self._highest, step)
+        return None if self._waiting else self._highest
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Ranks that have not answered."""
+        return frozenset(self._waiting)
+
+
+class Ending(Protocol):
+    """A run or a cell, as far as it can be ended."""
+
+    over: threading.Event
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+    def stop(self) -> None:
+        """Have it end."""
+
+    def interrupt(self) -> None:
+        """Interrupt its engines."""
+
+
+class Occupied(Protocol):
+    """What may have something going on; a cluster."""
+
+    @property
+    def busy(self) -> Ending | None:
+        """What goes on, or went on last."""
+
+
+def settle(over: threading.Event, again: Callable[[], None]) -> None:
+    """Wait for what was interrupted to end, without letting a second interrupt lose it."""
+    end = time.monotonic() + SETTLE_S
+    while not over.is_set() and time.monotonic() < end:
+        try:
+            over.wait(0.1)
+        except KeyboardInterrupt:  # noqa: PERF203 - the wait is what costs
+            again()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Let an interrupt strike after the block: what is begun there must be known when it does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending(cluster: Occupied) -> Iterator[None]:
+    """End the cell or run that was started in the block, if an interrupt leaves it unattended.
+
+    Raises:
+        RunError: It was interrupted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        busy = cluster.busy
+        if busy is None or busy.is_over:
+            raise
+        busy.stop()
+        settle(busy.over, busy.interrupt)
+        raise RunError(
+            "Interrupted: the cell was ended on all its engines.", code="WB-RUN-069"
+        ) from None

@@ -1,0 +1,326 @@
+"""One cell running on several engines at once: outputs, outcomes, the first error, the end.
+
+Used for SPMD cells and for training runs alike. The first rank to fail ends the cell: the others
+get a moment to fail by themselves, then they are interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..cluster.calls import Call
+from ..errors import ClusterError, RunError
+from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_S
+from ..shared.messages import BadMessageError, CellOutcome
+from ..views.output import OutputBoard
+from . import outcome as gone
+from .outcome import CellEnd, Names
+
+if TYPE_CHECKING:
+    from ..cluster.engines import Engines
+    from ..shared.members import Member
+
+log = logging.getLogger("workbench.session")
+CELL = "workbench.engine.entry:cell"
+
+
+OnLoss = Callable[[str, Sequence[int]], None]
+"""`on_loss(text, engines)`: what is to be said of the death of engines that were spared."""
+
+
+class Task:
+    """A cell under way.
+
+    Args:
+        requests: What each engine is asked to run, by engine id, in the order of the ranks.
+        members: Which part each engine takes.
+        on_done: Called once, on a background thread, when every engine is done.
+        spare: Engines that may die while `least` others of them live; `on_loss` hears of it.
+
+    Attributes:
+        when_long: To be called by whoever waits for the cell, once it has lasted for a while.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        requests: Mapping[int, Mapping[str, Any]],
+        members: Mapping[int, Member],
+        on_done: Callable[[Task], None] = lambda task: None,
+        spare: Iterable[int] = (),
+        on_loss: OnLoss = lambda text, engines: None,
+        least: int = 1,
+    ) -> None:
+        self.engines = engines
+        self.ids = list(requests)
+        self.names = Names(self.ids, members)
+        self.board = OutputBoard(members)
+        self.outcomes: dict[int, CellOutcome] = {}
+        self.first_failed: int | None = None
+        self.over = threading.Event()
+        self.on_late: Callable[[], object] = lambda: None  # told of output after the cell's end
+        self.changed = threading.Event()
+        self.when_long: Callable[[], None] = lambda: None
+        self.interrupted = False
+        self.began = time.perf_counter()
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._on_done = on_done
+        self._spare, self._least, self._on_loss = set(spare), least, on_loss
+        self._lost: set[int] = set()  # of those
+        self._errors: list[tuple[int, Mapping[str, Any]]] = []
+        self._ended: set[int] = set()  # killed by us: they did not answer an interrupt
+        self._leaving: set[int] = set()  # failed, and clearing away
+        self.moved_at = self.began
+        self._timers: list[threading.Timer] = []
+        with self.engines.together():
+            calls = [self._submit(i, requests[i]) for i in self.ids]
+        for call in calls:
+            call.when_done(self._settled)
+
+    def _submit(self, engine: int, request: Mapping[str, Any]) -> Call:
+        try:
+            return self.engines.submit(engine, CELL, (request,), self.output)
+        except ClusterError as error:  # it died a moment ago; the others are under way already
+            call = Call(engine)
+            call.finish(error)
+            return call
+
+    def output(self, engine: int, kind: str, content: Mapping[str, Any]) -> None:
+        """Take what an engine of the cell has printed or shown."""
+        if kind == "error":
+            # Shown at the end, when it is known which one is the reason.
+            if content.get("ename") != "RunStopped":
+                self._errors.append((engine, content))
+            return
+        self.board.message(engine, kind, content)
+        self.changed.set()
+        self.moved()
+        if self.over.is_set():
+            self.on_late()
+
+    def moved(self) -> None:
+        """Take note that something came from an engine: nothing hangs."""
+        self.moved_at = time.perf_counter()
+        if self.banner:
+            self.banner = ""
+
+    @property
+    def banner(self) -> str:
+        """What holds the cell up at the moment, in words; empty when nothing does."""
+        return self.board.banner
+
+    @banner.setter
+    def banner(self, text: str) -> None:
+        if text != self.board.banner:
+            self.board.banner = text
+            self.changed.set()
+
+    def _settled(self, call: Call) -> None:
+        outcome = _outcome_of(call.result)
+        if isinstance(call.result, BaseException) and call.engine in self._ended:
+            outcome = replace(
+                outcome,
+                failed_of=self._shown_by(call.engine),
+                ended=f"ended, since it did not answer an interrupt for {KILL_S:g} s",
+            )
+        self.moved()
+        with self._lock:
+            self.outcomes[call.engine] = outcome
+            spared = outcome.status == "died" and self._can_spare(call.engine)
+            bad = outcome.status in ("error", "died") and not spared
+            bad = bad and not outcome.ended
+            first = bad and self.first_failed is None
+            if first:
+                self.first_failed = call.engine
+            complete = len(self.outcomes) == len(self.ids)
+        self.changed.set()
+        if spared:
+            name = self.names.of(call.engine)
+            text = f"{name} is gone, the others go on: {outcome.evalue}"
+            _guarded(self._on_loss, text, [call.engine])
+        if complete:
+            self._end()
+        elif first or outcome.status == "interrupted":
+            self.end_soon()
+
+    def _shown_by(self, engine: int) -> str:
+        """Return the error of its own that an engine has shown; empty where it has none."""
+        for one, content in self._errors:
+            if one == engine and content.get("ename") != "KeyboardInterrupt":
+                return f"{content.get('ename')}: {content.get('evalue')}"
+        return ""
+
+    def _can_spare(self, engine: int) -> bool:
+        """Take note of an engine's death; return whether the others can do without it."""
+        living = self._spare - self._lost - {engine}
+        last = len(living) < self._least or (self._least and len(self.outcomes) == len(self.ids))
+        if engine not in self._spare or last:
+            return False
+        self._lost.add(engine)
+        return True
+
+    @property
+    def lost(self) -> int:
+        """How many engines have died that the others could do without."""
+        return len(self._lost)
+
+    def _end(self) -> None:
+        self.seconds = time.perf_counter() - self.began
+        for timer in self._timers:
+            timer.cancel()
+        try:
+            _guarded(self._show_errors)
+            _guarded(self._on_done, self)
+        finally:
+            self.over.set()
+            self.changed.set()
+
+    def _show_errors(self) -> None:
+        """Show the reason first; what only followed from it would bury it and is folded."""
+        self.board.banner = ""
+        end = self.end
+        cause, followed = end.cause, end.followed
+        self._errors.sort(key=lambda error: error[0] != cause)
+        for engine, content in self._errors:
+            if engine in followed:
+                self.board.fold(engine, content)
+            else:
+                self.board.message(engine, "error", content)
+        if followed:
+            said = end.say(followed)
+            self.board.say_with_it(said if cause is None else f"with it: {said}")
+
+    @property
+    def end(self) -> CellEnd:
+        """What became of its engines so far, in words."""
+        return CellEnd(
+            self.names,
+            {i: self.outcomes[i] for i in self.ids if i in self.outcomes},
+            first_failed=self.first_failed,
+            lost=frozenset(self._lost),
+            interrupted=self.interrupted,
+            pid=lambda engine: self.engines.engines[engine].pid,
+        )
+
+    @property
+    def cause(self) -> int | None:
+        """The engine that the cell failed for; None where none did, or all were interrupted."""
+        return self.end.cause
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every engine is done."""
+        return self.over.is_set()
+
+    def unfinished(self) -> list[int]:
+        """Engines that are still at it."""
+        with self._lock:
+            return [i for i in self.ids if i not in self.outcomes]
+
+    def end_soon(self, grace_s: float = GRACE_S, but: int | None = None) -> None:
+        """Interrupt whoever is still at it after `grace_s`, and end who does not answer.
+
+        Args:
+            but: The engine that failed: it clears away, an interrupt would hide its error.
+        """
+        if but is not None:
+            self._leaving.add(but)
+        self._later(grace_s, self._interrupt_rest)
+        self._later(grace_s + KILL_S, self._kill_rest)
+
+    def interrupt(self) -> None:
+        """The user pressed interrupt: end the cell on all its engines."""
+        self.interrupted = True
+        self._interrupt_rest()
+        self._later(KILL_S, self._kill_rest)
+
+    def stop(self) -> None:
+        """A cell has no step to agree on: it is interrupted."""
+        self.interrupt()
+
+    def abandon(self) -> None:
+        """Let what becomes of it be settled by another notebook."""
+        self._on_done = lambda task: None
+
+    def _interrupt_rest(self) -> None:
+        if unfinished := [i for i in self.unfinished() if i not in self._leaving]:
+            self.engines.interrupt(unfinished)
+            self._later(AGAIN_S, self._interrupt_rest)
+
+    def _kill_rest(self) -> None:
+        for engine in self.unfinished():
+            self._ended.add(engine)
+            self.engines.signal(engine, signal.SIGKILL)
+        self._later(HEARD_S, self._give_up_rest)
+
+    def _give_up_rest(self) -> None:
+        """See to it that the cell is over, also where nobody can tell us of an engine's end."""
+        for engine in self.unfinished():
+            self.engines.give_up(engine)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(delay_s, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    @property
+    def group_broken(self) -> bool:
+        """Whether the process group of these engines must be made anew."""
+        return any(o.group_broken or o.status == "died" for o in self.outcomes.values())
+
+    @property
+    def explained(self) -> bool:
+        """Whether the rank that the cell failed for has shown why."""
+        cause = self.cause
+        return cause is not None and any(engine == cause for engine, _ in self._errors)
+
+    def failure(self) -> RunError | None:
+        """The error that the cell ends in, None when all went well."""
+        return self.end.failure()
+
+    def member(self, engine: int) -> Member:
+        """Which part an engine takes."""
+        return self.names.member(engine)
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """What is to be said of engines that we killed, since no interrupt reached them."""
+        return self.end.ended
+
+
+def _guarded(callback: Callable[..., object], *args: object) -> None:
+    """Call back; one that fails must not keep the cell from ending."""
+    try:
+        callback(*args)
+    except Exception:
+        log.exception("What follows from a cell went wrong")
+
+
+def _outcome_of(result: object) -> CellOutcome:
+    """Return the outcome that a call has ended in."""
+    match result:
+        case CellOutcome():  # read from an engine's diary
+            return result
+        case BaseException():
+            if getattr(result, "ename", "") != "KeyboardInterrupt":
+                return gone.outcome(result)
+            # It was interrupted before its cell began.
+            return CellOutcome(status="interrupted", ename="KeyboardInterrupt", group_broken=True)
+    try:
+        return CellOutcome.from_wire(result)
+    except BadMessageError as error:
+        return unreadable(error)
+
+
+def unreadable(error: BadMessageError) -> CellOutcome:
+    """Return the outcome of a cell whose engine gave one that this version does not know."""
+    why = f"how the cell ended on this engine cannot be read: {error}"
+    return CellOutcome(status="error", ename="RunError", evalue=why, group_broken=True)

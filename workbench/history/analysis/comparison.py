@@ -1,0 +1,493 @@
+"""Several runs of one recipe side by side: what was gained, what it cost, is it a fair test.
+
+Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
+`one_device` (Amdahl, 1967); efficiency is speed-up per worker.
+
+A comparison as plain JSON, small enough to be sent to a browser in one message.
+
+The figures of a comparison's row by name: what tables sort by, and what is exported.
+
+Loss curves with fewer points, which keep their extremes.
+
+What makes a comparison unfair, in plain words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import RunError, unknown
+from . import rows as payoff
+from .rows import RUN_COLORS, SHARES, ComparisonRow, Spread, row_of, verdict_of
+from .summary import LossCurve, RunSummary
+
+if TYPE_CHECKING:
+    from .rows import ComparisonRow, Spread
+
+__all__ = ["BASELINE", "Comparison", "ComparisonRow", "NamedCurve", "Spread", "compare"]
+
+BASELINE = "one_device"
+
+
+@dataclass(frozen=True)
+class NamedCurve:
+    """The loss curve of one run; runs of one row share its index (and so its colour)."""
+
+    name: str
+    row: int
+    curve: LossCurve
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        rows: In the order in which the plans were first given.
+        baseline: Name of the row that `relative` refers to.
+        has_one_device: Whether that row is a one-device run, so that speed-ups exist.
+        notes: What makes the comparison unfair or incomplete; empty for a fair one.
+        verdict: One sentence from the measurements.
+        rates: Which steps rates and shares are of.
+        outlook: When distributing begins to pay; empty where the runs do not say.
+        metrics: Names of the metrics that any run evaluated.
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    curves: tuple[NamedCurve, ...]
+    baseline: str
+    has_one_device: bool
+    notes: tuple[str, ...] = ()
+    verdict: str = ""
+    metrics: tuple[str, ...] = field(default=())
+    outlook: str = ""
+    rates: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return everything a browser needs as plain JSON; see `wire.pack`."""
+        return pack(self)
+
+
+def compare(runs: Sequence[RunSummary]) -> Comparison:
+    """Put runs side by side; those that differ in their seed alone share a row.
+
+    Raises:
+        RunError: No run was given.
+    """
+    if not runs:
+        raise RunError("There is nothing to compare.", allowed="one run or more", code="WB-RUN-035")
+    groups = _by_plan(runs)
+    base = next((i for i, group in enumerate(groups) if group[0].strategy == BASELINE), None)
+    index = 0 if base is None else base
+    rows = _told_apart(
+        [row_of(group, groups[index], has_one_device=base is not None) for group in groups]
+    )
+    rows = _colored(rows, index)
+    notes = fairness_notes(groups)
+    if base is None and len(rows) > 1:
+        notes = (
+            *notes,
+            f"No {BASELINE} run is among them, so there is no speed-up; "
+            f"throughput is relative to {rows[0].name}.",
+        )
+    if base is not None:
+        rows = tuple(
+            replace(row, payoff=payoff.payoff_of(rows[base], row)) if i != base else row
+            for i, row in enumerate(rows)
+        )
+    whole = not any(run.damaged for run in runs)
+    return Comparison(
+        rows=rows,
+        curves=tuple(
+            NamedCurve(run.name, i, run.curve) for i, group in enumerate(groups) for run in group
+        ),
+        baseline=rows[index].name,
+        has_one_device=base is not None,
+        notes=notes,
+        verdict=verdict_of(rows, index) if whole else _no_verdict(runs),
+        metrics=tuple(dict.fromkeys(name for row in rows for name in row.evals)),
+        outlook=_outlook(rows, base) if whole and base is not None else "",
+        rates=_rates(rows),
+    )
+
+
+def _no_verdict(runs: Sequence[RunSummary]) -> str:
+    """Say why nothing is concluded from runs of which a part is missing."""
+    names = ", ".join(run.name for run in runs if run.damaged)
+    return f"No verdict: {names} is damaged on disk; compare whole copies, or train again."
+
+
+def _rates(rows: Sequence[ComparisonRow]) -> str:
+    """Return which steps the rates are of."""
+    if not any(row.samples_per_s.count for row in rows):
+        return ""
+    cut = [f"{row.name} {row.warm_up}" for row in rows if row.warm_up]
+    out = f" (left out: the first steps of {', '.join(cut)})" if cut else " (none was seen)"
+    return (
+        f'Rates and shares are those after warm-up{out}; "all steps" is samples per second with '
+        "every step."
+    )
+
+
+def _told_apart(rows: Sequence[ComparisonRow]) -> tuple[ComparisonRow, ...]:
+    """Number the rows whose name another row has: runs that were loaded may bring the same."""
+    used: dict[str, int] = {}
+    found = []
+    for row in rows:
+        used[row.name] = count = used.get(row.name, 0) + 1
+        found.append(replace(row, name=f"{row.name} ({count})") if count > 1 else row)
+    return tuple(found)
+
+
+def _colored(rows: Sequence[ComparisonRow], base: int) -> tuple[ComparisonRow, ...]:
+    """Keep each row's colour, but give no two rows the same while there are others."""
+    taken: set[int] = set()
+    found = []
+    for index, row in enumerate(rows):
+        own = 0 if index == base else index + (index < base)
+        color = own if row.color is None else row.color
+        color %= RUN_COLORS
+        if color in taken:
+            free = [n for n in (*range(1, RUN_COLORS), 0) if n not in taken]
+            color = free[0] if free else color
+        taken.add(color)
+        found.append(replace(row, color=color))
+    return tuple(found)
+
+
+def _outlook(rows: Sequence[ComparisonRow], base: int) -> str:
+    """Return the payoff that matters most: of the fastest plan, else of the first to pay."""
+    plans = [row for row in rows if row.payoff is not None]
+    if not plans:
+        return ""
+    fastest = max(rows, key=lambda row: np.nan_to_num(row.samples_per_s.mean))
+    pays = [row for row in plans if row.payoff is not None and row.payoff.kind == "pays"]
+    if pays and fastest not in pays:
+        return ""  # the fastest plan's limit is not known, another one's would mislead
+    chosen = fastest if pays else min(plans, key=_comes_first)
+    assert chosen.payoff is not None
+    return payoff.sentence_of(chosen.payoff, rows[base], chosen)
+
+
+def _comes_first(row: ComparisonRow) -> tuple[int, float]:
+    assert row.payoff is not None
+    order = ("begins", "far", "undivided", "pays").index(row.payoff.kind)
+    return order, row.payoff.factor if order == 0 else -row.samples_per_s.mean
+
+
+def _by_plan(runs: Sequence[RunSummary]) -> list[list[RunSummary]]:
+    groups: dict[Any, list[RunSummary]] = {}
+    for run in runs:
+        options = tuple(sorted((k, repr(v)) for k, v in run.options.items()))
+        key = (run.recipe, run.framework, run.strategy, run.workers, options, run.faults,
+               run.batch_size, run.total_steps or run.steps)  # fmt: skip
+        group = groups.setdefault(key, [])
+        if any(run.seed == known.seed for known in group):
+            # The same plan and seed twice: two runs to be told apart, not a sample over seeds.
+            groups[(key, len(groups))] = [run]
+        else:
+            group.append(run)
+    return list(groups.values())
+
+
+MOST_POINTS = 300
+"""Most points of a curve."""
+
+ALL_POINTS = 3600
+"""Most points of all curves together: about 45 bytes each."""
+
+_LEAST_POINTS = 16
+_MOST_WORKERS = 64
+
+
+def pack(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as JSON-ready data; what was not measured is null.
+
+    The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
+    `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`,
+    `color` (its number), `spread` (name -> the values by seed), `memory_bytes` (by worker),
+    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`);
+    `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point
+    stands for several steps `low` and `high`. One set of points serves all three axes: they grow
+    together.
+    """
+    curves = comparison.curves
+    points = min(MOST_POINTS, max(ALL_POINTS // max(len(curves), 1), _LEAST_POINTS))
+    plain = records(comparison.rows, comparison.metrics)
+    names = [row.name for row in comparison.rows]
+    return {
+        "verdict": comparison.verdict,
+        "outlook": comparison.outlook,
+        "notes": list(comparison.notes),
+        "rates": comparison.rates,
+        "baseline": names.index(comparison.baseline),
+        "has_one_device": comparison.has_one_device,
+        "metrics": list(comparison.metrics),
+        "rows": [
+            {**{key: _value(value) for key, value in one.items()}, **_more(row)}
+            for one, row in zip(plain, comparison.rows, strict=True)
+        ],
+        "curves": [_curve(named, points) for named in curves],
+    }
+
+
+def _more(row: ComparisonRow) -> dict[str, Any]:
+    late, breaks_even = row.staleness, row.payoff
+    spread: dict[str, Spread] = {
+        "samples_per_s": row.samples_per_s,
+        "final_loss": row.final_loss,
+        **{f"eval_{name}": value for name, value in row.evals.items()},
+    }
+    return {
+        "names": list(row.names),
+        "color": row.color,
+        "spread": {name: _numbers(one.values) for name, one in spread.items()},
+        "memory_bytes": _numbers(row.memory_bytes[:_MOST_WORKERS]),
+        "staleness": None if late is None else list(late.counts),
+        "breaks_even": None
+        if breaks_even is None
+        else {key: _value(value) for key, value in asdict(breaks_even).items()},
+    }
+
+
+def _curve(named: NamedCurve, points: int) -> dict[str, Any]:
+    curve = thinned(named.curve, points)
+    arrays = {name: _numbers(getattr(curve, name)) for name in ("step", "t_s", "samples", "loss")}
+    if not (np.array_equal(curve.low, curve.loss) and np.array_equal(curve.high, curve.loss)):
+        arrays |= {"low": _numbers(curve.low, 4), "high": _numbers(curve.high, 4)}
+    return {"run": named.name, "row": named.row, **arrays}
+
+
+def _numbers(values: Sequence[float] | Any, digits: int = 6) -> list[float | int | None]:
+    return [_number(float(value), digits) for value in values]
+
+
+def _value(value: Any) -> Any:
+    return _number(value, 9) if isinstance(value, float) else value
+
+
+def _number(value: float, digits: int) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+Value = str | int | float | None
+"""None stands for what was not measured or does not apply."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One figure.
+
+    Attributes:
+        key: Its name, with the unit: `step_s`, `sent_bytes`, `samples_per_s`. Shares are 0..1.
+        value: A row's figure as a plain number or text.
+    """
+
+    key: str
+    value: Callable[[ComparisonRow], Value]
+
+
+def fields(metrics: Sequence[str] = ()) -> list[Field]:
+    """Return all figures in the order of export; `eval_<name>` for each metric."""
+    return [
+        Field("run", lambda row: row.name),
+        Field("strategy", lambda row: row.strategy),
+        Field("framework", lambda row: row.framework),
+        Field("state", lambda row: row.state),
+        Field("workers", lambda row: row.workers),
+        Field("seeds", lambda row: " ".join(map(str, row.seeds))),
+        Field("steps", lambda row: row.steps),
+        *_spread("samples_per_s", lambda row: row.samples_per_s),
+        Field("samples_per_s_low", lambda row: _known(row.samples_per_s.low)),
+        Field("samples_per_s_high", lambda row: _known(row.samples_per_s.high)),
+        Field("all_samples_per_s", lambda row: _known(row.all_per_s)),
+        Field("warm_up_steps", lambda row: row.warm_up),
+        Field("relative", lambda row: _known(row.relative)),
+        Field("relative_low", lambda row: _known(row.relative_low)),
+        Field("relative_high", lambda row: _known(row.relative_high)),
+        Field("speedup", lambda row: _known(row.speedup)),
+        Field("efficiency", lambda row: _known(row.efficiency)),
+        Field("step_s", lambda row: _known(row.step_s)),
+        *(Field(f"{part.removesuffix('_s')}_share", _share(part)) for part in SHARES),
+        Field("sent_bytes_per_step", lambda row: _known(row.sent_step_bytes)),
+        Field("sent_bytes", lambda row: _known(row.sent_bytes)),
+        Field("memory_bytes_per_worker", largest_memory),
+        Field("staleness_mean", lambda row: None if row.staleness is None else row.staleness.mean),
+        Field("staleness_max", lambda row: None if row.staleness is None else row.staleness.worst),
+        *_spread("final_loss", lambda row: row.final_loss),
+        *(field for name in metrics for field in _spread(f"eval_{name}", _metric(name))),
+        *_spread("wall_s", lambda row: row.wall_s),
+        Field("breaks_even_batch_factor", lambda row: _known(row.payoff and row.payoff.factor)),
+        Field("breaks_even_step_s", lambda row: _known(row.payoff and row.payoff.step_s)),
+    ]  # fmt: skip
+
+
+def records(rows: Sequence[ComparisonRow], metrics: Sequence[str]) -> list[dict[str, Value]]:
+    """Return the figures of each row by key."""
+    every = fields(metrics)
+    return [{field.key: field.value(row) for field in every} for row in rows]
+
+
+def ordered(
+    rows: Sequence[ComparisonRow], metrics: Sequence[str], sort: str, *, descending: bool
+) -> list[ComparisonRow]:
+    """Return the rows in the order of a figure; those that lack it last, equals as they stood.
+
+    Raises:
+        PlanError: There is no figure of that name.
+    """
+    every = {field.key: field for field in fields(metrics)}
+    chosen = every.get(sort) or every.get(f"eval_{sort}")
+    if chosen is None:
+        raise unknown("column to sort by", sort, list(every))
+    held = [(chosen.value(row), row) for row in rows]
+    known = [pair for pair in held if pair[0] is not None]
+    known.sort(key=lambda pair: pair[0], reverse=descending)  # type: ignore[arg-type,return-value]
+    return [row for _, row in known] + [row for value, row in held if value is None]
+
+
+def largest_memory(row: ComparisonRow) -> float | None:
+    """Return what the worker that holds most holds, bytes; None where not measured."""
+    return max(row.memory_bytes, default=None)
+
+
+def _spread(key: str, spread: Callable[[ComparisonRow], Spread]) -> list[Field]:
+    return [
+        Field(key, lambda row: _known(spread(row).mean)),
+        Field(f"{key}_std", lambda row: _known(spread(row).std)),
+    ]
+
+
+def _share(part: str) -> Callable[[ComparisonRow], Value]:
+    return lambda row: _known(row.shares.get(part))
+
+
+def _metric(name: str) -> Callable[[ComparisonRow], Spread]:
+    missing = Spread.of([])
+    return lambda row: row.evals.get(name, missing)
+
+
+def _known(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def thinned(curve: LossCurve, points: int) -> LossCurve:
+    """Return at most so many points: means over neighbours, and their extremes.
+
+    A point stands where its first step does, but the last one where the last step does, so that a
+    curve ends where the run did on all axes.
+    """
+    count = len(curve.loss)
+    if count <= points:
+        return curve
+    starts = np.unique(np.linspace(0, count, points, endpoint=False, dtype=int))
+    at = np.append(starts[:-1], count - 1)
+    return LossCurve(
+        step=curve.step[at],
+        t_s=curve.t_s[at],
+        samples=curve.samples[at],
+        loss=np.add.reduceat(curve.loss, starts) / np.diff(np.append(starts, count)),
+        low=np.minimum.reduceat(curve.low, starts),
+        high=np.maximum.reduceat(curve.high, starts),
+    )
+
+
+def fairness_notes(groups: Sequence[Sequence[RunSummary]]) -> tuple[str, ...]:
+    """Return one sentence for each thing that differs between runs but should not.
+
+    Args:
+        groups: The runs by plan; seeds may differ within a plan, but not between plans.
+    """
+    runs = [run for group in groups for run in group]
+    found = []
+    if len({run.recipe for run in runs if run.recipe}) > 1:
+        found.append("The recipes differ: these runs did not train the same code.")
+    found += _differs("batch sizes", runs, "batch_size")
+    if len({run.total_steps or run.steps for run in runs}) > 1:
+        listed = ", ".join(f"{run.name} {run.total_steps or run.steps}" for run in runs)
+        found.append(f"The numbers of steps differ: {listed}.")
+    found += _seeds(groups)
+    found += _devices(runs)
+    found += _updates(groups)
+    for run in runs:
+        found += _single(run)
+    return tuple(found)
+
+
+def _differs(what: str, runs: Sequence[RunSummary], field: str) -> list[str]:
+    values: dict[str, Any] = {run.name: getattr(run, field) for run in runs}
+    if len({value for value in values.values() if value is not None}) < 2:
+        return []
+    listed = ", ".join(f"{name} {value}" for name, value in values.items())
+    return [f"The {what} differ: {listed}."]
+
+
+def _seeds(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
+    sets = [frozenset(run.seed for run in group if run.seed is not None) for group in groups]
+    known = [seeds for seeds in sets if seeds]
+    if len(set(known)) < 2:
+        return []
+    listed = "; ".join(
+        f"{group[0].plan_name} {', '.join(map(str, sorted(seeds)))}"
+        for group, seeds in zip(groups, sets, strict=True)
+        if seeds
+    )
+    return [f"The seeds differ, so the runs began at different weights: {listed}."]
+
+
+def _devices(runs: Sequence[RunSummary]) -> list[str]:
+    kinds = {
+        run.name: sorted({_kind(worker.device) for worker in run.workers_table if worker.device})
+        for run in runs
+    }
+    known = {name: ", ".join(kind) for name, kind in kinds.items() if kind}
+    if len(set(known.values())) < 2:
+        return []
+    listed = "; ".join(f"{name} {kind}" for name, kind in known.items())
+    return [f"The devices differ: {listed}."]
+
+
+def _kind(device: str) -> str:
+    """Return `NVIDIA H200` for `cuda:0 NVIDIA H200`, `cpu` for `cpu`."""
+    place, _, name = device.partition(" ")
+    return name or place.partition(":")[0]
+
+
+def _updates(groups: Sequence[Sequence[RunSummary]]) -> list[str]:
+    """Say where each worker's push is an update of its own: there are more of them, and smaller."""
+    runs = [group[0] for group in groups]
+    alone = [run.name for run in runs if not run.joined and run.workers > 1 and run.shares_batch]
+    if not alone or len(alone) == len(runs):
+        return []
+    which = ", ".join(alone)
+    return [
+        f"In a step of {which} each worker's push is an update of its own, made from its share of "
+        "the batch: there are as many updates as workers, where the others make one."
+    ]
+
+
+def _single(run: RunSummary) -> list[str]:
+    found = []
+    if run.trained_before:
+        found.append(f"{run.name} began with a model that an earlier run had trained.")
+    if run.state != "finished":
+        of = f" of {run.total_steps}" if run.total_steps else ""
+        found.append(f"{run.name} did not finish: {run.state} after {run.steps}{of} steps.")
+    if run.diverged:
+        found.append(f"{run.name} diverged: its last loss is no number, and in no mean.")
+    if run.damaged:
+        found.append(
+            f"{run.name} is damaged on disk, and only what is left is compared: "
+            f"{'; '.join(run.damaged)}."
+        )
+    if run.faults:
+        found.append(f"{run.name} ran with injected faults: {', '.join(run.faults)}.")
+    return found

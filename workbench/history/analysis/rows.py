@@ -1,0 +1,529 @@
+"""The rows of a comparison: one plan each, with mean and spread over its seeds.
+
+A comparison in one plain sentence, made from the measurements alone.
+
+From which size of a step on distributing pays: a model with two measured terms.
+
+A step of a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
+(`steady.Steady.work_s`): it is assumed to grow in proportion to the batch. Fixed is the rest:
+waiting, communication and overheads, assumed to take as long for any batch, since gradients are as
+large as the model whatever the batch. With a batch k times as large, one device and the plan take
+
+    k * work_1 + fixed_1    and    k * work_n + fixed_n
+
+and they break even at
+
+    k = (fixed_n - fixed_1) / (work_1 - work_n).
+
+`work_n` is measured, not `work_1 / n`: CPU engines that share the cores which one device has to
+itself compute as long for a part of the batch as it does for all of it, and then there is no such
+k. The model is a serial part beside a divided one (Amdahl, 1967), both of them measured.
+
+It is not used where it would not hold: where workers do not take shares of the batch (what
+pipelines and tensor parallelism send grows with it), where faults were injected, with other
+batches, recipes or frameworks, and where the measured difference of work is less than four times
+its standard error.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ...shared.record import PARTS
+from ..totals import Staleness
+from .steady import Steady, mean_of
+
+if TYPE_CHECKING:
+    from .summary import RunSummary
+
+SHARES = ("data_wait_s", "compute_s", "sync_wait_s", "bubble_s", "transfer_s", "other_s")
+"""What a comparison divides step time into; pipelines have a bubble in the place of sync wait."""
+
+RUN_COLORS = 8
+"""Colours of runs; number 0 is one device's (`views.theme.run_color`)."""
+
+_NAN = float("nan")
+_DATA, _COMPUTE, _WAIT, _TRANSFER, _OTHER = range(len(PARTS))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds (NaN for a single one).
+
+    Attributes:
+        count: How many seeds were measured.
+        values: What was measured for each.
+        low, high: Ends of the interval that holds the mean with 95 %; NaN where not known.
+    """
+
+    mean: float
+    std: float = _NAN
+    count: int = 1
+    values: tuple[float, ...] = ()
+    low: float = _NAN
+    high: float = _NAN
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Summarise values; those that are not finite were not measured."""
+        known = np.array([v for v in values if np.isfinite(v)], float)
+        if not len(known):
+            return Spread(_NAN, count=0)
+        std = float(known.std(ddof=1)) if len(known) > 1 else _NAN
+        return Spread(float(known.mean()), std, len(known), tuple(known.tolist()))
+
+    @staticmethod
+    def of_rates(runs: Sequence[RunSummary]) -> Spread:
+        """Summarise the rates of one plan: the interval is that of the steps, or of the seeds.
+
+        Of both the wider one is taken. Seeds count twice the standard error of their mean.
+        """
+        spread = Spread.of([run.samples_per_s for run in runs])
+        known = [run for run in runs if np.isfinite(run.samples_per_s)]
+        below = [run.samples_per_s - run.low_per_s for run in known]
+        above = [run.high_per_s - run.samples_per_s for run in known]
+        if not known or not np.isfinite([*below, *above]).all():
+            return spread
+        count = len(known)
+        between = 2 * spread.std / count**0.5 if count > 1 else 0.0
+        down, up = (max(float(np.linalg.norm(e)) / count, between) for e in (below, above))
+        return replace(spread, low=max(spread.mean - down, 0.0), high=spread.mean + up)
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """One plan: a run, or the runs of one plan under several seeds.
+
+    Attributes:
+        names: Names of the runs in this row.
+        states: How each of them ended: finished, stopped, failed.
+        samples_per_s: Throughput after warm-up, with its interval.
+        all_per_s: Throughput over all steps, the first ones included.
+        warm_up: Steps left out at the beginning, of the seed in which they were most.
+        speedup: Throughput over `one_device`'s; None where the comparison has no such run.
+        relative: Throughput over the baseline's, whichever it is.
+        relative_low, relative_high: The least and the greatest that both intervals allow.
+        efficiency: `speedup / workers`; None with `speedup`.
+        parts_s: (5,) mean seconds per step in each of `metrics.PARTS`; 0 where not measured.
+        share: (5,) fractions of step time in each of `metrics.PARTS`; 0 where not measured.
+        unmeasured: Names of the parts that no run of the row measured.
+        shares: Fraction of step time in each of `SHARES`; NaN for what was not measured or does
+            not apply. What is known adds up to 1.
+        evals: Metric -> values of the last evaluations.
+        sent_bytes: Bytes sent by all workers in the whole run.
+        sent_step_bytes: Bytes sent by all workers in a step.
+        memory_bytes: What each worker holds, mean over seeds; empty where not measured.
+        staleness: Of asynchronous pushes, over all seeds; None where there are none.
+        color: Number of its colour: that of its first run, or the next one where an earlier row of
+            the comparison has it.
+        payoff: Where this plan and `one_device` break even; None where the runs do not say.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    strategy: str
+    framework: str
+    workers: int
+    steps: int
+    samples_per_s: Spread
+    relative: float
+    speedup: float | None
+    efficiency: float | None
+    step_s: float
+    parts_s: tuple[float, ...]
+    share: tuple[float, ...]
+    unmeasured: tuple[str, ...]
+    final_loss: Spread
+    evals: dict[str, Spread]
+    wall_s: Spread
+    sent_bytes: float
+    seeds: tuple[int, ...] = ()
+    states: tuple[str, ...] = ()
+    shares: dict[str, float] = field(default_factory=dict)
+    sent_step_bytes: float = _NAN
+    memory_bytes: tuple[float, ...] = ()
+    staleness: Staleness | None = None
+    steady: Steady | None = None
+    payoff: Payoff | None = None
+    threads: int | None = None
+    devices: tuple[str, ...] = ()
+    shares_batch: bool = True
+    faults: tuple[str, ...] = ()
+    recipe: str = ""
+    all_per_s: float = _NAN
+    warm_up: int = 0
+    relative_low: float = _NAN
+    relative_high: float = _NAN
+    color: int | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all its workers are known to compute on the CPU."""
+        return bool(self.devices) and all(d.lower().startswith("cpu") for d in self.devices)
+
+    @property
+    def state(self) -> str:
+        """How its runs ended, in words: `finished`, `2 finished, 1 failed`."""
+        kinds = dict.fromkeys(self.states)
+        if len(kinds) < 2:
+            return next(iter(kinds), "")
+        return ", ".join(f"{self.states.count(kind)} {kind}" for kind in kinds)
+
+
+def row_of(
+    group: Sequence[RunSummary], base: Sequence[RunSummary], *, has_one_device: bool
+) -> ComparisonRow:
+    """Return the row of the runs of one plan.
+
+    Args:
+        base: The runs of the baseline.
+        has_one_device: Whether the baseline is a one-device run.
+    """
+    first, rate, other = group[0], Spread.of_rates(group), Spread.of_rates(base)
+    relative = Spread(1.0) if group is base and rate.mean > 0 else _over(rate, other)
+    names = dict.fromkeys(name for run in group for name in metrics_of(run))
+    return ComparisonRow(
+        name=_common_name(group),
+        names=tuple(run.name for run in group),
+        strategy=first.strategy,
+        framework=first.framework,
+        workers=first.workers,
+        steps=max(run.steps for run in group),
+        samples_per_s=rate,
+        relative=relative.mean,
+        relative_low=relative.low,
+        relative_high=relative.high,
+        speedup=relative.mean if has_one_device else None,
+        efficiency=relative.mean / first.workers if has_one_device else None,
+        step_s=mean(run.step_s for run in group),
+        parts_s=_means([run.parts_s for run in group]),
+        share=_means([run.share for run in group]),
+        unmeasured=tuple(part for part in PARTS if all(part in run.unmeasured for run in group)),
+        final_loss=Spread.of([run.final_loss for run in group]),
+        evals={
+            name: Spread.of([metrics_of(run).get(name, _NAN) for run in group]) for name in names
+        },
+        wall_s=Spread.of([run.wall_s for run in group]),
+        sent_bytes=mean(run.sent_bytes for run in group),
+        seeds=tuple(run.seed for run in group if run.seed is not None),
+        states=tuple(run.state for run in group),
+        shares=_mean_shares(group),
+        sent_step_bytes=mean(run.sent_step_bytes for run in group),
+        memory_bytes=_memory(group),
+        staleness=Staleness.merged([run.staleness for run in group]),
+        steady=mean_of([run.steady for run in group]),
+        threads=first.threads,
+        devices=tuple(w.device for run in group for w in run.workers_table if w.device),
+        shares_batch=first.shares_batch and not np.isfinite(first.bubble),
+        faults=first.faults,
+        recipe=first.recipe,
+        all_per_s=mean(run.all_per_s for run in group),
+        warm_up=max(run.warm_up for run in group),
+        color=first.color,
+    )
+
+
+def _over(rate: Spread, base: Spread) -> Spread:
+    """Return a ratio of rates, from the least to the greatest that both intervals allow."""
+    if not base.mean > 0:
+        return Spread(_NAN, count=0)
+    low = rate.low / base.high if base.high > 0 else _NAN
+    high = rate.high / base.low if base.low > 0 else _NAN
+    return Spread(rate.mean / base.mean, low=low, high=high)
+
+
+def metrics_of(run: RunSummary) -> dict[str, float]:
+    """Return the metrics of a run's last evaluation."""
+    return {
+        name: float(value)
+        for name, value in run.evals.items()
+        if name not in ("step", "epoch") and isinstance(value, (int, float))
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of what was measured, NaN where nothing was."""
+    return Spread.of(list(values)).mean
+
+
+def shares_of(run: RunSummary) -> dict[str, float]:
+    """Return the fraction of a run's step time in each of `SHARES`.
+
+    In a pipeline a worker is blocked in the bubble, and for what else it communicates: both are
+    told apart by the bubble's own measurement.
+    """
+    share = [
+        _NAN if part in run.unmeasured else value
+        for part, value in zip(PARTS, run.share, strict=True)
+    ]
+    wait, transfer, bubble = share[_WAIT], share[_TRANSFER], _NAN
+    if np.isfinite(run.bubble):
+        blocked = float(np.nansum([wait, transfer]))
+        wait, bubble, transfer = _NAN, run.bubble, max(blocked - run.bubble, 0.0)
+    known = np.nansum([share[_DATA], share[_COMPUTE], wait, bubble, transfer])
+    other = 1.0 - float(known) if np.isfinite(share[_OTHER]) else _NAN
+    found = (share[_DATA], share[_COMPUTE], wait, bubble, transfer, other)
+    return dict(zip(SHARES, found, strict=True))
+
+
+def _mean_shares(group: Sequence[RunSummary]) -> dict[str, float]:
+    each = [shares_of(run) for run in group]
+    return {name: mean(one[name] for one in each) for name in SHARES}
+
+
+def _means(each: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return means over seeds; a run without a step has nothing to add."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # all NaN: the mean is NaN
+        return tuple(float(value) for value in np.nanmean(np.array(each, float), axis=0))
+
+
+def _memory(group: Sequence[RunSummary]) -> tuple[float, ...]:
+    """Return what each worker holds, mean over the seeds in which all were measured."""
+    known = [run.memory_bytes for run in group if len(run.memory_bytes) == run.workers]
+    return _means(known) if known else ()
+
+
+def _common_name(group: Sequence[RunSummary]) -> str:
+    """Return `base` for `base-seed0`, `base-seed1`; the name itself for a single run."""
+    first = group[0]
+    return first.plan_name if len(group) > 1 else first.name or first.strategy
+
+
+EQUAL = 1.05
+"""Throughputs that are known to lie within this ratio are called equal."""
+
+LEAST_STEPS = 5
+"""Of shorter runs the first step, which costs more, is too much to judge by."""
+
+_SAYS = {
+    "data_wait_s": "waits {} for data",
+    "sync_wait_s": "waits {} for the slowest worker",
+    "bubble_s": "leaves each worker idle for {} (the pipeline's bubble)",
+    "transfer_s": "spends {} on communication",
+    "other_s": "spends {} on other things",
+}
+
+
+def verdict_of(rows: Sequence[ComparisonRow], baseline: int) -> str:
+    """Return which plan was fastest and why, in one sentence; empty for fewer than two plans.
+
+    Args:
+        baseline: Index of the row the others are held against.
+    """
+    rated = [row for row in rows if row.samples_per_s.mean > 0 and row.steps >= LEAST_STEPS]
+    if len(rows) < 2:
+        return ""
+    if len(rated) < 2:
+        return "Throughput was not measured in enough runs and steps to compare them."
+    fastest = max(rated, key=lambda row: row.samples_per_s.mean)
+    base = rows[baseline]
+    other = base
+    if fastest is base or base not in rated:
+        other = max((row for row in rated if row is not fastest),
+                    key=lambda row: row.samples_per_s.mean)  # fmt: skip
+    ratio = fastest.samples_per_s.mean / other.samples_per_s.mean
+    fast, slow = fastest.samples_per_s, other.samples_per_s
+    if _within(fast, slow):
+        return f"{fastest.name} and {other.name} are equally fast here (within 5 %)."
+    if not told_apart(fast, slow):
+        return (
+            f"No difference can be told between {fastest.name} and {other.name}: "
+            f"{_interval(fast)} samples/s, and {_interval(slow)}. "
+            "Train longer, or with more seeds."
+        )
+    if ratio < EQUAL:
+        return (
+            f"{fastest.name} is faster than {other.name} here, but by less than 5 %: "
+            f"{_interval(fast)} samples/s, and {_interval(slow)}."
+        )
+    head = f"{fastest.name} is {ratio:.1f}x faster than {other.name} here: "
+    if fastest.workers > other.workers:
+        return head + _gain(fastest, other)
+    return head + _cost(other)
+
+
+def told_apart(fast: Spread, slow: Spread) -> bool:
+    """Whether the intervals of two rates do not overlap; one that is not known overlaps all."""
+    return fast.low > slow.high
+
+
+def _within(fast: Spread, slow: Spread) -> bool:
+    """Whether both rates lie within `EQUAL`, wherever in their intervals they are."""
+    return max(fast.high, slow.high) < EQUAL * min(fast.low, slow.low)
+
+
+def _interval(rate: Spread) -> str:
+    if not (math.isfinite(rate.low) and math.isfinite(rate.high)):
+        return f"{_short(rate.mean)} (in too few steps for an interval)"
+    return f"{_short(rate.low)} to {_short(rate.high)}"
+
+
+def _short(rate: float) -> str:
+    """Return a rate in three digits, as tables have it: `1.28k`."""
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= scale * 0.9995:
+            return f"{rate / scale:#.3g}".rstrip(".") + suffix
+    return f"{rate:.3g}"
+
+
+def _gain(fast: ComparisonRow, slow: ComparisonRow) -> str:
+    """Say what the faster plan's step does, and what share of the workers' time it uses."""
+    said = f"a step takes {milliseconds(fast.step_s)} instead of {milliseconds(slow.step_s)}"
+    share = fast.shares["compute_s"]
+    if not math.isfinite(share):
+        return f"{said}."
+    return f"{said}, and its {fast.workers} workers compute {share * 100:.0f} % of the time."
+
+
+def _cost(slow: ComparisonRow) -> str:
+    """Say what a step of the slower plan computes and what else it spends most time on."""
+    costs_s = {
+        part: share * slow.step_s for part, share in slow.shares.items() if math.isfinite(share)
+    }
+    compute_s = costs_s.pop("compute_s", None)
+    if compute_s is None:
+        return f"each {slow.name} step takes {milliseconds(slow.step_s)}."
+    does = f"each {slow.name} step computes {milliseconds(compute_s)}"
+    if not costs_s:
+        return f"{does}."
+    worst = max(costs_s, key=lambda part: costs_s[part])
+    return f"{does} and {_SAYS[worst].format(milliseconds(costs_s[worst]))}."
+
+
+def milliseconds(seconds: float) -> str:
+    """Return `1.2 s`, `48 ms`, `2.1 ms` or `0.69 ms`, as all views write them."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    places = 0 if seconds >= 9.95e-3 or not seconds else 1 if seconds >= 0.995e-3 else 2
+    return f"{seconds * 1e3:.{places}f} ms"
+
+
+Kind = Literal["begins", "pays", "far", "undivided"]
+
+FAR, NEAR = 30.0, 0.1
+"""Batches beyond these many times the present one are not named: the model is not that good."""
+
+_ERRORS = 4.0
+_UNDIVIDED = 0.1
+_EQUAL = 0.05
+_SAME_BATCH = 0.02
+ASSUMED = (
+    "When distributing pays is estimated: compute and data grow with the batch, waiting and "
+    "communication take as long as here."
+)
+
+
+@dataclass(frozen=True)
+class Payoff:
+    """Where a plan and one device break even.
+
+    Attributes:
+        kind: `begins`: with a larger batch; `pays`: it does already; `far`: only with a batch more
+            than `FAR` times as large; `undivided`: workers compute as long for their share of the
+            batch as one device for all of it, so no batch follows from these runs.
+        factor: The batch at which they break even, in batches of these runs; NaN with the
+            latter two kinds.
+        step_s: What a step of one device then takes.
+        samples: The batch in samples.
+        one_work_s, work_s: What one device and a worker compute (and wait for data) a step here.
+    """
+
+    kind: Kind
+    factor: float
+    step_s: float
+    samples: float
+    one_work_s: float
+    work_s: float
+
+
+def payoff_of(one: ComparisonRow, plan: ComparisonRow) -> Payoff | None:
+    """Return where a plan and a one-device run break even; None where the runs do not say."""
+    a, b = one.steady, plan.steady
+    if a is None or b is None or not _comparable(one, plan):
+        return None
+    if not abs(a.samples - b.samples) <= _SAME_BATCH * a.samples or a.work_s <= 0:
+        return None
+    nan = float("nan")
+    gained, cost = a.work_s - b.work_s, b.fixed_s - a.fixed_s
+    error = math.hypot(a.error_s, b.error_s)
+    if gained + 2 * error <= _UNDIVIDED * a.work_s:
+        slower = b.step_s > a.step_s
+        return Payoff("undivided", nan, nan, nan, a.work_s, b.work_s) if slower else None
+    if gained < _ERRORS * error or gained <= _UNDIVIDED * a.work_s or cost <= 0:
+        return None
+    factor = cost / gained
+    if factor > FAR:
+        return Payoff("far", nan, nan, nan, a.work_s, b.work_s)
+    if factor < NEAR or factor * a.samples < plan.workers:
+        return None
+    if abs(factor - 1) <= _EQUAL or (factor < 1) is not (_rate(plan) > _rate(one)):
+        return None  # equal, or not borne out by the rates: neither is worth a sentence
+    return Payoff(
+        "begins" if factor > 1 else "pays", factor, factor * a.work_s + a.fixed_s,
+        factor * a.samples, a.work_s, b.work_s,
+    )  # fmt: skip
+
+
+def sentence_of(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
+    """Return a payoff in plain words."""
+    if payoff.kind == "undivided":
+        return _undivided(payoff, one, plan)
+    if payoff.kind == "far":
+        return (
+            f"{plan.name} would become faster than {one.name} only with a batch more than "
+            f"{FAR:.0f} times as large as this one."
+        )
+    time, batch = milliseconds(payoff.step_s), _batch(payoff)
+    if payoff.kind == "pays":
+        return f"It pays as long as a step of {one.name} takes longer than about {time}: {batch}."
+    return (
+        f"Distributing with {plan.name} begins to pay when a step of {one.name} takes longer than "
+        f"about {time}: {batch}."
+    )
+
+
+def _undivided(payoff: Payoff, one: ComparisonRow, plan: ComparisonRow) -> str:
+    measured = (
+        f"a worker computes {milliseconds(payoff.work_s)} a step for 1/{plan.workers} of the "
+        f"batch, {one.name} {milliseconds(payoff.one_work_s)} for all of it"
+    )
+    if _share_cores(one, plan):
+        return (
+            f"A larger batch would hardly help {plan.name} here: its {plan.workers} workers share "
+            f"the cores that {one.name} has to itself, so {measured}."
+        )
+    return f"These runs do not show when {plan.name} would begin to pay: {measured}."
+
+
+def _share_cores(one: ComparisonRow, plan: ComparisonRow) -> bool:
+    """Whether all workers of the plan together have no more threads than the one device."""
+    if not (one.threads and plan.threads and one.on_cpu and plan.on_cpu):
+        return False
+    return plan.threads * plan.workers <= max(one.threads, plan.workers)
+
+
+def _batch(payoff: Payoff) -> str:
+    samples = float(f"{payoff.samples:.2g}")
+    return f"a batch of about {payoff.factor:.2g}x this one ({samples:.0f} samples)"
+
+
+def _comparable(one: ComparisonRow, plan: ComparisonRow) -> bool:
+    return (
+        one.workers == 1
+        and plan.workers > 1
+        and plan.shares_batch
+        and not (one.faults or plan.faults)
+        and one.framework == plan.framework
+        and one.recipe == plan.recipe
+    )
+
+
+def _rate(row: ComparisonRow) -> float:
+    return row.samples_per_s.mean

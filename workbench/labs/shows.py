@@ -1,0 +1,191 @@
+"""`labs.beside`: a formula, what it predicts, and what was measured.
+
+`labs.namespaces`: a picture of what the notebook and the engines hold just now.
+
+The notebook's names and the engines', side by side: what lives where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RunError
+from ..execution.stop import ending
+from ..notebook.session import session
+from ..views.picture import Canvas, Picture, say, width_of
+from ..views.table import Column, Table
+from ..views.units import UNKNOWN, duration, number, size
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "s": duration,
+    "bytes": size,
+    "share": lambda value: f"{value * 100:.1f} %",
+    "x": lambda value: f"{value:.2f}x",
+    "": number,
+}
+
+
+def beside(
+    *rows: tuple[str, str, float, float] | tuple[str, str, float, float, str], title: str = ""
+) -> Table:
+    """Return a table of formulae beside the measured numbers that they predict.
+
+    Args:
+        rows: What it is; its formula; the predicted and the measured value; the unit: `s`, `bytes`,
+            `share` (0..1), `x` (how many times as much), empty for a plain number, or any word.
+    """
+    shown = [_row(*row) for row in rows]
+    columns = [
+        Column("", "left"), Column("formula", "left"), Column("predicted"), Column("measured"),
+        Column("measured / predicted"),
+    ]  # fmt: skip
+    return Table(columns, shown, title)
+
+
+def _row(what: str, formula: str, predicted: float, measured: float, unit: str = "") -> list[str]:
+    def in_unit(value: float) -> str:
+        return f"{number(value)} {unit}"
+
+    show = _SHOWN.get(unit, in_unit)
+    ratio = measured / predicted if predicted else math.nan
+    values = [show(v) if math.isfinite(v) else UNKNOWN for v in (predicted, measured)]
+    return [what, formula, *values, f"{ratio:.2f}" if math.isfinite(ratio) else UNKNOWN]
+
+
+_FOUND = "_labs_names"
+_SHOW = f"""
+def _labs_shorten(value):
+    import math
+    kind = type(value).__name__
+    try:
+        if hasattr(value, "shape") and not isinstance(value, type):
+            words = kind + " " + ("x".join(map(str, value.shape)) or "scalar")
+            few = math.prod(value.shape) <= 4 and hasattr(value, "tolist")
+            return words + (f" {{value.tolist()}}" if few else "")
+        words = " ".join(repr(value).split())
+    except Exception:  # whatever an object of the user's does when it is looked at
+        return f"<{{kind}}>"
+    return words if len(words) <= 60 else words[:57] + "..."
+def _labs_held(names, ours):
+    from types import ModuleType
+    return {{
+        name: _labs_shorten(value) for name, value in sorted(names.items())
+        if not name.startswith("_") and name not in ours and not isinstance(value, ModuleType)
+    }}
+{_FOUND} = _labs_held
+"""
+_OURS = (
+    *("rank", "local_rank", "world_size", "device", "wb", "dist", "strategy", "labs"),
+    *("get_ipython", "In", "Out", "exit", "quit", "open"),
+)
+
+
+def namespaces() -> Namespaces:
+    """Return a picture of the names in the notebook's process and in each engine's.
+
+    Modules and the names that every engine is given (`rank`, `device`, ...) are left out.
+
+    Raises:
+        ClusterError: No cluster is running.
+        RunError: Something else is going on on the engines.
+    """
+    from IPython.core.getipython import get_ipython
+
+    cluster = session.need_cluster()
+    last = f"{_FOUND} = {_FOUND}(dict(globals()), {_OURS!r})\n"
+    with ending(cluster):
+        task = cluster.execute(_SHOW + last + "del _labs_held, _labs_shorten")
+        task.over.wait()
+    failure = task.failure()
+    if failure is not None:
+        raise RunError(failure.what, next_step=failure.next_step, code="WB-RUN-049")
+    found = cluster.pull([_FOUND], task.ids)
+    shell: Any = get_ipython()  # type: ignore[no-untyped-call,unused-ignore]
+    hidden = {} if shell is None else shell.user_ns_hidden
+    mine: dict[str, Any] = {} if shell is None else dict(shell.user_ns)
+    mine = {name: value for name, value in mine.items() if name not in hidden}
+    here: dict[str, Any] = {}
+    exec(_SHOW, here)  # the same rules on both sides
+    return Namespaces(here[_FOUND](mine, _OURS), [found[i][_FOUND] for i in task.ids])
+
+
+_WIDTH, _LEFT, _RIGHT = 680.0, 250.0, 300.0
+_LINE, _HEAD, _PAD, _GAP = 15.0, 22.0, 8.0, 12.0
+_MOST = 8
+"""Names that are shown of each; the rest is counted."""
+
+
+@dataclass(frozen=True)
+class Namespaces(Picture):
+    """What the notebook's process and each engine's process hold.
+
+    Attributes:
+        notebook: Shortened values by name.
+        engines: The same of each engine, in the order of the ranks.
+    """
+
+    notebook: Mapping[str, str]
+    engines: Sequence[Mapping[str, str]]
+
+    def text(self) -> str:
+        """The same as text, a paragraph per process."""
+        found = [_paragraph("the notebook", self.notebook)]
+        found += [_paragraph(f"engine {i}", held) for i, held in enumerate(self.engines)]
+        return "\n".join(found)
+
+    def canvas(self) -> Canvas:
+        """The notebook on the left, the engines on the right, what crosses in between."""
+        y, body, middles = 20.0, [], []
+        x = _WIDTH - _RIGHT
+        for rank, held in enumerate(self.engines):
+            part, high = _box(x, y, _RIGHT - 1, f"engine {rank} · rank {rank}", held)
+            body += part
+            middles.append(y + high / 2)
+            y += high + _GAP
+        height = max(y, _high(self.notebook) + 40)
+        top = (height - _high(self.notebook)) / 2
+        part, _ = _box(1, top, _LEFT - 1, "the notebook's kernel", self.notebook)
+        body += part
+        middle = height / 2
+        for target in middles:
+            body.append(
+                f'<path class="l" d="M{_LEFT:.0f} {middle:.1f}C{_LEFT + 60:.0f} {middle:.1f} '
+                f'{x - 60:.0f} {target:.1f} {x:.0f} {target:.1f}"/>'
+            )
+        words = (_LEFT + x) / 2
+        body.append(say(words, 12, "%push →   ← %pull", "m", anchor="middle"))
+        body.append(say(1, 12, "a cell without a magic runs here", "m"))
+        body.append(say(_WIDTH, 12, "a %%distributed cell runs here", "m", anchor="end"))
+        title = f"Names of the notebook and of {len(self.engines)} engines"
+        return Canvas(_WIDTH, height + 4, body, title, self.text())
+
+
+def _high(held: Mapping[str, str]) -> float:
+    lines = min(len(held), _MOST) + (len(held) > _MOST) or 1
+    return _HEAD + lines * _LINE + _PAD
+
+
+def _box(
+    x: float, y: float, width: float, title: str, held: Mapping[str, str]
+) -> tuple[list[str], float]:
+    high = _high(held)
+    body = [
+        f'<rect class="b" rx="6" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{high:.1f}"/>',
+        say(x + 10, y + 16, title, bold=True),
+    ]
+    lines = [f"{name} = {value}" for name, value in list(held.items())[:_MOST]]
+    if len(held) > _MOST:
+        lines.append(f"and {len(held) - _MOST} more")
+    for i, line in enumerate(lines or ["holds no name of yours"]):
+        most = int((width - 20) / width_of("x"))
+        shown = line if len(line) <= most else line[: most - 1] + "…"
+        body.append(say(x + 10, y + _HEAD + 11 + i * _LINE, shown, "" if lines else "m"))
+    return body, high
+
+
+def _paragraph(who: str, held: Mapping[str, str]) -> str:
+    lines = [f"  {name} = {value}" for name, value in held.items()]
+    return "\n".join([f"{who}:", *(lines or ["  no name of yours"])])

@@ -1,0 +1,1 @@
+"""The notebook's side of a session: magics, what is shown, variables, recipes."""

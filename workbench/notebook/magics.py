@@ -1,0 +1,326 @@
+"""`%cluster`, `%%distributed`, `%%rank`, `%push`, `%pull`: lines to the session, nothing more."""
+
+from __future__ import annotations
+
+import ast
+from types import ModuleType
+from typing import Any
+
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from .. import catalog
+from ..cookbook.recipe import Recipe
+from ..errors import PlanError, RunError
+from ..execution import registry
+from ..execution.outcome import outcome_behind, refusals
+from ..execution.paused import say as write
+from ..session.debug import debug
+from ..session.logs import logs as show_logs
+from ..shared.magic_args import (
+    ACTIONS,
+    ClusterLine,
+    cluster_parser,
+    parse_cluster_line,
+    parse_ranks,
+    strip_comment,
+)
+from ..shared.run_request import FLAGS, RunRequest, cell_parser, parse_cell_line
+from ..views.blocks import ProgressLine, show
+from .recipes import recipes
+from .run_view import kept_words, show_attached
+from .session import Session, session
+from .values import pull_values, push_values
+
+BODY_LINE = 2
+"""A cell's body begins on its second line, below the magic."""
+
+
+@magics_class
+class WorkbenchMagics(Magics):
+    """The notebook's commands."""
+
+    shell: Any
+
+    @property
+    def session(self) -> Session:
+        """The notebook's session."""
+        return session
+
+    @line_magic
+    def cluster(self, line: str) -> None:
+        """Start, show and stop engines; see `%cluster?`."""
+        asked = parse_cluster_line(line)
+        if asked.action == "start":
+            self._start(asked)
+        elif asked.action == "attach":
+            self._attach(asked)
+        elif asked.action == "stop":
+            session.stop()
+            print("cluster stopped")  # noqa: T201 - the answer to a command
+        elif asked.action == "restart":
+            cluster = session.need_cluster()
+            cluster.restart(asked.ranks or None)
+            show(cluster.status())
+        elif asked.action == "logs":
+            show_logs(
+                session.need_cluster(), asked.ranks, asked.lines, write, following=asked.follow
+            )
+        elif asked.action == "stacks":
+            show(session.need_cluster().stacks(asked.ranks or None))
+        elif asked.action == "debug":
+            debug(session.need_cluster(), asked)
+        elif asked.action == "free":
+            session.need_cluster().free()
+            print("the cells' variables are gone on all engines")  # noqa: T201
+        else:
+            show(session.need_cluster().status())
+
+    def _start(self, asked: ClusterLine) -> None:
+        progress = ProgressLine()
+        settings: dict[str, Any] = {"devices": asked.devices, "framework": asked.framework}
+        settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+        settings |= {"keep": asked.keep, "idle_timeout": asked.idle_timeout}
+        try:
+            cluster = session.start(asked.count or 2, progress=progress, **settings)
+        except BaseException:
+            progress.done()
+            raise
+        progress.done(cluster.status())
+        count = len(cluster.worker_ids)
+        if asked.count is not None and asked.count < count:
+            print(f"{count} engines were running already; %%distributed -n uses fewer")  # noqa: T201
+        if why := cluster.engine_set.put_off:
+            print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
+        if asked.keep:
+            print(kept_words(cluster.keeping))  # noqa: T201
+
+    def _attach(self, asked: ClusterLine) -> None:
+        cluster = session.attach(asked.cluster, take=asked.take)
+        show(cluster.status())
+        run = show_attached(cluster)
+        if run is not None:
+            self.shell.user_ns["_run"] = run
+
+    @cell_magic
+    def distributed(self, line: str, cell: str) -> None:
+        """Run the cell on the engines; with a strategy, train under it. See `%%distributed?`."""
+        self._cell(parse_cell_line(line), Recipe(cell, BODY_LINE, self._origin()), cell)
+
+    @line_magic("distributed")  # type: ignore[arg-type]
+    def distributed_line(self, line: str) -> None:
+        """Train the last cell again, or `--recipe NAME`, under another strategy."""
+        asked = parse_cell_line(line, "%distributed")
+        if asked.recipe is None:
+            self._refuse_body()
+        if not asked.strategies:
+            raise PlanError(
+                "Which strategy?",
+                allowed=", ".join(catalog.names()),
+                next_step="%distributed mirrored",
+                code="WB-PLAN-059",
+            )
+        recipe = session.recipe_named(asked.recipe, asked.framework)
+        self._cell(asked, recipe, recipe.cell if asked.local else recipe.source)
+
+    @cell_magic
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some engines: `%%rank 0` is short for `%%distributed --ranks 0`."""
+        words = strip_comment(line).split(maxsplit=1)
+        if not words:
+            raise PlanError(
+                "Which rank?", allowed="%%rank 0, %%rank 0,2, %%rank 0-2", code="WB-PLAN-060"
+            )
+        asked = parse_cell_line(
+            f"--ranks {','.join(map(str, parse_ranks(words[0])))} {' '.join(words[1:])}", "%%rank"
+        )
+        self._cell(asked, Recipe(cell, BODY_LINE, self._origin()), cell)
+
+    @line_magic
+    def panel(self, line: str) -> None:
+        """Show the panel: pick, run, compare and break strategies with the mouse."""
+        if rest := strip_comment(line).strip():
+            raise PlanError(
+                "%panel takes nothing.", seen=rest, next_step="%panel", code="WB-PLAN-061"
+            )
+        from ..panels.show import panel
+
+        show(panel())
+
+    @line_magic
+    def push(self, line: str) -> None:
+        """Copy variables of the notebook to the engines: `%push x y [--rank 0,1]`."""
+        push_values(session.need_cluster(), line, self.shell.user_ns)
+
+    @line_magic
+    def pull(self, line: str) -> None:
+        """Copy variables of the engines into the notebook: `%pull loss [--rank 0] [--as l]`."""
+        pull_values(session.need_cluster(), line, self.shell.user_ns)
+
+    def _cell(self, asked: RunRequest, recipe: Recipe, cell: str) -> None:
+        if asked.recipe and recipe.source == cell and asked.strategies:
+            named = session.recipe_named
+            recipe = named(asked.recipe, asked.framework) if not cell.strip() else recipe
+        number = self._number()
+        autoreload = _autoreload(self.shell)
+        try:
+            if asked.strategies:
+                runs = session.train(asked, recipe, number=number, autoreload=autoreload)
+                self.shell.user_ns["_run"] = runs[-1]
+                self._conclude(asked, [run for run in runs if run.error is None])
+                if not asked.background and (refused := refusals(runs)) is not None:
+                    raise refused
+            else:
+                session.run_cell(asked, recipe, number=number, autoreload=autoreload)
+        except RunError as error:
+            latest = registry.runs.latest
+            if asked.strategies and latest is not None:
+                self.shell.user_ns["_run"] = latest
+            raise _explained(error, self.shell.user_ns) from None
+        if asked.local:
+            result = self.shell.run_cell(cell, store_history=False)
+            result.raise_error()
+
+    def _conclude(self, asked: RunRequest, runs: list[Any]) -> None:
+        if asked.background:
+            return
+        if len(runs) > 1:
+            from .compare import compare
+
+            compared = compare(*runs)
+            show(compared.table() if asked.plot in ("text", "off") else compared)
+        else:
+            show(runs[0].summary())
+
+    def _origin(self) -> str:
+        return f"In[{self._number()}]"
+
+    def _number(self) -> int:
+        """Return the number of the cell that is running.
+
+        IPython counts on before a cell runs (9.x) or after it (8.x); what it was given is kept
+        before, at the cell's number.
+        """
+        kept = self.shell.history_manager
+        held = 0 if kept is None else len(kept.input_hist_raw) - 1
+        return held if held > 0 else int(self.shell.execution_count)
+
+    def _refuse_body(self) -> None:
+        """Raise where a cell's body stands below `%distributed`, which takes none.
+
+        Raises:
+            PlanError: The lines below would run in the notebook, and were meant for the engines.
+        """
+        kept = self.shell.history_manager
+        raw = str(kept.input_hist_raw[-1]) if kept is not None and kept.input_hist_raw else ""
+        first, _, body = raw.lstrip().partition("\n")
+        if first.startswith("%distributed") and meant_for_engines(body, self.shell.user_ns):
+            raise PlanError(
+                "%distributed is one line and takes no cell, so the lines below it would run in "
+                "the notebook.",
+                seen=first,
+                allowed="%%distributed above the code that the engines run",
+                next_step=f"%{first}",
+                code="WB-PLAN-062",
+            )
+
+
+def meant_for_engines(body: str, namespace: dict[str, Any]) -> bool:
+    """Whether lines below `%distributed` are code that engines run: they train, or use a rank.
+
+    Args:
+        namespace: The notebook's, which has no rank unless the user made one.
+    """
+    try:
+        tree = ast.parse(body)
+    except SyntaxError:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in _ENGINES_ONLY and node.id not in namespace:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in _TRAINING:
+            return True
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            if any(name.split(".")[0] in _FRAMEWORKS for name in names):
+                return True
+    return False
+
+
+_ENGINES_ONLY = frozenset({"rank", "local_rank", "world_size", "device", "strategy"})
+_TRAINING = frozenset({"fit", "prepare", "watch"})
+_FRAMEWORKS = frozenset({"torch", "tensorflow", "keras"})
+
+
+def _explained(error: RunError, namespace: dict[str, Any]) -> RunError:
+    """Add what the notebook knows: a name the engines lack may exist here."""
+    outcome = outcome_behind(error)
+    if outcome is None or outcome.ename != "NameError":
+        return error
+    name = outcome.evalue.split("'")[1] if "'" in outcome.evalue else ""
+    if name and name in namespace:
+        step = f"%push {name}, or define it in a %%distributed cell"
+        if isinstance(namespace[name], ModuleType):
+            step = f"import {namespace[name].__name__} in the cell"
+        here = "The name exists in the notebook, but not on the engines."
+        found = RunError(f"{error.what}\n  {here}", seen=name, next_step=step, code="WB-RUN-052")
+        if error.brief is not None:
+            head = error.brief.partition("\n")[0]
+            found.brief, found.shown = f"{head}\n  {here}\n  next:    {step}", error.shown
+        return found
+    return error
+
+
+def _autoreload(shell: Any) -> str:
+    """Return the notebook's autoreload mode, empty when it is off."""
+    magics = shell.magics_manager.registry.get("AutoreloadMagics")
+    reloader = getattr(magics, "_reloader", None)
+    if reloader is None or not reloader.enabled:
+        return ""
+    if getattr(reloader, "autoload_obj", False):
+        return "3"
+    return "2" if reloader.check_all else "1"
+
+
+def _complete(shell: Any, event: Any) -> list[str]:
+    """Complete strategies, options and flags from the catalog."""
+    line = event.line
+    words = line.split()
+    if line.startswith(("%cluster", "cluster")):
+        return [*ACTIONS, *(o for a in cluster_parser()._actions for o in a.option_strings)]
+    last = words[-1] if words and not line.endswith(" ") else ""
+    previous = words[-2] if len(words) > 1 and last else (words[-1] if words else "")
+    if previous in ("-o", "--option"):
+        chosen = [e for e in catalog.strategies() if any(e.name in w.split(",") for w in words)]
+        options = [f"{o.name}=" for e in chosen or catalog.strategies() for o in e.options]
+        return list(dict.fromkeys(options))
+    for flag in FLAGS.values():
+        if previous in flag.names and flag.choices:
+            return list(flag.choices)
+    if previous == "--recipe":
+        return recipes.names()
+    if previous == "--framework":
+        return list(catalog.FRAMEWORKS)
+    flags = [o for action in cell_parser()._actions for o in action.option_strings]
+    return flags if last.startswith("-") else [*catalog.names(), *flags]
+
+
+def register(shell: Any) -> None:
+    """Register magics and completion with a shell; begin to pre-warm."""
+    magics = WorkbenchMagics(shell)
+    for name, parser in (("distributed", cell_parser()), ("cluster", cluster_parser())):
+        getattr(WorkbenchMagics, name).__doc__ = parser.format_help()
+    shell.register_magics(magics)
+    for command in ("%%distributed", "%distributed", "%%rank", "%cluster"):
+        shell.set_hook("complete_command", _complete, str_key=command)
+    session.prewarm()
+
+
+def unregister(shell: Any) -> None:
+    """Stop the cluster when the cell is over, unless the extension is loaded again by then."""
+
+    def cell_over(*_: object) -> None:
+        shell.events.unregister("post_run_cell", cell_over)
+        if "workbench" not in shell.extension_manager.loaded:
+            session.stop()
+
+    shell.events.register("post_run_cell", cell_over)

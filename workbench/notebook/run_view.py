@@ -1,0 +1,276 @@
+"""Shows cells and runs while they go on: asks for snapshots, draws them, <= 5 times a second."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RunError
+from ..execution.outcome import outcome_notes
+from ..execution.paused import attend, unattended
+from ..execution.run import Run
+from ..execution.stop import settle
+from ..session.keeping import Keeping, words
+from ..views import text
+from ..views.blocks import Blocks
+from ..views.live.live import NoView, make_view
+
+if TYPE_CHECKING:
+    from ..execution.task import Task
+    from ..session.access import ClusterAccess
+
+log = logging.getLogger("workbench.session")
+FRAME_S = 0.2
+FIRST_S = 0.6
+"""A cell that is over by then shows its output once, whole: what tests of notebooks compare."""
+
+
+class _Pump:
+    """Calls `draw` from a thread of its own until told to end; knows what drawing costs."""
+
+    def __init__(self, draw: Callable[[], None]) -> None:
+        self._draw = draw
+        self._end = threading.Event()
+        self._began = time.perf_counter()
+        self._cpu_s = 0.0
+        self._thread = threading.Thread(target=self._main, name="workbench-view", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        while not self._end.wait(FRAME_S):
+            before = time.thread_time()
+            try:
+                self._draw()
+            except Exception:  # what follows may be drawn again
+                log.exception("A frame could not be drawn")
+            self._cpu_s += time.thread_time() - before
+
+    @property
+    def cpu_share(self) -> float:
+        """Share of one core spent drawing so far."""
+        return self._cpu_s / max(1e-9, time.perf_counter() - self._began)
+
+    def end(self) -> None:
+        """End the thread after the frame under way."""
+        self._end.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+
+def check_view(plot: str) -> None:
+    """Raise PlanError when runs cannot be shown this way here."""
+    make_view(plot, lambda name, fields: None, "")
+
+
+def tell(task: Task | None, error: RunError | None) -> None:
+    """Say with the output what nobody raises: a cell in the background has failed.
+
+    Where a rank's own traceback says why, that is enough.
+    """
+    if task is not None and error is not None and not task.explained:
+        task.board.say_with_it(str(error))
+
+
+def _show_outputs(outputs: Blocks, task: Task, *, final: bool) -> None:
+    """Show what a cell has put out; where that fails its end is plain text."""
+    try:
+        outputs.update(task.board, final=final)
+    except Exception as error:  # the cell goes on, and ends as if nobody looked
+        log.exception("Outputs could not be drawn")
+        if final:
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"note: the output could not be drawn ({error!r})\n")
+                sys.stdout.write(task.board.text() + "\n")
+
+
+def _draw_late(task: Task, outputs: Blocks) -> None:
+    """Go on showing what comes after the cell's end: a thread of the user's may still print."""
+    waiting = threading.Event()
+
+    def draw() -> None:
+        waiting.clear()
+        _show_outputs(outputs, task, final=True)
+
+    def late() -> None:
+        if not waiting.is_set():
+            waiting.set()
+            timer = threading.Timer(FRAME_S, draw)
+            timer.daemon = True
+            timer.start()
+
+    task.on_late = late
+
+
+class RunView:
+    """A run's live dashboard below its cell; one that fails costs a note, not the run."""
+
+    def __init__(self, run: Run, plot: str) -> None:
+        self.run = run
+        self._outputs = Blocks()
+        self._view = make_view(plot, self._command, run.name)
+        self._shown("begin")
+        self._pump = _Pump(self._draw)
+
+    def _command(self, name: str, fields: dict[str, Any]) -> None:
+        actions: dict[str, Callable[[], None]] = {
+            "stop": self.run.stop,
+            "pause": self.run.pause,
+            "resume": self.run.resume,
+            "step": self.run.step,
+        }
+        if name in actions:
+            actions[name]()
+
+    def _shown(self, what: str) -> bool:
+        """Have the view `begin`, `update` or `end`; without it from its first failure on."""
+        try:
+            getattr(self._view, what)(self.run.snapshot())
+        except Exception as error:
+            log.exception("The view of run %r failed", self.run.name)
+            self._view = NoView()
+            self.run.note(
+                f"The run's view failed, and the run goes on without: {type(error).__name__}: "
+                f"{error}"
+            )
+            return False
+        return True
+
+    def _draw(self) -> None:
+        self.run.plot_cpu = self._pump.cpu_share
+        self._shown("update")
+        task = self.run.task
+        if task is not None and task.changed.is_set():
+            task.changed.clear()
+            _show_outputs(self._outputs, task, final=False)
+
+    def _finish(self) -> None:
+        try:
+            self._pump.end()
+            if not self._shown("end"):
+                with contextlib.suppress(Exception):
+                    sys.stdout.write(text.report(self.run.snapshot()) + "\n")
+        finally:  # also where an interrupt strikes the picture
+            if self.run.task is not None:
+                _show_outputs(self._outputs, self.run.task, final=True)
+                _draw_late(self.run.task, self._outputs)
+
+    def wait(self) -> Run:
+        """Block until the run is over; an interrupt stops the run and marks the cell as an error.
+
+        Raises:
+            RunError: The run failed or was interrupted.
+        """
+        try:
+            self.run.wait()
+        except KeyboardInterrupt:
+            self.run.stop()
+            settle(self.run.over, self.run.interrupt)
+            raise RunError(
+                f"Interrupted: run {self.run.name!r} was stopped after "
+                f"{self.run.history.totals.steps} steps.",
+                next_step="its history is kept in wb.runs",
+                code="WB-RUN-088",
+            ) from None
+        except RunError as error:
+            here = copy.copy(error)  # the run keeps one that is told whole, where it is asked for
+            here.shown = self.run.task is not None and self.run.task.explained
+            raise here from None
+        finally:
+            self._finish()
+        return self.run
+
+    def follow(self) -> None:
+        """Return at once; the view goes on in the background."""
+        threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
+
+    def _follow(self) -> None:
+        self.run.over.wait()
+        tell(self.run.task, self.run.error)
+        self._finish()
+
+
+class CellView:
+    """The output blocks of a cell without a strategy."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._outputs = Blocks()
+
+    def _draw(self, final: bool = False) -> None:
+        if self.task.changed.is_set() or final:
+            self.task.changed.clear()
+            _show_outputs(self._outputs, self.task, final=final)
+
+    def wait(self) -> Task:
+        """Block until the cell is over on all its engines.
+
+        Raises:
+            RunError: A rank failed, or the cell was interrupted.
+        """
+        try:
+            self._loop()
+        except KeyboardInterrupt:
+            self.task.interrupt()
+            settle(self.task.over, self.task.interrupt)
+        finally:
+            unattended()
+            self._finish()
+        error = self.task.failure()
+        if error is not None:
+            error.shown = self.task.explained
+            raise error
+        return self.task
+
+    def _loop(self) -> None:
+        # A short cell must not pay for the rate limit: wait for its end, draw only in between.
+        attend()
+        if self.task.over.wait(FIRST_S):
+            return
+        self.task.when_long()
+        while not self.task.over.wait(FRAME_S):
+            self._draw()
+            attend(self._draw)
+
+    def follow(self) -> None:
+        """Return at once; outputs go on appearing below the cell."""
+        threading.Thread(target=self._follow, name="workbench-follow", daemon=True).start()
+
+    def _follow(self) -> None:
+        self._loop()
+        tell(self.task, self.task.failure())
+        self._finish()
+
+    def _finish(self) -> None:
+        for engine, outcome in self.task.outcomes.items():
+            for note in outcome_notes({engine: outcome}):
+                self.task.board.message(engine, "stream", {"name": "stderr", "text": f"{note}\n"})
+        self._draw(final=True)
+        _draw_late(self.task, self._outputs)
+
+
+def show_attached(cluster: ClusterAccess) -> Run | None:
+    """Show what goes on on a cluster that was taken over; return its run, if it is one."""
+    busy = cluster.busy
+    if isinstance(busy, Run):
+        RunView(busy, "auto").follow()
+        return busy
+    if busy is not None:
+        CellView(busy).follow()
+    return None
+
+
+def kept_words(keeping: Keeping) -> str:
+    """Say how a kept cluster is found again, and when it ends."""
+    name, idle_s = keeping.id, keeping.idle_timeout_s
+    end = f"when nothing ran for {words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    return (
+        f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
+        f"it ends with %cluster stop, with workbench stop {name}, or {end}"
+    )

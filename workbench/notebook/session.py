@@ -1,0 +1,310 @@
+"""The notebook's session: its cluster, how its cells are run and shown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..cluster.engines import NOBODY, Engines
+from ..errors import ClusterError, PlanError
+from ..execution.allocator import default_framework, know_notebook, prewarmed
+from ..execution.outcome import is_refusal
+from ..execution.paused import attending
+from ..execution.stop import ending
+from ..session.checkpoints import apart
+from ..session.cluster import Cluster
+from ..shared.plan import Plan, plan_of
+from .recipes import recipes
+from .run_view import CellView, RunView, check_view
+
+if TYPE_CHECKING:
+    from ..cookbook.recipe import Recipe
+    from ..execution.run import Run
+    from ..execution.task import Task
+    from ..session.queue import Queue
+    from ..shared.run_request import RunRequest
+
+
+@dataclass
+class Session:
+    """What one notebook has: at most one cluster, prepared ahead, and the last recipe."""
+
+    cluster: Cluster | None = None
+    recipe: Recipe | None = None
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    prepared: Engines | None = None
+    lost: str = ""  # why the cluster is no longer there, when nobody stopped it
+    _starting: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    # -- the cluster -------------------------------------------------------------------------------
+
+    def prewarm(self) -> None:
+        """Begin to import the framework and to start the controller in the background."""
+        framework = prewarmed()
+        if framework is None or self.prepared is not None or self.cluster is not None:
+            return
+        self.prepared = Engines(NOBODY, framework=framework)
+        self.prepared.prewarm()
+
+    def start(self, count: int, **settings: Any) -> Cluster:
+        """Start the notebook's cluster, or add engines to it until it has `count`.
+
+        Where another thread (the panel's) is starting it, that is waited for.
+
+        Raises:
+            PlanError: The settings make no sense, or a cluster with others is running.
+            ClusterError: The engines did not come up.
+        """
+        with self._starting:
+            return self._start(count, settings)
+
+    def _start(self, count: int, settings: dict[str, Any]) -> Cluster:
+        if self.cluster is not None:
+            self._grow(self.cluster, count, settings)
+            return self.cluster
+        prepared = self.prepared
+        if prepared is not None and not _fits(prepared, settings):
+            threading.Thread(target=prepared.stop, daemon=True).start()
+            self.prepared = prepared = None
+        try:
+            self.cluster = Cluster(count, engines=prepared, **settings)
+        except ClusterError:
+            self.prepared = None  # it was stopped with what failed
+            raise
+        self.prepared = None
+        return self._have(self.cluster)
+
+    def attach(self, cluster: str, *, take: bool = False) -> Cluster:
+        """Take over a kept cluster (see `attach.attach`); the notebook may have no other one.
+
+        Raises:
+            ClusterError: It cannot be taken over, or the notebook has a cluster.
+        """
+        with self._starting:
+            return self._attach(cluster, take)
+
+    def _attach(self, cluster: str, take: bool) -> Cluster:
+        from ..session.attach import attach
+
+        if self.cluster is not None:
+            raise ClusterError(
+                "This notebook has a cluster.",
+                seen=self.cluster.keeping.id,
+                next_step="%cluster stop ends it; or attach in another notebook",
+                code="WB-CLUSTER-043",
+            )
+        found = attach(cluster, take=take)
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None:
+            threading.Thread(target=prepared.stop, daemon=True).start()
+        self.cluster = found
+        return self._have(found)
+
+    def _have(self, cluster: Cluster) -> Cluster:
+        self.lost = ""
+        cluster.keeping.on_end = lambda reason: self._lose(cluster, reason)
+        return cluster
+
+    def _lose(self, cluster: Cluster, reason: str) -> None:
+        if self.cluster is cluster:
+            self.cluster, self.lost = None, reason
+
+    @staticmethod
+    def _grow(cluster: Cluster, count: int, settings: dict[str, Any]) -> None:
+        for name, now in (("devices", cluster.devices_asked), ("launcher", cluster.launcher)):
+            if settings.get(name, now) != now:
+                raise PlanError(
+                    f"The notebook's cluster runs with other {name}.",
+                    seen=settings[name],
+                    allowed=now,
+                    next_step="%cluster stop, then start again",
+                    code="WB-PLAN-127",
+                )
+        if settings.get("keep") and not cluster.keeping.kept:
+            raise PlanError(
+                "The notebook's cluster was started without --keep.",
+                next_step="%cluster stop, then start again",
+                code="WB-PLAN-128",
+            )
+        if framework := settings.get("framework"):
+            cluster.use(framework)
+        missing = count - len(cluster.worker_ids)
+        if missing > 0:
+            cluster.add(missing)
+
+    def reset(self) -> None:
+        """Forget the cells that were trained; the cluster stays."""
+        self.recipe = None
+        self.recipes.clear()
+
+    def stop(self) -> None:
+        """Stop the cluster and whatever was prepared."""
+        cluster, self.cluster = self.cluster, None
+        prepared, self.prepared = self.prepared, None
+        if cluster is not None:
+            cluster.stop()
+        if prepared is not None:
+            prepared.stop()
+
+    def need_cluster(self) -> Cluster:
+        """Return the cluster.
+
+        Raises:
+            ClusterError: None was started; offers the command.
+        """
+        if self.cluster is None:
+            gone = f"The notebook's cluster is gone: {self.lost}." if self.lost else ""
+            raise ClusterError(
+                gone or "No cluster is running in this notebook.",
+                next_step="run %cluster start 2 first",
+                code="WB-CLUSTER-044",
+            )
+        return self.cluster
+
+    # -- cells -------------------------------------------------------------------------------------
+
+    def run_cell(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> Task:
+        """Run a cell on the engines, show its output as it comes; return when it is over.
+
+        Raises:
+            RunError: A rank failed, or the cell was interrupted.
+        """
+        self._refuse_training_flags(line)
+        cluster = self.need_cluster()
+        with attending(not line.background), ending(cluster):
+            task = cluster.execute(
+                recipe.source,
+                framework=line.framework,
+                ids=line.ranks,
+                workers=line.workers,
+                number=number,
+                first_line=recipe.first_line,
+                autoreload=autoreload,
+                traceback=line.traceback,
+                viewed=True,
+            )
+            view = CellView(task)
+            if line.background:
+                view.follow()
+            else:
+                view.wait()
+        return task
+
+    @staticmethod
+    def _refuse_training_flags(line: RunRequest) -> None:
+        if given := line.training_flags:
+            raise PlanError(
+                "These flags belong to a training run, and the line names no strategy.",
+                seen=", ".join(given),
+                next_step="name a strategy: %%distributed mirrored ...",
+                code="WB-PLAN-129",
+            )
+
+    def plans(self, line: RunRequest, recipe: Recipe) -> list[Plan]:
+        """Return the plans of a line, every strategy with every seed, all validated at once."""
+        cluster = self.need_cluster()
+        if line.ranks is not None:
+            raise PlanError(
+                "A strategy chooses its own workers.",
+                seen=f"--ranks {','.join(map(str, line.ranks))}",
+                next_step="use -n for the number of workers",
+                code="WB-PLAN-130",
+            )
+        several = len(line.strategies) > 1
+        found = []
+        for strategy in line.strategies:
+            name = f"{line.name}-{strategy}" if several and line.name else line.name
+            plan = plan_of(
+                replace(line, name=name),
+                recipe,
+                strategy=strategy,
+                framework=cluster.framework,
+                workers=max(1, len(cluster.worker_ids)),
+            )
+            found += [plan.with_seed(k) for k in range(line.seeds)] if line.seeds else [plan]
+        return apart(found)
+
+    def train(self, line: RunRequest, recipe: Recipe, *, number: int, autoreload: str) -> list[Run]:
+        """Train a recipe under the line's strategies, one after the other, with a live view each.
+
+        Raises:
+            RunError: A rank failed, the run was interrupted, or nothing was trained. Where there
+                are several strategies, one that refuses does not end the rest.
+        """
+        cluster = self.need_cluster()
+        plans = self.plans(line, recipe)
+        check_view(line.plot)
+        recipe = replace(recipe, framework=plans[0].framework)
+        self.recipe = recipe
+        if line.background and len(plans) > 1:
+            raise PlanError(
+                "Only one run at a time can go on in the background.",
+                seen=f"{len(plans)} runs",
+                next_step="cluster.queue() runs several, one after the other",
+                code="WB-PLAN-131",
+            )
+
+        def conduct(plan: Plan, begun: Callable[[Run], None]) -> Run:
+            with attending(not line.background), ending(cluster):
+                run = cluster.start(plan, number=number, autoreload=autoreload)
+                self.recipes[run.name] = recipe
+                begun(run)
+                view = RunView(run, line.plot)
+                if line.background:
+                    view.follow()
+                else:
+                    view.wait()
+            return run
+
+        if line.background:
+            return [conduct(plan, lambda run: None) for plan in plans]
+        if len(plans) == 1:
+            cluster.queue().check_free()
+            return [conduct(plans[0], lambda run: None)]
+        several = len(line.strategies) > 1
+        return cluster.queue().train(plans, conduct, lambda error: several and is_refusal(error))
+
+    def recipe_named(self, name: str | None, framework: str | None = None) -> Recipe:
+        """Return the recipe of that name (see `Recipes.find`); without one, the last cell's.
+
+        Raises:
+            PlanError: There is none.
+        """
+        if name:
+            return recipes.find(name, framework or "")
+        if self.recipe is None:
+            raise PlanError(
+                "No cell was trained yet, so there is nothing to run again.",
+                next_step="train a cell with %%distributed STRATEGY first",
+                code="WB-PLAN-132",
+            )
+        return self.recipe
+
+
+def _fits(prepared: Engines, settings: dict[str, Any]) -> bool:
+    """Whether a cluster with these settings can be made of what was prepared."""
+    framework = settings.get("framework") or default_framework()
+    return (
+        settings.get("launcher", "local") == "local"
+        and not settings.get("hosts")
+        and (framework == prepared.framework or prepared.can_fork(framework))
+    )
+
+
+session = Session()
+recipes.cells_of = lambda: session.recipes
+know_notebook(lambda: None if session.cluster is None else session.cluster.framework)
+
+
+def queue(plans: Plan | Iterable[Plan] = (), *, keep_going: bool | None = None) -> Queue:
+    """Return the queue of the notebook's cluster, after adding plans to it (`wb.queue`).
+
+    Args:
+        keep_going: Whether the next plan begins after one has failed; None leaves it as it is.
+
+    Raises:
+        ClusterError: The notebook has no cluster.
+    """
+    return session.need_cluster().queue(plans, keep_going=keep_going)

@@ -1,0 +1,115 @@
+"""`%push` and `%pull`: variables between the notebook and the engines.
+
+Text into the notebook: a new cell below the one that is running.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError
+from ..shared.magic_args import parse_ranks, strip_comment
+
+if TYPE_CHECKING:
+    from ..session.cluster import Cluster
+
+
+def push_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
+    """Copy the named variables to all engines, or to those after `--rank`.
+
+    Raises:
+        PlanError: A name does not exist in the notebook.
+    """
+    names, flags = _split(line, ("--rank",), "%push x y [--rank 0,1]")
+    missing = [name for name in names if name not in namespace]
+    if missing:
+        raise PlanError(
+            "The notebook has no such name.", seen=", ".join(missing), code="WB-PLAN-134"
+        )
+    ids = _ids(cluster, flags)
+    cluster.push({name: namespace[name] for name in names}, ids)
+
+
+def pull_values(cluster: Cluster, line: str, namespace: dict[str, Any]) -> None:
+    """Copy the named variables into the notebook: a list by rank, or one value with `--rank`.
+
+    Raises:
+        PlanError: A name does not exist on an engine.
+    """
+    names, flags = _split(line, ("--rank", "--as"), "%pull loss [--rank 0] [--as l]")
+    targets = flags.get("--as", "").split(",") if "--as" in flags else names
+    if len(targets) != len(names):
+        raise PlanError(
+            "--as needs as many names as are pulled.",
+            seen=flags["--as"],
+            allowed=", ".join(names),
+            code="WB-PLAN-135",
+        )
+    ids = _ids(cluster, flags)
+    found = cluster.pull(names, ids)
+    for name, target in zip(names, targets, strict=True):
+        lacking = [i for i, values in found.items() if name not in values]
+        if lacking:
+            raise PlanError(
+                f"Engines {lacking} have no {name!r}.",
+                next_step="--rank ID pulls from one that has it",
+                code="WB-PLAN-136",
+            )
+        values = [found[i][name] for i in found]
+        namespace[target] = values[0] if "--rank" in flags and len(values) == 1 else values
+
+
+def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], dict[str, str]]:
+    words, names, flags = shlex.split(strip_comment(line)), [], {}
+    while words:
+        word = words.pop(0)
+        if word in known and words:
+            flags[word] = words.pop(0)
+        elif word.startswith("-"):
+            raise PlanError(
+                "The flag was not understood.", seen=word, allowed=usage, code="WB-PLAN-137"
+            )
+        else:
+            names.append(word)
+    if not names:
+        raise PlanError("Which variables?", allowed=usage, code="WB-PLAN-138")
+    return names, flags
+
+
+def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
+    ids = list(parse_ranks(flags["--rank"])) if "--rank" in flags else cluster.ids
+    unknown = [i for i in ids if i not in cluster.ids]
+    if unknown:
+        raise PlanError(
+            "There is no such engine.", seen=unknown, allowed=f"{cluster.ids}", code="WB-PLAN-139"
+        )
+    return ids
+
+
+def to_a_cell(text: str) -> bool:
+    """Put text into a new cell below the one that is running; it is not run.
+
+    Only the reply to a cell carries it, so nothing can be put there by a button's callback: the
+    panel then shows the text with a button that copies it.
+
+    Returns:
+        Whether the notebook was told; else nobody will see the text unless it is shown.
+    """
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    if shell is None or not _in_a_cell(shell):
+        return False
+    shell.set_next_input(text, replace=False)
+    return True
+
+
+def _in_a_cell(shell: Any) -> bool:
+    """Whether a cell is being run, not a message of a widget."""
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:  # a terminal, which shows the text at its next prompt
+        return True
+    parent = kernel.get_parent() or {}
+    kind = parent.get("header", {}).get("msg_type", "")
+    return bool(kind == "execute_request")

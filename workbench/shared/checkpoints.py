@@ -1,0 +1,531 @@
+"""Checkpoints on disk, as both sides see them: where they are, which is the last good one.
+
+    DIR/
+      run.json            the run's plan: what `wb.resume(DIR)` starts again
+      step-120/           written as `step-120.tmp`, flushed to disk, then renamed
+        checkpoint.json   step, world size, strategy, and a checksum of every file beside it
+        state/            model, optimizer, scheduler, in the framework's own format
+        rank-0/ ...       what only one worker has: random states, its own replica
+      step-240/
+
+A folder that is called `step-N` is whole: a crash while writing leaves a `.tmp` behind, which
+nobody reads and the next checkpoint removes. What a disk, a copy or a hand does to it later is
+found by the checksums before anything is loaded; checkpoints of versions that wrote none load as
+they are.
+
+Checksums: what is read from a disk is what was written there, or is refused by name.
+
+CRC-32 finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It is no
+proof against somebody who means it: read only folders that you trust (`docs/security.md`).
+
+Weights of one model put into another of the same form, also across frameworks; pure.
+
+Within a framework weights are found by name; those of Keras in their order where the names differ
+(a model built a second time may be called `sequential_1`). Across frameworks they come in order:
+layer after layer, and within a layer in the order both frameworks use (matrix, bias; scale, shift,
+mean, variance). What differs is how a layer's matrix lies in memory:
+
+| | PyTorch | Keras |
+|---|---|---|
+| dense | (out, in) | (in, out) |
+| convolution | (out, in, height, width) | (height, width, in, out) |
+| dense behind flattened maps | rows by (channel, place) | rows by (place, channel) |
+
+A run's final weights, put into a model of the notebook.
+
+The notebook's side imports no framework: the model brings its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import PlanError, RunError
+
+EVERY = 100
+"""Steps between checkpoints where the line does not say."""
+KEEP = 2
+"""Whole checkpoints that are kept in a folder."""
+MANIFEST, RUN = "checkpoint.json", "run.json"
+VERSION = 1
+ON_FAILURE = ("stop", "continue", "replace")
+_NEEDED = ("version", "step", "training", "base", "world_size", "strategy")
+_SHARED = "state/"
+_MOST_FAULTS = 3  # named in an error
+_STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = re.compile(r"step-(\d+)(?:\.(.+))?\.tmp")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint that is whole.
+
+    Attributes:
+        path: Its folder, `DIR/step-N`.
+        step: Steps done when it was taken: the next step is number `step`.
+        about: What its manifest says.
+    """
+
+    path: str
+    step: int
+    about: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def found(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the whole checkpoints in a folder, oldest first; none where there is no folder."""
+    whole = []
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    for name in names:
+        match = _STEP.fullmatch(name)
+        path = Path(folder) / name
+        if match is None or not (path / MANIFEST).is_file():
+            continue
+        whole.append(int(match[1]))
+    return [_read(Path(folder) / f"step-{step}", step) for step in sorted(whole)]
+
+
+def token(prefix: str, run_id: str = "run") -> str:
+    """Return what tells one launch's unfinished folders from others': `step-N.<token>.tmp`."""
+    return (prefix or run_id or "run").strip("/").replace("/", "-")
+
+
+def sweep(folder: str | os.PathLike[str], doomed: Callable[[int, str], bool]) -> None:
+    """Remove unfinished folders for which `doomed(step, token)` is true."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        match = _UNFINISHED.fullmatch(name)
+        if match is not None and doomed(int(match[1]), match[2] or ""):
+            shutil.rmtree(Path(folder) / name, ignore_errors=True)
+
+
+def latest(folder: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the last good checkpoint in a folder, None where there is none."""
+    whole = found(folder)
+    return whole[-1] if whole else None
+
+
+def at(path: str | os.PathLike[str]) -> Checkpoint:
+    """Return the checkpoint at a path: that of `DIR/step-N`, or the last one of `DIR`.
+
+    Raises:
+        RunError: There is none, another version wrote it, or its manifest is damaged.
+    """
+    whole = Path(path).expanduser().absolute()
+    match = _STEP.fullmatch(whole.name)
+    if match is not None and (whole / MANIFEST).is_file():
+        return checked(_read(whole, int(match[1])))
+    last = latest(whole)
+    if last is not None:
+        return checked(last)
+    if match is not None and whole.is_dir():
+        raise refusal(Checkpoint(str(whole), int(match[1])), [f"{MANIFEST} is missing"])
+    raise RunError(
+        "There is no checkpoint here.",
+        seen=str(path),
+        allowed="a folder that --checkpoint DIR wrote to, or one of its step-N",
+        code="WB-RUN-001",
+    )
+
+
+def checked(one: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of this version whose manifest is as it was written.
+
+    Raises:
+        RunError: Another version wrote it, or its manifest is damaged.
+    """
+    if fault := _manifest_fault(one):
+        raise refusal(one, [fault])
+    if one.about["version"] != VERSION:
+        raise RunError(
+            "The checkpoint cannot be read by this version of Workbench.",
+            seen=f"version {one.about['version']} at {one.path}",
+            allowed=f"version {VERSION}",
+            next_step="go on with the version that wrote it",
+            code="WB-RUN-002",
+        )
+    return one
+
+
+def faults(one: Checkpoint, *, own: bool = True) -> list[str]:
+    """Return what is damaged in a checkpoint, file by file; empty where it is as it was written.
+
+    Reads every file: about as long as loading it takes.
+
+    Args:
+        own: Whether what each rank alone had is needed too: as many ranks go on, alike.
+    """
+    if fault := _manifest_fault(one):
+        return [fault]
+    files = one.about.get("files") or {}
+    needed = {name: sums for name, sums in files.items() if own or name.startswith(_SHARED)}
+    return checksum_faults(Path(one.path), needed)
+
+
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Whether `DIR/step-N` is a checkpoint that is as it was written."""
+    match = _STEP.fullmatch(Path(path).name)
+    return match is not None and not faults(_read(Path(path), int(match[1])))
+
+
+def refusal(one: Checkpoint, found: Sequence[str]) -> RunError:
+    """Return the error that names what is damaged, and the last checkpoint that is whole."""
+    more = f", and {len(found) - _MOST_FAULTS} more" if len(found) > _MOST_FAULTS else ""
+    return RunError(
+        f"The checkpoint of step {one.step} is damaged.",
+        seen=f"{one.path}: {', '.join(found[:_MOST_FAULTS])}{more}",
+        allowed="a checkpoint whose files are as they were written",
+        next_step=_instead(one, found),
+        code="WB-RUN-003",
+    )
+
+
+def last_whole(folder: str | os.PathLike[str], but: str = "") -> Checkpoint | None:
+    """Return the last checkpoint of a folder that is as it was written; None where there is none.
+
+    Args:
+        but: Path of one that is out of the question.
+    """
+    others = (one for one in reversed(found(folder)) if one.path != but)
+    return next((one for one in others if not faults(one)), None)
+
+
+def _instead(one: Checkpoint, found: Sequence[str]) -> str:
+    """Return what can be done without a checkpoint that is damaged."""
+    ways = []
+    if other := last_whole(Path(one.path).parent, but=one.path):
+        ways.append(f"wb.resume({other.path!r}) goes on from the last whole one")
+    if all(name.startswith("rank-") for name in found):  # what stands for all ranks is whole
+        workers = 1 if one.about["world_size"] > 1 else 2
+        ways.append(
+            f"wb.resume({one.path!r}, workers={workers}) goes on without what each rank alone "
+            "had (random states)"
+        )
+    return "; ".join(ways) or "there is no other whole one: begin anew in another --checkpoint DIR"
+
+
+def _manifest_fault(one: Checkpoint) -> str:
+    """Return what is wrong with a manifest; empty where it says what was written."""
+    if not one.about:
+        return f"{MANIFEST} cannot be read"
+    if not is_as_sealed(one.about):
+        return f"{MANIFEST} is not what was written (its checksum differs)"
+    if isinstance(version := one.about.get("version"), int) and version != VERSION:
+        return ""  # what another version needs to say is not known
+    if missing := [key for key in _NEEDED if key not in one.about]:
+        return f"{MANIFEST} does not say: {', '.join(missing)}"
+    if one.about["step"] != one.step:
+        return f"{MANIFEST} is of step {one.about['step']}"
+    return ""
+
+
+def settings(folder: str, every: object, on_failure: str) -> tuple[str, int, str]:
+    """Check what a line says about checkpoints and failures; return it complete.
+
+    Args:
+        folder: Where checkpoints go; empty for none.
+        every: Steps between two of them; 0 or None for the default.
+        on_failure: One of `ON_FAILURE`; empty for the default.
+
+    Returns:
+        The folder as an absolute path, the steps (0 without checkpoints), what a failure does.
+
+    Raises:
+        PlanError: Naming the value seen and what is allowed.
+    """
+    if on_failure and on_failure not in ON_FAILURE:
+        raise PlanError(
+            "--on-failure was not understood.",
+            seen=on_failure,
+            allowed=", ".join(ON_FAILURE),
+            code="WB-PLAN-012",
+        )
+    if every and not folder:
+        raise PlanError(
+            "How often to write checkpoints was said, but not where.",
+            seen=f"checkpoint_every={every}",
+            next_step="add --checkpoint DIR",
+            code="WB-PLAN-013",
+        )
+    if on_failure == "replace" and not folder:
+        raise PlanError(
+            "A run can go on in a fresh engine only from a checkpoint.",
+            seen="on_failure='replace' without a checkpoint folder",
+            next_step="add --checkpoint DIR",
+            code="WB-PLAN-014",
+        )
+    if not folder:
+        return "", 0, on_failure or "stop"
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 0):
+        raise PlanError(
+            "checkpoint_every counts steps.",
+            seen=every,
+            allowed="a whole number, at least 1",
+            code="WB-PLAN-015",
+        )
+    return _writable(folder), int(every or EVERY), on_failure or "replace"
+
+
+def _writable(folder: str) -> str:
+    """Return the folder's absolute path; nothing is made before the run begins."""
+    path = Path(os.path.expanduser(folder)).absolute()
+    if path.exists() and not path.is_dir():
+        raise PlanError(
+            "Checkpoints go into a folder, and this is a file.",
+            seen=str(path),
+            next_step="name another folder",
+            code="WB-PLAN-016",
+        )
+    there = path
+    while not there.exists():
+        there = there.parent
+    if reason := _why_not(there):
+        raise PlanError(
+            "Checkpoints cannot be written there.",
+            seen=f"{there} ({reason})",
+            allowed="a folder that this user may write to",
+            code="WB-PLAN-017",
+        )
+    return str(path)
+
+
+def _why_not(folder: Path) -> str:
+    """Return why nothing can be made in a folder, empty where it can.
+
+    Tried out: what `os.access` says does not hold for root, who may write everywhere but in
+    `/proc`, nor for disks of other hosts.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=folder))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
+
+
+def _read(path: Path, step: int) -> Checkpoint:
+    try:
+        about = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError):
+        about = {}
+    return Checkpoint(str(path), step, about if isinstance(about, dict) else {})
+
+
+Sums = dict[str, list[int]]
+"""Bytes and CRC-32 of each file, by its path below a folder. Without the CRC: the bytes alone."""
+
+_CHUNK_BYTES = 1 << 20
+_SEAL = "checksum"
+
+
+def of_file(path: Path) -> list[int]:
+    """Return a file's bytes and CRC-32."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def of_folder(folder: Path, prefix: str = "") -> Sums:
+    """Return those of all files below a folder, their names after `prefix`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {prefix + path.relative_to(folder).as_posix(): of_file(path) for path in files}
+
+
+def fault(path: Path, written: Sequence[int]) -> str:
+    """Return what is wrong with a file, as in `is missing`; empty where it is as it was written.
+
+    Args:
+        written: Its bytes and, where they are known, its CRC-32.
+    """
+    try:
+        size = path.stat().st_size
+        # Without a checksum it may have grown since: rows and events are appended.
+        if size < written[0] or (len(written) > 1 and size != written[0]):
+            return f"has {size} of {written[0]} bytes"
+        if len(written) > 1 and of_file(path) != list(written):
+            return "is not what was written (its checksum differs)"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or type(error).__name__})"
+    return ""
+
+
+def checksum_faults(folder: Path, written: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return what is wrong with a folder's files: `state/arrays.index is missing`."""
+    found = ((name, fault(folder / name, sums)) for name, sums in written.items())
+    return [f"{name} {what}" for name, what in found if what]
+
+
+def sealed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a JSON file says, with a checksum of it."""
+    plain = {key: value for key, value in about.items() if key != _SEAL}
+    return {**plain, _SEAL: _crc(plain)}
+
+
+def is_as_sealed(about: Mapping[str, Any]) -> bool:
+    """Whether a JSON file says what was written; of one without a checksum nobody knows."""
+    plain = {key: value for key, value in about.items() if key != _SEAL}
+    return _SEAL not in about or about[_SEAL] == _crc(plain)
+
+
+def _crc(about: Mapping[str, Any]) -> int:
+    # By way of JSON: keys become texts and tuples lists, as they are when it is read.
+    plain = json.loads(json.dumps(about))
+    return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+
+
+Arrays = Mapping[str, NDArray[Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+KERNEL = "kernel"
+COUNTERS = ("num_batches_tracked",)
+"""Of PyTorch's BatchNorm; Keras has none."""
+
+
+def fit_weights(
+    arrays: Arrays, source: str, shapes: Shapes, target: str
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays under a model's names, in the shapes it has.
+
+    Args:
+        arrays: A run's weights by name, in the order of its model.
+        source: The framework they come from.
+        shapes: Shape of each weight of the model, in its order.
+        target: The model's framework.
+
+    Raises:
+        PlanError: The models are not of the same form.
+    """
+    if source == target:
+        found = _same_framework(arrays, shapes, numbered=target == "tensorflow")
+    else:
+        found = _across(arrays, source, shapes, target)
+    for name, array in found.items():
+        if tuple(array.shape) != tuple(shapes[name]):
+            raise _unlike(f"{name} of shape {tuple(array.shape)}", f"{tuple(shapes[name])}")
+    return found
+
+
+def _same_framework(arrays: Arrays, shapes: Shapes, *, numbered: bool) -> dict[str, NDArray[Any]]:
+    if set(arrays) == set(shapes):
+        return {name: arrays[name] for name in shapes}
+    if not numbered or len(arrays) != len(shapes):
+        strange = sorted(set(arrays) ^ set(shapes))
+        raise _unlike(", ".join(strange[:6]), "the same weights")
+    return dict(zip(shapes, arrays.values(), strict=True))
+
+
+def _across(arrays: Arrays, source: str, shapes: Shapes, target: str) -> dict[str, NDArray[Any]]:
+    given = [(name, array) for name, array in arrays.items() if not name.endswith(COUNTERS)]
+    wanted = [name for name in shapes if not name.endswith(COUNTERS)]
+    if len(given) != len(wanted):
+        raise _unlike(f"{len(given)} weights", f"{len(wanted)} weights")
+    channels = 0  # of the latest convolution that no dense layer has followed yet
+    found = {}
+    for (name, array), own in zip(given, wanted, strict=True):
+        keras_name = own if target == "tensorflow" else name
+        if keras_name.rpartition("/")[2] != KERNEL:
+            found[own] = array
+            continue
+        to_keras = target == "tensorflow"
+        found[own] = _kernel(array, to_keras, channels)
+        channels = _channels(array, to_keras) if array.ndim > 2 else 0
+    return found
+
+
+def _channels(kernel: NDArray[Any], from_torch: bool) -> int:
+    """Return how many maps a convolution gives."""
+    return int(kernel.shape[0] if from_torch else kernel.shape[-1])
+
+
+def _kernel(array: NDArray[Any], to_keras: bool, channels: int) -> NDArray[Any]:
+    """Return a layer's matrix as the other framework lays it out."""
+    if array.ndim != 2:
+        places = range(2, array.ndim) if to_keras else range(array.ndim - 2)
+        axes: Sequence[int] = (
+            (*places, 1, 0) if to_keras else (array.ndim - 1, array.ndim - 2, *places)
+        )
+        return array.transpose(axes)
+    rows = array.T if to_keras else array  # (in, out)
+    if channels and rows.shape[0] % channels == 0 and rows.shape[0] > channels:
+        places = rows.shape[0] // channels
+        shape = (channels, places) if to_keras else (places, channels)
+        rows = rows.reshape(*shape, -1).swapaxes(0, 1).reshape(rows.shape)
+    return rows if to_keras else rows.T
+
+
+def _unlike(seen: str, allowed: str) -> PlanError:
+    return PlanError(
+        "The model's parameters are not the run's.",
+        seen=seen,
+        allowed=allowed,
+        next_step="build the model as the cell did",
+        code="WB-PLAN-151",
+    )
+
+
+def load_into(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) -> Any:
+    """Copy weights into a PyTorch or Keras model, whichever framework they come from.
+
+    Args:
+        arrays: Weights by name, in the order of the run's model.
+        framework: The run's framework.
+
+    Raises:
+        PlanError: The model has other parameters, or none yet.
+    """
+    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+    if keras is not None and isinstance(model, keras.Model):
+        return _into_keras(model, arrays, framework)
+    if torch is None or not hasattr(model, "load_state_dict"):
+        raise PlanError(
+            "load_into takes a torch module or a Keras model.",
+            seen=type(model).__name__,
+            code="WB-PLAN-106",
+        )
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    found = fit_weights(arrays, framework, shapes, "torch")
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in found.items()}
+    model.load_state_dict({**state, **tensors})
+    return model
+
+
+def _into_keras(model: Any, arrays: Mapping[str, NDArray[Any]], framework: str) -> Any:
+    if not model.weights:
+        raise PlanError(
+            "The Keras model has no weights yet: it does not know the shape of its input.",
+            seen=model.name,
+            next_step="call it on a batch, or give it a keras.layers.Input, then load again",
+            code="WB-PLAN-107",
+        )
+    variables: dict[str, Any] = {}
+    for variable in model.weights:
+        name, count = variable.path, 1
+        while name in variables:  # as the engines name them
+            name, count = f"{variable.path}_{count}", count + 1
+        variables[name] = variable
+    shapes = {name: tuple(variable.shape) for name, variable in variables.items()}
+    for name, array in fit_weights(arrays, framework, shapes, "tensorflow").items():
+        variables[name].assign(array)
+    return model

@@ -1,0 +1,152 @@
+"""Where a run is written to besides its own folder: `--log tensorboard:DIR`, `--log mlflow:URI`.
+
+Pure: whether the place can be written to is asked where it is written (`execution/logging_to.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..errors import PlanError
+
+KINDS = ("tensorboard", "mlflow")
+ALLOWED = "tensorboard:DIR, mlflow:URI"
+STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
+"""Schemes of MLflow's stores."""
+_URIS = (
+    "sqlite:///mlflow.db, http://HOST:5000, a database's URI, or mlflow: alone for what "
+    "MLFLOW_TRACKING_URI says"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One place that a run is written to.
+
+    Attributes:
+        kind: One of `KINDS`.
+        where: A folder (absolute) or a tracking URI; empty: what MLflow's environment says.
+    """
+
+    kind: str
+    where: str
+
+    @property
+    def text(self) -> str:
+        """The target as it is written: `tensorboard:/home/me/runs`."""
+        return f"{self.kind}:{self.where}"
+
+
+def parse_target(text: str) -> Target:
+    """Read `tensorboard:DIR` or `mlflow:URI`; paths are taken from the present folder.
+
+    Raises:
+        PlanError: It is neither, or the URI is malformed.
+    """
+    kind, _, where = text.strip().partition(":")
+    if kind not in KINDS:
+        raise PlanError(
+            "--log knows no such kind.", seen=_short(text), allowed=ALLOWED, code="WB-PLAN-140"
+        )
+    if any(not char.isprintable() for char in where):
+        raise PlanError(
+            "A place has a line break or worse.",
+            seen=_short(text),
+            allowed=ALLOWED,
+            code="WB-PLAN-141",
+        )
+    return Target(kind, _folder(where, text) if kind == "tensorboard" else _store(where))
+
+
+def parse_targets(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return targets as `Target.text`, each once.
+
+    Raises:
+        PlanError: One was not understood.
+    """
+    if isinstance(texts, str):
+        texts = [texts]
+    return tuple(dict.fromkeys(parse_target(text).text for text in texts))
+
+
+def _folder(where: str, text: str) -> str:
+    if not where.strip() or "://" in where:
+        raise PlanError(
+            "TensorBoard's files go into a folder of this machine.",
+            seen=_short(text),
+            allowed="tensorboard:DIR",
+            next_step="--log tensorboard:runs",
+            code="WB-PLAN-142",
+        )
+    return _absolute(where)
+
+
+def _store(where: str) -> str:
+    if where.strip() in ("", "databricks"):
+        return where.strip()
+    scheme, colon, rest = where.partition(":")
+    kind = scheme.partition("+")[0].lower()
+    if not colon or kind not in STORES:
+        raise PlanError(
+            "MLflow's store is named by a URI.",
+            seen=_short(where),
+            allowed=_URIS,
+            next_step="--log mlflow:sqlite:///mlflow.db",
+            code="WB-PLAN-143",
+        )
+    if kind == "sqlite":
+        return _sqlite(where, scheme, rest)
+    if kind == "file":
+        path = rest.removeprefix("//")
+        if not path:
+            raise PlanError(
+                "The URI names no folder.", seen=where, allowed="file:mlruns", code="WB-PLAN-144"
+            )
+        return f"file://{_absolute(path)}"
+    _check_host(where)
+    return where
+
+
+def _sqlite(where: str, scheme: str, rest: str) -> str:
+    match = re.fullmatch(r"///([^?#]+)", rest)
+    if match is None or match[1].endswith("/"):
+        raise PlanError(
+            "The URI names no database file.",
+            seen=_short(where),
+            allowed="sqlite:///mlflow.db, or sqlite:////home/me/mlflow.db for a whole path",
+            code="WB-PLAN-145",
+        )
+    return f"{scheme}:///{_absolute(match[1])}"
+
+
+def _check_host(where: str) -> None:
+    try:
+        parts = urlsplit(where)
+        host, secret, _ = parts.hostname, parts.password, parts.port
+    except ValueError:
+        host = secret = None
+    if not host or " " in where:
+        seen = _short(re.sub(r"//[^/@]*@", "//***@", where))  # it may hold a password
+        raise PlanError("MLflow's URI is malformed.", seen=seen, allowed=_URIS, code="WB-PLAN-146")
+    if secret is not None:
+        raise PlanError(
+            "The URI holds a password, which would be kept with the run.",
+            seen=f"{parts.scheme}://{parts.username}:***@{host}",
+            allowed="a URI without one",
+            next_step="set MLFLOW_TRACKING_URI (or MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD), and log to mlflow:",
+            code="WB-PLAN-147",
+        )
+
+
+def _absolute(where: str) -> str:
+    return str(Path(os.path.expanduser(where.strip())).absolute())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,209 @@
+"""What the lines of all magics are made of: words, whole numbers, ranks, a comment at the end.
+
+Parses the line of `%cluster`; knows words and flags, touches nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import PlanError, unknown
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises PlanError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.search(r"unrecognized arguments: (.*)", message)
+        if flag:
+            raise PlanError(
+                f"{self.prog} does not know that.",
+                seen=flag[1],
+                allowed=self.format_usage().replace("usage: ", "").strip(),
+                next_step=f"{self.prog}? shows the help",
+                code="WB-PLAN-155",
+            )
+        raise PlanError(
+            f"{self.prog}: {message}.", next_step=f"{self.prog}? shows the help", code="WB-PLAN-156"
+        )
+
+
+def tokens(line: str) -> Sequence[str]:
+    """Split a line into words as a shell does, its comment left out.
+
+    Raises:
+        PlanError: A quotation mark is missing.
+    """
+    try:
+        return shlex.split(strip_comment(line))
+    except ValueError as error:
+        raise PlanError(
+            "The line was not understood.", seen=line, allowed=str(error), code="WB-PLAN-157"
+        ) from None
+
+
+def strip_comment(line: str) -> str:
+    """Return the line without a trailing `# ...`, which must follow a space or begin the line."""
+    quoted = ""
+    for at, char in enumerate(line):
+        if quoted:
+            quoted = "" if char == quoted else quoted
+        elif char in "'\"":
+            quoted = char
+        elif char == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at].rstrip()
+    return line.rstrip()
+
+
+def whole_number(what: str, text: str, least: int = 1) -> int:
+    """Read a number that counts something.
+
+    Raises:
+        PlanError: It is none, or too small.
+    """
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < least:
+        allowed = f"a whole number, at least {least}"
+        raise PlanError(
+            f"{what} must count something.", seen=_short(text), allowed=allowed, code="WB-PLAN-158"
+        )
+    return int(text)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read `0,2`, `0-2` or `[0,2]`.
+
+    Raises:
+        PlanError: It has none of these forms.
+    """
+    found: list[int] = []
+    for part in text.strip().strip("[]").split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,4})(?:\s*-\s*([0-9]{1,4}))?\s*", part)
+        if not match:
+            raise PlanError(
+                "Ranks were not understood.",
+                seen=_short(text),
+                allowed="0,2 or 0-2 or [0,2], with numbers up to 9999",
+                code="WB-PLAN-159",
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise PlanError(
+                "A range of ranks goes upwards.",
+                seen=part.strip(),
+                allowed="0-2",
+                code="WB-PLAN-160",
+            )
+        found.extend(range(first, last + 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+ACTIONS = ("start", "status", "restart", "logs", "stacks", "debug", "free", "attach", "stop")
+
+
+@dataclass(frozen=True)
+class ClusterLine:
+    """What a `%cluster` line asks for."""
+
+    action: str
+    count: int | None = None
+    ranks: tuple[int, ...] = ()
+    devices: str = "auto"
+    launcher: str = "local"
+    hosts: str = ""
+    framework: str | None = None
+    commands: tuple[str, ...] = ()
+    port: int | None = None
+    follow: bool = False
+    lines: int | None = None
+    keep: bool = False
+    idle_timeout: str | None = None
+    take: bool = False
+    cluster: str = ""
+
+
+def cluster_parser() -> argparse.ArgumentParser:
+    """Return the parser of `%cluster`."""
+    parser = Parser(prog="%cluster", add_help=False, description="Start, show and stop engines.")
+    add = parser.add_argument
+    add("action", nargs="?", default="status", help=", ".join(ACTIONS))
+    add("values", nargs="*", help="start: number of engines; else: engine ids")
+    add("--devices", default="auto", help="auto, cpu, cuda, or GPU numbers 0,1")
+    add("--launcher", default="local", help="local; others of ipyparallel's: not yet")
+    add("--hosts", default="", help="interface to listen on; other hosts: not yet")
+    add("--framework", metavar="NAME", help="framework to have ready: torch or tensorflow")
+    add("--keep", action="store_true", help="start: outlive this notebook; attach finds it again")
+    add("--idle-timeout", metavar="T", help="start: end when nothing ran for so long: 30m, never")
+    add("--take", action="store_true", help="attach: also from a notebook that has it")
+    _debug_flags(add)
+    return parser
+
+
+def _debug_flags(add: Callable[..., Any]) -> None:
+    add(
+        "-c",
+        "--command",
+        action="append",
+        default=[],
+        metavar="CMD",
+        help="debug: a command of pdb or an expression, instead of a prompt; may be repeated",
+    )
+    add("--port", metavar="P", help="debug: serve debugpy on loopback; 0 takes any free port")
+    add("-f", "--follow", action="store_true", help="logs: go on showing lines until interrupted")
+    add("-n", "--lines", metavar="N", help="logs: how many lines to begin with (40)")
+
+
+def parse_cluster_line(line: str) -> ClusterLine:
+    """Read a `%cluster` line.
+
+    Raises:
+        PlanError: Saying what was not understood and what is allowed.
+    """
+    given = vars(cluster_parser().parse_intermixed_args(tokens(line)))
+    action, values = given["action"], given["values"]
+    if action not in ACTIONS:
+        raise unknown("%cluster action", action, ACTIONS)
+    count = None
+    if action == "start" and values:
+        count = whole_number("the number of engines", values[0])
+    if action == "attach" and len(values) != 1:
+        raise PlanError(
+            "Which cluster?",
+            allowed="%cluster attach ID",
+            next_step="workbench ps, in a terminal, lists them",
+            code="WB-PLAN-026",
+        )
+    numbers = () if action in ("start", "attach") else values
+    ranks = tuple(i for text in numbers for i in parse_ranks(text))
+    return ClusterLine(
+        action,
+        count,
+        ranks,
+        given["devices"],
+        given["launcher"],
+        given["hosts"],
+        given["framework"],
+        tuple(given["command"]),
+        None if given["port"] is None else _port(given["port"]),
+        given["follow"],
+        None if given["lines"] is None else whole_number("--lines", given["lines"], least=0),
+        keep=given["keep"],
+        idle_timeout=given["idle_timeout"],
+        take=given["take"],
+        cluster=values[0] if action == "attach" else "",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
+        allowed = "1024 to 65535, or 0 for any that is free"
+        raise PlanError("--port is no port.", seen=text, allowed=allowed, code="WB-PLAN-027")
+    return int(text)

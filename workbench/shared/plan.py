@@ -1,0 +1,409 @@
+"""A plan: a recipe, a strategy and its options, validated before any engine is touched.
+
+Writes a plan back as the cell that asks for it: the magic's line, and below it the source.
+
+The line holds only what differs from the defaults, always in the same order, so equal plans give
+equal text:
+
+    strategy  -n  --framework  -o ..  --epochs --steps --batch-size --seed
+    and then the settings, in the order of `RunSettings`: --inject .. to --name
+
+Every line is read again before it is handed out, so what it says is the plan or an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .. import catalog
+from ..cookbook.recipe import Recipe
+from ..errors import PlanError
+from . import checkpoints, log_targets, run_request
+from .run_request import (
+    FLAGS,
+    OVERRIDES,
+    UNSAID,
+    RunRequest,
+    RunSettings,
+    parse_cell_line,
+    settings_from_wire,
+)
+
+MOST_NAME = 100
+"""Letters of a run's name: it stands in tables, in pictures and in the names of folders."""
+
+
+@dataclass(frozen=True)
+class Plan(RunSettings):
+    """Everything that is decided before a run begins: its settings, and these.
+
+    Attributes:
+        recipe: What is trained.
+        strategy: Name in the catalog.
+        workers: Number of replicas.
+        options: Value of every option of the strategy.
+        overrides: `epochs`, `steps`, `batch_size`, `seed` as given on the line; they win over
+            what the cell passes to `wb.fit`.
+    """
+
+    recipe: Recipe
+    strategy: str
+    framework: str = "torch"
+    workers: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> catalog.Strategy:
+        """The strategy's entry in the catalog."""
+        return catalog.lookup(self.strategy, self.framework)
+
+    @property
+    def servers(self) -> int:
+        """Number of server engines the run needs besides its workers."""
+        return self.entry.server_count(self.options)
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        """What the engines are called that the run needs besides those that run the cell."""
+        return self.entry.helpers(self.options, self.workers)
+
+    @property
+    def engines(self) -> int:
+        """Number of engines that run the cell; one engine may hold several replicas."""
+        return 1 if self.entry.one_engine else self.workers
+
+    @property
+    def sync(self) -> bool:
+        """Whether the workers take each step together."""
+        return self.entry.is_sync(self.options)
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Raise PlanError where an option needs other devices than the run would have.
+
+        Args:
+            devices: One per replica: `cpu`, `cuda:0`.
+        """
+        if all(device.startswith("cuda") for device in devices):
+            return
+        for name, value in self.entry.needs_gpus:
+            if self.options.get(name) == value:
+                default = self.entry.option(name).default
+                raise PlanError(
+                    f"{name}={value} needs a GPU for each replica.",
+                    seen=", ".join(devices),
+                    allowed=f"another {name} on CPUs: {default} chooses one that works",
+                    next_step=f"leave it out, or -o {name}={default}",
+                    code="WB-PLAN-084",
+                )
+
+    def with_seed(self, seed: int) -> Plan:
+        """Return the same plan under another seed, named apart."""
+        return replace(
+            self,
+            overrides={**self.overrides, "seed": seed},
+            name=f"{self.name or self.strategy}-seed{seed}",
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data (function arguments do not travel here)."""
+        data = asdict(self) | self.settings_to_wire()
+        data["recipe"].pop("args")
+        return data
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> Plan:
+        """Rebuild what `to_wire` gave."""
+        known = dict(data) | settings_from_wire(data)
+        known["recipe"] = Recipe(**known["recipe"])
+        return Plan(**known)
+
+
+def make_plan(
+    recipe: Recipe,
+    strategy: str,
+    *,
+    framework: str = "torch",
+    workers: int,
+    options: dict[str, Any] | None = None,
+    overrides: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Plan:
+    """Validate what was asked for and return it as a plan.
+
+    Args:
+        workers: Engines at hand or asked for; a strategy with a lower limit takes fewer.
+        settings: Fields of `RunSettings`. Paths are taken from the notebook's folder; by default
+            `on_failure` is `replace` with checkpoints, `stop` without.
+
+    Raises:
+        PlanError: Naming the value seen, what is allowed and the next step.
+    """
+    entry = catalog.lookup(strategy, framework)
+    asked = RunSettings(**settings)
+    check_name(asked.name)
+    count = check_count("workers", workers)
+    if entry.max_workers is not None:
+        count = min(count, entry.max_workers)
+    chosen = entry.settings(options or {}, catalog.CATALOG)
+    given = _check_overrides(overrides or {})
+    _check_layout(entry, chosen, count, given.get("batch_size"))
+    for fault in asked.faults:
+        fault.check(count, links=entry.links)
+    if not recipe.source.strip():
+        raise PlanError(
+            "The cell is empty: there is nothing to train.",
+            next_step="write the training below the magic",
+            code="WB-PLAN-085",
+        )
+    run_request.check_window(asked.profile, given.get("steps"))
+    folder, every, on_failure = checkpoints.settings(
+        asked.checkpoint, asked.checkpoint_every, asked.on_failure
+    )
+    _check_on_failure(entry, on_failure, count)
+    decided = {
+        **asked.settings,
+        "checkpoint": folder,
+        "checkpoint_every": every,
+        "on_failure": on_failure,
+        "log": log_targets.parse_targets(asked.log),
+    }
+    return Plan(recipe, entry.name, framework, count, chosen, given, **decided)
+
+
+def plan_of(
+    request: RunRequest, recipe: Recipe, *, strategy: str = "", framework: str, workers: int
+) -> Plan:
+    """Return the plan of a request.
+
+    Args:
+        strategy: One of the request's, where it names several.
+        framework: Used where neither the request nor the recipe names one.
+        workers: Used where the request gives no number.
+
+    Raises:
+        PlanError: Naming the value seen, what is allowed and the next step.
+    """
+    return make_plan(
+        recipe,
+        strategy or request.strategies[0],
+        framework=request.framework or recipe.framework or framework,
+        workers=workers if request.workers is None else request.workers,
+        options=request.options,
+        overrides=request.overrides,
+        **request.settings,
+    )
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those that are given, as numbers."""
+    given = {key: value for key, value in overrides.items() if value is not None}
+    for key, value in given.items():
+        if key not in OVERRIDES:
+            raise PlanError(
+                "There is no such override.",
+                seen=key,
+                allowed=", ".join(OVERRIDES),
+                code="WB-PLAN-086",
+            )
+        given[key] = check_seed(value) if key == "seed" else check_count(key, value)
+    return given
+
+
+def _check_layout(
+    entry: catalog.Strategy, settings: dict[str, Any], count: int, batch: int | None
+) -> None:
+    """Raise PlanError where so many workers, these options and the batch do not go together."""
+    if batch is not None and entry.data_parallel and batch < count:
+        raise PlanError(
+            "The global batch is smaller than the number of workers, so some would have no sample.",
+            seen=f"batch_size={batch} over {count} workers",
+            allowed=f"batch_size of at least {count}",
+            next_step=f"raise --batch-size, or use fewer workers with -n {batch}",
+            code="WB-PLAN-087",
+        )
+    if entry.rules:
+        module, _, rule = entry.rules.partition(":")
+        getattr(importlib.import_module(module), rule)(settings, count, batch)
+
+
+def check_fewer(plan: Plan, workers: int) -> None:
+    """Raise PlanError where a plan cannot go on with fewer workers."""
+    _check_layout(plan.entry, plan.options, workers, plan.overrides.get("batch_size"))
+
+
+def _check_on_failure(entry: catalog.Strategy, on_failure: str, count: int) -> None:
+    if on_failure != "continue":
+        return
+    one = "one engine holds all its replicas" if entry.one_engine else ""
+    one = one or ("it has one worker" if count == 1 else "")
+    if one:
+        raise PlanError(
+            f"{entry.name} cannot continue with fewer workers: {one}.",
+            seen="--on-failure continue",
+            allowed="stop; replace, with --checkpoint DIR",
+            next_step="--checkpoint DIR --on-failure replace",
+            code="WB-PLAN-088",
+        )
+
+
+def check_name(name: object) -> None:
+    """Raise PlanError where a run cannot be called so."""
+    if not isinstance(name, str):
+        raise PlanError(
+            "A run's name is text.",
+            seen=name,
+            allowed=f"text of at most {MOST_NAME} characters",
+            code="WB-PLAN-089",
+        )
+    if len(name) > MOST_NAME:
+        raise PlanError(
+            f"The run's name is too long: {len(name)} characters.",
+            seen=f"{name[:40]}...",
+            allowed=f"at most {MOST_NAME} characters",
+            next_step="--name with a shorter name",
+            code="WB-PLAN-090",
+        )
+
+
+def check_count(what: str, value: object) -> int:
+    """Return `value` as a whole number of at least 1, or raise PlanError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(
+            f"{what} must count something.",
+            seen=value,
+            allowed="a whole number, at least 1",
+            code="WB-PLAN-091",
+        )
+    return value
+
+
+def check_seed(value: object) -> int:
+    """Return `value` as a seed (0 or more), or raise PlanError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PlanError(
+            "A seed is a whole number.", seen=value, allowed="0 or more", code="WB-PLAN-092"
+        )
+    return value
+
+
+MAGIC = "%%distributed"
+Part = tuple[str, object]
+"""A flag and its value."""
+
+
+def cell_of(plan: Plan, *, framework: str = "torch") -> str:
+    """Return a notebook cell that asks for this plan.
+
+    Args:
+        plan: What the cell is to train. A recipe that is a function is defined and then called.
+        framework: What cells of the notebook have where they name no framework; another one is
+            written down.
+
+    Returns:
+        The text of the cell, `%%distributed ...` first.
+
+    Raises:
+        PlanError: It cannot be said in a cell: a name has a line break, or the function was given
+            an argument that cannot be written down.
+    """
+    return f"{MAGIC} {line_of(plan, framework=framework)}\n{plan.recipe.cell}"
+
+
+def line_of(plan: Plan, *, framework: str = "torch") -> str:
+    """Return what stands behind `%%distributed` in that cell.
+
+    Raises:
+        PlanError: A value cannot stand on one line.
+    """
+    words = [plan.strategy]
+    for flag, value in _parts(plan, framework):
+        words += _words(flag, str(value))
+    line = " ".join(words)
+    if line.splitlines() != [line]:
+        raise PlanError(
+            "The plan cannot be written as a cell: a line has no place for a line break.",
+            seen=next((word for word in words if word.splitlines() != [word]), line),
+            next_step="choose a name without one",
+            code="WB-PLAN-010",
+        )
+    _check_said(plan, parse_cell_line(line), framework)
+    return line
+
+
+def _parts(plan: Plan, framework: str) -> Iterator[Part]:
+    """Yield what differs from the defaults, in order."""
+    entry = plan.entry
+    if entry.max_workers is None or plan.workers < entry.max_workers:
+        yield "-n", plan.workers
+    if plan.framework != framework:
+        yield "--framework", plan.framework
+    for option in entry.options:
+        value = plan.options.get(option.name, option.default)
+        if value != option.default or type(value) is not type(option.default):
+            yield "-o", f"{option.name}={_option(value)}"
+    for name in OVERRIDES:
+        if name in plan.overrides:
+            yield from FLAGS[name].words(plan.overrides[name])
+    for name, value in plan.settings.items():
+        if value != _implied(name, plan):
+            yield from FLAGS[name].words(value)
+
+
+def _implied(name: str, settings: RunSettings) -> object:
+    """Return what a plan has where its line does not say it."""
+    if name == "checkpoint_every":
+        return checkpoints.EVERY if settings.checkpoint else 0
+    if name == "on_failure":
+        return "replace" if settings.checkpoint else "stop"
+    return UNSAID[name]
+
+
+def _option(value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _words(flag: str, value: str) -> list[str]:
+    """Return a flag and its value as they stand on the line."""
+    if value.startswith("-") or not value:  # else it would be taken for a flag
+        return [_quoted(f"{flag}={value}")]
+    return [flag, _quoted(value)]
+
+
+def _quoted(text: str) -> str:
+    plain = "'" in text and not {'"', "\\"} & set(text)
+    return f'"{text}"' if plain else shlex.quote(text)
+
+
+def _check_said(plan: Plan, said: RunRequest, framework: str) -> None:
+    """Raise PlanError where the line, read again, asks for something else."""
+    entry = plan.entry
+    read: dict[str, object] = {
+        "strategy": said.strategies[0] if len(said.strategies) == 1 else said.strategies,
+        "framework": said.framework or framework,
+        "workers": said.workers or entry.max_workers,
+        "options": entry.settings(dict(said.options)),
+    }
+    every = said.checkpoint_every if said.checkpoint else 0
+    read["checkpoint_every"] = every or _implied("checkpoint_every", said)
+    read["on_failure"] = said.on_failure or _implied("on_failure", said)
+    for one in dataclasses.fields(plan):
+        if one.name == "recipe":
+            continue
+        value = getattr(plan, one.name)
+        got = read.get(one.name, getattr(said, one.name, None))
+        if got != value:
+            raise PlanError(
+                f"The plan cannot be written as a cell: no line gives this {one.name}.",
+                seen=value,
+                allowed=f"the nearest is {got!r}",
+                next_step="run it with cluster.run(...)",
+                code="WB-PLAN-011",
+            )

@@ -1,0 +1,360 @@
+"""How messages between the notebook's kernel and the engines travel, for both sides.
+
+Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
+(packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
+unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
+`seal.py` adds what makes a signed message good once only.
+
+What there is to say is in `messages.py`. `encode` makes a packet of it; `decode_up` and
+`decode_down` make it of a packet again, each for one direction.
+
+Signed messages that are good once: for one receiver, in one session, in one direction.
+
+    engine -> kernel   via = [engine's nonce, kernel's nonce or "", n]
+    kernel -> engine   via = [kernel's nonce, engine's nonce, n]
+
+Each end draws a nonce when it is made and counts what it sends. A message that was recorded and is
+sent again, to the same end, to the one that sent it, or to a later one with the same key, is
+refused. An engine learns the kernel's nonce with the first answer; what it says before that (its
+hello, and all that goes through ipyparallel where the socket cannot be reached) is good for any
+kernel that knows the key, once.
+
+The window is RFC 4303's (section 3.4.3): numbers may come in any order, each once, and not later
+than `WINDOW` behind the highest.
+
+Wakes a thread that polls sockets, from any other thread; used on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from .messages import BadMessageError, Down, Message, Records, Up
+from .record import RECORD
+from .run_request import RunSettings, settings_from_wire
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A message as it travels; what reads it is here and in `seal.py` only.
+
+    Attributes:
+        kind: How the message is called.
+        body: JSON-ready fields.
+        payload: Raw buffers.
+    """
+
+    kind: str
+    body: Mapping[str, Any] = field(default_factory=dict)
+    payload: Sequence[bytes | memoryview] = ()
+
+
+def new_key() -> bytes:
+    """Return a fresh key for one cluster."""
+    return secrets.token_bytes(32)
+
+
+def pack(packet: Packet, key: bytes) -> list[bytes | memoryview]:
+    """Return the frames of a packet, signed."""
+    header = json.dumps({**packet.body, "v": VERSION, "kind": packet.kind}).encode()
+    frames: list[bytes | memoryview] = [header, *packet.payload]
+    return [_sign(frames, key), *frames]
+
+
+def unpack(frames: Sequence[bytes | memoryview], key: bytes) -> Packet:
+    """Return the packet in `frames`.
+
+    Raises:
+        BadMessageError: The signature does not match, or the header is not ours.
+    """
+    if len(frames) < 2 or not hmac.compare_digest(bytes(frames[0]), _sign(frames[1:], key)):
+        raise BadMessageError("signature")
+    try:
+        body = json.loads(bytes(frames[1]))
+        version, kind = body.pop("v"), body.pop("kind")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise BadMessageError("header") from error
+    if not isinstance(kind, str):
+        raise BadMessageError("kind")
+    if version != VERSION:
+        raise BadMessageError(f"version {version}, this side speaks {VERSION}")
+    return Packet(kind, body, tuple(frames[2:]))
+
+
+_UP_WORD, _DOWN_WORD = "said", "do"
+"""The field that tells messages of one kind apart."""
+_UP: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Up)}
+_DOWN: dict[tuple[str, str], type[Message]] = {(one.kind, one.word): one for one in get_args(Down)}
+
+
+def encode(message: Up | Down) -> Packet:
+    """Return a message as it travels."""
+    body = message.to_wire()
+    if message.word:
+        body[_UP_WORD if isinstance(message, Up) else _DOWN_WORD] = message.word
+    return Packet(message.kind, body, message.buffers())
+
+
+def decode_up(packet: Packet) -> Up:
+    """Return what an engine says.
+
+    Raises:
+        BadMessageError: Engines say nothing of the kind, or a field is unknown, missing or of
+            another type than it should be.
+    """
+    message = cast(Up, _decode(packet, _UP, _UP_WORD))
+    if isinstance(message, Records):
+        records_from(message.rows)
+    return message
+
+
+def decode_down(packet: Packet) -> Down:
+    """Return what the kernel says.
+
+    Raises:
+        BadMessageError: The kernel says nothing of the kind, or a field is unknown, missing or of
+            another type than it should be.
+    """
+    return cast(Down, _decode(packet, _DOWN, _DOWN_WORD))
+
+
+def _decode(packet: Packet, kinds: Mapping[tuple[str, str], type[Message]], by: str) -> Message:
+    body = dict(packet.body)
+    word = body.pop(by, "")
+    kind = kinds.get((packet.kind, word)) if isinstance(word, str) else None
+    if kind is None:
+        raise BadMessageError(f"kind {packet.kind!r} {word!r}")
+    return kind.from_wire(body, packet.payload)
+
+
+def _sign(frames: Sequence[bytes | memoryview], key: bytes) -> bytes:
+    if len(frames) == 1:
+        return hmac.digest(key, frames[0], "sha256")
+    mac = hmac.new(key, digestmod="sha256")
+    for frame in frames:
+        # Lengths go in so that bytes cannot be moved from one frame to the next.
+        mac.update(len(frame).to_bytes(8, "big"))
+        mac.update(frame)
+    return mac.digest()
+
+
+def records_from(payload: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the RECORD rows in a payload.
+
+    Raises:
+        BadMessageError: The size is not a whole number of rows.
+    """
+    if len(payload) % RECORD.itemsize:
+        raise BadMessageError(f"{len(payload)} bytes are no whole number of records")
+    return np.frombuffer(payload, RECORD)
+
+
+@dataclass(frozen=True)
+class RunSpec(RunSettings):
+    """What one engine is told about the run (or the cell without strategy) it takes part in.
+
+    Besides the run's settings, of which `init_from` names a folder here:
+
+    Attributes:
+        run: Sequence number; the `run` field of records. 0 for SPMD cells.
+        run_id: Unique, sortable name of the run's folder.
+        ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
+        resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
+        lane: Rank under which this engine's rows are kept, where the run has gone on with fewer
+            workers and ranks were given anew; -1: its own.
+        rows_from: Rows of earlier steps are not recorded: the run's history has them already.
+        rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
+        replicas: How many replicas this engine holds: those of `rank` and the following ranks.
+        devices: Device of each replica held here, in the order of their ranks.
+        threads: CPU threads of this worker; `cores` are what all of them have together.
+        store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
+        mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
+        role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
+            Its rank is world_size + its index among the engines that run no cell.
+        part: What an engine that runs no cell is called: `server s0`, `worker 1`.
+        servers: How many servers the run has.
+        key: What proves to the run's servers that a worker is one of theirs, and back (hex).
+    """
+
+    mode: Literal["run", "spmd"]
+    rank: int
+    world_size: int
+    ranks: tuple[int, ...]
+    device: str = "cpu"
+    threads: int = 1
+    framework: str = "torch"
+    store: tuple[str, int] | None = None
+    prefix: str = ""
+    run: int = 0
+    run_id: str = ""
+    run_dir: str = ""
+    strategy: str = ""
+    backend: str = "gloo"
+    options: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    role: Literal["worker", "server"] = "worker"
+    servers: int = 0
+    key: str = field(default="", repr=False)
+    resume: str = ""
+    lane: int = -1
+    rows_from: int = 0
+    rescue: bool = False
+    replicas: int = 1
+    devices: tuple[str, ...] = ()
+    part: str = ""
+    cores: int = 0
+
+    @property
+    def host_ranks(self) -> list[int]:
+        """Ranks of the workers on this worker's host; all of them where hosts are not known."""
+        if not self.hosts:
+            return list(range(self.world_size))
+        workers = self.hosts[: self.world_size]  # servers follow; they have no local rank
+        return [rank for rank, name in enumerate(workers) if name == self.hosts[self.rank]]
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's index among those of its host."""
+        return self.host_ranks.index(self.rank)
+
+    @property
+    def kept_as(self) -> int:
+        """Rank under which this engine's rows are kept, for the whole of the run."""
+        return self.rank if self.lane < 0 else self.lane
+
+    @property
+    def held(self) -> range:
+        """Ranks of the replicas that this engine holds."""
+        return range(self.rank, self.rank + self.replicas)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return self.__dict__ | self.settings_to_wire()
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> RunSpec:
+        """Rebuild what `to_wire` gave, from JSON."""
+        known = dict(data) | settings_from_wire(data)
+        for key in ("ranks", "hosts", "devices"):
+            known[key] = tuple(known.get(key) or ())
+        store = known.get("store")
+        known["store"] = (str(store[0]), int(store[1])) if store else None
+        return RunSpec(**known)
+
+
+WINDOW = 4096
+_VIA = "via"
+
+
+class Seal:
+    """One end of a control path.
+
+    Args:
+        key: The cluster's key.
+        open_to_any: Whether messages that name no receiver are taken: the kernel's end takes an
+            engine's first words.
+
+    Attributes:
+        name: This end's nonce.
+    """
+
+    def __init__(self, key: bytes, *, open_to_any: bool = False) -> None:
+        self.name = secrets.token_hex(8)
+        self._key, self._open = key, open_to_any
+        self._numbers = itertools.count()
+        self._seen: dict[str, _Window] = {}
+        self._lock = threading.Lock()
+
+    def pack(self, packet: Packet, to: str = "") -> list[bytes | memoryview]:
+        """Return the frames of a packet for the end whose nonce is `to`."""
+        via = [self.name, to, next(self._numbers)]
+        return pack(Packet(packet.kind, {**packet.body, _VIA: via}, packet.payload), self._key)
+
+    def unpack(self, frames: Sequence[bytes | memoryview]) -> tuple[Packet, str]:
+        """Return the packet in `frames` and the nonce of the end that sent it.
+
+        Raises:
+            BadMessageError: It is not signed with the key, is malformed, is for somebody else, or
+                was received before.
+        """
+        packet = unpack(frames, self._key)
+        sender, to, number = _read(packet.body.get(_VIA))
+        if sender == self.name or (to != self.name and not (self._open and to == "")):
+            raise BadMessageError("receiver")
+        with self._lock:
+            if not self._seen.setdefault(sender, _Window()).accept(number):
+                raise BadMessageError("replay")
+        body = {key: value for key, value in packet.body.items() if key != _VIA}
+        return Packet(packet.kind, body, packet.payload), sender
+
+
+def _read(via: Any) -> tuple[str, str, int]:
+    if isinstance(via, list) and len(via) == 3:
+        sender, to, number = via
+        if isinstance(sender, str) and isinstance(to, str) and type(number) is int and number >= 0:
+            return sender, to, number
+    raise BadMessageError("envelope")
+
+
+class _Window:
+    """Which of one sender's latest numbers have come."""
+
+    def __init__(self) -> None:
+        self._highest, self._bits = -1, 0
+
+    def accept(self, number: int) -> bool:
+        """Take a number; return False where it came before or is too old to tell."""
+        ahead = number - self._highest
+        if ahead > 0:
+            kept = self._bits << ahead if ahead < WINDOW else 0
+            self._bits = (kept | 1) & ((1 << WINDOW) - 1)
+            self._highest = number
+            return True
+        bit = 1 << -ahead if -ahead < WINDOW else 0
+        if not bit or self._bits & bit:
+            return False
+        self._bits |= bit
+        return True
+
+
+class Wakeup:
+    """A pair of sockets, since zmq's poller takes no pipes on Windows; neither end ever blocks."""
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        """What the poller watches."""
+        return self._read.fileno()
+
+    def set(self) -> None:
+        """Wake the poller; a wake-up that is still waiting stands for this one too."""
+        with contextlib.suppress(OSError):
+            self._write.send(b"x")
+
+    def clear(self) -> None:
+        """Forget the wake-ups that came so far."""
+        with contextlib.suppress(OSError):
+            while self._read.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Close both ends; `set` does nothing from then on."""
+        self._read.close()
+        self._write.close()

@@ -1,0 +1,607 @@
+"""What is asked of a run: one field per flag, and everything that knows flags is made from them.
+
+A field's `Flag` says how it stands on the line above a cell, in `cluster.run(...)`, in the plan,
+on the wire, in a cell that is written back, and in docs/magics.md. `RunSettings` are what a plan
+and the engines know of a request as it is; `RunRequest` has the rest too.
+
+To add a flag: a field here, and the place where it does something.
+
+Parses the line above a `%%distributed` cell; knows words and flags, touches nothing.
+
+Which steps of a run are profiled: `10:15` are the five from step 10 on. Pure, for both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .. import catalog
+from ..errors import PlanError
+from .faults import Fault, parse_fault
+from .log_targets import parse_targets
+from .magic_args import Parser, parse_ranks, tokens, whole_number
+
+PLOTS = ("auto", "widget", "svg", "text", "off")
+TRACEBACKS = ("short", "full")
+Read = Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How one field of a request is said.
+
+    Attributes:
+        names: `-n`, `--workers`; the last one is its long name. A word without dashes is a
+            position on the line.
+        help: What it does, in a few words.
+        without: What holds where it is not given, in words.
+        example: A line that uses it.
+        metavar: What follows it; empty: nothing does, it is a switch.
+        choices: What it may be, where that is a few words.
+        repeated: Whether it may stand on the line several times.
+        read: What makes its value of the text that follows it (of the list of them, if repeated).
+        write: What makes text of the value, or of each of its parts.
+        argument: Its name in `cluster.run(...)`; empty: none.
+        is_text: Whether Python code gives it as text too, as `"10:15"`.
+        trains: Whether it belongs to a training run, so that a plain cell refuses it.
+        overrides: Whether it stands in the place of what the cell passes to `wb.fit`.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    without: str
+    example: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+    read: Read = _same
+    write: Read = str
+    argument: str = ""
+    is_text: bool = False
+    trains: bool = False
+    overrides: bool = False
+
+    @property
+    def long(self) -> str:
+        """The name by which messages call it: `--workers`."""
+        return self.names[-1]
+
+    @property
+    def option(self) -> dict[str, Any]:
+        """What `ArgumentParser.add_argument` is given besides the names."""
+        if not self.long.startswith("-"):
+            return {"nargs": "?", "default": "", "help": self.help}
+        if not self.metavar and not self.choices:
+            return {"action": "store_true", "help": self.help}
+        given: dict[str, Any] = {"help": self.help, "default": None}
+        if self.repeated:
+            given |= {"action": "append", "default": []}
+        return given | ({"choices": self.choices} if self.choices else {"metavar": self.metavar})
+
+    def words(self, value: Any) -> list[tuple[str, str]]:
+        """Return the flag and its text, once for each part of a repeated one."""
+        parts = value if self.repeated else [value]
+        return [(self.long, self.write(part)) for part in parts]
+
+    def given(self, value: Any) -> Any:
+        """Return what Python code has given as the field's value.
+
+        Raises:
+            PlanError: It is none of the choices, or its text was not understood.
+        """
+        if self.choices and value not in self.choices:
+            raise PlanError(
+                f"{self.argument} has no such value.",
+                seen=value,
+                allowed=", ".join(self.choices),
+                code="WB-PLAN-093",
+            )
+        if self.repeated and self.is_text:
+            return self.read([value] if isinstance(value, str) else list(value))
+        return self.read(value) if self.is_text and isinstance(value, str) else value
+
+
+def _said(names: str, default: Any = None, **about: Any) -> Any:
+    """Return a field that a flag gives."""
+    flag = Flag(tuple(names.split()), **about)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata={"flag": flag})
+    return dataclasses.field(default=default, metadata={"flag": flag})
+
+
+def _number(name: str, least: int = 1) -> Read:
+    return lambda text: whole_number(name, text, least)
+
+
+def _faults(texts: Iterable[str]) -> tuple[Fault, ...]:
+    return tuple(parse_fault(text) for text in texts)
+
+
+def _option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise PlanError(
+            "An option has a name and a value.",
+            seen=text,
+            allowed="-o bucket_mb=10",
+            code="WB-PLAN-094",
+        )
+    return key.strip(), value.strip()
+
+
+def _options(texts: Iterable[str]) -> dict[str, str]:
+    return dict(map(_option, texts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a line, its plan and the engines all know, in the order of a cell written back.
+
+    Attributes:
+        faults: Faults that the run begins with.
+        init_from: Name of the run whose final weights the model starts from (on engines its
+            folder); empty: none.
+        checkpoint: Folder that checkpoints are written to; empty: none are.
+        checkpoint_every: Steps between two checkpoints; 0 without, and where nobody said.
+        on_failure: What the death of an engine does: `stop`, `continue` or `replace`; empty where
+            nobody said.
+        profile: First step to profile, and the step before which it ends.
+        traceback: How errors of the cell are shown: `short`, or `full` with every frame.
+        log: Where the run is written to besides its folder, as `targets.Target.text`.
+        name: Name of the run; empty for one made from the strategy.
+    """
+
+    faults: tuple[Fault, ...] = _said(
+        "--inject",
+        (),
+        metavar="FAULT",
+        repeated=True,
+        trains=True,
+        argument="inject",
+        is_text=True,
+        read=_faults,
+        write=lambda fault: fault.text,
+        help="slow=1:50ms, jitter=20ms, kill=2@100",
+        without="no faults",
+        example="%%distributed mirrored --inject slow=1:50ms --inject jitter=5ms",
+    )
+    init_from: str = _said(
+        "--init-from",
+        "",
+        metavar="RUN",
+        trains=True,
+        argument="init_from",
+        help="start from the weights a run ended with",
+        without="the cell's own initial weights",
+        example="%%distributed mirrored --init-from base",
+    )
+    checkpoint: str = _said(
+        "--checkpoint",
+        "",
+        metavar="DIR",
+        trains=True,
+        argument="checkpoint",
+        help="write checkpoints into this folder",
+        without="no checkpoints",
+        example="%%distributed mirrored --checkpoint kept",
+    )
+    checkpoint_every: int = _said(
+        "--checkpoint-every",
+        0,
+        metavar="N",
+        trains=True,
+        argument="checkpoint_every",
+        read=_number("--checkpoint-every"),
+        help="steps between two checkpoints (100)",
+        without="100, with `--checkpoint`",
+        example="%%distributed mirrored --checkpoint kept --checkpoint-every 50",
+    )
+    on_failure: str = _said(
+        "--on-failure",
+        "",
+        metavar="WHAT",
+        trains=True,
+        argument="on_failure",
+        help="when an engine dies: stop, continue with fewer, or replace it (with --checkpoint)",
+        without="`replace` with `--checkpoint`, else `stop`",
+        example="%%distributed mirrored --on-failure continue",
+    )
+    profile: Window | None = _said(  # noqa: RUF009 - it returns a field
+        "--profile",
+        metavar="A:B",
+        trains=True,
+        argument="profile",
+        is_text=True,
+        read=lambda text: parse_window(text) if text else None,
+        write=lambda window: f"{window[0]}:{window[1]}",
+        help="profile steps A to B-1 on every rank",
+        without="nothing is profiled",
+        example="%%distributed mirrored --profile 10:15",
+    )
+    traceback: str = _said(
+        "--traceback",
+        "short",
+        choices=TRACEBACKS,
+        argument="traceback",
+        help="show your own lines of an error, or every frame",
+        without="`short`: your own lines; `full`: every frame",
+        example="%%distributed --traceback full",
+    )
+    log: tuple[str, ...] = _said(
+        "--log",
+        (),
+        metavar="KIND:PLACE",
+        repeated=True,
+        trains=True,
+        argument="log",
+        is_text=True,
+        read=parse_targets,
+        help="also write the run to tensorboard:DIR or mlflow:URI",
+        without="nowhere else",
+        example="%%distributed mirrored --log tensorboard:runs",
+    )
+    name: str = _said(
+        "--name",
+        "",
+        metavar="NAME",
+        argument="name",
+        help="name of the run in wb.runs",
+        without="the strategy's name",
+        example="%%distributed mirrored --name base",
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of these by name, as `RunSettings(**...)` takes them."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+    def settings_to_wire(self) -> dict[str, Any]:
+        """Return the same as JSON-ready data."""
+        return self.settings | {"faults": [fault.text for fault in self.faults]}
+
+
+def settings_from_wire(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `settings_to_wire` gave, by name; older versions may have left some out."""
+    found = {name: data[name] for name in SETTINGS if name in data}
+    if "faults" in found:
+        found["faults"] = _faults(found["faults"])
+    if "profile" in found:
+        found["profile"] = tuple(found["profile"]) if found["profile"] else None
+    if "log" in found:
+        found["log"] = tuple(found["log"] or ())
+    return found
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(RunSettings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(RunSettings):
+    """What the line above a `%%distributed` cell asks for, or `cluster.run(...)`, or the panel.
+
+    Attributes:
+        strategies: Names in the catalog, several with commas; none: a plain cell.
+        workers: Number of replicas; None: as many as there are engines.
+        ranks: Engines that a plain cell runs on; None: all.
+        framework: None: the recipe's, else the cluster's.
+        options: Options of the strategy, as text where they stood on a line.
+        epochs, steps, batch_size, seed: Win over what the cell passes to `wb.fit`.
+        seeds: Runs of each strategy, with seeds 0 and on; None: one, with the cell's.
+        recipe: What is trained in place of the cell below.
+        local: Whether the cell also runs in the kernel.
+        background: Whether the cell is over at once.
+        plot: How the live dashboard is shown.
+    """
+
+    strategies: tuple[str, ...] = _said(
+        "strategy",
+        (),
+        help="one of the strategies, or several with commas",
+        without="none: the cell runs on every worker",
+        example="%%distributed one_device,mirrored",
+    )
+    workers: int | None = _said(
+        "-n --workers",
+        metavar="N",
+        argument="workers",
+        read=_number("--workers"),
+        help="number of workers (replicas)",
+        without="all engines",
+        example="%%distributed mirrored -n 4",
+    )
+    ranks: tuple[int, ...] | None = _said(
+        "-r --ranks",
+        metavar="IDS",
+        read=lambda text: parse_ranks(text) if text else None,
+        help="run on some engines only: 0,2 or 0-2 or [0,2]",
+        without="all workers",
+        example="%%distributed --ranks 0,2",
+    )
+    framework: str | None = _said(
+        "--framework",
+        metavar="NAME",
+        argument="framework",
+        help="torch or tensorflow",
+        without="the recipe's, else the cluster's",
+        example="%%distributed --framework tensorflow",
+    )
+    options: dict[str, Any] = _said(  # noqa: RUF009
+        "-o --option",
+        {},
+        metavar="KEY=VALUE",
+        repeated=True,
+        trains=True,
+        argument="options",
+        read=_options,
+        help="option of the strategy",
+        without="each option's own",
+        example="%%distributed parameter_server -o max_staleness=4",
+    )
+    epochs: int | None = _said(
+        "--epochs",
+        metavar="N",
+        trains=True,
+        overrides=True,
+        argument="epochs",
+        read=_number("--epochs"),
+        help="overrides the cell's epochs",
+        without="what `wb.fit` is passed, else 1",
+        example="%%distributed mirrored --epochs 2",
+    )
+    steps: int | None = _said(
+        "--steps",
+        metavar="N",
+        trains=True,
+        overrides=True,
+        argument="steps",
+        read=_number("--steps"),
+        help="overrides the cell's optimizer steps, instead of epochs",
+        without="what `wb.fit` is passed",
+        example="%%distributed mirrored --steps 200",
+    )
+    batch_size: int | None = _said(
+        "--batch-size",
+        metavar="N",
+        trains=True,
+        overrides=True,
+        argument="batch_size",
+        read=_number("--batch-size"),
+        help="overrides the cell's global batch size",
+        without="what `wb.fit` is passed",
+        example="%%distributed mirrored --batch-size 256",
+    )
+    seed: int | None = _said(
+        "--seed",
+        metavar="N",
+        trains=True,
+        overrides=True,
+        argument="seed",
+        read=_number("--seed", least=0),
+        help="overrides the cell's seed",
+        without="what `wb.fit` is passed, else 0",
+        example="%%distributed mirrored --seed 7",
+    )
+    seeds: int | None = _said(
+        "--seeds",
+        metavar="K",
+        trains=True,
+        read=_number("--seeds"),
+        help="run each strategy with seeds 0..K-1",
+        without="one run, with one seed",
+        example="%%distributed mirrored --seeds 3",
+    )
+    recipe: str | None = _said(
+        "--recipe",
+        metavar="NAME",
+        help="train an earlier run's cell again, a @wb.recipe, or a built-in one",
+        without="the cell below",
+        example="%distributed sharded --recipe base",
+    )
+    local: bool = _said(
+        "--local",
+        False,
+        help="also run the cell in the notebook's kernel",
+        without="off",
+        example="%%distributed --local",
+    )
+    background: bool = _said(
+        "--background",
+        False,
+        help="return at once",
+        without="off: the cell ends with the run",
+        example="%%distributed mirrored --background",
+    )
+    plot: str = _said(
+        "--plot",
+        "auto",
+        choices=PLOTS,
+        help="how the live dashboard is shown",
+        without="`auto`: the widget in a notebook, else text; `text` and `off` leave out a "
+        "comparison's figure",
+        example="%%distributed mirrored --plot off",
+    )
+
+    @property
+    def overrides(self) -> dict[str, int]:
+        """What wins over the cell, by name."""
+        given = {name: getattr(self, name) for name in OVERRIDES}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def training_flags(self) -> list[str]:
+        """Long names of the flags given that belong to a training run."""
+        given = [name for name, default in UNSAID.items() if getattr(self, name) != default]
+        return [FLAGS[name].long for name in given if FLAGS[name].trains]
+
+
+FLAGS: dict[str, Flag] = {
+    field.name: field.metadata["flag"]
+    for field in sorted(dataclasses.fields(RunRequest), key=lambda one: one.name in SETTINGS)
+}
+"""The flag of every field of a request: first those that a plan decides, then the settings."""
+
+UNSAID: dict[str, Any] = {name: getattr(RunRequest(), name) for name in FLAGS}
+"""What every field is where nobody said anything."""
+OVERRIDES = tuple(name for name, flag in FLAGS.items() if flag.overrides)
+_ARGUMENTS = {flag.argument: name for name, flag in FLAGS.items() if flag.argument}
+
+
+def from_line(given: Mapping[str, Any]) -> RunRequest:
+    """Return the request of a line, from what its parser has found by long name.
+
+    Raises:
+        PlanError: Saying what was not understood and what is allowed.
+    """
+    found = {}
+    for name, flag in FLAGS.items():
+        value = given[flag.long.lstrip("-").replace("-", "_")]
+        if value is not None and value != []:
+            found[name] = flag.read(value)
+    found["strategies"] = tuple(
+        catalog.canonical(one.strip(), found.get("framework"))
+        for one in found["strategies"].split(",")
+        if one.strip()
+    )
+    return RunRequest(**found)
+
+
+def from_arguments(strategy: str, asked: Mapping[str, Any]) -> RunRequest:
+    """Return the request that arguments of `cluster.run(...)` make.
+
+    Raises:
+        PlanError: There is no argument of that name, or its text was not understood.
+    """
+    found = {}
+    for argument, value in asked.items():
+        if argument not in _ARGUMENTS:
+            raise PlanError(
+                "A run has no such argument.",
+                seen=argument,
+                allowed=", ".join(_ARGUMENTS),
+                code="WB-PLAN-095",
+            )
+        if value is not None:
+            found[_ARGUMENTS[argument]] = FLAGS[_ARGUMENTS[argument]].given(value)
+    return RunRequest(strategies=(strategy,), **found)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes_flags(function: Function) -> Function:
+    """Show in a function's signature and docstring the arguments that its `**asked` stands for.
+
+    They take the place of the docstring's line `asked: ..`.
+    """
+    before = inspect.signature(function)
+    mine = [p for p in before.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = [
+        inspect.Parameter(
+            argument,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=() if FLAGS[name].repeated and name != "options" else UNSAID[name] or None,
+        )
+        for argument, name in _ARGUMENTS.items()
+        if argument not in before.parameters
+    ]
+    function.__signature__ = before.replace(parameters=[*mine, *made])  # type: ignore[attr-defined]
+    lines = [
+        f"    {argument}: As `{FLAGS[name].long}`: {FLAGS[name].help}."
+        for argument, name in _ARGUMENTS.items()
+    ]
+    head, mark, rest = inspect.cleandoc(function.__doc__ or "").partition("    asked: ")
+    if mark:
+        function.__doc__ = head + "\n".join([*lines, rest.partition("\n")[2]])
+    return function
+
+
+@functools.cache
+def cell_parser(prog: str = "%%distributed") -> argparse.ArgumentParser:
+    """Return the parser of `%%distributed`, whose help is made from the catalog."""
+    parser = Parser(
+        prog=prog,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run the cell on the engines; with a strategy, train under it.",
+        epilog=_strategies_and_options(),
+    )
+    for flag in FLAGS.values():
+        parser.add_argument(*flag.names, **flag.option)
+    return parser
+
+
+def _strategies_and_options() -> str:
+    return "\n\n".join(
+        f"strategies ({framework}):\n"
+        + "\n".join(f"  {e.name:<14} {e.summary}" for e in catalog.strategies(framework))
+        + "\n\noptions (-o):\n"
+        + "\n".join(
+            f"  {e.name}: {o.name}={o.default}  {o.help} ({o.allowed})"
+            for e in catalog.strategies(framework)
+            for o in e.options
+        )
+        for framework in catalog.FRAMEWORKS
+    )
+
+
+def parse_cell_line(line: str, prog: str = "%%distributed") -> RunRequest:
+    """Read the line above a cell.
+
+    Raises:
+        PlanError: Saying what was not understood and what is allowed.
+    """
+    return from_line(vars(cell_parser(prog).parse_args(tokens(line))))
+
+
+Window = tuple[int, int]
+"""First step, and the step before which the profile ends."""
+
+
+def parse_window(text: str) -> Window:
+    """Read `10:15`.
+
+    Raises:
+        PlanError: It is no range of steps.
+    """
+    match = re.fullmatch(r"\s*(\d{1,12})\s*:\s*(\d{1,12})\s*", text, re.ASCII)
+    if match is None:
+        raise PlanError(
+            "--profile names steps, first and end.",
+            seen=text,
+            allowed="START:STOP, steps counted from 0, STOP not included: 10:15 are five steps",
+            code="WB-PLAN-152",
+        )
+    start, stop = int(match[1]), int(match[2])
+    if start >= stop:
+        raise PlanError(
+            "--profile ends before it begins.",
+            seen=text,
+            allowed=f"{stop}:{max(start, stop + 1)}",
+            code="WB-PLAN-153",
+        )
+    return start, stop
+
+
+def check_window(window: Window | None, steps: int | None) -> None:
+    """Raise PlanError where a run of so many steps ends before the window does."""
+    if window is None or steps is None or window[1] <= steps:
+        return
+    last = max(0, steps - 5)
+    raise PlanError(
+        "--profile asks for steps that the run does not have.",
+        seen=f"{window[0]}:{window[1]} of {steps} steps",
+        allowed=f"0 to {steps}",
+        next_step=f"--profile {last}:{steps}, or more --steps",
+        code="WB-PLAN-154",
+    )

@@ -1,0 +1,365 @@
+"""What a call of `model.fit` says about batches, with the line's overrides applied.
+
+What `model.fit` is called with, looked at before anything is trained.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from ....engine.tensorflow.models import foreign
+from ....errors import FitError, nearest
+from ....shared import events
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+
+DEFAULT_BATCH = 32
+"""Keras' own, where `fit` is not told."""
+
+
+class Batches:
+    """What a call of `fit` says about batches, with the line's overrides.
+
+    Attributes:
+        size: Global batch; None where it is not known.
+        samples: Samples in an epoch; None where they are not known.
+        total_steps: After how many steps the line ends training; None: with the last epoch.
+    """
+
+    def __init__(self, call: Mapping[str, Any], context: RunContext, replicas: int) -> None:
+        self._call: Any = call
+        self._context, self._replicas = context, replicas
+        self.total_steps: int | None = None
+        self.samples: int | None = None
+        self.size: int | None = None
+
+    def override(self) -> None:
+        """Apply the line's overrides and check that the batch can be divided.
+
+        Raises:
+            FitError: It cannot, or the data has its batches made already.
+        """
+        given, call = self._context.spec.overrides, self._call
+        self._context.options_read = True
+        arrays = not isinstance(call["x"], (tf.data.Dataset, keras.utils.PyDataset)) and hasattr(
+            _first(call["x"]), "__len__"
+        )
+        if "batch_size" in given:
+            if not arrays:
+                raise FitError(
+                    "The data set has its batches made already, so --batch-size is out of place.",
+                    seen=type(call["x"]).__name__,
+                    next_step="read wb.options.get('batch_size', 64) where the data set is batched",
+                    code="WB-FIT-072",
+                )
+            call["batch_size"] = given["batch_size"]
+        if arrays:
+            self.size = call["batch_size"] or DEFAULT_BATCH
+            self.samples = len(_first(call["x"]))
+            if call["validation_split"]:
+                self.samples = math.floor(self.samples * (1 - call["validation_split"]))
+        elif isinstance(call["x"], tf.data.Dataset):
+            check_batched(call["x"])
+            self.size = _static_batch(call["x"])
+            check_size(call["batch_size"], self.size)
+        elif inspect.isgenerator(call["x"]) and not call["steps_per_epoch"]:
+            self._note_lost()
+        self._check_divides()
+        self._limit(given)
+
+    def _limit(self, given: Mapping[str, Any]) -> None:
+        call = self._call
+        if "epochs" in given:
+            call["epochs"] = call["initial_epoch"] + given["epochs"]
+        if "steps" in given:
+            self.total_steps = given["steps"]
+            per_epoch = self.steps_per_epoch
+            epochs = -(-given["steps"] // per_epoch) if per_epoch else given["steps"]
+            call["epochs"] = call["initial_epoch"] + epochs
+
+    def _check_divides(self) -> None:
+        size, replicas = self.size, self._replicas
+        if size is None or size % replicas == 0:
+            self._note_rest()
+            return
+        below, above = size - size % replicas, size + replicas - size % replicas
+        raise FitError(
+            "The batch cannot be divided evenly: unequal shares would change the training.",
+            seen=f"batch of {size} over {replicas} replicas",
+            allowed=f"a multiple of {replicas}",
+            next_step=" or ".join(self._words(near) for near in (above, below) if near),
+            code="WB-FIT-073",
+        )
+
+    def _words(self, size: int) -> str:
+        made = isinstance(self._call["x"], tf.data.Dataset)
+        return f"data.batch({size})" if made else f"batch_size={size}"
+
+    def _note_rest(self) -> None:
+        if self.size is None or self.samples is None or self._call["steps_per_epoch"]:
+            return
+        rest = self.samples % self.size
+        if rest % self._replicas and self._context.spec.rank == 0:
+            text = (
+                f"The last batch of an epoch has {rest} samples, which {self._replicas} replicas "
+                "cannot share evenly: those of the smaller share count for a little more."
+            )
+            if rest < self._replicas:
+                text += (
+                    " A replica without a sample can turn weights into NaN (BatchNorm): leave the "
+                    "rest out, or choose another batch size."
+                )
+            self._context.emit(events.Noted(rank=0, text=text))
+
+    def _note_lost(self) -> None:
+        if self._context.spec.rank == 0:
+            text = (
+                "Keras reads a Python generator ahead, and trains on fewer batches than it yields: "
+                "those read to build the model and at an epoch's end are lost. tf.data.Dataset and "
+                "keras.utils.PyDataset lose none."
+            )
+            self._context.emit(events.Noted(rank=0, text=text))
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches in an epoch; None where they are not known."""
+        if self._call["steps_per_epoch"]:
+            return int(self._call["steps_per_epoch"])
+        if self.samples is not None and self.size:
+            return -(-self.samples // self.size)
+        if isinstance(self._call["x"], tf.data.Dataset):
+            count = int(self._call["x"].cardinality())
+            return count if count > 0 else None
+        return None
+
+    def samples_of(self, batch: int) -> int:
+        """Return how many samples the batch of that number has; 0 where nobody knows."""
+        if not self.size:
+            return 0
+        if self.samples is None:
+            return self.size
+        return max(0, min(self.size, self.samples - batch * self.size))
+
+
+def _first(data: Any) -> Any:
+    """Return the first array of nested data."""
+    leaves = tf.nest.flatten(data)
+    return leaves[0] if leaves else None
+
+
+def _static_batch(data: tf.data.Dataset) -> int | None:
+    """Return the batch size of a tf.data set where it is fixed."""
+    leaves = tf.nest.flatten(data.element_spec)
+    shape = getattr(leaves[0], "shape", None) if leaves else None
+    if shape is not None and shape.rank and shape[0] is not None:
+        return int(shape[0])
+    sizes = getattr(data, "_batch_size", None)
+    return None if sizes is None else int(sizes)
+
+
+def check_call(model: Any, call: Mapping[str, Any], distribution: Any) -> None:
+    """Check the model that `fit` was called on, and what kind of data it was given.
+
+    Raises:
+        FitError: Naming what is wrong and the next step; nothing was trained.
+    """
+    check_compiled(model, distribution)
+    check_given(model, call)
+    check_kind(call["x"])
+
+
+def check_compiled(model: Any, distribution: Any) -> None:
+    """Raise FitError unless the model was compiled, in the strategy's scope."""
+    if not getattr(model, "compiled", False):
+        raise FitError(
+            "The model is not compiled, so fit knows neither loss nor optimizer.",
+            seen=f"{model.name}.fit(...) without compile",
+            next_step="model.compile(optimizer='adam', loss=...) in the same cell, before fit",
+            code="WB-FIT-082",
+        )
+    made = getattr(model.optimizer, "_distribution_strategy", distribution)
+    if made is not distribution:
+        raise FitError(
+            "The optimizer was made outside this run's strategy, so it cannot train under it.",
+            seen=f"made under {type(made).__name__}",
+            allowed=f"made under {type(distribution).__name__}",
+            next_step="make it in the cell that trains: that cell runs in the strategy's scope",
+            code="WB-FIT-083",
+        )
+
+
+def check_given(model: Any, call: Mapping[str, Any]) -> None:
+    """Raise FitError where data or labels are missing, or are lists of numbers."""
+    data, labels = call["x"], call["y"]
+    if data is None:
+        raise FitError(
+            "fit was given no data.",
+            seen=f"{model.name}.fit(...) without x",
+            allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
+            next_step="model.fit(x, y, ...)",
+            code="WB-FIT-084",
+        )
+    for name, one in (("x", data), ("y", labels)):
+        if _is_of_numbers(one):
+            raise FitError(
+                f"fit takes arrays, and {name} is a list of numbers.",
+                seen=f"{name}: a {type(one).__name__} of {len(one)}",
+                next_step="numpy.array(x), numpy.array(y)",
+                code="WB-FIT-085",
+            )
+    own = any(_is_own(model, name) for name in ("train_step", "compute_loss"))
+    loss = getattr(model, "loss", None)
+    if labels is None and hasattr(data, "shape") and loss is not None and not own:
+        raise FitError(
+            "fit was given no labels, and the model's loss needs them.",
+            seen=f"x of shape {tuple(data.shape)}, y=None, loss={_named(loss)}",
+            next_step="model.fit(x, y, ...); a model that learns its own input: model.fit(x, x)",
+            code="WB-FIT-086",
+        )
+
+
+def _is_of_numbers(data: Any) -> bool:
+    while isinstance(data, (list, tuple)) and len(data):
+        data = data[0]
+        if isinstance(data, (int, float)):
+            return True
+    return False
+
+
+def _is_own(model: Any, method: str) -> bool:
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _named(loss: Any) -> str:
+    return loss if isinstance(loss, str) else str(getattr(loss, "name", type(loss).__name__))
+
+
+def bound(original: Any, model: Any, args: Any, keywords: Any) -> inspect.BoundArguments:
+    """Return what a method of Keras' trainer is called with, defaults included.
+
+    Raises:
+        FitError: It has no argument of that name.
+    """
+    signature = inspect.signature(original)
+    for name in keywords:
+        if name not in signature.parameters:
+            guess = nearest(name, signature.parameters)
+            raise FitError(
+                f"{original.__name__} takes no argument of that name.",
+                seen=name,
+                next_step=f"did you mean {guess!r}?" if guess else f"leave {name} out",
+                code="WB-FIT-087",
+            )
+    given = signature.bind(model, *args, **keywords)
+    given.apply_defaults()
+    return given
+
+
+def check_kind(data: Any) -> None:
+    """Raise FitError for PyTorch's data sets and loaders."""
+    if foreign(data) and not hasattr(data, "numpy"):  # a tensor is as good as an array
+        raise FitError(
+            "The data is PyTorch's, and this is a TensorFlow run.",
+            seen=f"{type(data).__module__}.{type(data).__name__}",
+            allowed="arrays, a tf.data.Dataset, or a keras.utils.PyDataset",
+            next_step="pass arrays: (x.numpy(), y.numpy()), or wb.data.digits(..., arrays=True)",
+            code="WB-FIT-088",
+        )
+
+
+def check_batched(data: tf.data.Dataset) -> None:
+    """Raise FitError where a tf.data set surely gives single samples instead of batches."""
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(data.element_spec)]
+    kinds = [type(one).__name__ for one in _chain(data)]
+    batched = any("Batch" in kind or "Window" in kind for kind in kinds)
+    sliced = any("TensorSlice" in kind for kind in kinds) and not batched
+    if sliced or any(shape is not None and shape.rank == 0 for shape in shapes):
+        raise FitError(
+            "The tf.data set gives single samples, not batches.",
+            seen=f"parts of shapes {', '.join(map(str, shapes))}",
+            next_step="call .batch(64) on it",
+            code="WB-FIT-089",
+        )
+
+
+def check_size(given: int | None, made: int | None) -> None:
+    """Raise FitError where `batch_size` is not what a tf.data set was batched with.
+
+    Args:
+        given: What `fit` was passed.
+        made: Size of the data set's batches; None where it is not fixed.
+    """
+    if given is None or made is None or given == made:
+        return
+    raise FitError(
+        "The data set has its batches made already, of another size.",
+        seen=f"batches of {made}, batch_size={given}",
+        next_step=f"leave batch_size out, or batch the data set by {given}",
+        code="WB-FIT-090",
+    )
+
+
+def note_keras_2(context: RunContext) -> None:
+    """Say that `tf_keras` is not watched, where a cell that trained nothing visible has it."""
+    if "tf_keras" in sys.modules:
+        text = (
+            "tf_keras (Keras 2) is imported: its fit trains, but is not recorded, and cannot be "
+            "stopped. Write the model with keras (Keras 3)."
+        )
+        context.emit(events.Noted(rank=context.spec.rank, text=text))
+
+
+def _chain(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yield a data set and all it was made from."""
+    yield data
+    for one in data._inputs():
+        yield from _chain(one)
+
+
+BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+OWN_STEPS = ("train_step", "test_step", "compute_metrics")
+OTHER_WAY = "write the loop: coordinator.schedule(step, args=...), then coordinator.join()"
+
+
+def check_steps(model: Any) -> None:
+    """Raise FitError where the model has steps of its own: closures carry Keras'."""
+    own = [
+        name for name in OWN_STEPS if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own:
+        raise FitError(
+            "The model has steps of its own, which closures cannot carry.",
+            seen=f"{type(model).__name__}.{own[0]}",
+            allowed="models whose steps are Keras' own",
+            next_step=OTHER_WAY,
+            code="WB-FIT-091",
+        )
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise FitError where one wants to be called between batches."""
+    given = getattr(callbacks, "callbacks", callbacks) or []
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        kind = type(callback)
+        hooks = [
+            h for h in BATCH_HOOKS if getattr(kind, h) is not getattr(keras.callbacks.Callback, h)
+        ]
+        every = getattr(callback, "save_freq", None) or getattr(callback, "update_freq", None)
+        if kind.__module__.startswith("keras.") and every in (None, "epoch"):
+            hooks = []  # Keras' own: what they do after batches is not needed for their purpose
+        if hooks:
+            raise FitError(
+                "Batches of a parameter server have no order, so none can be told to a callback.",
+                seen=f"{kind.__name__}.{hooks[0]}",
+                allowed="callbacks of epochs: on_epoch_begin, on_epoch_end, on_train_end",
+                next_step=OTHER_WAY,
+                code="WB-FIT-092",
+            )

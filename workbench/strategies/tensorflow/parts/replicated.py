@@ -1,0 +1,296 @@
+"""What all strategies of tf.distribute do alike: the cell's scope, and the steps of `wb.fit`.
+
+A strategy builds its `tf.distribute.Strategy`; everything here works with any of them. The cell
+runs in its scope, so a model that is built there belongs to it:
+
+    with strategy.scope():  the cell    model.fit           recorded by `keras_fit.py`
+                                        strategy.run        recorded by `loop.py`
+                                        wb.fit(model, ...)  `step` below, once per global batch
+
+Source: https://www.tensorflow.org/guide/distributed_training.
+
+Keeps data sets alive for as long as an iterator over several devices reads them.
+
+`MultiDeviceIterator` reads ahead on a thread of its own. When it is deleted it lets go of its data
+set first, and only then waits for that thread:
+
+    deletion:   data set freed --- waits for the thread . . . .
+    thread:     - reads the next batch ----> asks the data set for its types: memory that is gone
+
+That ends the process by a segmentation fault, now and then, wherever an iterator is dropped while
+it reads ahead. Keras does so after each evaluation in `fit`: it makes the next one's iterator at
+once, and replaces it unread. Here each iterator also holds its data set from Python, until the one
+in C++ is gone.
+
+Source: `~MultiDeviceIterator` in `tensorflow/core/kernels/data/multi_device_iterator_ops.cc`
+(`dataset_` is declared last, so destroyed first),
+https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/kernels/data/multi_device_iterator_ops.cc.
+
+Such an iterator consists of one that reads the data set and one for each device, and each of them
+has a thread that tunes it (`Model::OptimizeLoop` in `tensorflow/core/framework/model.cc`), which
+its deletion waits for: tens of milliseconds, on a busy machine a second, once more than two
+minutes. They are not tuned here, but where the user's data set asks for it. `AUTOTUNE` in the
+data set then means TensorFlow's default, as many calls at a time as there are threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.ops import gen_dataset_ops
+
+from ....engine.contract import NAN, Job, Share, Strategy
+from ....engine.telemetry.recorder import StepResult
+from ....engine.tensorflow.support import built
+from ....engine.training.initial import initialise
+from ..keras.batches import note_keras_2
+from ..keras.fit import KerasFit, check_model
+from ..keras.patches import losses_noted, shapes_found, statistics_averaged
+from .markers import Markers
+from .models import by_name, owner, restore, state_of
+from .patches import stand_ins
+from .replica import Trainer
+from .steps import OwnLoop, Steps, global_loss
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+
+clock = time.perf_counter
+
+
+class Replicated(Strategy):
+    """Base of TensorFlow's strategies; one object serves the whole cell.
+
+    Attributes:
+        devices: Names of this engine's devices, one per replica that it holds.
+        distribution: The tf.distribute strategy.
+    """
+
+    spans_cell = spends_delays = True
+    gathers = True  # reading what is averaged when read is a collective
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        leased = context.spec.devices or (context.spec.device,)
+        self.on_gpus = all(device.startswith("cuda") for device in leased)
+        numbers = [int(device.partition(":")[2] or 0) for device in leased]
+        if not self.on_gpus:
+            numbers = list(range(len(leased)))  # logical CPU devices
+        self.devices = [f"{'GPU' if self.on_gpus else 'CPU'}:{number}" for number in numbers]
+        self.distribution: Any = None
+        self.trainer: Trainer | None = None
+        self._steps: Steps | None = None
+        self._fit: KerasFit | None = None
+        self._sample: Any = None
+        self._model: Any = None  # trained last by model.fit or wb.fit
+        self._optimizer: Any = None
+        self._loop: OwnLoop | None = None
+
+    @abstractmethod
+    def build(self) -> tf.distribute.Strategy:
+        """Return the tf.distribute strategy over this engine's devices."""
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """What the tf.distribute strategy is built from."""
+        return (type(self), *self.devices, *sorted(self.options.items()))
+
+    @property
+    def portion(self) -> tuple[int, int]:
+        """Which share of each batch this engine takes: (index, number of engines)."""
+        held = len(self.devices)
+        return self.rank // held, max(1, self.world_size // held)
+
+    @contextlib.contextmanager
+    def around_cell(self) -> Iterator[dict[str, Any]]:
+        """Set up what the cell runs in; yields the names it finds."""
+        context = self.context
+        self.distribution = distribution = built(self._key, self.build)
+        with contextlib.ExitStack() as stack:
+            markers = stack.enter_context(self.marks())
+            stack.enter_context(losses_noted())
+            stack.enter_context(statistics_averaged(distribution))
+            stack.enter_context(shapes_found(distribution))
+            stack.enter_context(stand_ins(context, distribution))
+            stack.enter_context(datasets_kept())
+            self._steps = steps = Steps(context, markers, self.synchronise)
+            self._fit = KerasFit(context, steps, distribution, self._trains, self)
+            stack.enter_context(self._fit)
+            self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
+            stack.enter_context(self._loop)
+            context.weights = self.weights
+            stack.enter_context(distribution.scope())
+            yield {"strategy": distribution}
+        steps.say_set_up()
+        if not context.trained:
+            note_keras_2(context)
+
+    def marks(self) -> Markers:
+        """Return what measures the steps."""
+        faults, distribution = self.context.faults.replicas, self.distribution
+        marks: Markers = built(("marks", self._key), lambda: Markers(distribution, faults))
+        return marks.watch(faults)
+
+    def _trains(self, model: Any) -> None:
+        self._model, self._optimizer = model, getattr(model, "optimizer", None)
+
+    def _elsewhere(self) -> bool:
+        return self.trainer is not None or (self._fit is not None and self._fit.under_way)
+
+    def synchronise(self) -> None:
+        """Wait for the devices; on a CPU every call has ended when it returns."""
+        if self.on_gpus:
+            tf.test.experimental.sync_devices()
+
+    # -- wb.fit ------------------------------------------------------------------------------------
+
+    def deal(self, source: Any) -> Any:
+        """Keep a sample of the data: a model may get its weights' shapes from it."""
+        self._sample = source.peek()
+        return source
+
+    def prepare(self, job: Job) -> None:
+        """Build what is not built yet, in the scope."""
+        check_model(job.model, self.distribution)
+        self._trains(job.model)
+        held = int(self.distribution.num_replicas_in_sync) // self.portion[1]
+        self.trainer = Trainer(self.distribution, job, held, self._sample)
+        self._optimizer = self.trainer.optimizer
+        initialise(self.context, job.model)
+        self._watched.forget()
+
+    def step(self, share: Share) -> StepResult:
+        """Give each replica its part of the share; every replica takes the same step."""
+        began = clock()
+        samples, losses = self._working.step(share)
+        self.synchronise()
+        end = clock()
+        seen = self._watched.markers.take(began, end)
+        measured, set_up_s = (seen[-1].results, seen[-1].set_up_s) if seen else ((), 0.0)
+        self._watched.set_up(set_up_s)
+        replicas = self.results(measured, samples, losses, end - began - set_up_s)
+        return StepResult(
+            share.samples, global_loss(replicas), replicas[0].compute_s, replicas=replicas,
+            set_up_s=set_up_s,
+        )  # fmt: skip
+
+    def results(
+        self,
+        measured: Sequence[StepResult],
+        samples: list[int],
+        losses: list[float],
+        spent_s: float,
+    ) -> tuple[StepResult, ...]:
+        """Return what was measured (empty: nothing), with what is known of each replica."""
+        measured = measured or [StepResult(0, NAN, NAN)] * len(samples)
+        return tuple(
+            # Handing the batch over is part of what the step computes.
+            replace(
+                one, samples=count, loss=loss, compute_s=spent_s - one.exposed_s, has_loss=count > 0
+            )
+            for one, count, loss in zip(measured, samples, losses, strict=True)
+        )
+
+    def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
+        """Return loss and metrics; each replica scores its part, the sums are added up."""
+        values = self._working.evaluate(shares)
+        self._watched.forget()
+        return values
+
+    def finish(self) -> None:
+        """Let `model.fit` and own loops be recorded again."""
+        self._working.close()
+        self.trainer = None
+        self._watched.start_s = NAN
+
+    @property
+    def _working(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer
+
+    @property
+    def _watched(self) -> Steps:
+        assert self._steps is not None, "the cell is over"
+        return self._steps
+
+    # -- what stays --------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the trained model's weights by name; empty where no model was trained."""
+        model = self._model
+        if model is None and self._loop is not None:
+            model = owner(self._loop.optimizer)
+        return {} if model is None else by_name(model)
+
+    def state(self) -> dict[str, Any]:
+        """Return model and optimizer."""
+        return state_of(self._model, self._optimizer)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        restore(self._model, self._optimizer, state)
+
+    def close(self) -> None:
+        """Let go of the user's model."""
+        if self.trainer is not None:
+            self.trainer.close()
+        self.trainer = self._fit = self._loop = self._steps = self._model = None
+
+
+_here = threading.local()  # .opened: the data sets of the iterator that is being made
+
+
+def untuned(dataset: Any) -> Any:
+    """Return a data set that is not tuned while it is read; as it is where it says that itself."""
+    if dataset is None or dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+@contextlib.contextmanager
+def datasets_kept() -> Iterator[None]:
+    """Have iterators that are made meanwhile hold their data sets, and end as soon as dropped."""
+    module = multi_device_iterator_ops
+    kind = module.OwnedMultiDeviceIterator
+    make, init = kind.__init__, gen_dataset_ops.multi_device_iterator_init
+    on_device = module._create_device_dataset
+
+    @functools.wraps(init)
+    def opened(dataset: Any, *args: Any, **keywords: Any) -> Any:
+        getattr(_here, "opened", []).append(dataset)
+        return init(dataset, *args, **keywords)
+
+    @functools.wraps(make)
+    def made(iterator: Any, dataset: Any = None, *args: Any, **keywords: Any) -> None:
+        _here.opened = []
+        try:
+            make(iterator, untuned(dataset), *args, **keywords)
+            # The last attribute is the last to be dropped.
+            iterator._workbench_datasets = _here.opened
+        finally:
+            _here.opened = []
+
+    @functools.wraps(on_device)
+    def made_on_device(*args: Any, **keywords: Any) -> Any:
+        return untuned(on_device(*args, **keywords))
+
+    kind.__init__, gen_dataset_ops.multi_device_iterator_init = made, opened
+    module._create_device_dataset = made_on_device
+    try:
+        yield
+    finally:
+        kind.__init__, gen_dataset_ops.multi_device_iterator_init = make, init
+        module._create_device_dataset = on_device

@@ -1,0 +1,354 @@
+"""Turns what the marks measured into rows, whoever wrote the loop.
+
+One `Steps` serves a whole cell. Between two calls into TensorFlow the loop's owner (`model.fit`,
+the user) is asked for nothing: `begin` before a call that trains, `end` after it. In between, any
+number of steps may have happened (`steps_per_execution`).
+
+Records the steps of a user's own loop, without a change to it.
+
+    @tf.function
+    def train_step(batch):                         traced with marks in it (`markers.py`)
+        return strategy.run(step, args=(batch,))
+
+    for batch in distributed:
+        train_step(batch)                          the call is seen; its steps are recorded
+
+A call that trained is known by the marks it passed. It is known from then on: before the next call
+of the same function Pause waits and Stop raises. What other functions take (an evaluation between
+epochs) belongs to no step. Without a `tf.function`, `strategy.run` is the call that is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ....engine.contract import NAN
+from ....engine.telemetry.recorder import StepResult
+from ....engine.training.initial import initialise
+from ....engine.training.notes import announce
+from ....errors import FitError, RunStopped
+from ....shared import events
+from .markers import Markers, Measured
+from .models import holder
+from .patches import Patches
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+
+clock = time.perf_counter
+
+UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
+
+WORTH_SAYING_S = 0.1
+
+
+class Steps:
+    """The steps of one cell.
+
+    Attributes:
+        start_s: When the step under way began: at the end of the one before, unless something
+            else (an evaluation, a pause) lay between.
+        batch: Samples of the latest step, over the replicas held here.
+        synchronise: Waits for the devices.
+        announced: Whether the kernel was told that training has begun.
+    """
+
+    def __init__(
+        self, context: RunContext, markers: Markers, synchronise: Callable[[], object]
+    ) -> None:
+        self.context, self.markers, self.synchronise = context, markers, synchronise
+        self.start_s = NAN
+        self._called_s = NAN
+        self._traced_s, self._traces = 0.0, 0
+        self.announced = False
+        self.batch: int | None = None
+        self._unseen = False
+
+    def announce(self, parameters: int, **counts: Any) -> None:
+        """Tell the kernel that training begins, or goes on with another `fit`."""
+        self.announced = True
+        announce(self.context, parameters, **counts)
+
+    def begin(self) -> None:
+        """Ask whether the next step may start; a pause is waited for here.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        if not self.enter():
+            raise RunStopped
+
+    def enter(self) -> bool:
+        """As `begin`, but return False where the run is to stop."""
+        context, step = self.context, self.context.trained
+        paused_s = context.gate.paused_s
+        if not context.gate.enter(step):
+            return False
+        if context.gate.paused_s != paused_s or self.start_s != self.start_s:
+            self.start_s = clock()
+        context.faults.before_step(step)
+        context.step = step
+        return True
+
+    def skip(self) -> None:
+        """Count the time since the last step as evaluation, or whatever else it was."""
+        now = clock()
+        if self.start_s == self.start_s:
+            self.context.eval_s += now - self.start_s
+        self.start_s = now
+
+    def forget(self) -> None:
+        """Drop what the marks read so far: it belongs to no step."""
+        self.markers.take(self.start_s, clock())
+
+    def called(self) -> None:
+        """Say that TensorFlow is asked for data only now: what lay before was no wait for it."""
+        self._called_s = clock()
+
+    def end(self, unmarked: Callable[[], Measured] | None = None) -> int:
+        """Record what was done since `begin`.
+
+        Args:
+            unmarked: Says what to record where no mark was passed; by default nothing.
+
+        Returns:
+            How many steps there were.
+        """
+        end_s = clock()
+        start_s = self.start_s if self.start_s == self.start_s else end_s
+        steps = self.markers.take(start_s, end_s)
+        if not steps and unmarked is not None:
+            steps = [unmarked()]
+            self._say_unseen()
+        # The first step's wait counts from its start, where the loop may have been busy elsewhere.
+        busy_s = max(0.0, self._called_s - start_s) if self._called_s == self._called_s else 0.0
+        self._called_s = NAN
+        for step in steps:
+            self._record(step, busy_s)
+            busy_s = 0.0
+        if steps:
+            self.set_up(sum(step.set_up_s for step in steps))
+            self.context.train_s += end_s - start_s - sum(step.set_up_s for step in steps)
+            self.start_s = end_s
+        return len(steps)
+
+    def set_up(self, seconds: float) -> None:
+        """Take note of time that a step was traced: it belongs to no step."""
+        if seconds:
+            self._traced_s, self._traces = self._traced_s + seconds, self._traces + 1
+            self.context.eval_s += seconds
+
+    def say_set_up(self) -> None:
+        """Tell the user how long tracing took."""
+        if self._traced_s >= WORTH_SAYING_S and self.context.spec.rank == 0:
+            often = "once" if self._traces == 1 else f"{self._traces} times"
+            text = (
+                f"TensorFlow traced the step {often}, {self._traced_s:.1f} s in all; "
+                "that time belongs to no step."
+            )
+            self.context.emit(events.Noted(rank=0, text=text))
+
+    def unmarked(self, samples: int, loss: float, *, has_loss: bool = False) -> Measured:
+        """Return a step of which nothing is known but its samples and loss, shared evenly."""
+        held = self.context.spec.held
+        parts = len(held) if self.context.entry.data_parallel else 1
+        shares = [(r + 1) * samples // parts - r * samples // parts for r in range(parts)]
+        shares *= len(held) // parts
+        return Measured(
+            self.start_s,
+            clock(),
+            (NAN,) * len(held),
+            tuple(StepResult(share, loss, NAN, has_loss=has_loss) for share in shares),
+        )
+
+    def _record(self, step: Measured, busy_s: float) -> None:
+        context = self.context
+        for rank, data_wait_s, one in zip(
+            context.spec.held, step.data_wait_s, step.results, strict=True
+        ):
+            waited_s = data_wait_s - busy_s
+            context.recorder.add_step(
+                context.trained, one, step.start_s, step.end_s, data_wait_s=waited_s, rank=rank
+            )
+        samples = [one.samples for one in step.results]
+        self.batch = (sum if self.context.entry.data_parallel else max)(samples) or None
+        context.step = context.trained
+        context.trained += 1
+
+    def _say_unseen(self) -> None:
+        if not self._unseen:
+            self._unseen = True
+            reason = "no gradient was reduced where a clock could be read (not under jit_compile)"
+            self.context.emit(events.Unmeasured(columns=dict.fromkeys(UNSEEN, reason)))
+
+
+def global_loss(results: tuple[StepResult, ...]) -> float:
+    """Return the mean loss over all samples of a step."""
+    samples = np.array([one.samples for one in results], np.float64)
+    losses = np.array([one.loss for one in results], np.float64)
+    total = samples.sum()
+    return float((losses[samples > 0] * samples[samples > 0]).sum() / total) if total else NAN
+
+
+class OwnLoop:
+    """Watches calls into TensorFlow while it is entered.
+
+    The wrappers carry their originals' module, so that autograph leaves them alone as it does
+    those; what they call is converted as ever.
+
+    Args:
+        elsewhere: Whether somebody else records the steps just now (`model.fit`, `wb.fit`).
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        steps: Steps,
+        distribution: Any,
+        elsewhere: Callable[[], bool],
+    ) -> None:
+        self.context, self.steps, self.distribution = context, steps, distribution
+        self._elsewhere = elsewhere
+        self._inside = False
+        self._steps_done = 0  # by the latest call
+        self._trains: Any = weakref.WeakSet()
+        self._eager = False  # whether a strategy.run outside of any tf.function has trained
+        self._patches = Patches()
+        self.optimizer: Any = None
+
+    def __enter__(self) -> OwnLoop:
+        """Patch `tf.function`'s calls, `strategy.run` and the optimizers' `apply`."""
+        function = importlib.import_module(
+            "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+        ).Function
+        self._patches.replace(function, "__call__", self._called)
+        self._patches.replace(type(self.distribution), "run", self._ran)
+        self._patches.replace(keras.optimizers.Optimizer, "apply", self._applied)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Undo the patches."""
+        self._patches.undo()
+
+    def _called(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def call(function: Any, *args: Any, **keywords: Any) -> Any:
+            if loop._passive():
+                return original(function, *args, **keywords)
+            trains = function in loop._trains
+            done = loop._watched(lambda: original(function, *args, **keywords), trains)
+            if loop._steps_done and not trains:
+                loop._trains.add(function)
+            return done
+
+        return call
+
+    def _ran(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def run(strategy: Any, *args: Any, **keywords: Any) -> Any:
+            if loop._passive() or strategy is not loop.distribution:
+                return original(strategy, *args, **keywords)
+            done = loop._watched(lambda: original(strategy, *args, **keywords), loop._eager)
+            loop._eager = loop._eager or bool(loop._steps_done)
+            return done
+
+        return run
+
+    def _applied(self, original: Any) -> Any:
+        loop = self
+
+        @functools.wraps(original)
+        def apply(optimizer: Any, *args: Any, **keywords: Any) -> Any:
+            loop.optimizer = optimizer
+            if loop.context.spec.init_from and not loop._elsewhere():
+                loop._start_from(optimizer, *args, **keywords)
+            return original(optimizer, *args, **keywords)
+
+        return apply
+
+    def _start_from(self, optimizer: Any, gradients: Any, variables: Any = None) -> None:
+        """Give the model the weights that the line names, while its first step is traced.
+
+        Raises:
+            FitError: The step is not traced: its gradients are those of the model's own weights.
+        """
+        if self.context.initial_read:
+            return
+        if tf.executing_eagerly():
+            raise FitError(
+                "The loop's first step was computed already, from the model's own weights.",
+                seen="--init-from, and a step without tf.function",
+                allowed="a step in a tf.function, wb.fit or model.fit",
+                next_step="put @tf.function on the function that calls strategy.run",
+                code="WB-FIT-080",
+            )
+        trained = variables or getattr(optimizer, "_trainable_variables", ())
+        model = holder({id(variable) for variable in trained})
+        if model is not None:
+            initialise(self.context, model)
+
+    def _passive(self) -> bool:
+        return self._inside or self._elsewhere() or not tf.executing_eagerly()
+
+    def _watched(self, call: Callable[[], Any], trains: bool) -> Any:
+        """Make a call from outside TensorFlow; record the steps it was made of."""
+        steps = self.steps
+        if trains:
+            check_unsaved(self.context)
+            steps.begin()
+        elif steps.start_s != steps.start_s:
+            steps.skip()  # the loop's first call
+        self._inside, self._steps_done = True, 0
+        try:
+            result = call()
+            steps.synchronise()
+        finally:
+            self._inside = False
+        self._steps_done = steps.end()
+        if self._steps_done:
+            self._announce()
+        else:
+            steps.skip()
+        return result
+
+    def _announce(self) -> None:
+        steps = self.steps
+        if steps.announced:
+            return
+        trained = getattr(self.optimizer, "_trainable_variables", ())
+        spec = self.context.spec
+        engines = spec.world_size // len(spec.held)  # each takes an equal share
+        steps.announce(
+            sum(int(np.prod(variable.shape)) for variable in trained),
+            batch_size=None if steps.batch is None else steps.batch * engines,
+        )
+
+
+def check_unsaved(context: RunContext) -> None:
+    """Refuse checkpoints: what an own loop trains with is not known.
+
+    Raises:
+        FitError: They were asked for.
+    """
+    if context.spec.checkpoint or context.spec.resume:
+        raise FitError(
+            "Checkpoints of an own loop under TensorFlow are its own affair: only it knows what it "
+            "trains with.",
+            seen="--checkpoint with strategy.run",
+            allowed="--checkpoint with model.fit or wb.fit",
+            next_step="leave --checkpoint out and use tf.train.Checkpoint in the loop",
+            code="WB-FIT-081",
+        )

@@ -1,0 +1,160 @@
+"""Ring all-reduce: as few bytes as possible, in many small rounds.
+
+Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations,
+Journal of Parallel and Distributed Computing 69(2), 2009.
+
+Each worker cuts its tensor in n chunks. Round after round, everybody sends a chunk to the next
+worker and adds the one that comes from the previous worker: after n-1 rounds each worker holds one
+chunk of the sum. In n-1 more rounds the finished chunks travel around.
+
+    reduce-scatter, n = 3                          all-gather
+    worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
+    worker 1:  b1 ──▶ 2   a0+a1 ──▶ 2   C          C ──▶ 2    B ──▶ 2
+    worker 2:  c2 ──▶ 0   b1+b2 ──▶ 0   A          A ──▶ 0    C ──▶ 0
+
+Sent by each worker: 2 (n-1)/n of the tensor. Rounds: 2 (n-1).
+
+Reduce to one: a single worker adds everything up and hands the sum out.
+
+Source: Chan, Heimlich, Purkayastha, van de Geijn, Collective Communication: Theory, Practice, and
+Experience, Concurrency and Computation 19(13), 2007: all-reduce as reduce, then broadcast.
+
+    worker 1:  g1 ──┐                 ┌──▶ worker 1
+    worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
+    worker 3:  g3 ──┘                 └──▶ worker 3
+
+Sent: the tensor by every worker, n-1 times by worker 0, which is the bottleneck of large tensors.
+Rounds: 2.
+
+Recursive doubling: as few rounds as possible, for small tensors.
+
+Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
+MPICH, IJHPCA 19(1), 2005, section 4.5.
+
+In round k, workers whose ranks differ in bit k exchange what they have and add it. After log2 n
+rounds everybody holds the sum.
+
+    worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
+    worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
+    worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
+    worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
+
+Where n is no power of two, the workers beyond the largest one p hand their tensor to a partner
+before, and are handed the sum after. Addition of two numbers commutes, so all copies of the sum are
+equal to the last bit.
+
+Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more where n > p.
+
+Hierarchical all-reduce: add up within groups, then between their leaders.
+
+Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
+(arXiv:1807.11205), "hierarchical all-reduce".
+
+Links within a host are fast, links between hosts are slow: each group adds up at its leader, the
+leaders run a ring, each leader hands the sum out. A group is a host; where there is one host only,
+it is a block of about sqrt(n) workers, so that the traffic can be seen.
+
+    worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
+                            ├── ring ──┤
+    worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
+
+Sent, by m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each member; by the
+others: the tensor. Rounds: 2 + 2 (m-1).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....engine.debugging.marks import ALL_REDUCE, waits_in
+
+if TYPE_CHECKING:
+    from .links import Links
+
+
+@waits_in(ALL_REDUCE)
+def ring(flat: torch.Tensor, links: Links) -> None:
+    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    n, rank = links.size, links.rank
+    chunks = list(flat.tensor_split(n))
+    following, previous = (rank + 1) % n, (rank - 1) % n
+    for k in range(n - 1):
+        out, mine = chunks[(rank - k) % n], chunks[(rank - k - 1) % n]
+        into = links.buffer(flat, mine.numel())
+        mine += links.exchange(out, following, into, previous)
+    for k in range(n - 1):
+        out, into = chunks[(rank + 1 - k) % n], chunks[(rank - k) % n]
+        links.exchange(out, following, into, previous)
+
+
+@waits_in(ALL_REDUCE)
+def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
+    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    reduce(flat, links)
+    broadcast(flat, links)
+
+
+@waits_in(ALL_REDUCE)
+def reduce(flat: torch.Tensor, links: Links) -> None:
+    """Add every worker's tensor to the one of rank 0."""
+    if links.rank != 0:
+        links.send(flat, 0).wait()
+        return
+    into = links.buffer(flat, flat.numel())
+    for rank in range(1, links.size):
+        flat += links.receive(into, rank)
+
+
+@waits_in(ALL_REDUCE)
+def broadcast(flat: torch.Tensor, links: Links) -> None:
+    """Give every worker the tensor of rank 0."""
+    if links.rank != 0:
+        links.receive(flat, 0)
+        return
+    for sending in [links.send(flat, rank) for rank in range(1, links.size)]:
+        sending.wait()
+
+
+@waits_in(ALL_REDUCE)
+def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
+    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    n, rank = links.size, links.rank
+    p = 1 << (n.bit_length() - 1)  # the largest power of two that is not above n
+    if rank >= p:
+        links.send(flat, rank - p).wait()
+        links.receive(flat, rank - p)
+        return
+    into = links.buffer(flat, flat.numel())
+    if rank + p < n:
+        flat += links.receive(into, rank + p)
+    bit = 1
+    while bit < p:
+        partner = rank ^ bit
+        flat += links.exchange(flat, partner, into, partner)
+        bit <<= 1
+    if rank + p < n:
+        links.send(flat, rank + p).wait()
+
+
+@waits_in(ALL_REDUCE)
+def hierarchical(flat: torch.Tensor, links: Links) -> None:
+    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    groups = form_groups(links.size, links.hosts)
+    mine = next(group for group in groups if links.rank in group)
+    inside = links.among(mine)
+    reduce(flat, inside)
+    if inside.rank == 0:
+        ring(flat, links.among([group[0] for group in groups]))
+    broadcast(flat, inside)
+
+
+def form_groups(workers: int, hosts: list[str]) -> list[list[int]]:
+    """Return the ranks of each group, its leader first: by host, or blocks of about sqrt(n)."""
+    names = list(dict.fromkeys(hosts))
+    if len(names) > 1:
+        return [[rank for rank in range(workers) if hosts[rank] == name] for name in names]
+    size = math.ceil(math.sqrt(workers))
+    return [list(range(i, min(i + size, workers))) for i in range(0, workers, size)]

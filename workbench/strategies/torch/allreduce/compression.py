@@ -1,0 +1,223 @@
+"""Gradient compression: fewer bytes per step, with the error fed back.
+
+Source: error feedback: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Stich,
+Cordonnier and Jaggi, Sparsified SGD with Memory, NeurIPS 2018, algorithm 1. PowerSGD: Vogels,
+Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
+
+    worker r:  p = g_r + e_r ──▶ c = compress(p) ──▶ mean over workers ──▶ optimizer
+                     ▲                │
+                     └── e_r = p - decompress(c)      what was not sent now is sent later
+
+- `fp16`, `bf16`: the gradient in half the bits, all-reduced in that type. bf16 has float32's range
+  and 8 bits of precision; fp16 has 11 bits, and overflows at 65504.
+- `topk:F`: the fraction F of numbers that are largest in magnitude, over the whole gradient, as
+  values and indices. Workers choose different ones, so they are gathered, not reduced: each worker
+  sends its choice n-1 times around the ring.
+- `powersgd:R`: each gradient matrix M, shape (m, k), as P Q^T of rank R by one step of power
+  iteration from the previous Q. Both factors are linear in M, so they can be all-reduced:
+  P = mean(M_r Q), made orthonormal; Q = mean(M_r^T P). Vectors, and matrices for which R (m + k) is
+  no less than m k, are sent whole.
+
+The time compression takes counts as transfer: it is what fewer bytes cost.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from . import AllReduce
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Compression(ABC):
+    """Averages a flat gradient over the workers, compressed.
+
+    Attributes:
+        error: What this worker has not sent yet, shape (numbers,).
+    """
+
+    def __init__(self, all_reduce: AllReduce) -> None:
+        self.all_reduce = all_reduce
+        self.error: torch.Tensor | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def __call__(self, flat: torch.Tensor) -> None:
+        """Replace `flat`, shape (numbers,), by the mean of what the workers sent of it."""
+        if self.all_reduce.links.size == 1:
+            return
+        if self._loaded is not None:
+            self.place(self._loaded, flat)
+            self._loaded = None
+        if self.error is None:
+            self.error = torch.zeros_like(flat)
+        flat += self.error
+        self.error.copy_(flat)
+        self.mean(flat, self.error)
+        # An infinite gradient (loss scaling looks for them) must not stay behind.
+        torch.nan_to_num_(self.error, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def state(self) -> dict[str, Any]:
+        """Return copies of what is kept from step to step, on the CPU."""
+        return {"error": None if self.error is None else self.error.to("cpu", copy=True)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self._loaded = state
+
+    def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
+        """Put a loaded state where the gradients are: known when the first ones come."""
+        self.error = None if state["error"] is None else state["error"].to(flat)
+
+    @abstractmethod
+    def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
+        """Replace `flat` by the mean of what was sent; subtract from `error` what this worker sent.
+
+        Args:
+            error: Equal to `flat` at first.
+        """
+
+
+class HalfPrecision(Compression):
+    """Sends 16 bits of each number."""
+
+    def __init__(self, all_reduce: AllReduce, dtype: torch.dtype) -> None:
+        super().__init__(all_reduce)
+        self._dtype = dtype
+
+    def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
+        """Divide, round, add up: the sum of n parts cannot overflow where the mean does not."""
+        n = self.all_reduce.links.size
+        half = (flat / n).to(self._dtype)
+        error.sub_(half.to(flat.dtype), alpha=n)
+        self.all_reduce(half)
+        flat.copy_(half)
+
+
+class TopK(Compression):
+    """Sends the numbers of largest magnitude."""
+
+    def __init__(self, all_reduce: AllReduce, fraction: float) -> None:
+        super().__init__(all_reduce)
+        self._fraction = fraction
+
+    def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
+        """Gather every worker's choice as (values, indices) and add them up."""
+        links = self.all_reduce.links
+        count = math.ceil(self._fraction * flat.numel())
+        chosen = flat.abs().topk(count, sorted=False).indices
+        values = flat[chosen]
+        error[chosen] = 0.0
+        wide = torch.int32 if flat.numel() < 1 << 31 else torch.int64
+        packed = [values.view(torch.uint8), chosen.to(wide).view(torch.uint8)]
+        flat.zero_()
+        for part in links.gather(links.staged(torch.cat(packed))):
+            part = part.to(flat.device)
+            theirs = part[: packed[0].numel()].view(flat.dtype)
+            where = part[packed[0].numel() :].view(wide).long()
+            flat.index_add_(0, where, theirs, alpha=1 / links.size)
+
+
+class PowerSGD(Compression):
+    """Sends two thin factors of each matrix.
+
+    Args:
+        shapes: Shapes of the gradients that lie in the flat tensor, in order.
+    """
+
+    def __init__(self, all_reduce: AllReduce, rank: int, shapes: list[torch.Size]) -> None:
+        super().__init__(all_reduce)
+        self._cuts: list[tuple[int, int, int]] = []  # offset, m, k of each matrix that is factored
+        self._whole: list[slice] = []
+        offset = 0
+        for shape in shapes:
+            size = shape.numel()
+            m = shape[0] if shape else 1
+            k = size // max(m, 1)
+            if rank * (m + k) < size:
+                self._cuts.append((offset, m, k))
+            else:
+                self._whole.append(slice(offset, offset + size))
+            offset += size
+        self._rank = rank
+        self._q: list[torch.Tensor] = []
+
+    def mean(self, flat: torch.Tensor, error: torch.Tensor) -> None:
+        """One step of power iteration: reduce P and what is sent whole, then reduce Q."""
+        if not self._q:
+            self._q = self._first_factors(flat)
+        matrices = [flat[at : at + m * k].view(m, k) for at, m, k in self._cuts]
+        whole = [flat[part] for part in self._whole]
+        p = [matrix @ q for matrix, q in zip(matrices, self._q, strict=True)]
+        *p, rest = self._reduced([*p, torch.cat(whole) if whole else flat[:0]])
+        p = [torch.linalg.qr(factor).Q for factor in p]
+        own_q = [matrix.T @ factor for matrix, factor in zip(matrices, p, strict=True)]
+        self._q = self._reduced(own_q)
+        for (at, m, k), factor, own, mean in zip(self._cuts, p, own_q, self._q, strict=True):
+            error[at : at + m * k] -= (factor @ own.T).view(-1)
+            flat[at : at + m * k] = (factor @ mean.T).view(-1)
+        for part, values in zip(
+            self._whole, torch.split(rest, [part.numel() for part in whole]), strict=True
+        ):
+            error[part] = 0.0
+            flat[part] = values
+
+    def state(self) -> dict[str, Any]:
+        """Return the error, and the factors that the next step begins with."""
+        return {**super().state(), "q": [factor.to("cpu", copy=True) for factor in self._q]}
+
+    def place(self, state: dict[str, Any], flat: torch.Tensor) -> None:
+        """Put a loaded state where the gradients are."""
+        super().place(state, flat)
+        self._q = [factor.to(flat) for factor in state["q"]]
+
+    def _first_factors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the first Q of each matrix, shape (k, rank): random, the same on every worker."""
+        generator = torch.Generator().manual_seed(0)
+        return [torch.randn(k, self._rank, generator=generator).to(flat) for _, _, k in self._cuts]
+
+    def _reduced(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the means of some tensors, which travel as one."""
+        if not parts:
+            return []
+        message = torch.cat([part.reshape(-1) for part in parts])
+        self.all_reduce.mean(message)
+        pieces = torch.split(message, [part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def message_like(text: str, shapes: list[torch.Size], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty tensor as large as the message in which the gradients will be reduced."""
+    kind, _, amount = text.partition(":")
+    numbers = sum(shape.numel() for shape in shapes)
+    if kind == "powersgd":
+        rank = int(amount)
+        numbers = 0
+        for shape in shapes:
+            m = shape[0] if shape else 1
+            k = shape.numel() // max(m, 1)
+            numbers += min(rank * m, shape.numel()) if rank * (m + k) < m * k else shape.numel()
+    return torch.empty(numbers, dtype=_HALF.get(kind, dtype))
+
+
+def make_compression(
+    text: str, all_reduce: AllReduce, shapes: list[torch.Size]
+) -> Compression | None:
+    """Return what the option `compress` asks for; None for `none`.
+
+    Args:
+        text: `none`, `fp16`, `bf16`, `powersgd:RANK` or `topk:FRACTION`; the catalog checked it.
+    """
+    kind, _, amount = text.partition(":")
+    if kind in _HALF:
+        return HalfPrecision(all_reduce, _HALF[kind])
+    if kind == "topk":
+        return TopK(all_reduce, float(amount))
+    if kind == "powersgd":
+        return PowerSGD(all_reduce, int(amount), shapes)
+    return None

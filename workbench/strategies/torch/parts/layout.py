@@ -1,0 +1,353 @@
+"""Re-partitions a model's parameters in place (`fully_shard`, `parallelize_module`), and back.
+
+PyTorch's ways to shard a model exchange its parameters for DTensors, change the classes of its
+modules and hook into their forward. None of them can be undone, and an optimizer that was built
+before goes on holding the old parameters: it would train nothing, without a word. Here everything
+is put back as it was when the run ends:
+
+    lay out:   parameter -> DTensor, in the modules and in the optimizer's groups; the memory of
+               the plain parameter is freed
+    gather:    DTensor -> the same plain parameter, filled again; classes and hooks as before
+
+So the user's module, optimizer and scheduler keep their identity throughout.
+
+What strategies have in common that lay one model out over the workers, as DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ....engine.contract import Strategy
+from ....engine.torch.data import map_batch
+from ....errors import FitError
+from .replica import Trainer, held_bytes, parts_state
+from .replicas import broadcast
+
+
+def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the workers of this run as a grid."""
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def release_mesh(mesh: DeviceMesh | None) -> None:
+    """Let go of a mesh's process groups: PyTorch's caches keep the mesh itself for good."""
+    if mesh is not None:
+        getattr(mesh, "_pg_registry", {}).clear()
+
+
+class _Module:
+    """What one module was like before, and what laying out added to it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.cls = module, type(module)
+        self.parameters = dict(module._parameters)
+        self.names = set(module.__dict__)
+        self.hooks = {
+            name: set(value) for name, value in module.__dict__.items() if name.endswith("_hooks")
+        }
+        self.added: set[str] = set()
+
+    def changed(self) -> None:
+        self.added = set(self.module.__dict__) - self.names
+
+    def undo(self) -> None:
+        module = self.module
+        module.__class__ = self.cls
+        _composed().pop(module, None)
+        for name in self.added:
+            module.__dict__.pop(name, None)
+        for name, kept in self.hooks.items():
+            hooks = module.__dict__[name]
+            for key in [key for key in hooks if key not in kept and _is_torchs(hooks[key])]:
+                for table in (n for n in module.__dict__ if n.startswith(name)):
+                    module.__dict__[table].pop(key, None)  # also from `.._with_kwargs`
+        for name, parameter in self.parameters.items():
+            module._parameters[name] = parameter
+
+
+class Layout:
+    """A model laid out over the workers.
+
+    Args:
+        model: The user's module, equal on all workers.
+        optimizer: The user's optimizer where it is built already: its groups are pointed at the
+            new parameters, its state is partitioned like them.
+        lay_out: Exchanges parameters in place.
+
+    Raises:
+        FitError: The optimizer holds parameters where they cannot be exchanged.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, lay_out: Callable[[torch.nn.Module], object]
+    ) -> None:
+        self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        if self.optimizer is not None:
+            check_exchangeable(self.optimizer)
+        self._modules = [_Module(module) for module in model.modules()]
+        lay_out(model)
+        self._exchanged: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for before in self._modules:
+            before.changed()
+            for name, old in before.parameters.items():
+                new = before.module._parameters[name]
+                if old is not None and new is not None and new is not old:
+                    self._exchanged[old] = new
+        if self.optimizer is not None:
+            exchange(self.optimizer, self._exchanged, _like)
+        for old in self._exchanged:
+            old.data = old.data.new_empty(0)  # its values live in the new one now
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether the model is still laid out."""
+        return bool(self._modules)
+
+    def gather(self, *, everywhere: bool = True) -> None:
+        """Give the model its plain parameters back, with the trained values; collective.
+
+        Args:
+            everywhere: Whether all workers get the values; otherwise only rank 0 does, and the
+                other workers' parameters end on the meta device.
+        """
+        keep = everywhere or dist.get_rank() == 0
+        for old, new in self._exchanged.items():
+            full = gathered(new.detach())
+            if keep:
+                old.data = full
+        if self.optimizer is not None:
+            back = {new: old for old, new in self._exchanged.items()}
+            exchange(self.optimizer, back, lambda value, new: gathered(value))
+        self._undo(emptied=not keep)
+
+    def abandon(self) -> None:
+        """Give the modules back after a failure: what was spread cannot be gathered alone.
+
+        The parameters end on the meta device, where any use of them says so.
+        """
+        if self.optimizer is not None and self.laid_out:
+            back = {new: old for old, new in self._exchanged.items()}
+            exchange(self.optimizer, back, lambda value, new: None)
+        self._undo(emptied=True)
+
+    def _undo(self, *, emptied: bool) -> None:
+        shapes = {old: new.shape for old, new in self._exchanged.items()}
+        for before in self._modules:
+            before.undo()
+            for name, old in before.parameters.items():
+                if emptied and old in shapes:
+                    empty = torch.empty(shapes[old], dtype=old.dtype, device="meta")
+                    before.module._parameters[name] = torch.nn.Parameter(empty)
+        for old in shapes:
+            old.grad = None
+        self._modules, self._exchanged = [], {}
+
+
+def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise FitError when the optimizer remembers parameters outside its groups."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        items = value if isinstance(value, (list, tuple, set)) else [value]
+        if any(id(item) in owned for item in items):
+            raise FitError(
+                "This optimizer cannot follow its parameters when they are partitioned.",
+                seen=f"{type(optimizer).__name__} keeps them in its attribute {name}",
+                allowed="optimizers that find their parameters in param_groups",
+                next_step="pass a function instead: optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+                code="WB-FIT-117",
+            )
+
+
+def exchange(
+    optimizer: torch.optim.Optimizer,
+    mapping: dict[torch.nn.Parameter, torch.nn.Parameter],
+    convert: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor | None],
+) -> None:
+    """Point an optimizer at other parameters, in place; built schedulers go on steering it.
+
+    Args:
+        mapping: New parameter by old one.
+        convert: Gives what stands for a state tensor of a parameter's shape; None drops it.
+    """
+    state = optimizer.state
+    for group in optimizer.param_groups:
+        group["params"] = [mapping.get(p, p) for p in group["params"]]
+    for old, new in mapping.items():
+        if old not in state:
+            continue
+        values = state.pop(old)
+        for name, value in list(values.items()):
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == old.shape:
+                values[name] = convert(value, new)
+        if all(value is not None for value in values.values()):
+            state[new] = values
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a DTensor; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this worker's part of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def grad_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """Return the norm of the whole model's gradient; collective.
+
+    Parameters may be DTensors over one mesh, or equal on all workers: squares of shards are added
+    up over the workers, those of what all hold alike are counted once.
+    """
+    squares = torch.zeros(2, dtype=torch.float64)  # of shards, of what all hold alike
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            own = local(gradient)
+            squares = squares.to(own.device)
+            sharded = isinstance(gradient, DTensor) and any(
+                placement.is_shard() for placement in gradient.placements
+            )
+            squares[0 if sharded else 1] += own.square().sum().double()
+    dist.all_reduce(squares[:1])
+    return squares.sum().sqrt()
+
+
+def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], clip_norm: float) -> None:
+    """Scale gradients so that the norm of the whole model's gradient is at most `clip_norm`."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    scale = (clip_norm / (grad_norm(held) + 1e-6)).clamp(max=1.0)
+    for parameter in held:
+        assert parameter.grad is not None
+        own = local(parameter.grad)
+        own.mul_(scale.to(own.dtype))
+
+
+def whole_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Any]:
+    """Return a trainer's state with every partitioned tensor gathered; collective.
+
+    Args:
+        keep: Whether this worker wants it: one that only helps to gather holds a tensor at a time.
+    """
+    state = parts_state(trainer)
+    if not keep:
+
+        def help_gather(tensor: torch.Tensor) -> None:
+            gathered(tensor.detach())
+
+        map_batch(help_gather, state)
+        return {}
+    return map_batch(lambda t: gathered(t.detach()).to("cpu", copy=True), state)  # type: ignore[no-any-return]
+
+
+def load_whole_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load what `whole_state` gave, each worker taking its part."""
+    own = trainer.model.state_dict()
+    model = {name: _like(value, own[name]) for name, value in state["model"].items()}
+    parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    slots: dict[int, Any] = state["optimizer"]["state"]
+    parts = {
+        place: {
+            name: _like(value, parameters[place])
+            if isinstance(value, torch.Tensor) and value.shape == parameters[place].shape
+            else value
+            for name, value in values.items()
+        }
+        for place, values in slots.items()
+    }
+    optimizer = {**state["optimizer"], "state": parts}
+    trainer.load_state({**state, "model": model, "optimizer": optimizer})
+
+
+def _like(value: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return `value` partitioned as `new` is."""
+    if not isinstance(new.data, DTensor):
+        return value
+    return distribute_tensor(value, new.data.device_mesh, new.data.placements)
+
+
+def _composed() -> Any:
+    """Return PyTorch's register of modules that `fully_shard` was applied to; it has no way out."""
+    try:
+        from torch.distributed import _composable_state as register
+    except ImportError:  # pragma: no cover - another PyTorch
+        return {}
+    return getattr(register, "_module_state_mapping", {})
+
+
+def _is_torchs(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("torch.distributed")
+
+
+class Partitioned(Strategy):
+    """Keeps parts of parameters; gives the user the whole, plain model back at the end."""
+
+    trainer: Trainer | None = None
+    layout: Layout | None = None
+    mesh: DeviceMesh | None = None
+    gathers = True
+
+    def equal_buffers(self) -> None:
+        """Give all workers rank 0's buffers (BatchNorm's statistics): training reads none."""
+        trainer = self._trainer
+        broadcast(trainer.model.buffers(), trainer.device)
+
+    def finish(self) -> None:
+        """Gather the trained model: on every worker, or on rank 0 (`gather=first`)."""
+        if self.layout is not None and self.layout.laid_out:
+            self.equal_buffers()
+            self.layout.gather(everywhere=self.options["gather"] == "all")
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the gathered parameters and buffers by name; nothing before `finish`."""
+        if self.layout is None or self.layout.laid_out:
+            return {}  # parts of a run that failed: the others' are out of reach
+        if self.rank and self.options["gather"] == "first":
+            return {}
+        return self._trainer.weights()
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler, whole: independent of the world size."""
+        return whole_state(self._trainer)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the same on rank 0; the others only help to gather it."""
+        return whole_state(self._trainer, keep=self.rank == 0)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave: each worker takes its part."""
+        load_whole_state(self._trainer, state)
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model, gradients and optimizer."""
+        trainer = self._trainer
+        return held_bytes(trainer.model, trainer.optimizer)
+
+    def close(self) -> None:
+        """Give the user's module back as it was."""
+        if self.layout is not None and self.layout.laid_out:
+            self.layout.abandon()
+        release_mesh(self.mesh)
+        self.trainer = self.layout = self.mesh = None
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device."""
+        return torch.device(self.context.spec.device)
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer

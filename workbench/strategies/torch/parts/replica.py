@@ -1,0 +1,389 @@
+"""One replica: the module, its optimizer, and how a share becomes gradients.
+
+What every replicating strategy does alike: micro-batches, mixed precision, clipping, the
+scheduler, evaluation, weights. What differs (who averages the gradients) is in the strategies.
+
+What a replica is made of, saved and loaded: model, optimizer, scheduler, loss scaler.
+
+The same for a `wb.fit` (`trainer.py`) and for a user's own loop (`loop.py`), so that a checkpoint
+does not depend on which of them took it.
+
+What a worker holds between steps: parameters, buffers, gradients, optimizer state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ....engine.contract import NAN, Job, Share
+from ....engine.torch.data import map_batch, slice_batch
+from ....engine.torch.support import check_closure, evaluating
+from ....errors import FitError
+from .timing import make_timer
+
+if TYPE_CHECKING:
+    from ....engine.context import RunContext
+    from ....engine.telemetry.recorder import StepResult
+    from .reduction import Reductions
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A replica on this worker's device.
+
+    Args:
+        lay_out: Re-partitions the model's parameters in place before the optimizer is made.
+        even: Whether all workers must do equally many forward passes (communication happens in
+            them): a worker with fewer samples then does some that do not count.
+
+    Attributes:
+        model: The user's module, moved in place.
+        forward: What a batch goes through; a strategy puts its wrapper here.
+        optimizer: Built from the job.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        job: Job,
+        *,
+        lay_out: Callable[[torch.nn.Module], None] | None = None,
+        even: bool = False,
+    ) -> None:
+        self.job = job
+        self.device = torch.device(context.spec.device)
+        if lay_out is not None:
+            lay_out(job.model)  # moves what this worker keeps: the whole may not fit the device
+        self.model = job.model.to(self.device)
+        self.clip: Callable[..., object] = torch.nn.utils.clip_grad_norm_
+        self._workers, self._even = context.spec.world_size, even
+        self.forward: Any = self.model
+        self.timer = make_timer(context, self.device)
+        self.optimizer = build_optimizer(job.optimizer, self.model)
+        self.scheduler = build_scheduler(job.scheduler, self.optimizer)
+        self._on_cpu = self.device.type == "cpu"
+        self._dtype = PRECISIONS.get(job.precision or "")
+        self.scaler: Any = None
+        if job.precision == "fp16" and not self._on_cpu:
+            self.scaler = torch.amp.GradScaler(self.device.type)
+        self._clipped = [p for p in self.model.parameters() if p.requires_grad]
+        self._loss: torch.Tensor = torch.tensor(NAN)
+        several = self._workers > 1 and job.step_fn is not None
+        self._around_step_fn: Any = _NoBackward() if several else _NOTHING
+
+    def wrap(self, forward: Any) -> None:
+        """Let batches go through `forward` (DDP around the model), compiled if asked for."""
+        self.forward = torch.compile(forward) if self.job.compile else forward
+
+    def gradients(
+        self,
+        share: Share,
+        *,
+        weight: float = 1.0,
+        alone: Callable[[], Any] = contextlib.nullcontext,
+        reductions: Reductions | None = None,
+    ) -> None:
+        """Compute the gradients of a share: forward and backward over its micro-batches.
+
+        Args:
+            weight: Factor on the share's mean loss in backward.
+            alone: Context for all micro-batches but the last: no communication yet.
+            reductions: What averages the gradients of the last backward, where that is done.
+        """
+        self.timer.begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.timer.spend("forward")
+        parts = self._micro_batches(share)
+        total: torch.Tensor | None = None
+        for data, fraction in parts[:-1]:
+            with alone():
+                loss = self.loss(data)
+                self._backward(loss, weight * fraction)
+            total = _add(total, loss.detach(), fraction)
+        data, fraction = parts[-1]
+        loss = self.loss(data)
+        self._backward(loss, weight * fraction, last=True, reductions=reductions)
+        self._loss = _add(total, loss.detach(), fraction)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the mean loss of a collated batch."""
+        with self._precision():
+            if self.job.step_fn is not None:
+                with self._around_step_fn:
+                    loss = self.job.step_fn(self.forward, batch)
+            else:
+                x, y = batch
+                loss = self.job.loss(self.forward(x), y)
+        return loss  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        """Clip, step the optimizer, step the scheduler."""
+        clip_norm = self.job.clip_norm
+        if self.scaler is None:
+            if clip_norm is not None:
+                self.clip(self._clipped, clip_norm)
+            self.optimizer.step()
+        else:
+            if clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                self.clip(self._clipped, clip_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def sit_out(self) -> None:
+        """Let a step pass without training; the learning rate's schedule goes on."""
+        self.timer.begin()
+        self._loss = torch.tensor(NAN)
+        if self.scheduler is not None:
+            with warnings.catch_warnings():  # it expects the optimizer to have stepped
+                warnings.simplefilter("ignore", UserWarning)
+                self.scheduler.step()
+
+    def measured(self, share: Share, sent_bytes: float = 0.0) -> StepResult:
+        """Return what the step measured; call it last."""
+        return self.timer.finish(share.samples, self._loss, sent_bytes)
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        weight: float,
+        *,
+        last: bool = False,
+        reductions: Reductions | None = None,
+    ) -> None:
+        if weight != 1.0:
+            loss = loss * weight
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if reductions is not None:
+            (loss,) = reductions.before_backward([loss])
+        if reductions is not None and reductions.overlapped:
+            self.timer.watch_backward(loss)
+        elif last:
+            self.timer.spend("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        if reductions is not None:
+            reductions.after_backward(self.timer)
+
+    def _precision(self) -> Any:
+        if self._dtype is None:
+            return _NOTHING
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def _micro_batches(self, share: Share) -> list[tuple[Any, float]]:
+        """Return (data on the device, fraction of the share) of each micro-batch."""
+        data = share.data if self._on_cpu else self.to_device(share.data)
+        most = -(-share.global_samples // self._workers) if self._even else share.samples
+        count = min(self.job.accumulate, most)
+        if count <= 1:
+            return [(data, 1.0)]
+        held = max(share.samples, 1)  # a share without samples holds one that does not count
+        cuts = [i * held // count for i in range(count + 1)]
+        return [
+            (slice_batch(data, a, max(b, a + 1), held), (b - a) / held) for a, b in pairwise(cuts)
+        ]
+
+    def to_device(self, data: Any) -> Any:
+        """Return a batch on this worker's device."""
+        return map_batch(lambda t: t.to(self.device, non_blocking=True), data)
+
+    def evaluate(
+        self,
+        shares: Iterable[Share],
+        add_up: Callable[[torch.Tensor], None] = lambda sums: None,
+    ) -> dict[str, float]:
+        """Return loss and metrics over an evaluation set, each a mean over its samples.
+
+        Args:
+            add_up: Adds a tensor (metrics + 2,) of sums over all workers, in place.
+        """
+        names = ["loss", *self.job.metrics]
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
+        with evaluating(self.model), torch.no_grad():
+            for share in shares:
+                if share.samples or self._even:
+                    sums[:-1] += self._scores(self.to_device(share.data)) * share.samples
+                    sums[-1] += share.samples
+        add_up(sums)
+        means = (sums[:-1] / sums[-1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+    def _scores(self, batch: Any) -> torch.Tensor:
+        job = self.job
+        with self._precision():
+            if job.step_fn is not None:
+                values = [job.step_fn(self.model, batch)]
+            else:
+                x, y = batch
+                out = self.model(x)
+                values = [job.loss(out, y), *(metric(out, y) for metric in job.metrics.values())]
+        return torch.stack(
+            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
+        )
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name."""
+        return to_numpy(self.model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer, scheduler and scaler, on the CPU."""
+        return copied_state(self)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        load_parts(self, state)
+
+
+class _NoBackward:
+    """Refuses a backward meanwhile: its gradients would be one worker's, and nobody's average."""
+
+    def __enter__(self) -> None:
+        self._original = torch.autograd.backward  # that of tensors calls it
+        torch.autograd.backward = self._refuse
+
+    def __exit__(self, *error: object) -> None:
+        torch.autograd.backward = self._original
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise FitError(
+            "step_fn called backward itself, so each worker would train with gradients of its own "
+            "share alone.",
+            seen="backward() within step_fn",
+            allowed="a step_fn that returns the loss: wb.fit calls backward, and averages",
+            next_step="return the loss (the sum, where there are several), or write the loop "
+            "yourself with wb.prepare",
+            code="WB-FIT-155",
+        )
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _add(total: torch.Tensor | None, loss: torch.Tensor, fraction: float) -> torch.Tensor:
+    if fraction == 1.0:
+        return loss
+    return loss * fraction if total is None else total + loss * fraction
+
+
+def to_numpy(tensors: dict[str, Any]) -> dict[str, NDArray[np.generic]]:
+    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            plain = tensor.detach()
+            if hasattr(plain, "to_local"):  # a DTensor: this worker's part of it
+                plain = plain.to_local()
+            if plain.dtype == torch.bfloat16:
+                plain = plain.float()
+            arrays[name] = plain.cpu().numpy().copy()
+    return arrays
+
+
+def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return a built optimizer as it is, or what a function of the parameters gives.
+
+    Raises:
+        FitError: The function gave something else, or its step asks for a closure.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    built = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(built, torch.optim.Optimizer):
+        raise FitError(
+            "The optimizer function did not return a torch.optim.Optimizer.",
+            seen=type(built).__name__,
+            next_step="optimizer=lambda p: torch.optim.SGD(p, 0.1)",
+            code="WB-FIT-156",
+        )
+    check_closure(built)
+    return built
+
+
+def build_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return a built scheduler as it is, or what a function of the optimizer gives."""
+    if scheduler is None or isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return scheduler
+    return scheduler(optimizer)
+
+
+class Parts(Protocol):
+    """A replica; `scheduler` and `scaler` are None where there is none, or the user keeps them."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: Any
+
+
+def parts_state(parts: Parts) -> dict[str, Any]:
+    """Return the state as it lies here: on the device, partitioned if the model is."""
+    every = {
+        "optimizer": parts.optimizer,
+        "scheduler": parts.scheduler,
+        "scaler": parts.scaler,
+    }
+    state = {name: part.state_dict() for name, part in every.items() if part is not None}
+    state["model"] = parts.model.state_dict()
+    return state
+
+
+def copied_state(parts: Parts) -> dict[str, Any]:
+    """Return copies of the state, on the CPU."""
+    return map_batch(lambda t: t.detach().to("cpu", copy=True), parts_state(parts))  # type: ignore[no-any-return]
+
+
+def load_parts(parts: Parts, state: dict[str, Any]) -> None:
+    """Go on from what `parts_state` gave."""
+    parts.model.load_state_dict(state["model"])
+    parts.optimizer.load_state_dict(state["optimizer"])
+    for name, part in (("scheduler", parts.scheduler), ("scaler", parts.scaler)):
+        if part is not None and state.get(name) is not None:
+            part.load_state_dict(state[name])
+
+
+def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of a worker's part of the model and of what is learnt with it.
+
+    A partitioned tensor counts by the part that lies here; one without memory (device `meta`)
+    counts nothing.
+    """
+    return bytes_of(_tensors(model, optimizer))
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors here; memory that several of them share counts once."""
+    parts: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _here(tensor):
+            parts[part.data_ptr()] = max(part.nbytes, parts.get(part.data_ptr(), 0))
+    return sum(parts.values())
+
+
+def _tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        yield parameter.data
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+    if optimizer is not None:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _here(tensor: Any) -> Iterator[torch.Tensor]:
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if part.layout is torch.sparse_coo:  # has no memory of its own to point to
+        yield from (part._indices(), part._values())
+    elif not part.is_meta:
+        yield part

@@ -1,0 +1,534 @@
+"""Records the steps of a user's own training loop, without a change to it.
+
+    for x, y in loader:            the batch is timed here; Stop and Pause are obeyed here
+        optimizer.zero_grad()
+        loss_fn(model(x), y)       (without a loader a step begins with the first forward)
+            .backward()            the loss is kept, and weighted by the share's samples
+        optimizer.step()           the step ends here: one record
+
+Several backward calls before one `optimizer.step()` are one step: their losses add up. A step ends
+with any optimizer that trains the model, so a loop may go on with a new one. Of several models that
+are prepared in one cell, the first one's optimizer ends the steps.
+
+A loop that distributes itself, recorded as it is (`wb.watch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ....engine.contract import NAN, Share
+from ....engine.torch.data import batch_length, tensors_of
+from ....errors import FitError, RunStopped
+from ....shared import events
+from ..allreduce.averaging import ring_bytes
+from .guard import Guard
+from .loader import SharedLoader, become, give_no_sync, subclass
+from .replica import held_bytes, to_numpy
+from .timing import make_timer
+
+if TYPE_CHECKING:
+    from ....engine.checkpoints.checkpoints import Checkpoints
+    from ....engine.context import RunContext
+    from ....engine.telemetry.recorder import StepResult
+    from ....engine.training.shares import Source
+    from .reduction import Reductions
+
+clock = time.perf_counter
+
+
+class OwnLoop:
+    """One user's loop under way.
+
+    Args:
+        source: The loader's data in shares; None where the loop brings its own batches.
+        watched: A loader to time as it is, in place.
+        sent_bytes: What a worker sends per step, or a function that says it after each step; NaN
+            where unknown.
+        communicates: Whether backward ends in communication.
+        reductions: What averages gradients, where backward is to end in that.
+        guard: Compares the replicas after backward, where the loop averages by itself.
+        weighted: Whether gradients will be averaged over workers, so that a share's loss counts by
+            its samples.
+        adds_up: Whether gradients are added up rather than averaged.
+        epoch_end: Called on all workers when the loader is exhausted.
+        backward_ended: Called after each backward.
+        stepped: Called after each step of an optimizer that trains the model.
+        exchanged: Called before a step of such an optimizer that is not the one prepared.
+        complete: Given what a step measured before it is recorded, to add to it.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        source: Source | None,
+        *,
+        watched: Any = None,
+        sent_bytes: float | Callable[[], float] = NAN,
+        communicates: bool = False,
+        reductions: Reductions | None = None,
+        guard: Guard | None = None,
+        weighted: bool = False,
+        adds_up: bool = False,
+        epoch_end: Callable[[], object] = lambda: None,
+        backward_ended: Callable[[], object] = lambda: None,
+        stepped: Callable[[], object] = lambda: None,
+        exchanged: Callable[[], object] = lambda: None,
+        complete: Callable[[StepResult], object] = lambda result: None,
+    ) -> None:
+        self.context, self.model, self.optimizer = context, model, optimizer
+        self.scheduler = self.scaler = None  # the user's, if any
+        self.device = torch.device(context.spec.device)
+        self.timer = make_timer(context, self.device)
+        self.loader = None if source is None else SharedLoader(self, source)
+        self.epoch_end = epoch_end
+        self._backward_ended, self._complete = backward_ended, complete
+        self._stepped, self._exchanged = stepped, exchanged
+        self._reductions, self._guard = reductions, guard
+        overlapped = reductions is not None and reductions.overlapped
+        self._sent_bytes, self._weighted = sent_bytes, weighted
+        self._communicates = communicates or overlapped
+        self.others: list[torch.nn.Module] = []
+        self._in_backward = False
+        self._under_way_steps: list[torch.optim.Optimizer] = []
+        self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._counts = source is not None or watched is not None
+        self._workers = 1 if adds_up else context.spec.world_size
+        self._weight = 1 / context.spec.world_size if adds_up else 1.0
+        self._start = self._paused_s = NAN
+        self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._clear()
+        self._undo: list[Callable[[], None]] = [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        if watched is None:
+            together = contextlib.nullcontext if reductions is None else reductions.no_sync
+            self._undo.append(give_no_sync(model, together))
+        self._shape: tuple[int, ...] = ()
+        if not self._counts:
+            self._count_in(model)
+        self.checkpoints: Checkpoints | None = None  # where the loop may be gone on with
+        self._patch_backward()
+        self._patch_scaler()
+        if watched is not None:
+            self._time_loader(watched)
+
+    def _clear(self) -> None:
+        self._under_way = self._fed = False
+        self._samples = 0
+        self._first_wait_s = self._late_wait_s = 0.0
+        self._loss: torch.Tensor | None = None
+
+    def epoch_begins(self) -> None:
+        """Begin to count time: what lies between epochs belongs to no step."""
+        now = clock()
+        if not self._under_way:
+            if self._start == self._start:
+                self.context.eval_s += now - self._start
+            self._start = now
+
+    def fetch(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, timed; StopIteration when there is none.
+
+        Raises:
+            RunStopped: Stop was pressed.
+        """
+        self._begin()
+        before = clock()
+        batch = next(batches)
+        self.timer.spend("data")
+        waited_s = clock() - before
+        if self._fed:
+            self._late_wait_s += waited_s
+        else:
+            self._first_wait_s += waited_s
+            self._feed()
+        if isinstance(batch, Share):
+            self._samples += batch.samples
+            if self._weighted:
+                self._weight = batch.samples * self._workers / batch.global_samples
+        else:
+            self._samples += batch_length(batch)
+        return batch
+
+    def _begin(self) -> None:
+        """Begin a step, unless one is under way."""
+        if self._under_way:
+            return
+        context, step = self.context, self.context.trained
+        if self.checkpoints is not None and self.checkpoints.every:
+            self._checkpoint(self.checkpoints)
+        if not context.gate.enter(step):
+            raise RunStopped
+        if context.gate.paused_s != self._paused_s:
+            waited = self._paused_s == self._paused_s
+            self._paused_s = context.gate.paused_s
+            if waited or self._start != self._start:
+                self._start = clock()
+        context.faults.before_step(step)
+        context.step = step
+        self._under_way = True
+
+    def _checkpoint(self, checkpoints: Checkpoints) -> None:
+        """Save before a step begins: by now what the loop does after a step is done."""
+        began = clock()
+        if checkpoints.step_done():
+            spent_s = clock() - began
+            self.context.eval_s += spent_s
+            self._start += spent_s
+
+    def position(self) -> dict[str, Any]:
+        """Return where in the loader the loop stands."""
+        return {} if self.loader is None else self.loader.position()
+
+    def go_on(self, about: Mapping[str, Any]) -> None:
+        """Let the loader pass over what was done before the checkpoint."""
+        self.context.trained = int(about["step"])
+        self.context.step = self.context.trained - 1
+        if self.loader is not None:
+            self.loader.go_on(int(about["epoch"]), int(about["batch"]))
+
+    def _feed(self) -> None:
+        self._fed = True
+        self.context.fetch_s = self._first_wait_s
+        self.timer.begin()
+        self.timer.spend("forward")
+
+    def _count_in(self, model: torch.nn.Module) -> None:
+        """Count samples where the model is given them: in a loop whose batches are not seen."""
+        self._undo.append(model.register_forward_pre_hook(_Hook(self.before_forward)).remove)
+        for module in model.modules():
+            if getattr(module, "batch_first", None) is False and module is not model:
+                hook = _Hook(self.before_sequence)
+                self._undo.append(module.register_forward_pre_hook(hook).remove)
+                return
+
+    def before_forward(self, args: tuple[Any, ...]) -> None:
+        """Begin a step: count what the model is given."""
+        self._begin()
+        if not self._fed:
+            self._feed()
+        self._samples += batch_length(args)
+        self._shape = next((tuple(t.shape) for t in tensors_of(args) if t.dim()), ())
+
+    def before_sequence(self, args: tuple[Any, ...]) -> None:
+        """Correct the count where samples are the second dimension: as a recurrent layer says."""
+        shape, self._shape = self._shape, ()
+        seen = next((t.shape for t in tensors_of(args)), ())
+        if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
+            self._samples += shape[1] - shape[0]
+
+    def adopt_another(self, model: torch.nn.Module) -> None:
+        """Take a further model into the loop; it ends no steps."""
+        self.others.append(model)
+        together = contextlib.nullcontext if self._reductions is None else self._reductions.no_sync
+        self._undo.append(give_no_sync(model, together))
+
+    def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Note the loss; return what to begin backward from, and the hooks to take off after it."""
+        hooks: list[Any] = []
+        reductions, begins = self._reductions, tensors
+        if reductions is not None:
+            begins = reductions.before_backward(tensors)
+        if self._fed:
+            self._note_loss(tensors)
+            first = next((t for t in tensors if _needs_gradient(t)), None)
+            if not self._communicates or first is None:
+                self.timer.spend("backward")
+            elif reductions is None or not reductions.tells_begin(self.timer):
+                hooks.append(self.timer.watch_backward(first))
+        return begins, hooks
+
+    def _note_loss(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            loss = tensor
+            if self._scaled is not None and self._scaled[0] is tensor:
+                loss, self._scaled = self._scaled[1], None
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                value = loss.detach()
+                if self._loss is None:
+                    self._loss = value
+                else:
+                    self._loss = self._loss.reshape(()) + value.reshape(())
+
+    def _weighted_gradients(self, tensors: list[Any], gradients: list[Any]) -> list[Any]:
+        """Return what backward begins with, so that a share counts by its samples."""
+        if self._weight == 1.0:
+            return gradients
+        weighted = []
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient * self._weight
+            elif isinstance(tensor, torch.Tensor) and tensor.numel() == 1:
+                gradient = torch.full_like(tensor, self._weight)
+            weighted.append(gradient)
+        return weighted
+
+    def _ends_steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer trains the loop's first model."""
+        known = self._trains.get(optimizer)
+        if known is None:
+            ours = {id(p) for p in self.model.parameters()}
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            known = optimizer is self.optimizer or any(id(p) in ours for p in held)
+            self._trains[optimizer] = known
+        return known
+
+    def _before_step(self, optimizer: Any, *unused: Any) -> None:
+        under_way = self._under_way_steps
+        if optimizer in under_way:  # its last step has failed
+            del under_way[under_way.index(optimizer) :]
+        under_way.append(optimizer)
+        if optimizer is not self.optimizer and self._ends_steps(optimizer):
+            self._exchanged()
+        if self._reductions is not None:
+            self._reductions.before_step(optimizer, self._weight, self.timer)
+
+    def _after_step(self, optimizer: Any, *unused: Any) -> None:
+        under_way = self._under_way_steps
+        if optimizer in under_way:
+            del under_way[under_way.index(optimizer) :]
+        if under_way:  # one inside another's
+            return
+        if optimizer is not self.optimizer and not self._ends_steps(optimizer):  # another model's
+            return
+        self._stepped()
+        if not self._fed:
+            return
+        if self._loss is not None:
+            self._record(self._loss, seen=True)
+        elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            self._record(torch.tensor(NAN), seen=False)  # gradients came without a backward
+
+    def _record(self, loss: torch.Tensor, *, seen: bool) -> None:
+        context = self.context
+        sent = self._sent_bytes
+        sent_bytes = sent() if callable(sent) else sent
+        result = self.timer.finish(self._samples, loss, sent_bytes, self._late_wait_s)
+        self._complete(result)
+        end = clock()
+        context.recorder.add_step(
+            context.trained,
+            result if seen else replace(result, has_loss=False),
+            self._start + result.aside_s,
+            end,
+            data_wait_s=self._first_wait_s + self._late_wait_s if self._counts else NAN,
+        )
+        context.trained += 1
+        context.train_s += end - self._start - result.aside_s
+        self._start = end
+        self._clear()
+        if context.trained == 2:  # when optimizers have their state
+            strategy = context.strategy  # none where the loop distributes itself
+            held = strategy.memory_bytes() if strategy else held_bytes(self.model, self.optimizer)
+            context.log_memory(held)
+
+    def _patch_backward(self) -> None:
+        original = torch.autograd.backward  # that of tensors calls it
+        loop = self
+
+        @functools.wraps(original)
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: Any = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            options = retain_graph, create_graph
+            if loop._in_backward:  # one inside another (checkpointed activations)
+                if loop._reductions is not None:
+                    loop._reductions.nested = True
+                original(tensors, grad_tensors, *options, grad_variables, inputs)
+                return
+            begun = _listed(tensors)
+            gradients = _listed(grad_tensors if grad_variables is None else grad_variables)
+            gradients = gradients or [None] * len(begun)
+            hooks: list[Any] = []
+            loop._in_backward = True
+            try:
+                if len(gradients) == len(begun):  # else the original says so
+                    gradients = loop._weighted_gradients(begun, gradients)
+                begun, hooks = loop._before_backward(begun)
+                original(begun, gradients, *options, None, inputs)
+                if loop._reductions is not None:
+                    loop._reductions.after_backward(loop.timer)
+                if loop._guard is not None:
+                    with loop.timer.aside():
+                        loop._guard.tick()
+            finally:
+                loop._in_backward = False
+                for hook in hooks:
+                    hook.remove()
+            loop.context.backwards += 1
+            loop._backward_ended()
+
+        torch.autograd.backward = backward
+        self._undo.append(lambda: setattr(torch.autograd, "backward", original))
+
+    def _patch_scaler(self) -> None:
+        """Keep the loss from before a GradScaler multiplied it."""
+        original = torch.amp.GradScaler.scale
+        loop = self
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if isinstance(outputs, torch.Tensor):
+                loop._scaled = (scaled, outputs.detach())
+            return scaled
+
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
+        self._undo.append(lambda: setattr(torch.amp.GradScaler, "scale", original))
+
+    def _time_loader(self, loader: Any) -> None:
+        cls, loop = type(loader), self
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            loop.epoch_begins()
+            batches = iter(cls.__iter__(loader))
+            while True:
+                try:
+                    batch = loop.fetch(batches)
+                except StopIteration:
+                    return
+                yield batch
+
+        become(loader, subclass(cls, __iter__=iterate))
+        self._undo.append(lambda: become(loader, cls))
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return the model's parameters and buffers by name."""
+        module = getattr(self.model, "module", self.model)
+        return to_numpy(module.state_dict())
+
+    def close(self) -> None:
+        """Take every hook out again, and let the strategy go: the user's loader outlives it."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.epoch_end = self._backward_ended = lambda: None
+        self._stepped = self._exchanged = lambda: None
+        self._complete, self._sent_bytes = lambda result: None, NAN
+        self._reductions = self._guard = None
+        self.others.clear()
+        self._under_way_steps.clear()
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return one tensor or several as a list; backward takes both."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class _Hook:
+    """Tells the loop of each training forward; copies and pickles of the model leave it behind."""
+
+    def __init__(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
+        self._tell = tell
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            self._tell(args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Do nothing: what stands for the hook in a copy."""
+
+
+def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLoop:
+    """Begin to record a loop.
+
+    Raises:
+        FitError: The model is no module, the optimizer no optimizer, or a loop is recorded already.
+    """
+    if not isinstance(model, torch.nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise FitError(
+            "wb.watch needs the loop's module and its optimizer.",
+            seen=f"{type(model).__name__}, {type(optimizer).__name__}",
+            next_step="wb.watch(model, optimizer, loader)",
+            code="WB-FIT-157",
+        )
+    if context.strategy is not None or context.weights is not None:
+        raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
+    wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    several = context.spec.world_size > 1
+    inside = _communicates(model)
+    sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
+    guard = None
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        guard = _OfDdp(context, model) if several and _is_kept_equal(model) else None
+    loop = OwnLoop(
+        context,
+        model,
+        optimizer,
+        None,
+        watched=loader,
+        sent_bytes=sent_bytes,
+        communicates=several and inside,
+        guard=guard,
+    )
+    if several and not inside:
+        # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
+        loop.timer.blind()
+        why = "the loop communicates outside backward, where wb.watch does not see it"
+        context.emit(events.Unmeasured(columns=dict.fromkeys(("sync_wait_s", "transfer_s"), why)))
+    return loop
+
+
+class _OfDdp(Guard):
+    """Compares the copies that a loop's own DistributedDataParallel keeps equal."""
+
+    def __init__(self, context: RunContext, model: torch.nn.parallel.DistributedDataParallel):
+        super().__init__(context, first=2, group=model.process_group, at_end=True)
+        self.add(model)
+        self._ddp = model
+
+    def due(self) -> bool:
+        """Count those backwards alone in which the workers meet, as often as each other."""
+        alone = not self._ddp.require_backward_grad_sync or self._ddp._join_config.enable
+        return not alone and super().due()
+
+
+def _is_kept_equal(model: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether copies are meant to stay equal; a hook of the user's may mean something else."""
+    return not getattr(model, "_comm_hooks", None)
+
+
+def _communicates(model: torch.nn.Module) -> bool:
+    """Whether backward through this module ends in communication."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    kinds = (torch.nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())

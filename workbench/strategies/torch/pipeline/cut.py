@@ -1,0 +1,271 @@
+"""How a model is cut over the workers, decided once and equal on all of them.
+
+Where to cut a chain of layers, so that the slowest stage is as fast as it can be.
+
+Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
+section 3.1.
+
+A pipeline runs at the pace of its slowest stage. Let T(i, s) be the smallest possible time of the
+slowest of s stages that hold the first i layers:
+
+    T(i, 1) = time of layers 0..i-1
+    T(i, s) = min over j < i of max(T(j, s-1), time of layers j..i-1 and of moving what crosses j)
+
+The table is filled from small to large in O(layers^2 x stages).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....engine.torch.support import Stages
+from ....errors import FitError
+from .layers import Layer, chain_of, check_enough, given_bounds, shared
+from .measure import Cost, Form, measure
+from .program import Output, Program
+from .trace import traced_layers
+
+PROBE_BYTES = 1 << 20
+clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a pipeline; stage s belongs to worker s modulo the number of workers.
+
+    Attributes:
+        layers: The chain.
+        bounds: First layer of each stage, then the number of layers: (stages + 1,).
+        costs: What each layer was measured to cost for one microbatch.
+        cut_s: Seconds to move what crosses a cut behind layer i, and its gradient.
+        inputs: Forms of what the first stage is given of a microbatch.
+        outputs: What the last stage's tensors are in the model's output: training, evaluation.
+        program: What the stages compute together.
+        shared: Parameters that several stages hold, by name, and which stages.
+    """
+
+    layers: list[Layer]
+    bounds: list[int]
+    costs: list[Cost]
+    cut_s: list[float]
+    inputs: tuple[Form, ...]
+    outputs: tuple[Output, Output]
+    program: Program
+    shared: dict[str, list[int]]
+
+    @property
+    def samples(self) -> int:
+        """How many samples a microbatch has."""
+        return self.inputs[0].shape[0]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.bounds) - 1
+
+    def of(self, stage: int) -> list[Layer]:
+        """Return the layers of a stage."""
+        return self.layers[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def forms(self, stage: int) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+        """Return the forms of what a stage is given, and of what it hands on, in training."""
+        first, end = self.bounds[stage], self.bounds[stage + 1]
+        given = self.costs[first - 1].outputs if first else self.inputs
+        return given, self.costs[end - 1].outputs
+
+    def evaluated(self, stage: int) -> tuple[Form, ...]:
+        """Return the forms of what a stage is given in evaluation."""
+        first = self.bounds[stage]
+        return self.costs[first - 1].evaluated if first else self.inputs
+
+    def table(self, workers: int) -> list[dict[str, Any]]:
+        """Return one row per stage: worker, layers, parameters, seconds, bytes handed on."""
+        times = stage_times(
+            [c.forward_s + c.backward_s for c in self.costs], self.cut_s, self.bounds
+        )
+        rows = []
+        for stage, (first, end) in enumerate(pairwise(self.bounds)):
+            names = [layer.name for layer in self.layers[first:end]]
+            rows.append(
+                {
+                    "stage": stage,
+                    "rank": stage % workers,
+                    "layers": names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}",
+                    "parameters": sum(cost.parameters for cost in self.costs[first:end]),
+                    "microbatch_s": times[stage],
+                    "handed_bytes": sum(form.size_bytes for form in self.costs[end - 1].outputs)
+                    if stage < self.stages - 1
+                    else 0,
+                }
+            )
+        return rows
+
+
+def cut(
+    model: torch.nn.Module,
+    program: Program,
+    *,
+    stages: int,
+    workers: int,
+    rank: int,
+    device: torch.device,
+    split_at: str,
+    around: Any,
+) -> Cut:
+    """Decide the stages of a model: those that were asked for, or the best balanced ones.
+
+    Rank 0 measures; all decide from the same figures. Collective.
+
+    Args:
+        program: What the stages compute, with a microbatch on the CPU.
+        split_at: Layers that begin a stage; empty: decide from the measured times.
+
+    Raises:
+        FitError: On every rank alike: the model cannot be cut.
+    """
+    layers = None if program.scored else chain_of(model)
+    outputs = Output(), Output()
+    traced = layers is None
+    if layers is None:
+        listed = [name for name, _ in model.named_children()] if isinstance(model, Stages) else []
+        layers, outputs = traced_layers(
+            model, program, device, stages, only=bool(listed),
+            asked=listed or [name.strip() for name in split_at.split(",") if name.strip()],
+        )  # fmt: skip
+    elif not isinstance(program.data, torch.Tensor):
+        raise FitError(
+            "The input of a chain of layers must be one tensor, to be cut into microbatches.",
+            seen=type(program.data).__name__,
+            next_step="let the data set give (x, y) with x a tensor, or take the input apart in a "
+            "module's own forward",
+            code="WB-FIT-134",
+        )
+    check_enough(layers, stages, workers, traced=traced)
+    bounds = given_bounds(layers, split_at, stages) if split_at else None
+    if bounds is None and isinstance(model, Stages):
+        if len(layers) != stages:
+            raise FitError(
+                "The list does not hold as many stages as there are places for them.",
+                seen=f"{len(layers)} stages",
+                allowed=f"{stages} stages on {workers} workers",
+                next_step=f"use -n {len(layers)}, or join stages with nn.Sequential",
+                code="WB-FIT-135",
+            )
+        bounds = list(range(stages + 1))
+    costs = _agreed_costs(layers, program, rank, device, around)
+    cut_s = _crossing(costs, workers, rank)
+    if bounds is None:
+        bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
+    return Cut(
+        layers, bounds, costs, cut_s,
+        tuple(Form(tuple(tensor.shape), tensor.dtype) for tensor in program.tensors),
+        outputs, program, shared(model, layers, bounds),
+    )  # fmt: skip
+
+
+def _agreed_costs(
+    layers: list[Layer], program: Program, rank: int, device: torch.device, around: Any
+) -> list[Cost]:
+    """Return what rank 0 measured; an error there is raised on all ranks."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [measure(layers, program.tensors, device, around, scored=program.scored)]
+        except FitError as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, 0)
+    if isinstance(answer[0], str):
+        raise FitError(answer[0], code="WB-FIT-136")
+    return list(answer[0])
+
+
+def _crossing(costs: Sequence[Cost], workers: int, rank: int) -> list[float]:
+    """Return what each cut costs in seconds, from the measured speed of the link of ranks 0, 1."""
+    measured: list[Any] = [0.0]
+    if workers > 1 and rank < 2 and dist.get_backend() == "gloo":
+        measured = [_probe(rank)]
+    dist.broadcast_object_list(measured, 0)
+    per_byte = measured[0] / PROBE_BYTES
+    moved = [
+        sum(form.size_bytes * (2 if form.dtype.is_floating_point else 1) for form in cost.outputs)
+        for cost in costs
+    ]
+    return [size * per_byte for size in moved[:-1]]
+
+
+def _probe(rank: int) -> float:
+    """Return the seconds that 1 MiB takes one way, the best of three."""
+    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    times = []
+    for _ in range(3):
+        began = clock()
+        if rank == 0:
+            dist.send(data, 1)
+            dist.recv(data, 1)
+        else:
+            dist.recv(data, 0)
+            dist.send(data, 0)
+        times.append((clock() - began) / 2)
+    return min(times)
+
+
+def stage_times(
+    layer_s: Sequence[float], cut_s: Sequence[float], bounds: Sequence[int]
+) -> list[float]:
+    """Return each stage's seconds: its layers, and what crosses its two borders.
+
+    Args:
+        layer_s: Seconds of forward and backward of each layer.
+        cut_s: Seconds to move the activations of a cut behind layer i, and their gradients.
+        bounds: First layer of each stage, then the number of layers: (stages + 1,).
+    """
+    return [
+        sum(layer_s[a:b])
+        + (cut_s[a - 1] if a else 0.0)
+        + (cut_s[b - 1] if b < len(layer_s) else 0.0)
+        for a, b in pairwise(bounds)
+    ]
+
+
+def balance(layer_s: Sequence[float], cut_s: Sequence[float], stages: int) -> list[int]:
+    """Return the bounds whose slowest stage takes least; among equals, those that move least.
+
+    Args:
+        layer_s: Seconds of forward and backward of each layer.
+        cut_s: Seconds to move what crosses a cut behind layer i; one fewer than layers.
+        stages: How many stages; at most as many as layers.
+    """
+    count = len(layer_s)
+    if not 1 <= stages <= count:
+        raise ValueError(f"{count} layers cannot make {stages} stages")
+    before = [0.0, *accumulate(layer_s)]
+
+    def crossing(cut: int) -> float:
+        return cut_s[cut - 1] if 0 < cut < count else 0.0
+
+    def time(first: int, end: int) -> float:
+        return before[end] - before[first] + crossing(first) + crossing(end)
+
+    # best[i]: (slowest stage, total moved, bounds) for the first i layers in s stages
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
+    best = {i: (time(0, i), 0.0, (0,)) for i in range(1, count + 1)}
+    for stage in range(1, stages):
+        best = {
+            i: min(
+                (
+                    max(best[j][0], time(j, i)),
+                    best[j][1] + crossing(j),
+                    (*best[j][2], j),
+                )
+                for j in range(stage, i)
+            )
+            for i in range(stage + 1, count + 1)
+        }
+    return [*best[count][2], count]

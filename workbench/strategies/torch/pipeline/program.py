@@ -1,0 +1,191 @@
+"""What the stages of a pipeline compute together, and how it becomes a loss.
+
+Where the loss is computed from the model's output, by `loss` or by a step function that calls the
+model once, the stages compute the output and the last worker the loss:
+
+    loss(model(x), y)                       stages: x -> output          then: loss(output, y)
+    step_fn: m(**batch).logits, F.mse(..)   stages: **batch -> output    then: step_fn(stand-in)
+
+The stand-in gives the step function the output that the stages have computed. All other step
+functions (the model computes the loss itself, is called twice, has its methods called) are traced
+with the model in them: the targets travel through the stages, the last of which ends in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....engine.torch.data import map_batch, tensors_of
+from ....engine.torch.support import evaluating
+from ....errors import FitError
+
+if TYPE_CHECKING:
+    from ....engine.contract import Job
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the stages compute together.
+
+    Attributes:
+        call: `call(model, data)`: the model's output, or the loss where that is computed within.
+        data: A microbatch of what it is called with; its structure stays, its tensors change.
+        places: Which tensors of a batch those are.
+        loss: `loss(output, target)`; None where the stages compute the loss.
+        target: What the loss needs of a batch besides the output.
+    """
+
+    call: Callable[[torch.nn.Module, Any], Any]
+    data: Any
+    places: Sequence[int]
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    target: Callable[[Any], Any]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the first stage is given."""
+        return tuple(tensors_of(self.data))
+
+    @property
+    def scored(self) -> bool:
+        """Whether the stages compute the loss."""
+        return self.loss is None
+
+    def given(self, batch: Any, samples: int) -> list[torch.Tensor]:
+        """Return what the first stage is given of a batch.
+
+        Raises:
+            FitError: It cannot be cut into microbatches.
+        """
+        tensors = list(tensors_of(batch))
+        chosen = [tensors[place] for place in self.places]
+        for tensor in chosen:
+            if not tensor.dim() or len(tensor) != samples:
+                raise FitError(
+                    "Each tensor that the model is given must have one row per sample, to be cut "
+                    "into microbatches.",
+                    seen=f"shape {tuple(tensor.shape)} in a batch of {samples} samples",
+                    next_step="keep what belongs to the whole batch in the model, as a buffer",
+                    code="WB-FIT-145",
+                )
+        return chosen
+
+
+@dataclass(frozen=True)
+class Output:
+    """The form of a model's output: its tensors leave the last stage, the rest is as it was."""
+
+    form: Any = None
+    places: tuple[int, ...] = (0,)
+
+    def restore(self, value: Any) -> Any:
+        """Return the output as the model gives it, from what the last stage returned."""
+        if self.form is None:
+            return value
+        parts = value if isinstance(value, tuple) else (value,)
+        left = iter(self.places)
+        return map_batch(lambda _: parts[next(left)], self.form)
+
+
+def program_of(job: Job, batch: Any) -> Program:
+    """Return what the stages are to compute.
+
+    Args:
+        batch: A microbatch, on the CPU.
+
+    Raises:
+        FitError: There is no tensor in it.
+    """
+    data = batch if job.step_fn is not None else batch[0]
+    if next(tensors_of(data), None) is None:
+        raise FitError(
+            "The input of a pipeline must be tensors, to be cut into microbatches.",
+            seen=type(data).__name__,
+            next_step="let the data set give tensors, or use another strategy",
+            code="WB-FIT-146",
+        )
+    every = range(len(list(tensors_of(data))))
+    if job.step_fn is None:
+        return Program(lambda model, x: model(x), data, every, job.loss, lambda b: b[1])
+    called = _called_once(job.model, job.step_fn, batch)
+    if called is None:
+        return Program(job.step_fn, batch, every, None, lambda b: None)
+    (args, keywords), places = called
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        return job.step_fn(StandIn(output), batch)  # type: ignore[no-any-return]
+
+    if len(args) == 1 and not keywords:
+        return Program(lambda model, x: model(x), args[0], places, loss, lambda b: b)
+    return Program(
+        lambda model, given: model(*given[0], **given[1]), (args, keywords), places, loss,
+        lambda b: b,
+    )  # fmt: skip
+
+
+class StandIn:
+    """Stands for the model in a step function: gives what the stages have computed."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Return the output."""
+        return self._output
+
+
+class _OtherUseError(Exception):
+    """A step function does more with the model than to call it once."""
+
+
+class _Watched:
+    """The model, as a step function may use it if its loss is to be computed from the output."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.output: Any = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self.calls.append((args, keywords))
+        self.output = self._model(*args, **keywords)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        raise _OtherUseError(name)
+
+
+def _called_once(
+    model: torch.nn.Module, step_fn: Callable[..., Any], batch: Any
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[int]] | None:
+    """Return what the model is called with, and which tensors of the batch those are.
+
+    Returns:
+        None unless the step function calls the model once, with tensors of the batch as they are,
+        and makes the loss of an output with one row per sample.
+    """
+    device = next(model.parameters()).device
+    own = list(tensors_of(batch))
+    batch = map_batch(lambda t: t.to(device), batch)
+    watched = _Watched(model)
+    try:
+        with torch.random.fork_rng(devices=[]), evaluating(model), torch.no_grad():
+            step_fn(watched, batch)
+    except Exception:
+        return None  # tracing says what is wrong, if anything
+    if len(watched.calls) != 1:
+        return None
+    known = {id(tensor): place for place, tensor in enumerate(tensors_of(batch))}
+    given, output = list(tensors_of(watched.calls[0])), list(tensors_of(watched.output))
+    samples = next(len(tensor) for tensor in tensors_of(batch) if tensor.dim())
+    rows = all(tensor.dim() and len(tensor) == samples for tensor in output)
+    if not given or not output or not rows or any(id(tensor) not in known for tensor in given):
+        return None
+    places = [known[id(tensor)] for tensor in given]
+    left = iter(places)
+    args, keywords = map_batch(lambda _: own[next(left)], watched.calls[0])
+    return (args, keywords), places

@@ -1,0 +1,386 @@
+"""A stage of a pipeline: its layers as one module, and its work, timed.
+
+`timeline.py` says what is measured, `mail.py` how messages travel.
+
+A stage's messages: they travel while it computes, and carry the sender's clock.
+
+    the schedule asks for a message            here, with gloo
+
+    receiver  |work|ask.......|work            ask|work     |work
+    sender    |work|offer.....|work            |work|send|work
+
+gloo moves a message only once its receiver has asked for it, and the schedules of torch ask when
+they need it: then receiver and sender both stand still while it travels. Here a step's receives are
+posted before it begins, and nobody waits for what he sent until the step ends; a tag says which
+message is which. Messages of NCCL are ordered by its streams: there torch's way is kept.
+
+Where the device is CUDA and the group is not NCCL, messages go through the host's memory.
+
+When a worker's stages worked, stood idle, and waited for a message.
+
+    this worker      |F0 |    |F1 |          |B0 |
+    its neighbour    ......|sent F1    ......|sent B0
+                          idle^^transfer
+
+Between two pieces of work there is a gap. The sender's clock travels with each message, so the gap
+falls apart into idle time (the message had not been sent yet: the bubble) and transfer (it was on
+its way). All processes of a host read one clock; across hosts the gap is not divided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from ....engine.contract import NAN
+from ....engine.debugging.marks import RECEIVE, waits_in
+from ....errors import FitError
+from ..parts.replica import PRECISIONS
+
+if TYPE_CHECKING:
+    from ....engine.telemetry.step_gate import FaultInjector
+    from .measure import Form
+
+
+class Stage(torch.nn.Module):
+    """Consecutive layers as one module.
+
+    Args:
+        layers: Each takes the values of the one before.
+        around: Context of the forward pass (autocast).
+        first: Whether the model's input enters here.
+        last: Whether the model's output leaves here.
+    """
+
+    def __init__(
+        self, layers: Sequence[torch.nn.Module], around: Any, *, first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self._around, self._first, self._last = around, first, last
+
+    def forward(self, *values: Any) -> Any:
+        """Run the layers on one microbatch."""
+        if not self._first and torch.is_grad_enabled():
+            # What has come is a leaf of the graph, which no layer could change in place.
+            values = tuple(value.clone() for value in values)
+        with self._around():
+            for layer in self.layers:
+                result = layer(*values)
+                values = result if isinstance(result, tuple) else (result,)
+        if not self._last and torch.is_grad_enabled():
+            # The next stage sends a gradient for every floating value, also where nothing before
+            # it learns (a stage of Flatten alone).
+            values = tuple(value.contiguous() for value in values)  # as they are sent
+            for value in values:
+                if value.is_floating_point() and not value.requires_grad:
+                    value.requires_grad_()
+        return values if len(values) > 1 else values[0]
+
+
+def autocast(precision: str | None, device: torch.device) -> Callable[[], Any]:
+    """Return what the forward pass runs in.
+
+    Raises:
+        FitError: Precision fp16, whose loss scaling would have to be agreed between stages.
+    """
+    if precision is None:
+        return contextlib.nullcontext
+    if precision == "fp16":
+        raise FitError(
+            "Precision fp16 scales the loss, which a pipeline cannot do stage by stage.",
+            seen=precision,
+            allowed="None or 'bf16'",
+            next_step="precision='bf16'",
+            code="WB-FIT-147",
+        )
+    return lambda: torch.autocast(device.type, dtype=PRECISIONS[precision])
+
+
+class TimedStage(PipelineStage):
+    """A pipeline stage that is timed, and whose messages are seen to by `Mail`."""
+
+    def __init__(
+        self,
+        module: Stage,
+        index: int,
+        count: int,
+        device: torch.device,
+        forms: tuple[Sequence[Form], Sequence[Form]],
+        timeline: Timeline,
+        group: Any = None,
+    ) -> None:
+        super().__init__(
+            module, index, count, device,
+            input_args=tuple(form.example() for form in forms[0]),
+            output_args=tuple(form.example() for form in forms[1]),
+            group=group,
+        )  # fmt: skip
+        self.timeline = timeline
+        asks = {"F": super().get_fwd_recv_ops, "B": super().get_bwd_recv_ops}
+        self.mail = Mail(asks, timeline, index, count, device, group)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **given: Any) -> Any:
+        """Compute a microbatch's forward."""
+        self.timeline.work("forward", self.mail.arrived("F", fwd_chunk_id))
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **given)
+        self.timeline.rest()
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **given: Any) -> Any:
+        """Compute a microbatch's backward, or the half of it that others wait for."""
+        self.timeline.work("backward", self.mail.arrived("B", bwd_chunk_id))
+        super().backward_one_chunk(bwd_chunk_id, *args, **given)
+        self.timeline.rest()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **given: Any) -> Any:
+        """Compute the other half: the gradients of the weights."""
+        self.timeline.work("backward", None)
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **given)
+        self.timeline.rest()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what is left to do to receive a microbatch's activations."""
+        return self.mail.receive("F", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what is left to do to receive a microbatch's gradients."""
+        return self.mail.receive("B", bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what is left to do to send a microbatch's activations."""
+        return self.mail.send("F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what is left to do to send a microbatch's gradients."""
+        return self.mail.send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+
+MOST_CHUNKS = 1 << 14
+Way = Literal["F", "B"]
+"""Forward: activations for the next stage. Backward: gradients for the one before."""
+
+Ops = list[dist.P2POp]
+clock = time.perf_counter
+
+
+@dataclass
+class Sent:
+    """A message under way, and its memory."""
+
+    work: Any
+    tensor: torch.Tensor
+
+    @waits_in(RECEIVE)
+    def wait(self) -> None:
+        """Block until it has come or left."""
+        self.work.wait()
+
+
+class Mail:
+    """One stage's messages.
+
+    Args:
+        asks: By way, what receives a microbatch's message as torch would.
+        stage: Number of the stage, of `count`.
+
+    Attributes:
+        sent_bytes: What was sent; stamps are not counted.
+    """
+
+    def __init__(
+        self,
+        asks: Mapping[str, Callable[[int], Ops]],
+        timeline: Timeline,
+        stage: int,
+        count: int,
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        self.sent_bytes = 0
+        self._asks, self._timeline, self._stage = asks, timeline, stage
+        backend = dist.get_backend(group)
+        self._ahead = backend == "gloo"
+        self._through_host = device.type == "cuda" and backend != "nccl"
+        self._stamps: dict[tuple[str, int], torch.Tensor] = {}
+        self._landed: dict[tuple[Way, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._asked: list[tuple[Way, int]] = []
+        self._coming: dict[tuple[Way, int], list[Sent]] = {}
+        self._leaving: deque[Sent] = deque()
+        self._most_leaving = 4 * (count + 1)
+
+    def expect(self) -> None:
+        """Post all receives of a step, known from the first one, before it begins."""
+        for way, chunk in self._asked:
+            self._post(way, chunk)
+
+    @waits_in(RECEIVE)
+    def settle(self) -> None:
+        """Wait until everything that was sent has left."""
+        while self._leaving:
+            self._leaving.popleft().wait()
+
+    @waits_in(RECEIVE)
+    def receive(self, way: Way, chunk: int) -> Ops:
+        """See to it that a message comes; return what is left for the schedule to do."""
+        if not self._ahead:
+            return self._receive_ops(way, chunk)
+        if (way, chunk) not in self._coming:  # the first step
+            self._asked.append((way, chunk))
+            self._post(way, chunk)
+        return []
+
+    @waits_in(RECEIVE)
+    def send(self, way: Way, chunk: int, ops: Ops) -> Ops:
+        """See to it that a message leaves; return what is left for the schedule to do."""
+        self.sent_bytes += sum(op.tensor.nbytes for op in ops)
+        ops = [
+            op if op.tensor.is_contiguous() else _moved(op, op.tensor.contiguous()) for op in ops
+        ]
+        if self._through_host:
+            ops = [_moved(op, op.tensor.cpu()) for op in ops]
+        if ops and self._timeline.stamped:
+            ops.append(_moved(ops[0], self._stamp(f"{way} sent", chunk).fill_(clock())))
+        if ops:
+            self._timeline.travel(sum(op.tensor.nbytes for op in ops))
+        if not self._ahead:
+            return ops
+        receiver = self._stage + (1 if way == "F" else -1)
+        self._leaving += [_begin(op, _tag(receiver, way, chunk)) for op in ops]
+        while len(self._leaving) > self._most_leaving:  # what is under way holds memory
+            self._leaving.popleft().wait()
+        return []
+
+    @waits_in(RECEIVE)
+    def arrived(self, way: Way, chunk: int) -> float | None:
+        """Wait for a message, bring it to the device; return when it was sent."""
+        for message in self._coming.pop((way, chunk), ()):
+            message.wait()
+        for host, buffer in self._landed.pop((way, chunk), ()):
+            with torch.no_grad():
+                buffer.copy_(host)
+        stamp = self._stamps.get((way, chunk))
+        return None if stamp is None else float(stamp)
+
+    def _post(self, way: Way, chunk: int) -> None:
+        tag = _tag(self._stage, way, chunk)
+        self._coming[way, chunk] = [_begin(op, tag) for op in self._receive_ops(way, chunk)]
+
+    def _receive_ops(self, way: Way, chunk: int) -> Ops:
+        ops = self._asks[way](chunk)
+        if self._through_host and ops:
+            landed = [(torch.empty_like(op.tensor, device="cpu"), op.tensor) for op in ops]
+            self._landed[way, chunk] = landed
+            ops = [_moved(op, host) for op, (host, _) in zip(ops, landed, strict=True)]
+        if ops and self._timeline.stamped:
+            ops.append(_moved(ops[0], self._stamp(way, chunk)))
+        return ops
+
+    def _stamp(self, kind: str, chunk: int) -> torch.Tensor:
+        if (kind, chunk) not in self._stamps:
+            self._stamps[kind, chunk] = torch.zeros(1, dtype=torch.float64)
+        return self._stamps[kind, chunk]
+
+
+def _tag(receiver: int, way: Way, chunk: int) -> int:
+    """Return the number by which a receive finds its message, in whatever order they are posted."""
+    return 1 + (2 * receiver + (way == "B")) * MOST_CHUNKS + chunk
+
+
+def _begin(op: dist.P2POp, tag: int) -> Sent:
+    """Send or receive, without waiting."""
+    return Sent(op.op(op.tensor, op.peer, op.group, tag), op.tensor)
+
+
+def _moved(op: dist.P2POp, tensor: torch.Tensor) -> dist.P2POp:
+    """Return the same operation for another tensor."""
+    return dist.P2POp(op.op, tensor, op.peer, op.group, op.tag)
+
+
+@dataclass
+class Spent:
+    """Seconds of one step of one worker.
+
+    Attributes:
+        busy_s: Forward, backward, loss.
+        idle_s: Waiting for a message that was not sent yet; NaN where clocks differ.
+        blocked_s: All gaps: idle, transfer and the schedule's own overhead.
+    """
+
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+class Timeline:
+    """What one worker's stages did in a step, gap by gap.
+
+    Args:
+        stamped: Whether the sender's clock travels with messages and can be compared.
+    """
+
+    def __init__(self, faults: FaultInjector, device: torch.device, *, stamped: bool) -> None:
+        self.stamped = stamped
+        self._faults, self._device = faults, device
+        self._last = 0.0
+        self._delayed: set[str] = set()
+        self.injected_s = 0.0
+        self.spent = Spent()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._last = clock()
+        self._delayed.clear()
+        self.injected_s = 0.0
+        self.spent = Spent(idle_s=0.0 if self.stamped else NAN)
+
+    def work(self, phase: str, sent_s: float | None) -> None:
+        """Work begins; since the last work there was a gap.
+
+        Args:
+            phase: `forward` or `backward`; its injected delay is spent in its first piece.
+            sent_s: When the message it needed was sent; None where it needed none.
+        """
+        now = clock()
+        gap = now - self._last
+        self.spent.blocked_s += gap
+        if sent_s is not None and self.stamped:
+            self.spent.idle_s += min(max(sent_s - self._last, 0.0), gap)
+        self._last = now
+        if self._faults.active and phase not in self._delayed:
+            self._delayed.add(phase)
+            self.injected_s += self._faults.spend(phase)
+
+    def travel(self, size_bytes: int) -> None:
+        """Let a message take as long as the simulated link would; it has been stamped already."""
+        if self._faults.on_links:
+            self._faults.travel(size_bytes)
+
+    def rest(self) -> None:
+        """Work ends."""
+        if self._device.type == "cuda":  # else the clock would show when it was enqueued
+            torch.cuda.synchronize(self._device)
+        now = clock()
+        self.spent.busy_s += now - self._last
+        self._last = now
+
+    def end(self) -> None:
+        """The schedule is done; what followed the last work was sending."""
+        self.spent.blocked_s += clock() - self._last
+
+    def blocked(self, came_s: float) -> None:
+        """Since `came_s` this worker has exchanged messages with others."""
+        self.spent.blocked_s += clock() - came_s
+
+    def met(self, came_s: float, last_s: float) -> None:
+        """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
+        self.spent.blocked_s += clock() - came_s
+        self.spent.idle_s += last_s - came_s  # NaN stays NaN

@@ -1,0 +1,238 @@
+"""What central storage and the parameter server do alike on a worker.
+
+    pull -> forward -> backward -> push -> (the server steps) -> pull -> ...
+
+A strategy of this family says when pushes count (its policy, on the server), how a share's loss is
+weighted, and what is a wait. Gradients and parameters travel on links (`engine/links`), the user's
+optimizer steps on the servers (`remote.py`, `holder.py`).
+
+What a step measures: compute is forward and backward; the exchange with the servers (pushing,
+their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
+the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of parameters come back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ....engine.contract import Job, Share, Strategy
+from ....errors import FitError
+from ....shared import events
+from ....shared.faults import ON_LINKS
+from ..parts.guard import Guard
+from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
+from ..parts.replicas import broadcast_buffers
+from ..parts.user_loop import OwnLoop
+from .remote_optimizer import Answer, Remote
+from .shard_server import Holder, Policy, serve
+
+if TYPE_CHECKING:
+    from ....engine.telemetry.recorder import StepResult
+
+
+class Served(Strategy):
+    """A strategy whose parameters are on servers."""
+
+    trainer: Trainer | None = None
+    loop: OwnLoop | None = None
+    remote: Remote | None = None
+    guard: Guard | None = None
+    answer = Answer()
+    _model: torch.nn.Module | None = None
+    _timer: Any = None
+    _ended = False
+
+    # -- what differs ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_policy(self, holder: Holder) -> Policy:
+        """Say, on a server, when pushes count."""
+
+    @abstractmethod
+    def settle(self, result: StepResult, answer: Answer) -> None:
+        """Write what the exchange measured into the step's result."""
+
+    # -- on a server -------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Hold parameters until the workers are done."""
+        hub = self.context.hub
+        assert hub is not None, "the runtime opens the links first"
+        serve(hub, self.context.spec.servers, self.make_policy)
+
+    # -- on a worker -------------------------------------------------------------------------------
+
+    def prepare(self, job: Job) -> None:
+        """Put model and optimizer on the servers; all workers begin with rank 0's values."""
+        sync = self.context.sync
+        # What one worker has is its share of a sum, which only the server can clip. Pushes that
+        # stand alone are clipped where they are made.
+        own = replace(job, clip_norm=None) if sync else job
+        self.trainer = trainer = Trainer(self.context, own)
+        if trainer.scaler is not None:
+            raise FitError(
+                "Loss scaling and servers do not go together: each worker would skip other steps.",
+                seen="precision='fp16'",
+                next_step="use precision='bf16'",
+                code="WB-FIT-128",
+            )
+        trainer.wrap(trainer.model)
+        self._model, self._timer = trainer.model, trainer.timer
+        self._join(trainer.optimizer, job.clip_norm if sync else None)
+
+    def step(self, share: Share) -> StepResult:
+        """Compute the gradient of the own share; the optimizer's step is an exchange."""
+        trainer = self._trainer
+        if self.context.sync:
+            weight = share.samples / share.global_samples
+        else:  # a worker without a sample pushes nothing but its turn
+            weight = 1.0 if share.samples else 0.0
+        trainer.gradients(share, weight=weight)
+        trainer.update()
+        result = trainer.measured(share)
+        self._complete(result)
+        return result
+
+    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+        """Let a user's own loop train on servers: its `optimizer.step()` is an exchange."""
+        model.to(self.context.spec.device)
+        self._model = model
+        sync = self.context.sync
+        self.loop = OwnLoop(
+            self.context,
+            model,
+            optimizer,
+            loader,
+            weighted=sync,
+            adds_up=sync,
+            epoch_end=self._epoch_end,
+            exchanged=self._refuse_another,
+            backward_ended=lambda: self.remote.backward_ended() if self.remote else None,
+            complete=self._complete,
+        )
+        self._timer = self.loop.timer
+        self._join(optimizer, None, whole=sync)
+        return model, optimizer, self.loop.loader
+
+    def _epoch_end(self) -> None:
+        if self.guard is not None and self._model is not None:
+            self.guard.settle(last=False)
+            broadcast_buffers(self._model)
+
+    def _refuse_another(self) -> None:
+        raise FitError(
+            "The servers step the optimizer that wb.prepare was given; a new one would train this "
+            "worker's copy alone.",
+            seen="optimizer.step() of another optimizer",
+            allowed="one optimizer for the whole loop",
+            next_step="change its param_groups (lr, momentum, ...), which reach the servers, or "
+            "use strategy mirrored",
+            code="WB-FIT-129",
+        )
+
+    def _join(
+        self, optimizer: torch.optim.Optimizer, clip_norm: float | None, *, whole: bool = False
+    ) -> None:
+        options, model = self.options, self._model
+        assert model is not None
+        broadcast_buffers(model)
+        if self.context.sync:
+            self.guard = Guard(self.context, "copies", at_end=True)
+            self.guard.add(model)
+        self._note_simulation()
+        self.remote = Remote(
+            self.context,
+            optimizer,
+            clip_norm=clip_norm,
+            whole=whole,
+            snapshot=options.get("consistency") == "snapshot",
+            pull_every=options.get("pull_every", 1),
+            exchanged=self._exchange,
+        )
+
+    def _exchange(self, exchange: Callable[[], Answer]) -> None:
+        if self.context.sync:
+            self._timer.ready()
+        with self._timer.blocked():
+            self.answer = exchange()
+
+    def _complete(self, result: StepResult) -> None:
+        answer = self.answer
+        result.sent_bytes = answer.sent_bytes
+        self.settle(result, answer)
+        if self.guard is not None:
+            result.aside_s = self.guard.tick()
+
+    def _note_simulation(self) -> None:
+        if self.rank == 0 and self.context.faults.on_links:
+            faults = self.context.spec.faults
+            simulated = ", ".join(fault.text for fault in faults if fault.kind in ON_LINKS)
+            text = f"Simulated on the links to the servers: {simulated}."
+            self.context.emit(events.Noted(rank=0, text=text))
+
+    def evaluate(self, shares: Any) -> dict[str, float]:
+        """Return loss and metrics; each worker scores its share, the sums are all-reduced."""
+        broadcast_buffers(self._trainer.model)
+        return self._trainer.evaluate(shares, add_up=dist.all_reduce)
+
+    def finish(self) -> None:
+        """Take the final parameters, once nobody pushes any more."""
+        self._end()
+        if self.guard is not None and self._model is not None:
+            self.guard.settle()
+            broadcast_buffers(self._model)
+
+    def _end(self) -> None:
+        if self.remote is not None and not self._ended:
+            self._ended = True
+            self.remote.end()
+
+    def weights(self) -> dict[str, NDArray[np.generic]]:
+        """Return parameters and buffers by name: the servers', after the last push."""
+        self._end()
+        assert self._model is not None, "prepare comes first"
+        return to_numpy(self._model.state_dict())
+
+    def state(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler, what is on servers included."""
+        assert self.remote is not None, "prepare comes first"
+        self.remote.pull()
+        own = copied_state(self.loop or self._trainer)
+        return {**own, "optimizer": self.remote.optimizer_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        assert self.remote is not None, "prepare comes first"
+        parts = self.loop or self._trainer
+        parts.model.load_state_dict(state["model"])
+        if parts.scheduler is not None and state.get("scheduler") is not None:
+            parts.scheduler.load_state_dict(state["scheduler"])
+        self.remote.load_optimizer_state(state["optimizer"])
+
+    def memory_bytes(self) -> float:
+        """Return what this worker holds of model and gradients; the rest is on the servers."""
+        assert self._model is not None, "prepare comes first"
+        assert self.remote is not None, "prepare comes first"
+        held = [p.data for p in self._model.parameters()]
+        return bytes_of([*held, *self._model.buffers(), *self.remote.gradients])
+
+    def close(self) -> None:
+        """Take every hook out; the links stay for the cell's next training."""
+        if self.remote is not None:
+            self.remote.close()
+        if self.loop is not None:
+            self.loop.close()
+        self.trainer = self.loop = self.remote = self._model = self._timer = self.guard = None
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.trainer is not None, "prepare comes first"
+        return self.trainer

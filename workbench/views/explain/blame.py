@@ -1,0 +1,259 @@
+"""Who waited for whom, as a matrix: a table, a figure, and text.
+
+A run beside its ghost: the same steps without the straggler.
+
+Workers' time as rows of boxes, for pictures: one row per worker, one box per part of a step.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...history.analysis.blame import Blame
+from ...history.analysis.counterfactual import Lanes, WhatIf
+from ...shared.record import PARTS
+from ..picture import Canvas, Picture, paragraph, say, width_of
+from ..table import Column, Table
+from ..theme import PHASE_NAMES
+from ..units import UNKNOWN, duration, milliseconds, number
+
+MARGIN, GUTTER, LEAST_WIDTH, MOST_CELL, LEAST_CELL = 12.0, 64.0, 360.0, 74.0, 36.0
+
+
+class BlameMatrix(Picture, Blame):
+    """Waits of each worker for each other one; see `history.blame.Blame`."""
+
+    def table(self) -> Table:
+        """Return the matrix as a table: means of a step, totals beside them."""
+        columns = [Column("waited", "left")]
+        columns += [Column(f"for worker {rank}") for rank in range(self.ranks)]
+        columns += [Column("in all"), Column("per step")]
+        rows = [self._cells(rank) for rank in range(self.ranks)]
+        return Table(columns, rows, self.sentence(), self.notes())
+
+    def html(self) -> str:
+        """Return the figure, and the table to unfold."""
+        return (
+            f'<div style="max-width:100%">{self.canvas().svg()}<details style="font-size:12px">'
+            f"<summary>The same as a table</summary>{self.table().html()}</details></div>"
+        )
+
+    def text(self) -> str:
+        """Return the table as text."""
+        return self.table().text()
+
+    def sentence(self) -> str:
+        """Return who is to blame, in one sentence."""
+        most = self.most
+        if most is None:
+            unknown = any(math.isnan(v) for v in self.total_s.ravel())
+            return "Waits were not measured." if unknown else "Nobody waited for anybody."
+        if self.worst is None:
+            return "Nobody stands out: such waits come by chance."
+        caused = np.nansum(self.total_s[:, self.worst])
+        return f"The others waited {duration(float(caused))} in all for worker {self.worst}."
+
+    def notes(self) -> list[str]:
+        """Return which steps were counted."""
+        return [f"{self._counted()}. A row waited, a column was waited for; means are per step."]
+
+    def _counted(self) -> str:
+        words = f"Counted: {int(self.steps.max(initial=0))} steps"
+        if self.first is not None or self.last is not None:
+            words += f", {self.first or 0} to {'the end' if self.last is None else self.last}"
+        if self.stride > 1:
+            words += f"; every {self.stride}th step is stored, and only these are counted"
+        return words
+
+    def canvas(self) -> Canvas:
+        """Return the matrix as squares, the darker the longer the wait."""
+        n = self.ranks
+        cell = min(max((LEAST_WIDTH - 2 * MARGIN - GUTTER) / n, LEAST_CELL), MOST_CELL)
+        width = max(LEAST_WIDTH, 2 * MARGIN + GUTTER + n * cell)
+        body = [say(MARGIN, 20, "Who waited for whom", size=14, bold=True)]
+        body.append(say(MARGIN, 37, self.sentence(), "m", size=10.5))
+        name = "worker " if cell >= 52 else "w"
+        left, top = MARGIN + GUTTER, 62.0
+        for rank in range(n):
+            at = left + (rank + 0.5) * cell
+            body.append(say(at, top - 6, f"{name}{rank}", size=10, anchor="middle"))
+        high, row = max([float(v) for v in self.mean_s.ravel() if v == v] or [0.0]), cell * 0.6
+        for waiter in range(n):
+            body.append(say(MARGIN, top + row * (waiter + 0.5) + 3, f"worker {waiter}", size=10))
+            for cause in range(n):
+                place = (left + cause * cell, top + waiter * row, cell - 3, row - 3)
+                body.append(self._square(waiter, cause, high, place))
+        y = top + n * row + 14
+        for line in ("Row: who waited. Column: whom for. Mean of a step, ms", self._counted()):
+            body.append(say(MARGIN, y, f"{line}.", "m", size=9.5))
+            y += 13
+        return Canvas(width, y, body, "Who waited for whom", self.text())
+
+    def _square(
+        self, waiter: int, cause: int, high: float, place: tuple[float, float, float, float]
+    ) -> str:
+        x, y, width, height = place
+        value = float(self.mean_s[waiter, cause])
+        shade = 0.75 * value / high if high > 0 and value == value else 0.0
+        words = UNKNOWN if value != value else milliseconds(value * 1e3)
+        words = "" if waiter == cause else words
+        wide = width >= 46
+        hint = f"worker {waiter} for worker {cause}: {words or 'itself'} a step"
+        edge = "l" if shade < 0.02 else "k-wait s"
+        text = words if wide else words.removesuffix(" ms")
+        return (
+            f"<g><title>{html.escape(hint)}</title>"
+            f'<rect class="k-wait f" fill-opacity="{shade:.2f}" x="{x:.1f}" y="{y:.1f}" '
+            f'width="{width:.1f}" height="{height:.1f}" rx="3"/>'
+            f'<rect class="{edge}" '
+            f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3"/>'
+            f"{say(x + width / 2, y + height / 2 + 3.5, text, size=10, anchor='middle')}</g>"
+        )
+
+    def _cells(self, waiter: int) -> list[str]:
+        mean, total = self.mean_s[waiter], self.total_s[waiter]
+        cells = [
+            "" if cause == waiter else _time(float(mean[cause])) for cause in range(self.ranks)
+        ]
+        whole = float(total.sum())
+        return [
+            f"worker {waiter}", *cells, duration(whole) if whole == whole else UNKNOWN,
+            _time(float(mean.sum())),
+        ]  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return UNKNOWN if seconds != seconds else milliseconds(seconds * 1e3)
+
+
+WHAT_IF_MARGIN, LEFT, WIDTH = 12.0, 66.0, 360.0
+MODELS = {
+    "synchronous": "each step ends when the last of the others was ready",
+    "pipeline": "the busiest of the other stages sets the pace; understated, as filling stays",
+    "asynchronous": "the worker is given the median rate of the others",
+}
+
+
+class WhatIfPicture(Picture, WhatIf):
+    """The run as it was and as it would have been; see `history.what_if.WhatIf`."""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data: medians, throughputs, both timelines."""
+        return WhatIf.to_wire(self)
+
+    def sentences(self) -> list[str]:
+        """Return the result in words."""
+        was, would = np.median(self.step_s) * 1e3, np.median(self.without_s) * 1e3
+        shorter = f"a step would take {milliseconds(would)} instead of {milliseconds(was)} (median)"
+        return [
+            f"With worker {self.without} as fast as the median of the others {shorter}.",
+            f"Throughput {number(self.without_per_s)} instead of {number(self.samples_per_s)} "
+            f"samples/s, {self.speedup:.2f}x; {duration(self.saved_s)} saved in "
+            f"{len(self.step)} steps.",
+        ]
+
+    def text(self) -> str:
+        """Return the result and the model behind it."""
+        found = [*self.sentences(), f"Model: {self.model}: {MODELS[self.model]}."]
+        if self.stride > 1:
+            found.append(f"Every {self.stride}th step is stored; these were recomputed.")
+        for name, shown in (("as it was", self.real), ("the ghost", self.ghost)):
+            found.append(f"{name}: the latest {len(shown.step)} steps in {_length(shown)}")
+        return "\n".join(found)
+
+    def canvas(self) -> Canvas:
+        """Return both timelines on one scale, the ghost below."""
+        body = [
+            say(WHAT_IF_MARGIN, 20, f"What if: without worker {self.without}", size=14, bold=True)
+        ]
+        y = 38.0
+        for line in self.sentences():
+            more, y = paragraph(WHAT_IF_MARGIN, y, line, WIDTH - 2 * WHAT_IF_MARGIN)
+            body += more
+        scale = (WIDTH - LEFT - WHAT_IF_MARGIN) / max(self.real.length_s, self.ghost.length_s, 1e-9)
+        for name, shown in (("As it was", self.real), ("The ghost", self.ghost)):
+            more, y = self._lanes(name, shown, y + 8, scale)
+            body += more
+        more, y = legend(WHAT_IF_MARGIN, y + 12, WIDTH - WHAT_IF_MARGIN)
+        body += more
+        more, y = paragraph(
+            WHAT_IF_MARGIN,
+            y + 2,
+            f"Model: {self.model}: {MODELS[self.model]}.",
+            WIDTH - 2 * WHAT_IF_MARGIN,
+            size=9.5,
+        )
+        return Canvas(WIDTH, y, [*body, *more], f"Without worker {self.without}", self.text())
+
+    def _lanes(self, name: str, shown: Lanes, y: float, scale: float) -> tuple[list[str], float]:
+        words = f"{len(shown.step)} steps in {_length(shown)}"
+        body = [say(WHAT_IF_MARGIN, y + 6, name, bold=True)]
+        body.append(say(WIDTH - WHAT_IF_MARGIN, y + 6, words, "m", size=10, anchor="end"))
+        y += 13
+        top, height = y, shown.start_s.shape[1] * (ROW + GAP)
+        for rank in range(shown.start_s.shape[1]):
+            mark = rank == self.without
+            label = say(WHAT_IF_MARGIN, y + ROW - 4, f"worker {rank}", size=10, bold=mark)
+            body.append(label)
+            for start, parts in zip(shown.start_s[:, rank], shown.parts_s[:, rank], strict=True):
+                if start == start:
+                    x = LEFT + float(start) * scale
+                    body.append(step_boxes(x, y, parts.tolist(), scale))
+            y += ROW + GAP
+        if shown.length_s == shown.length_s:
+            x = LEFT + shown.length_s * scale
+            body.append(f'<path class="l" d="M{x:.1f} {top - 2:.1f}v{height:.1f}"/>')
+        return body, y
+
+
+def _length(shown: Lanes) -> str:
+    return duration(shown.length_s) if shown.length_s == shown.length_s else UNKNOWN
+
+
+ROW, GAP = 16.0, 5.0
+_CLASSES = dict(zip(PARTS, ("data", "compute", "wait", "weights", "other"), strict=True))
+
+
+def box(x: float, y: float, width: float, part: str, *, height: float = ROW) -> str:
+    """Return the box of one of `metrics.PARTS`; waiting is hatched."""
+    if part == "sync_wait_s":
+        return (
+            f'<rect class="k-wait s" stroke-width=".7" style="fill:url(#HATCH)" x="{x:.1f}" '
+            f'y="{y:.1f}" width="{width:.2f}" height="{height:g}"/>'
+        )
+    return (
+        f'<rect class="k-{_CLASSES[part]} f" x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" '
+        f'height="{height:g}"/>'
+    )
+
+
+def step_boxes(x: float, y: float, parts_s: Sequence[float], scale: float) -> str:
+    """Return a step's boxes from x on; parts that are NaN or 0 have none.
+
+    Args:
+        scale: Units of the drawing per second.
+    """
+    found, words = [], []
+    for part, seconds in zip(PARTS, parts_s, strict=True):
+        if seconds > 0:
+            found.append(box(x, y, seconds * scale, part))
+            x += seconds * scale
+        words.append(f"{PHASE_NAMES[part]} {milliseconds(seconds * 1e3)}")
+    return f"<g><title>{html.escape(', '.join(words))}</title>{''.join(found)}</g>"
+
+
+def legend(x: float, y: float, right: float) -> tuple[list[str], float]:
+    """Return what the boxes mean, in as many lines as needed, and the y below."""
+    body, left = [], x
+    for part, name in PHASE_NAMES.items():
+        wide = 17 + width_of(name, 10)
+        if x > left and x + wide > right:
+            x, y = left, y + 15
+        body += [box(x, y - 8, 11, part, height=9), say(x + 15, y, name, size=10)]
+        x += wide + 11
+    return body, y + 15

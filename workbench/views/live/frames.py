@@ -1,0 +1,280 @@
+"""What the dashboard in the browser is sent: a snapshot, or what changed since the last one.
+
+A frame is a JSON head and one buffer of float32. The head holds words and small numbers, `arrays`
+says which part of the buffer is which table. Tables grow at their end: `keep` rows of what the
+browser has stay, the rest is replaced by the rows in the buffer; `skip` rows are first dropped
+from the front (the timeline slides). `base` names the frame that a delta builds on; a browser that
+has another one asks for everything with `hello`.
+
+This module is pure: two snapshots in, a frame out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...shared import events
+from .. import text
+
+if TYPE_CHECKING:
+    from ...history.snapshot import Curve, Snapshot, Timeline
+
+CURVE_COLUMNS = 4
+"""Columns of a curve's table: step, mean, low, high."""
+
+WORKER_COLUMNS = 10
+"""Columns of the workers' table: rank, samples/s, potential/s, median wait in ms, five shares,
+bubble's share."""
+
+
+class Table(TypedDict):
+    """Where one table's new rows are in the buffer.
+
+    `offset` counts float32 values; the rows are `rows` x `columns`, row by row.
+    """
+
+    key: str
+    skip: int
+    keep: int
+    rows: int
+    columns: int
+    offset: int
+
+
+class Frame(TypedDict):
+    """Kernel to browser. `head` holds only the keys that changed, all of them when `full`.
+
+    `heard` says whether any browser's message has reached the kernel yet.
+    """
+
+    type: Literal["frame"]
+    seq: int
+    base: int
+    full: bool
+    heard: bool
+    head: dict[str, Any]
+    arrays: list[Table]
+
+
+class Hello(TypedDict):
+    """Browser to kernel: a view was made, or a frame is missing; send a full one."""
+
+    type: Literal["hello"]
+
+
+class Command(TypedDict):
+    """Browser to kernel: a button was pressed. `fields` belong to the command."""
+
+    type: Literal["command"]
+    name: Literal["stop", "pause", "resume", "step"]
+    fields: dict[str, Any]
+
+
+Floats32 = NDArray[np.float32]
+
+
+def make_frame(
+    snapshot: Snapshot, previous: Snapshot | None, seq: int, base: int = -1, heard: bool = True
+) -> tuple[Frame, bytes]:
+    """Return the frame that takes a browser from `previous` to `snapshot`.
+
+    Args:
+        previous: What the browser has, by frame `base`; None for a full frame.
+        seq: Number of this frame.
+
+    Returns:
+        The head, and the buffer of float32 in the machine's byte order (little-endian wherever
+        browsers run).
+    """
+    head = make_head(snapshot)
+    if previous is not None:
+        known = make_head(previous)
+        head = {k: v for k, v in head.items() if k not in known or known[k] != v}
+    packer = _Packer()
+    old_curves = _curves(previous) if previous is not None else {}
+    for key, curve in _curves(snapshot).items():
+        packer.add(key, *_curve_delta(curve, old_curves.get(key)))
+    skip, keep = _timeline_overlap(
+        snapshot.timeline, previous.timeline if previous is not None else None
+    )
+    packer.add("timeline", _timeline_rows(snapshot, skip_rows=keep), keep, skip)
+    packer.add("workers", _worker_rows(snapshot), 0)
+    frame: Frame = {
+        "type": "frame",
+        "seq": seq,
+        "base": base if previous is not None else -1,
+        "full": previous is None,
+        "heard": heard,
+        "head": head,
+        "arrays": packer.tables,
+    }
+    return frame, packer.buffer()
+
+
+def make_head(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the words and small numbers of a frame, JSON-ready."""
+    origin = _origin(snapshot.timeline)
+    return {
+        "title": snapshot.name,
+        "strategy": snapshot.strategy,
+        "term": text.term(snapshot),
+        "state": snapshot.state,
+        "over": snapshot.state in events.OVER,
+        "progress": text.progress(snapshot),
+        "fraction": min(1.0, snapshot.step / snapshot.total_steps)
+        if snapshot.total_steps
+        else None,
+        "figures": text.figures(snapshot),
+        "slow": text.slow(snapshot),
+        "banner": snapshot.banner,
+        "slow_rank": snapshot.slow_rank,
+        "dropped": text.dropped(snapshot),
+        "drawing": text.drawing(snapshot),
+        "notes": list(snapshot.notes),
+        "labels": [text.worker_label(w) for w in snapshot.workers],
+        "evals": [_finite(e) for e in snapshot.evals],
+        "curves": [*(f"extra:{k}" for k in snapshot.extra), *(f"log:{k}" for k in snapshot.logged)],
+        "split": _split(snapshot),
+        "bubbles": _bubbles(snapshot),
+        "origin_s": origin,
+        "cuts": list(snapshot.timeline.cuts),
+        "color": snapshot.color,
+        "description": text.describe(snapshot),
+    }
+
+
+def _split(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Return a pipeline's stages in words; None elsewhere."""
+    split = snapshot.split
+    if split is None:
+        return None
+    return {
+        "title": text.TITLE,
+        "names": list(text.NAMES),
+        "caption": text.caption(split),
+        "ideal": split.ideal_bubble,
+        "columns": list(text.COLUMNS),
+        "numeric": [name in text.NUMERIC for name in text.COLUMNS],
+        "rows": [list(row) for row in text.rows(split)],
+    }
+
+
+def _bubbles(snapshot: Snapshot) -> list[list[str]]:
+    """Return for each worker of a pipeline how large its bubble is, and how much is excess."""
+    if snapshot.split is None:
+        return []
+    return [list(text.bubble(w, snapshot.split).words) for w in snapshot.workers]
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no NaN; what is unknown is left out.
+    return {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+
+
+def _origin(timeline: Timeline) -> float:
+    """Return a time near the timeline's steps, so that float32 holds them to a microsecond.
+
+    It moves every 64 s; rows sent before keep the origin they were sent with.
+    """
+    if not len(timeline.step):
+        return 0.0
+    return math.floor(float(np.nanmin(timeline.start_s[-1])) / 64.0) * 64.0
+
+
+def _curves(snapshot: Snapshot) -> dict[str, Curve]:
+    found = {"loss": snapshot.loss_curve, "throughput": snapshot.throughput_curve}
+    found.update({f"extra:{name}": curve for name, curve in snapshot.extra.items()})
+    found.update({f"log:{name}": curve for name, curve in snapshot.logged.items()})
+    return found
+
+
+def _curve_delta(curve: Curve, old: Curve | None) -> tuple[Floats32, int]:
+    """Return the rows to send and how many of the old rows stay."""
+    keep = _common_rows(curve, old) if old is not None else 0
+    columns = (curve.step, curve.mean, curve.low, curve.high)
+    rows = np.empty((len(curve) - keep, CURVE_COLUMNS), np.float32)
+    for index, column in enumerate(columns):
+        rows[:, index] = column[keep:]
+    return rows, keep
+
+
+def _common_rows(new: Curve, old: Curve) -> int:
+    many = min(len(new), len(old))
+    if not many:
+        return 0
+    pairs = ((new.step, old.step), (new.mean, old.mean), (new.low, old.low), (new.high, old.high))
+    differs = np.zeros(many, bool)
+    for one, other in pairs:
+        a, b = one[:many], other[:many]
+        differs |= (a != b) & ~((a != a) & (b != b))  # NaN equals NaN here
+    first = int(differs.argmax())
+    return first if differs[first] else many
+
+
+def _timeline_overlap(new: Timeline, old: Timeline | None) -> tuple[int, int]:
+    """Return how many old rows fall off the front and how many of the rest stay."""
+    if old is None or not len(old.step) or not len(new.step):
+        return 0, 0
+    if old.start_s.shape[1:] != new.start_s.shape[1:]:
+        return 0, 0
+    skip = int(np.searchsorted(old.step, new.step[0]))
+    many = min(len(old.step) - skip, len(new.step))
+    if many <= 0:
+        return 0, 0
+    same = (new.step[:many] == old.step[skip : skip + many]) & (
+        new.start_s[:many] == old.start_s[skip : skip + many]
+    ).all(axis=1)
+    keep = many if same.all() else int(same.argmin())
+    if not keep or _origin(new) != _origin(old):
+        return 0, 0
+    return skip, keep
+
+
+def _timeline_rows(snapshot: Snapshot, skip_rows: int) -> Floats32:
+    """Return rows of step, then per rank: start (from the origin) and the five parts."""
+    line = snapshot.timeline
+    starts = line.start_s[skip_rows:, :, None] - _origin(line)
+    cells = np.concatenate([starts, line.parts_s[skip_rows:]], axis=2)
+    flat = cells.reshape(len(cells), cells.shape[1] * cells.shape[2])
+    return np.column_stack([line.step[skip_rows:], flat]).astype(np.float32)
+
+
+def _worker_rows(snapshot: Snapshot) -> Floats32:
+    rows = [
+        (w.rank, w.samples_per_s, w.potential_per_s, w.wait_ms, *w.share, w.bubble)
+        for w in snapshot.workers
+    ]
+    return np.asarray(rows, np.float32).reshape(len(rows), WORKER_COLUMNS)
+
+
+class _Packer:
+    """Lays tables out one after the other in a single buffer."""
+
+    def __init__(self) -> None:
+        self.tables: list[Table] = []
+        self._chunks: list[Floats32] = []
+        self._offset = 0
+
+    def add(self, key: str, rows: Floats32, keep: int, skip: int = 0) -> None:
+        """Append one table's new rows."""
+        many, columns = rows.shape
+        self.tables.append(
+            {
+                "key": key,
+                "skip": skip,
+                "keep": keep,
+                "rows": many,
+                "columns": columns,
+                "offset": self._offset,
+            }
+        )
+        self._chunks.append(rows.ravel())
+        self._offset += rows.size
+
+    def buffer(self) -> bytes:
+        """Return all rows as one run of bytes."""
+        return np.concatenate(self._chunks).tobytes() if self._chunks else b""
