@@ -121,7 +121,7 @@ def chapter(entry) -> str:
     lines.append(facts(entry))
     if entry.options:
         lines.append(options(entry))
-    lines += [companion(path) for path in companions(text, module.parent)]
+    lines += [companion(part) for part in dict.fromkeys(companions(text, module.parent))]
     return "\n\n".join(line.strip() for line in lines if line.strip())
 
 
@@ -181,20 +181,28 @@ def shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def companions(text: str, folder: Path) -> Iterator[Path]:
-    """Return the files that a docstring names in backquotes and that give a source."""
+def companions(text: str, folder: Path) -> Iterator[str]:
+    """Return the docstrings with a source in the files that a docstring names in backquotes."""
     for name in dict.fromkeys(re.findall(r"`([a-z_]+/|[a-z_]+(?:/[a-z_]+)*\.py)`", text)):
         path = folder / name
-        files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-        for file in files:
-            if file.exists() and re.search(r"^Sources?:", docstring(file), re.MULTILINE):
-                yield file
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            for found in docstrings(file) if file.exists() else ():
+                if re.search(r"^Sources?:", found, re.MULTILINE):
+                    yield found.partition("\n\nArgs:")[0]
 
 
-def companion(path: Path) -> str:
-    """Return the sub-section of a file that a strategy builds on."""
-    title, _, rest = docstring(path).partition("\n")
+def companion(text: str) -> str:
+    """Return the sub-section of a part that a strategy builds on."""
+    title, _, rest = text.partition("\n")
     return f"#### {title.rstrip('.')}\n\n{to_markdown(rest)}"
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Return the docstrings of a module and of its functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in (tree, *(one for one in tree.body if isinstance(one, ast.FunctionDef))):
+        if text := ast.get_docstring(node):
+            yield text
 
 
 def docstring(path: Path) -> str:

@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "copies-not-compared",
         "Copies of a model that differ go on as if they were equal.",
-        "strategies/torch/guard.py",
+        "strategies/torch/parts/guard.py",
         "        if not same:\n",
         "        if False:\n",
         ("contract/test_loops.py::test_a_copy_that_differs_by_one_bit_ends_the_run_by_name",),
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "ring-one-chunk-off",
         "In its second half the ring hands on the chunk that is not finished.",
-        "strategies/torch/allreduce/ring.py",
+        "strategies/torch/allreduce/algorithms.py",
         "out, into = chunks[(rank + 1 - k) % n], chunks[(rank - k) % n]",
         "out, into = chunks[(rank - k) % n], chunks[(rank - k - 1) % n]",
         ("unit/test_allreduce.py",),
@@ -148,7 +148,7 @@ MUTANTS = (
     Mutant(
         "micro-batches-not-weighted",
         "Every micro-batch but the last counts as if it were the whole batch.",
-        "strategies/torch/trainer.py",
+        "strategies/torch/parts/replica.py",
         "self._backward(loss, weight * fraction)\n",
         "self._backward(loss, weight)\n",
         (EXACT,),
@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "clipped-before-the-sum",
         "Workers of central storage clip their own gradients before the server adds them up.",
-        "strategies/torch/served.py",
+        "strategies/torch/servers/strategy.py",
         "own = replace(job, clip_norm=None) if sync else job",
         "own = job",
         (EXACT,),
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "shares-weigh-alike",
         "Central storage weighs each worker's gradient alike, whatever its samples.",
-        "strategies/torch/served.py",
+        "strategies/torch/servers/strategy.py",
         "weight = share.samples / share.global_samples",
         "weight = 1 / self.world_size",
         (EXACT,),
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "microbatches-not-weighted",
         "A pipeline adds up the mean losses of its microbatches instead of averaging them.",
-        "strategies/torch/split/pipeline.py",
+        "strategies/torch/pipeline/pipeline.py",
         "loss = self.program.loss(kept, target) * ((stop - start) / self._samples)",
         "loss = self.program.loss(kept, target)",
         ("contract/test_model_split.py::test_every_schedule_trains_as_one_device_does",),
@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         "tensorflow-sums",
         "TensorFlow's mirrored adds the replicas' mean gradients up instead of averaging them.",
-        "strategies/tensorflow/trainer.py",
+        "strategies/tensorflow/parts/replica.py",
         "[n / share.global_samples for n in samples]",
         "[n * len(samples) / share.global_samples for n in samples]",
         ("contract/test_tensorflow.py::test_fit_is_exact_where_shares_are_unequal",),
@@ -203,7 +203,7 @@ MUTANTS = (
     Mutant(
         "torn-reads",
         "The server applies a push while a worker still reads the parameters.",
-        "strategies/torch/holder.py",
+        "strategies/torch/servers/shard_server.py",
         "keep or (self.policy.holds and self.hub.shares(rank))",
         "keep",
         ("unit/test_server_policies.py",),
@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "seed-ignored",
         "The order of the samples is the same for every seed.",
-        "engine/order.py",
+        "engine/training/shares.py",
         "np.random.default_rng([seed, epoch])",
         "np.random.default_rng([0, epoch])",
         ("unit/test_order.py",),
@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "shares-overlap",
         "Where a batch does not divide, two workers take the same sample.",
-        "engine/order.py",
+        "engine/training/shares.py",
         "(rank + 1) * samples // workers",
         "-(-(rank + 1) * samples // workers)",
         ("unit/test_order.py",),
@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "optimizer-not-restored",
         "A run that goes on from a checkpoint begins with an optimizer that remembers nothing.",
-        "strategies/torch/parts.py",
+        "strategies/torch/parts/replica.py",
         '    parts.optimizer.load_state_dict(state["optimizer"])\n',
         "",
         ("contract/test_checkpoints.py::test_the_same_workers_go_on_bit_for_bit",),
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "parts-not-awaited",
         "A checkpoint gets its name before the other workers have written their parts.",
-        "engine/checkpoint_writing.py",
+        "engine/checkpoints/checkpoints.py",
         "                self._await_parts(temporary)\n",
         "",
         ("unit/test_checkpoint_writing.py",),
@@ -263,7 +263,7 @@ MUTANTS = (
     Mutant(
         "wait-of-the-wrong-sign",
         "The slowest worker is the one said to wait: the wait is R_r - min(R), not G - R_r.",
-        "metrics.py",
+        "shared/record.py",
         "ready[plain].max(axis=1, keepdims=True) - ready[plain]",
         "ready[plain] - ready[plain].min(axis=1, keepdims=True)",
         ("unit/test_metrics.py",),
@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         "transfer-holds-the-wait",
         "The time waited for the slowest counts as transfer too.",
-        "metrics.py",
+        "shared/record.py",
         "np.maximum(exposed - np.nan_to_num(wait), 0.0)",
         "np.maximum(exposed, 0.0)",
         ("unit/test_metrics.py",),
@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "blame-for-the-fastest",
         "Waits are blamed on the worker whose gradient was ready first.",
-        "metrics.py",
+        "shared/record.py",
         "ready[plain].argmax(axis=1)",
         "ready[plain].argmin(axis=1)",
         ("unit/test_metrics.py", "unit/test_blame.py"),
@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant(
         "speed-up-inverted",
         "The speed-up is the throughput of one device over that of the run.",
-        "history/rows.py",
+        "history/analysis/rows.py",
         "Spread(rate.mean / base.mean,",
         "Spread(base.mean / rate.mean,",
         ("unit/test_comparison.py",),
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant(
         "milliseconds-are-seconds",
         "An injected delay of 50 ms is read as 50 s.",
-        "faults.py",
+        "shared/faults.py",
         '"ms": 1e3,',
         '"ms": 1.0,',
         ("unit/test_faults.py",),
@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant(
         "stop-at-the-least-step",
         "Workers agree to stop after the step of the one that is furthest behind.",
-        "session/agreement.py",
+        "execution/stop.py",
         "max(self._highest, step)",
         "step if self._highest < 0 else min(self._highest, step)",
         ("unit/test_agreement.py",),
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         "one-step-after-the-stop",
         "The gate lets one step begin after the one that was agreed.",
-        "engine/gate.py",
+        "engine/telemetry/step_gate.py",
         "max(step, self._at) + 1, purpose",
         "max(step, self._at) + 2, purpose",
         ("unit/test_gate.py",),
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant(
         "replays-accepted",
         "A signed message that was recorded is obeyed again.",
-        "seal.py",
+        "shared/protocol.py",
         "if not bit or self._bits & bit:",
         "if not bit:",
         ("unit/test_seal.py",),
@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(
         "any-key-accepted",
         "Control messages are obeyed whatever key they were signed with.",
-        "protocol.py",
+        "shared/protocol.py",
         "if len(frames) < 2 or not hmac.compare_digest(bytes(frames[0]), _sign(frames[1:], key)):",
         "if len(frames) < 2:",
         ("unit/test_seal.py", "unit/test_protocol.py"),
@@ -362,7 +362,7 @@ MUTANTS = (
     Mutant(
         "wrapper-left-on-the-model",
         "The user's model keeps the class it had for the run.",
-        "strategies/torch/loop.py",
+        "strategies/torch/parts/user_loop.py",
         "            self._undo.append(give_no_sync(model, together))",
         "            give_no_sync(model, together)",
         (f"{STRATEGIES}::test_a_prepared_model_is_still_the_users",),
@@ -379,7 +379,7 @@ MUTANTS = (
     Mutant(
         "children-outlive-the-warm-parent",
         "Engines live on when their warm parent is killed.",
-        "cluster/warm_child.py",
+        "cluster/forkserver/server.py",
         "_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)",
         "_libc.prctl(PR_SET_PDEATHSIG, 0)",
         ("cluster/test_warm.py::test_children_die_with_a_killed_warm_parent_and_are_told_so",),

@@ -30,7 +30,7 @@ from workbench.shared.faults import parse_fault
 PRELOAD = [
     "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "torch.fx",
-    "workbench.engine.training.fit", "workbench.engine.training.user_loops", "workbench.engine.training.user_loops",
+    "workbench.engine.training.fit", "workbench.engine.training.user_loops",
     "workbench.engine.runtime", "workbench.engine.torch.support", "workbench.data.torch_sets",
     *sorted({entry.module.partition(":")[0] for entry in catalog.strategies("torch")}),
 ]  # fmt: skip

@@ -266,7 +266,7 @@ def test_output_from_a_timer_thread_belongs_to_the_cell_that_began_the_view(monk
 
     publisher = ZMQDisplayPublisher(session=Silent())
     shell = type("Shell", (), {"display_pub": publisher, "kernel": object()})()
-    monkeypatch.setattr(live, "_shell", lambda: shell)
+    monkeypatch.setattr(blocks, "_shell", lambda: shell)
     cell, button = ({"msg_id": name, "msg_type": "x"} for name in ("the cell", "a button"))
     publisher.parent_header = cell
     publish = blocks.notebook_publisher()

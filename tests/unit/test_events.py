@@ -13,7 +13,7 @@ from workbench.shared.events import EVENTS, FROM_ENGINES, UnknownEventError, rea
 from workbench.shared.messages import BadMessageError
 from workbench.shared.protocol import Packet, decode_up
 
-SOURCES = Path(events.__file__).parent
+SOURCES = Path(events.__file__).parents[1]
 ENGINES = ("engine", "strategies")
 """Folders of the engines' side; the rest is the kernel's."""
 FULL = (

@@ -270,7 +270,7 @@ def test_rows_stay_in_memory_where_a_rewind_finds_no_room(tmp_path, monkeypatch)
     writer.append_records(rows.tobytes())
     writer.close()
     history.append(rows)
-    monkeypatch.setattr(events.scratch, "replace", fails)
+    monkeypatch.setattr(events.cluster_env, "replace", fails)
     assert history.rewind(4, tmp_path) == 6
     assert history.totals.steps == 10
     assert any("No space left" in note for note in history.story.notes)

@@ -36,15 +36,15 @@ except OSError as error:
     print(error)
 """
 SETS = """
-from workbench.strategies.torch import trained_sets
+from workbench.strategies.torch.parts import guard
 class OneWorker:
     get_world_size = staticmethod(lambda: 1)
     broadcast_object_list = staticmethod(lambda what, src: None)
     @staticmethod
     def all_gather_object(every, one):
         every[0] = one
-trained_sets.dist = OneWorker
-board = trained_sets._shared(64, 0)
+guard.dist = OneWorker
+board = guard._shared(64, 0)
 if board is not None:
     board[:8] = bytes(8)
 print(board)

@@ -253,7 +253,7 @@ def test_a_folder_whose_name_is_too_long_for_a_socket_leaves_tcp(
 ) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
-    monkeypatch.setattr(address.scratch, "folder", lambda: str(long))
+    monkeypatch.setattr(address.cluster_env, "folder", lambda: str(long))
     listeners = address.Listeners("127.0.0.1")
     try:
         assert "unix" not in listeners.about

@@ -20,6 +20,7 @@ from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
 from workbench.execution import logging_to, sinks
 from workbench.execution.run import Run
+from workbench.history.analysis import series
 from workbench.shared.plan import make_plan
 
 need("tensorboard", "mlflow")
@@ -193,8 +194,8 @@ def test_steps_that_are_done_again_take_the_place_of_the_old(run, tmp_path):
         str(tmp_path), sinks.About("base", "id", 1.0, {})
     )
     assert isinstance(one, tensorboard.EventFile)
-    before = [sinks.Scalar("loss", step, 1.0, step) for step in range(6)]
-    again = [sinks.Scalar("loss", step, 2.0, step) for step in range(3, 8)]
+    before = [series.Scalar("loss", step, 1.0, step) for step in range(6)]
+    again = [series.Scalar("loss", step, 2.0, step) for step in range(3, 8)]
     one.write(before, 0.0)
     one.rewind(3)
     one.write(again, 0.0)

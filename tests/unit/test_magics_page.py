@@ -54,8 +54,8 @@ def test_the_injected_names_are_those_that_the_engines_set(maker: ModuleType) ->
     runtime = (REPOSITORY / "workbench" / "engine" / "runtime.py").read_text()
     body = runtime.partition("def _inject(")[2].partition("\ndef ")[0]
     support = {
-        "PyTorch": ("torch_support.py", "dist"),
-        "TensorFlow": ("tensorflow_support.py", "strategy"),
+        "PyTorch": ("torch/support.py", "dist"),
+        "TensorFlow": ("tensorflow/support.py", "strategy"),
     }
     for name, (where, _) in maker.NAMES.items():
         if where == "both":

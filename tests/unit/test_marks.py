@@ -236,27 +236,32 @@ BLOCK = {
         MESSAGE,
         ["Doorway.connect", "Peers.send", "Peers.receive", "Peers.exchange"],
     ),
-    "workbench.engine.transport.connection": (ANSWER, ["send", "receive_into"]),
-    "workbench.engine.transport.connection": (ANSWER, ["prove_worker", "prove_server"]),
+    "workbench.engine.transport.connection": (
+        ANSWER,
+        ["send", "receive_into", "prove_worker", "prove_server", "take_over", "hand_over"],
+    ),
     "workbench.engine.transport.address": (ANSWER, ["look_up", "dial"]),
-    "workbench.engine.transport.connection": (ANSWER, ["take_over", "hand_over"]),
     "workbench.engine.transport.server": (ANSWER, ["Hub.admit", "Hub.next"]),
-    f"{TORCH}.averaging": (ALL_REDUCE, ["Averaging.__init__"]),
-    f"{TORCH}.flat": (ALL_REDUCE, ["FlatGradients.average"]),
-    f"{TORCH}.trained_sets": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
+    f"{TORCH}.parts.guard": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
     f"{TORCH}.allreduce": (ALL_REDUCE, ["AllReduce.__call__", "_backend"]),
-    f"{TORCH}.allreduce.aside": (ALL_REDUCE, ["Aside.run", "Aside.close"]),
-    f"{TORCH}.allreduce.auto": (ALL_REDUCE, ["choose", "race"]),
-    f"{TORCH}.allreduce.near": (ALL_REDUCE, ["connect_near"]),
+    f"{TORCH}.allreduce.averaging": (ALL_REDUCE, ["Averaging.__init__", "FlatGradients.average"]),
+    f"{TORCH}.allreduce.auto": (ALL_REDUCE, ["choose", "race", "Aside.run", "Aside.close"]),
     f"{TORCH}.allreduce.links": (
         ALL_REDUCE,
-        ["Links.send", "Links.receive", "Links.exchange", "Links.gather", "Links.agree"],
+        [
+            "Links.send",
+            "Links.receive",
+            "Links.exchange",
+            "Links.gather",
+            "Links.agree",
+            "connect_near",
+        ],
     ),
-    f"{TORCH}.allreduce.ring": (ALL_REDUCE, ["all_reduce"]),
-    f"{TORCH}.allreduce.hierarchical": (ALL_REDUCE, ["all_reduce"]),
-    f"{TORCH}.allreduce.recursive_doubling": (ALL_REDUCE, ["all_reduce"]),
-    f"{TORCH}.allreduce.reduce_to_one": (ALL_REDUCE, ["all_reduce", "reduce", "broadcast"]),
-    f"{TORCH}.split.mail": (
+    f"{TORCH}.allreduce.algorithms": (
+        ALL_REDUCE,
+        ["ring", "hierarchical", "recursive_doubling", "reduce_to_one", "reduce", "broadcast"],
+    ),
+    f"{TORCH}.pipeline.stage": (
         RECEIVE,
         ["Sent.wait", "Mail.settle", "Mail.send", "Mail.receive", "Mail.arrived"],
     ),
@@ -265,7 +270,7 @@ BLOCK = {
 
 @pytest.mark.parametrize("module", BLOCK)
 def test_what_blocks_is_marked(module):
-    if TORCH in module or "torch_group" in module:
+    if TORCH in module or "torch.group" in module:
         need("torch")
     rule, names = BLOCK[module]
     loaded = importlib.import_module(module)
@@ -290,7 +295,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("module", BLOCK)
 def test_whoever_calls_what_blocks_is_marked_or_called_by_marked_ones_alone(module):
     """So a function that waits cannot be added to these modules without a mark."""
-    if TORCH in module or "torch_group" in module:
+    if TORCH in module or "torch.group" in module:
         need("torch")
     tree = ast.parse(Path(importlib.import_module(module).__file__).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

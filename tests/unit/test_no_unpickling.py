@@ -15,11 +15,11 @@ SAFE = {("torch", "load"): ("weights_only", True), ("np", "load"): ("allow_pickl
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 KNOWN = {
     # An Unpickler that knows the classes of its index, and no others.
-    "engine/torch_checkpoints.py": ["pickle"],
+    "engine/torch/checkpoints.py": ["pickle"],
     # Which name a pulled value lacks here, once ipyparallel failed to read it; in its signed calls.
     "cluster/calls.py": ["pickle"],
     # Cells' variables from one engine to another, in ipyparallel's signed calls.
-    "engine/loans.py": ["pickle", "cloudpickle"],
+    "engine/entry.py": ["pickle", "cloudpickle"],
 }
 
 

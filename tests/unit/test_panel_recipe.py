@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from panel_choosing import choosing, do
 
-from workbench.cookbook.recipe import Recipe, builtin
+from workbench.cookbook import builtin
+from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.notebook.recipes import recipe, recipes
 

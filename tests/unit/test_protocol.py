@@ -167,7 +167,7 @@ def test_what_no_engine_says_is_refused(packet: Packet) -> None:
 
 # -- what is declared is what is sent --------------------------------------------------------------
 
-SOURCES = Path(protocol.__file__).parent
+SOURCES = Path(protocol.__file__).parents[1]
 ENGINES = ("engine", "strategies")
 """Folders of the engines' side; the rest is the kernel's."""
 

@@ -12,9 +12,9 @@ import pytest
 
 import workbench as wb
 from workbench import catalog
+from workbench.cookbook import builtin
 from workbench.cookbook.recipe import (
     Recipe,
-    builtin,
     framework_of,
     is_plain,
     recipe_of,

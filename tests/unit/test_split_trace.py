@@ -14,14 +14,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import model_zoo  # noqa: E402
 from torch import nn  # noqa: E402
 
-from workbench.engine.contract import Job  # noqa: E402  # noqa: E402
+from workbench.engine.contract import Job  # noqa: E402
 from workbench.errors import FitError  # noqa: E402
-from workbench.strategies.torch.pipeline.layers import check_enough, shared  # noqa: E402  # noqa: E402
-from workbench.strategies.torch.pipeline.program import (
-    Output,
-    program_of,
-)
-from workbench.strategies.torch.pipeline.trace import (  # noqa: E402  # noqa: E402
+from workbench.strategies.torch.pipeline.layers import check_enough, shared  # noqa: E402
+from workbench.strategies.torch.pipeline.program import Output, program_of  # noqa: E402
+from workbench.strategies.torch.pipeline.trace import (  # noqa: E402
     Call,
     calls_of,
     traced_layers,

@@ -35,7 +35,7 @@ def test_an_interrupted_run_start_leaves_optimizers_that_work() -> None:
     pytest.importorskip("torch")
     script = """
 import importlib, signal, torch
-from workbench.engine import torch_imports
+from workbench.engine.torch import support
 
 class Interrupting:
     def find_spec(self, name, *rest):
@@ -46,7 +46,7 @@ import sys
 sys.meta_path.insert(0, Interrupting())
 assert "torch._dynamo" not in sys.modules
 try:
-    torch_imports.import_for_optimizers()
+    support.import_for_optimizers()
 except KeyboardInterrupt:
     print("interrupted")
 p = torch.nn.Parameter(torch.ones(1))

@@ -185,7 +185,7 @@ class Paused:
             return self._stops.get(engine)
 
     def serve(self, engine: int, port: int, timeout_s: float = 30.0) -> Served:
-        """Have an engine serve debugpy, whatever its cell does (`engine/debugging/stdin_bridge.py`).
+        """Have an engine serve debugpy, whatever its cell does (`stdin_bridge.py`).
 
         Raises:
             RunError: It does not answer.

@@ -25,8 +25,8 @@ Source: `keras/src/backend/tensorflow/trainer.py`.
 
 What `model.fit` is given, as batches in pieces for closures.
 
-Arrays are taken in the order of one device (`engine/training/shares.py`); everything else by Keras' own data
-adapters: `keras/src/trainers/data_adapters`.
+Arrays are taken in the order of one device (`engine/training/shares.py`); everything else by Keras'
+own data adapters: `keras/src/trainers/data_adapters`.
 """
 
 from __future__ import annotations

@@ -1,65 +1,7 @@
-"""Ring all-reduce: as few bytes as possible, in many small rounds.
+"""The algorithms of all-reduce, from the textbook's page to code, each in one function.
 
-Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations,
-Journal of Parallel and Distributed Computing 69(2), 2009.
-
-Each worker cuts its tensor in n chunks. Round after round, everybody sends a chunk to the next
-worker and adds the one that comes from the previous worker: after n-1 rounds each worker holds one
-chunk of the sum. In n-1 more rounds the finished chunks travel around.
-
-    reduce-scatter, n = 3                          all-gather
-    worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
-    worker 1:  b1 ──▶ 2   a0+a1 ──▶ 2   C          C ──▶ 2    B ──▶ 2
-    worker 2:  c2 ──▶ 0   b1+b2 ──▶ 0   A          A ──▶ 0    C ──▶ 0
-
-Sent by each worker: 2 (n-1)/n of the tensor. Rounds: 2 (n-1).
-
-Reduce to one: a single worker adds everything up and hands the sum out.
-
-Source: Chan, Heimlich, Purkayastha, van de Geijn, Collective Communication: Theory, Practice, and
-Experience, Concurrency and Computation 19(13), 2007: all-reduce as reduce, then broadcast.
-
-    worker 1:  g1 ──┐                 ┌──▶ worker 1
-    worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
-    worker 3:  g3 ──┘                 └──▶ worker 3
-
-Sent: the tensor by every worker, n-1 times by worker 0, which is the bottleneck of large tensors.
-Rounds: 2.
-
-Recursive doubling: as few rounds as possible, for small tensors.
-
-Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
-MPICH, IJHPCA 19(1), 2005, section 4.5.
-
-In round k, workers whose ranks differ in bit k exchange what they have and add it. After log2 n
-rounds everybody holds the sum.
-
-    worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
-    worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
-    worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
-    worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
-
-Where n is no power of two, the workers beyond the largest one p hand their tensor to a partner
-before, and are handed the sum after. Addition of two numbers commutes, so all copies of the sum are
-equal to the last bit.
-
-Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more where n > p.
-
-Hierarchical all-reduce: add up within groups, then between their leaders.
-
-Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
-(arXiv:1807.11205), "hierarchical all-reduce".
-
-Links within a host are fast, links between hosts are slow: each group adds up at its leader, the
-leaders run a ring, each leader hands the sum out. A group is a host; where there is one host only,
-it is a block of about sqrt(n) workers, so that the traffic can be seen.
-
-    worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
-                            ├── ring ──┤
-    worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
-
-Sent, by m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each member; by the
-others: the tensor. Rounds: 2 + 2 (m-1).
+What they send and how often: `ring` the fewest bytes, `recursive_doubling` the fewest rounds,
+`reduce_to_one` all of it through one worker, `hierarchical` little between hosts.
 """
 
 from __future__ import annotations
@@ -77,7 +19,25 @@ if TYPE_CHECKING:
 
 @waits_in(ALL_REDUCE)
 def ring(flat: torch.Tensor, links: Links) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    """Ring all-reduce: as few bytes as possible, in many small rounds.
+
+    Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations, Journal of Parallel and Distributed Computing 69(2), 2009.
+
+    Each worker cuts its tensor in n chunks. Round after round, everybody sends a chunk to the next
+    worker and adds the one that comes from the previous worker: after n-1 rounds each worker holds
+    one chunk of the sum. In n-1 more rounds the finished chunks travel around.
+
+        reduce-scatter, n = 3                          all-gather
+        worker 0:  a0 ──▶ 1   c2+c0 ──▶ 1   B          B ──▶ 1    A ──▶ 1
+        worker 1:  b1 ──▶ 2   a0+a1 ──▶ 2   C          C ──▶ 2    B ──▶ 2
+        worker 2:  c2 ──▶ 0   b1+b2 ──▶ 0   A          A ──▶ 0    C ──▶ 0
+
+    Sent by each worker: 2 (n-1)/n of the tensor. Rounds: 2 (n-1).
+
+    Args:
+        flat: Shape (numbers,); becomes the sum over the workers.
+    """
     n, rank = links.size, links.rank
     chunks = list(flat.tensor_split(n))
     following, previous = (rank + 1) % n, (rank - 1) % n
@@ -92,7 +52,21 @@ def ring(flat: torch.Tensor, links: Links) -> None:
 
 @waits_in(ALL_REDUCE)
 def reduce_to_one(flat: torch.Tensor, links: Links) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    """Reduce to one: a single worker adds everything up and hands the sum out.
+
+    Source: Chan, Heimlich, Purkayastha, van de Geijn, Collective Communication: Theory, Practice,
+    and Experience, Concurrency and Computation 19(13), 2007: all-reduce as reduce, then broadcast.
+
+        worker 1:  g1 ──┐                 ┌──▶ worker 1
+        worker 2:  g2 ──┼─▶ worker 0: sum ┼──▶ worker 2
+        worker 3:  g3 ──┘                 └──▶ worker 3
+
+    Sent: the tensor by every worker, n-1 times by worker 0, which is the bottleneck of large
+    tensors. Rounds: 2.
+
+    Args:
+        flat: Shape (numbers,); becomes the sum over the workers.
+    """
     reduce(flat, links)
     broadcast(flat, links)
 
@@ -120,7 +94,29 @@ def broadcast(flat: torch.Tensor, links: Links) -> None:
 
 @waits_in(ALL_REDUCE)
 def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    """Recursive doubling: as few rounds as possible, for small tensors.
+
+    Source: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
+    MPICH, IJHPCA 19(1), 2005, section 4.5.
+
+    In round k, workers whose ranks differ in bit k exchange what they have and add it. After log2 n
+    rounds everybody holds the sum.
+
+        worker 0:  g0 ◀─▶ 1   g0+g1 ◀─▶ 2   g0+g1+g2+g3
+        worker 1:  g1 ◀─▶ 0   g0+g1 ◀─▶ 3   g0+g1+g2+g3
+        worker 2:  g2 ◀─▶ 3   g2+g3 ◀─▶ 0   g0+g1+g2+g3
+        worker 3:  g3 ◀─▶ 2   g2+g3 ◀─▶ 1   g0+g1+g2+g3
+
+    Where n is no power of two, the workers beyond the largest one p hand their tensor to a partner
+    before, and are handed the sum after. Addition of two numbers commutes, so all copies of the sum
+    are equal to the last bit.
+
+    Sent by each of the p workers: log2(p) times the tensor. Rounds: log2 p, and two more where n >
+    p.
+
+    Args:
+        flat: Shape (numbers,); becomes the sum over the workers.
+    """
     n, rank = links.size, links.rank
     p = 1 << (n.bit_length() - 1)  # the largest power of two that is not above n
     if rank >= p:
@@ -141,7 +137,25 @@ def recursive_doubling(flat: torch.Tensor, links: Links) -> None:
 
 @waits_in(ALL_REDUCE)
 def hierarchical(flat: torch.Tensor, links: Links) -> None:
-    """Replace `flat`, shape (numbers,), by its sum over the workers."""
+    """Hierarchical all-reduce: add up within groups, then between their leaders.
+
+    Source: Jia et al., Highly Scalable Deep Learning Training System with Mixed-Precision, 2018
+    (arXiv:1807.11205), "hierarchical all-reduce".
+
+    Links within a host are fast, links between hosts are slow: each group adds up at its leader,
+    the leaders run a ring, each leader hands the sum out. A group is a host; where there is one
+    host only, it is a block of about sqrt(n) workers, so that the traffic can be seen.
+
+        worker 1 ──▶ worker 0 ──┐          ┌── worker 0 ──▶ worker 1
+                                ├── ring ──┤
+        worker 3 ──▶ worker 2 ──┘          └── worker 2 ──▶ worker 3
+
+    Sent, by m leaders: 2 (m-1)/m of the tensor between groups, and the tensor to each member; by
+    the others: the tensor. Rounds: 2 + 2 (m-1).
+
+    Args:
+        flat: Shape (numbers,); becomes the sum over the workers.
+    """
     groups = form_groups(links.size, links.hosts)
     mine = next(group for group in groups if links.rank in group)
     inside = links.among(mine)

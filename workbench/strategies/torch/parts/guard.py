@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from ....engine.debugging.marks import MESSAGE, waits_in
+from ....engine.debugging.marks import ALL_REDUCE, MESSAGE, waits_in
 from ....engine.transport.address import host_token
 from ....errors import FitError
 from ....shared import cluster_env
@@ -163,6 +163,7 @@ class Guard:
     def _epoch_due(self) -> bool:
         return self._ticks > self._checked and self._ticks >= self._soonest
 
+    @waits_in(ALL_REDUCE)
     def check(self) -> None:
         """Compare now; on all workers of the group.
 
@@ -251,6 +252,7 @@ class Guard:
             return math.sqrt(eps)
         return eps * (16 + 4 * math.sqrt(self._context.trained))
 
+    @waits_in(ALL_REDUCE)
     def _spread(self, tensor: torch.Tensor) -> tuple[float, float]:
         """Return the largest difference between replicas, and the largest magnitude."""
         numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
