@@ -85,12 +85,12 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics and begin to pre-warm (`%load_ext workbench`)."""
     need_a_system_that_works()
-    importlib.import_module("workbench.notebook.magics").register(shell)
+    importlib.import_module("workbench.magics").register(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Stop what the extension started, unless the cell loads it again (`%reload_ext`)."""
-    importlib.import_module("workbench.notebook.magics").unregister(shell)
+    importlib.import_module("workbench.magics").unregister(shell)
 
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ def tuned(dataset: Any) -> Any:
 def test_iterators_made_in_a_cell_are_not_tuned_and_give_the_same_elements(
     ops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workbench.strategies.tensorflow.parts.replicated import datasets_kept
+    from workbench.strategies.tensorflow.keras.replicated import datasets_kept
 
     kinds: list[Any] = []
     iterate = ops.iter if hasattr(ops, "iter") else iter
@@ -59,7 +59,7 @@ def test_iterators_made_in_a_cell_are_not_tuned_and_give_the_same_elements(
 
 
 def test_what_the_users_data_set_says_about_tuning_holds(ops: Any) -> None:
-    from workbench.strategies.tensorflow.parts.replicated import untuned
+    from workbench.strategies.tensorflow.keras.replicated import untuned
 
     assert tuned(untuned(batches())) is False
     assert tuned(untuned(batches(enabled=True))) is True
@@ -67,7 +67,7 @@ def test_what_the_users_data_set_says_about_tuning_holds(ops: Any) -> None:
 
 
 def test_tensorflows_own_iterators_are_as_before_after_a_cell(ops: Any) -> None:
-    from workbench.strategies.tensorflow.parts.replicated import datasets_kept
+    from workbench.strategies.tensorflow.keras.replicated import datasets_kept
 
     before = (ops.OwnedMultiDeviceIterator.__init__, ops._create_device_dataset)
     with datasets_kept():

@@ -10,7 +10,7 @@ from doc_pages import DOCS, pages
 
 import workbench as wb
 from workbench.cli import main
-from workbench.notebook.magics import WorkbenchMagics
+from workbench.magics import WorkbenchMagics
 from workbench.shared.magic_args import ACTIONS
 
 TEXT = "\n".join(page.read_text("utf-8") for page in pages())

@@ -70,7 +70,7 @@ def test_the_kernels_side_is_all_there_is_but_the_engines():
     found = kernel_side()
     for name in (
         "panels.show", "execution.sinks.mlflow", "views.panel.widget", "labs.grading.limits",
-        "notebook.magics", "cli", "catalog.torch", "cookbook.builtin", "history.analysis.rows",
+        "magics", "cli", "catalog.torch", "cookbook.builtin", "history.analysis.rows",
     ):  # fmt: skip
         assert f"workbench.{name}" in found
     assert not [name for name in found if name.startswith(ENGINES)]

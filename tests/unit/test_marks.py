@@ -244,7 +244,7 @@ BLOCK = {
     "workbench.engine.transport.server": (ANSWER, ["Hub.admit", "Hub.next"]),
     f"{TORCH}.parts.guard": (MESSAGE, ["TrainedSets._on_the_board", "TrainedSets._at_the_store"]),
     f"{TORCH}.allreduce": (ALL_REDUCE, ["AllReduce.__call__", "_backend"]),
-    f"{TORCH}.allreduce.averaging": (ALL_REDUCE, ["Averaging.__init__", "FlatGradients.average"]),
+    f"{TORCH}.parts.averaging": (ALL_REDUCE, ["Averaging.__init__", "FlatGradients.average"]),
     f"{TORCH}.allreduce.auto": (ALL_REDUCE, ["choose", "race", "Aside.run", "Aside.close"]),
     f"{TORCH}.allreduce.links": (
         ALL_REDUCE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workbench.notebook.magics import meant_for_engines
+from workbench.magics import meant_for_engines
 
 
 @pytest.mark.parametrize("body", [

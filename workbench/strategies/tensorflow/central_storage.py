@@ -27,7 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from .keras.patches import central_storage
-from .parts.replicated import Replicated
+from .keras.replicated import Replicated
 
 
 class CentralStorage(Replicated):

@@ -29,7 +29,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from .parts.replicated import Replicated
+from .keras.replicated import Replicated
 
 CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
     "nccl": tf.distribute.NcclAllReduce,

@@ -35,8 +35,8 @@ from ...engine.contract import NAN, Share
 from ...engine.telemetry.recorder import StepResult
 from ...errors import FitError
 from ...shared import events
+from .keras.replicated import Replicated
 from .parts.layers import Chain, Placement, SplitStrategy, cut, table_text
-from .parts.replicated import Replicated
 from .parts.stages import StageMarks, Stages
 
 

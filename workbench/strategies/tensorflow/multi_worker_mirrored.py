@@ -51,8 +51,8 @@ from ...shared import events
 from .coordinator.servers import MEET_S, listening, shut
 from .keras.fit import files_shared
 from .keras.patches import multi_worker
+from .keras.replicated import Replicated
 from .parts.models import Homecoming, owner
-from .parts.replicated import Replicated
 
 LEAVE_S = 10.0
 """How long a worker that is done keeps answering the others."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from .parts.replicated import Replicated
+from .keras.replicated import Replicated
 
 
 class OneDevice(Replicated):

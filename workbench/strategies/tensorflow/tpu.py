@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from ...engine.tensorflow.support import reset
 from ...errors import ClusterError, FitError, PlanError
-from .parts.replicated import Replicated
+from .keras.replicated import Replicated
 
 ANSWER_S = 1.5
 METADATA = ("169.254.169.254", 80)

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from ...engine.contract import Job, Share, Strategy
 from ...errors import FitError
 from ...shared import events
-from .allreduce.averaging import Averaging
+from .parts.averaging import Averaging
 from .parts.guard import Guard
 from .parts.reduction import Reduction, Reductions
 from .parts.replica import Trainer, copied_state, held_bytes, load_parts

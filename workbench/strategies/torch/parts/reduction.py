@@ -33,7 +33,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ....shared import events
-from ..allreduce.averaging import Averaging, FlatGradients, size_bytes, unused
+from .averaging import Averaging, FlatGradients, size_bytes, unused
 from .guard import Guard, TrainedSets
 from .replicas import broadcast_model, check_alike
 

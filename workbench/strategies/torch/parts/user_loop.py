@@ -35,7 +35,7 @@ from ....engine.contract import NAN, Share
 from ....engine.torch.data import batch_length, tensors_of
 from ....errors import FitError, RunStopped
 from ....shared import events
-from ..allreduce.averaging import ring_bytes
+from .averaging import ring_bytes
 from .guard import Guard
 from .loader import SharedLoader, become, give_no_sync, subclass
 from .replica import held_bytes, to_numpy

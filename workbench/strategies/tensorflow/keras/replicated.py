@@ -54,14 +54,14 @@ from ....engine.contract import NAN, Job, Share, Strategy
 from ....engine.telemetry.recorder import StepResult
 from ....engine.tensorflow.support import built
 from ....engine.training.initial import initialise
-from ..keras.batches import note_keras_2
-from ..keras.fit import KerasFit, check_model
-from ..keras.patches import losses_noted, shapes_found, statistics_averaged
-from .markers import Markers
-from .models import by_name, owner, restore, state_of
-from .patches import stand_ins
-from .replica import Trainer
-from .steps import OwnLoop, Steps, global_loss
+from ..parts.markers import Markers
+from ..parts.models import by_name, owner, restore, state_of
+from ..parts.patches import stand_ins
+from ..parts.replica import Trainer
+from ..parts.steps import OwnLoop, Steps, global_loss
+from .batches import note_keras_2
+from .fit import KerasFit, check_model
+from .patches import losses_noted, shapes_found, statistics_averaged
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext

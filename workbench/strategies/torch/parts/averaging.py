@@ -29,11 +29,11 @@ from ....engine.debugging.marks import ALL_REDUCE, waits_in
 from ....errors import FitError
 from ....shared import events
 from ....shared.events import Topic
-from ..parts.replicas import check_alike
-from . import BACKEND, AllReduce, auto
-from .auto import Aside
-from .compression import Compression, make_compression, message_like
-from .links import Links, connect_near
+from ..allreduce import BACKEND, AllReduce, auto
+from ..allreduce.auto import Aside
+from ..allreduce.compression import Compression, make_compression, message_like
+from ..allreduce.links import Links, connect_near
+from .replicas import check_alike
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext

@@ -8,15 +8,19 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from .. import catalog
-from ..cookbook.recipe import Recipe
-from ..errors import PlanError, RunError
-from ..execution import registry
-from ..execution.outcome import outcome_behind, refusals
-from ..execution.paused import say as write
-from ..session.debug import debug
-from ..session.logs import logs as show_logs
-from ..shared.magic_args import (
+from . import catalog
+from .cookbook.recipe import Recipe
+from .errors import PlanError, RunError
+from .execution import registry
+from .execution.outcome import outcome_behind, refusals
+from .execution.paused import say as write
+from .notebook.recipes import recipes
+from .notebook.run_view import kept_words, show_attached
+from .notebook.session import Session, session
+from .notebook.values import pull_values, push_values
+from .session.debug import debug
+from .session.logs import logs as show_logs
+from .shared.magic_args import (
     ACTIONS,
     ClusterLine,
     cluster_parser,
@@ -24,12 +28,8 @@ from ..shared.magic_args import (
     parse_ranks,
     strip_comment,
 )
-from ..shared.run_request import FLAGS, RunRequest, cell_parser, parse_cell_line
-from ..views.blocks import ProgressLine, show
-from .recipes import recipes
-from .run_view import kept_words, show_attached
-from .session import Session, session
-from .values import pull_values, push_values
+from .shared.run_request import FLAGS, RunRequest, cell_parser, parse_cell_line
+from .views.blocks import ProgressLine, show
 
 BODY_LINE = 2
 """A cell's body begins on its second line, below the magic."""
@@ -142,7 +142,7 @@ class WorkbenchMagics(Magics):
             raise PlanError(
                 "%panel takes nothing.", seen=rest, next_step="%panel", code="WB-PLAN-061"
             )
-        from ..panels.show import panel
+        from .panels.show import panel
 
         show(panel())
 
@@ -184,7 +184,7 @@ class WorkbenchMagics(Magics):
         if asked.background:
             return
         if len(runs) > 1:
-            from .compare import compare
+            from .notebook.compare import compare
 
             compared = compare(*runs)
             show(compared.table() if asked.plot in ("text", "off") else compared)
