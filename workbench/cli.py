@@ -32,7 +32,7 @@ from .views.table import COMPARISON, SHOWS
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-    from .labs.grading.limits import Limits
+    from .labs.grading.processes import Limits
     from .labs.grading.results import Saved
 
 CELL_TIMEOUT_S = 300
@@ -437,7 +437,7 @@ def _save(saved: Saved | None, content: str) -> bool:
 
 def _limits(given: argparse.Namespace) -> Limits:
     """Return the limits, once all arguments make sense."""
-    from .labs.grading.limits import Limits
+    from .labs.grading.processes import Limits
     from .labs.grading.reading import Unreadable
     from .labs.grading.runner import lab_of
 

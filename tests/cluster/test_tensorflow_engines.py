@@ -87,13 +87,13 @@ def test_cells_name_a_framework_too(book, cluster):
 
 
 SPOIL = """%%rank 0
-from workbench.engine import tensorflow_support
+from workbench.engine.tensorflow import support
 from workbench.errors import EngineSpentError
 
 def refuse(*args):
     raise EngineSpentError("It cannot be made anew.")
 
-tensorflow_support.configure = refuse
+support.configure = refuse
 """
 
 

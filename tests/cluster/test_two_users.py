@@ -28,8 +28,7 @@ USER = """
     import json, os, sys
     sys.path[:0] = [{tests!r}, {root!r}]
     import listening, workbench as wb
-    from workbench.cluster import census, profile
-    from workbench.history import folders
+    from workbench.cluster import folders
 
     CELL = '''
     import torch
@@ -47,7 +46,7 @@ USER = """
         say(uid=os.getuid(), folder=str(cluster.engine_set.folder()), run=str(run.folder),
             ports=sorted({{port for _, _, port in listening.open_ports()}}),
             sockets=sorted(s for s in listening.unix_sockets() if s.startswith("/")),
-            engines=len(census.engines()), error=str(run.error or ""))
+            engines=len(folders.engines()), error=str(run.error or ""))
         other = json.loads(sys.stdin.readline())
         reached = []
         for path in (other["folder"], other["run"]):
@@ -55,8 +54,8 @@ USER = """
                 reached += os.listdir(path)
             except OSError:
                 pass
-        swept = [str(path) for path in profile.sweep()]
-        say(reached=reached, swept=swept, ours=profile.is_ours(other["folder"]))
+        swept = [str(path) for path in folders.sweep()]
+        say(reached=reached, swept=swept, ours=folders.is_ours(other["folder"]))
         sys.stdin.readline()
         run.stop()
         say(state=run.wait(60).state, rejected=cluster.rejected)

@@ -212,7 +212,7 @@ KERNEL = """
     import json, os, sys, time
     sys.path[:0] = {paths!r}
     from warm_support import quiet_cluster
-    from workbench.cluster import profile
+    from workbench.cluster import folders
     from workbench.cluster.forkserver.client import WarmParent
     warm = WarmParent().start()
     def say(**what):
@@ -220,7 +220,7 @@ KERNEL = """
     if {early}:
         say(pids=[warm.pid], folder="", log=warm._log_path)
         time.sleep(600)
-    folder = profile.create()
+    folder = folders.create()
     warm.guard_dir(folder)
     cluster = quiet_cluster(folder)
     cluster.start_controller_sync()
@@ -269,9 +269,9 @@ UNGUARDED = """
     import json, os, signal, sys
     sys.path[:0] = {paths!r}
     import ipyparallel.cluster.launcher as launcher
-    from workbench.cluster.services import Ground
+    from workbench.cluster.services import ClusterServices
     from workbench.cluster.forkserver.client import WarmParent
-    ground = Ground("torch", "local", "", lambda *end: None)
+    ground = ClusterServices("torch", "local", "", lambda *end: None)
     def die(pid):
         about = dict(pids=[ground.warm.pid, pid], folder=str(ground.folder))
         print(json.dumps(about), flush=True)
@@ -341,9 +341,9 @@ def test_a_kept_cluster_survives_its_kernel_until_its_last_engine_is_gone():
 
 
 SCARCE = """
-from workbench.cluster import turns, warm
+from workbench.cluster.forkserver import server, turns
 turns.too_little = lambda framework: "hardly any memory is free"
-warm.main()
+server.main()
 """
 
 

@@ -36,7 +36,7 @@ NEEDS_TENSORFLOW = [pytest.mark.tensorflow, pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="tensorflow is not installed"
 )]  # fmt: skip
 FORGET = """
-from workbench.session import registry
+from workbench.execution import registry
 from workbench.notebook.session import session
 for other in registry.running_clusters():
     if other is not session.cluster:

@@ -11,7 +11,7 @@ import pytest
 from handed_in import BEGIN, ESCAPE, GOOD, TORCH, cells, code, hand_in, of_folder, tagged, write
 
 from workbench.labs.grading.isolation import find_out
-from workbench.labs.grading.limits import Limits
+from workbench.labs.grading.processes import Limits
 from workbench.labs.grading.supervise import grade
 
 pytestmark = [pytest.mark.torch, pytest.mark.cluster, pytest.mark.timeout(600)]

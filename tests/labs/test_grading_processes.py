@@ -12,9 +12,8 @@ import psutil
 import pytest
 from handed_in import without_rights
 
-from workbench.labs.grading import isolation
-from workbench.labs.grading import limits as processes
-from workbench.labs.grading.limits import Limits, Watch, on_disk
+from workbench.labs.grading import isolation, processes
+from workbench.labs.grading.processes import Limits, Watch, on_disk
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's adoption")
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -128,7 +127,7 @@ def test_what_is_too_much_is_named_and_ended_once(tmp_path, count, held, words):
 
 
 def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.processes.DISK_EVERY_S", 0.1)
     ended = []
     limits = Limits(disk_gb=0.003)
     watch = Watch(limits, lambda: [], lambda: ended.append(1), tmp_path)
@@ -142,8 +141,8 @@ def test_files_are_measured_together_whatever_folder_they_are_in(tmp_path, monke
 
 
 def test_too_many_files_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
-    monkeypatch.setattr("workbench.labs.grading.limits.MOST_FILES", 20)
+    monkeypatch.setattr("workbench.labs.grading.processes.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.processes.MOST_FILES", 20)
     ended = []
     for i in range(30):
         (tmp_path / str(i)).touch()
@@ -154,7 +153,7 @@ def test_too_many_files_are_too_much(tmp_path, monkeypatch):
 
 
 def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.limits.DISK_EVERY_S", 0.1)
+    monkeypatch.setattr("workbench.labs.grading.processes.DISK_EVERY_S", 0.1)
     ended, top = [], os.open(tmp_path, os.O_RDONLY)
     for _ in range(30):
         os.mkdir("d" * 200, dir_fd=top)
@@ -170,7 +169,7 @@ def test_files_in_folders_too_deep_to_be_counted_are_too_much(tmp_path, monkeypa
 
 
 def test_answers_that_fill_the_graders_own_memory_are_too_much(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.labs.grading.limits.MOST_OWN_BYTES", 20_000_000)
+    monkeypatch.setattr("workbench.labs.grading.processes.MOST_OWN_BYTES", 20_000_000)
     ended = []
     watch = Watch(Limits(), lambda: [], lambda: ended.append(1), tmp_path)
     answers = bytes(range(256)) * 1_500_000  # far more than this process gives back meanwhile

@@ -8,8 +8,8 @@ import pytest
 from handed_in import GOOD, STUBS, cells, write
 
 from workbench.labs.grading import runner
-from workbench.labs.grading.limits import Limits
 from workbench.labs.grading.link import Gone, Reply
+from workbench.labs.grading.processes import Limits
 from workbench.labs.grading.reading import merge, read
 from workbench.labs.grading.results import Graded, Outcome
 from workbench.labs.grading.runner import Grading

@@ -16,7 +16,7 @@ from handed_in import cells, write
 
 from workbench.labs.grading import supervise
 from workbench.labs.grading.isolation import NOTHING
-from workbench.labs.grading.limits import Limits
+from workbench.labs.grading.processes import Limits
 from workbench.labs.grading.results import Graded, Outcome
 from workbench.labs.grading.supervise import grade
 

@@ -30,11 +30,10 @@ from ipyparallel.cluster.launcher import EngineLauncher, NotRunning, ProcessStat
 from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode
 
-from . import controller as cluster_controller
-from . import processes as deaths
 from .calls import Gathering, NoAnswerError
+from .controller import config
 from .forkserver.client import WarmParent
-from .processes import Exit
+from .processes import Exit, watch
 
 REAPED_S = 0.5
 UNLISTED_S = 10.0
@@ -89,7 +88,7 @@ class Hub:
         """
         self.cluster = self._ipyparallel()
         self.cluster.start_controller_sync()
-        deaths.watch(self.cluster.controller.pid, self._left)
+        watch(self.cluster.controller.pid, self._left)
         guard(self.cluster.controller.pid)
         self._connect()
 
@@ -101,7 +100,7 @@ class Hub:
         """
         self.cluster = cluster = self._ipyparallel()
         cluster.controller = cluster.controller_launcher_class.from_dict(saved, parent=cluster)
-        deaths.watch(cluster.controller.pid, self._left)
+        watch(cluster.controller.pid, self._left)
         self._connect()
 
     def _ipyparallel(self) -> Any:
@@ -115,7 +114,7 @@ class Hub:
         return ipyparallel.Cluster(
             profile_dir=str(self._folder),
             cluster_id="",
-            config=cluster_controller.config(self._folder),
+            config=config(self._folder),
             log=quiet,
             n=0,
             shutdown_atexit=False,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError, RunError
-from ..execution import paused as prompt
-from ..execution.paused import Paused, Prompt, say
+from ..execution.paused import Paused, Prompt, can_prompt, say
 from ..shared.messages import Served
 from ..views.blocks import show
 
@@ -43,7 +42,7 @@ def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
     if asked.commands:
         for line in asked.commands:
             say(found.command(line))
-    elif prompt.can_prompt():
+    elif can_prompt():
         converse(found, input, say)
     else:
         show(found)
@@ -79,7 +78,7 @@ def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
     if commands:
         for line in commands:
             say(paused.tell(engine, line).text)
-    elif prompt.can_prompt():
+    elif can_prompt():
         Prompt(paused).converse(engine)
     else:
         stop = paused.stops[engine]

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from . import text as views_text
 from . import units
+from .text import worker_label
 from .theme import GRID, HATCHED, INK, MUTED, PAPER, phase_colors, run_color
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def stack(axes: Axes, at: Any, widths: Any, left: Any, part: str) -> None:
 def worker_axis(axes: Axes, snapshot: Snapshot) -> None:
     """Name the workers down the side, the slow one in colour."""
     axes.set_yticks(range(len(snapshot.workers)))
-    axes.set_yticklabels([views_text.worker_label(w) for w in snapshot.workers])
+    axes.set_yticklabels([worker_label(w) for w in snapshot.workers])
     axes.set_ylim(len(snapshot.workers) - 0.4, -0.6)
     for label, worker in zip(axes.get_yticklabels(), snapshot.workers, strict=True):
         blamed = worker.rank == snapshot.slow_rank

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import RunError
-from ...shared import checkpoints as layout
+from ...shared.checkpoints import MANIFEST
 from .files import rename_folder, write_text
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def write(folder: str) -> str:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write_state(temporary / "state", _kept["shared"])
-    write_text(temporary / layout.MANIFEST, json.dumps(about))
+    write_text(temporary / MANIFEST, json.dumps(about))
     rename_folder(temporary, final)
     _kept.clear()
     return str(final)

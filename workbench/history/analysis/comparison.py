@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import RunError, unknown
-from . import rows as payoff
-from .rows import RUN_COLORS, SHARES, ComparisonRow, Spread, row_of, verdict_of
+from .rows import (
+    RUN_COLORS,
+    SHARES,
+    ComparisonRow,
+    Spread,
+    payoff_of,
+    row_of,
+    sentence_of,
+    verdict_of,
+)
 from .summary import LossCurve, RunSummary
 
 if TYPE_CHECKING:
@@ -97,7 +105,7 @@ def compare(runs: Sequence[RunSummary]) -> Comparison:
         )
     if base is not None:
         rows = tuple(
-            replace(row, payoff=payoff.payoff_of(rows[base], row)) if i != base else row
+            replace(row, payoff=payoff_of(rows[base], row)) if i != base else row
             for i, row in enumerate(rows)
         )
     whole = not any(run.damaged for run in runs)
@@ -171,7 +179,7 @@ def _outlook(rows: Sequence[ComparisonRow], base: int) -> str:
         return ""  # the fastest plan's limit is not known, another one's would mislead
     chosen = fastest if pays else min(plans, key=_comes_first)
     assert chosen.payoff is not None
-    return payoff.sentence_of(chosen.payoff, rows[base], chosen)
+    return sentence_of(chosen.payoff, rows[base], chosen)
 
 
 def _comes_first(row: ComparisonRow) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .limits import GB, MARK
+from .processes import GB, MARK
 
 How = Literal["namespaces", "user", ""]
 

@@ -14,9 +14,9 @@ from typing import Any
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
-from . import limits
+from . import processes
 from .inside import Inside, cut
-from .limits import Limits, bound_this_process
+from .processes import Limits, bound_this_process
 
 _given: dict[str, Any] = {}
 
@@ -70,7 +70,7 @@ class GradingKernel(IPythonKernel):
 
 def main() -> None:
     """Take what the grader sends on standard input, close that, and become the kernel."""
-    limits.die_with_parent()
+    processes.die_with_parent()
     _given.update(json.loads(sys.stdin.readline()))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -27,9 +27,9 @@ from ...errors import WorkbenchError
 from ..asking import check as look
 from ..exercise import exercises
 from ..limit import Late, at_most
-from . import limits as processes
+from . import processes
 from .isolation import NOTHING, Isolation, Place, environment
-from .limits import Limits, Watch
+from .processes import Limits, Watch
 
 if TYPE_CHECKING:
     from ..side import Wire

@@ -20,10 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import limits as processes
+from . import processes
 from .isolation import NOTHING, Isolation, remove
-from .limits import STEP_S, Limits
 from .link import Gone, Link, Reply, look_at
+from .processes import STEP_S, Limits
 from .reading import Book, Item, Merged, Unreadable, merge, read
 from .results import OVER, Graded, Outcome, from_wire
 

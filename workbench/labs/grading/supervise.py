@@ -18,9 +18,9 @@ from typing import IO, Any
 
 import psutil
 
-from . import limits as processes
+from . import processes
 from .isolation import NOTHING, Isolation, find_out, kept, remove
-from .limits import Limits
+from .processes import Limits
 from .results import OVER, Graded, from_wire
 
 MARGIN_S = 150.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import PlanError
-from ...history.analysis import comparison as fields
+from ...history.analysis.comparison import fields, records
 from ...shared.cluster_env import export
 from ..theme import PAPER
 from .table import comparison_table
@@ -41,10 +41,10 @@ def csv_of(comparison: Comparison) -> str:
     are fractions of 1.
     """
     target = io.StringIO()
-    keys = [field.key for field in fields.fields(comparison.metrics)]
+    keys = [field.key for field in fields(comparison.metrics)]
     writer = csv.DictWriter(target, keys, lineterminator="\n")
     writer.writeheader()
-    for record in fields.records(comparison.rows, comparison.metrics):
+    for record in records(comparison.rows, comparison.metrics):
         writer.writerow({key: _csv_cell(value) for key, value in record.items()})
     return target.getvalue()
 
@@ -63,7 +63,7 @@ def frame_of(comparison: Comparison) -> pd.DataFrame:
     """Return what `csv_of` writes as a DataFrame; NaN where not measured."""
     import pandas as pd
 
-    made = pd.DataFrame(fields.records(comparison.rows, comparison.metrics))
+    made = pd.DataFrame(records(comparison.rows, comparison.metrics))
     whole = {"run", "strategy", "framework", "state", "seeds", "workers", "steps"}
     return made.astype({key: float for key in made.columns if key not in whole})
 

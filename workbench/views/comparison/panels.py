@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...history.analysis import comparison as fields
-from ...history.analysis.comparison import Comparison
+from ...history.analysis.comparison import Comparison, largest_memory
 from ...history.analysis.rows import SHARES, ComparisonRow, Spread
 from ..drawing import (
     BAR,
@@ -143,7 +142,7 @@ def memory(axes: Axes, comparison: Comparison) -> None:
     """Draw what the fullest worker holds; dots are the single workers."""
     wide = panel_in(axes) > _WIDE_IN
     frame(axes, "A worker holds (model, gradients, optimizer)" if wide else "A worker holds")
-    values = [_nan(fields.largest_memory(row)) for row in comparison.rows]
+    values = [_nan(largest_memory(row)) for row in comparison.rows]
     words = [size(v) if math.isfinite(v) else "not measured" for v in values]
     _bars(axes, comparison, values, words)
     for at, row in enumerate(comparison.rows):

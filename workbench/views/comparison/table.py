@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...history.analysis import comparison as fields
+from ...history.analysis.comparison import largest_memory, ordered
 from ...history.analysis.rows import ASSUMED, SHARES, ComparisonRow, Spread
 from ..table import COMPARISON, Align, Column, Table
 from ..theme import PHASE_NAMES
@@ -56,7 +56,7 @@ def comparison_table(
     if sort is not None:
         titles = {column.title: column.keys[0] for column in columns if column.keys}
         key = titles.get(sort, sort)
-        rows = fields.ordered(rows, comparison.metrics, key, descending=descending)
+        rows = ordered(rows, comparison.metrics, key, descending=descending)
     cells = [[column.cell(row) for column in columns] for row in rows]
     rates = [row.samples_per_s.mean for row in rows]
     known = [rate for rate in rates if math.isfinite(rate)]
@@ -118,7 +118,7 @@ def _columns(comparison: Comparison) -> list[_Shown]:
         _Shown("elapsed", lambda row: _spread(row.wall_s, duration), ("wall_s",)),
         _Shown("sent/step", lambda row: size(row.sent_step_bytes), ("sent_bytes_per_step",)),
         _Shown("sent", lambda row: size(row.sent_bytes), ("sent_bytes",)),
-        _Shown("a worker holds", lambda row: size(fields.largest_memory(row)),
+        _Shown("a worker holds", lambda row: size(largest_memory(row)),
                ("memory_bytes_per_worker",)),
     ]  # fmt: skip
     left_out = _left_out(rows)
