@@ -101,7 +101,7 @@ def save_and_go_on(before, after, option=None):
         return strategy
 
     def train(strategy, steps):
-        shares = source.shares(*strategy.portion)
+        shares = source.shares(*strategy.shard)
         for _, share in zip(range(steps), shares):  # noqa: B905
             strategy.step(share)
 

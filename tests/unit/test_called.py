@@ -10,7 +10,7 @@ from workbench.cluster.engines import EngineInfo
 from workbench.cluster.processes import Ending
 from workbench.cookbook.recipe import Recipe
 from workbench.execution.outcome import Names
-from workbench.execution.requests import in_lanes, members_of
+from workbench.execution.requests import members_of, with_original_ranks
 from workbench.execution.run import Run
 from workbench.shared.events import CellLeft, Topic
 from workbench.shared.members import Member
@@ -70,9 +70,9 @@ def test_fewer_workers_are_numbered_anew_and_called_as_before():
         9: RunSpec("run", 1, 2, (5, 9), "cpu"),
         4: RunSpec("run", 2, 2, (5, 9), "cpu", role="server", part="server s0"),
     }
-    laned = in_lanes(specs, [3, 5, 9])
-    assert [one.rank for one in laned.values()] == [0, 1, 2]
-    headings = {engine: one.heading for engine, one in members_of(laned).items()}
+    ranked = with_original_ranks(specs, [3, 5, 9])
+    assert [one.rank for one in ranked.values()] == [0, 1, 2]
+    headings = {engine: one.heading for engine, one in members_of(ranked).items()}
     assert headings == {5: "rank 1 · cpu", 9: "rank 2 · cpu", 4: "server s0"}
     assert members_of(specs)[5].heading == "rank 0 · cpu"
 

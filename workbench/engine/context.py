@@ -148,7 +148,7 @@ class RunContext:
         """Log what this worker holds between steps; NaN is not known."""
         if held_bytes == held_bytes:
             values = {"memory_bytes": float(held_bytes)}
-            self.emit(events.Logged(rank=self.spec.kept_as, step=self.step, values=values))
+            self.emit(events.Logged(rank=self.spec.row_rank, step=self.step, values=values))
 
     @property
     def sync(self) -> bool:

@@ -79,18 +79,18 @@ class Strategy(ABC):
     """Base of all strategies; one instance lives for one run on one engine.
 
     Attributes:
-        spans_cell: Whether one object serves the whole cell, made before the cell runs; else each
+        per_cell: Whether one object serves the whole cell, made before the cell runs; else each
             `wb.fit` and `wb.prepare` of a cell gets one of its own.
-        spends_delays: Whether it spends the delays that are injected into `data` by itself.
-        gathers: Whether `state` is a collective call.
-        drives: Whether it takes all steps of a `wb.fit` by itself (`drive`), as its workers take
-            them from one engine, each at its own pace.
+        injects_data_delay: Whether it spends the delays that are injected into `data` by itself.
+        state_is_collective: Whether `state` is a collective call.
+        owns_loop: Whether it takes all steps of a `wb.fit` by itself (`run_loop`), as its workers
+            take them from one engine, each at its own pace.
     """
 
-    spans_cell = False
-    spends_delays = False
-    drives = False
-    gathers = False
+    per_cell = False
+    injects_data_delay = False
+    owns_loop = False
+    state_is_collective = False
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
@@ -100,18 +100,18 @@ class Strategy(ABC):
         self.seed = int(context.spec.overrides.get("seed", 0))  # wb.fit puts its own here
 
     @property
-    def portion(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """Which share of each batch this worker takes: (index, number of shares)."""
         if self.context.entry.data_parallel:
             return self.rank, self.world_size
         return 0, 1
 
     @property
-    def eval_portion(self) -> tuple[int, int]:
-        """As `portion`, for evaluation sets."""
-        return self.portion
+    def eval_shard(self) -> tuple[int, int]:
+        """As `shard`, for evaluation sets."""
+        return self.shard
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Return the data as this strategy deals it out; most leave it as it is.
 
         Called before `prepare` on all ranks.
@@ -151,7 +151,7 @@ class Strategy(ABC):
         Called on all ranks of a synchronous run, on rank 0 alone of another; rank 0's answer is
         written, so the others need give none where nothing has to be gathered.
         """
-        return self.state() if self.gathers or self.rank == 0 else {}
+        return self.state() if self.state_is_collective or self.rank == 0 else {}
 
     def own_state(self) -> dict[str, Any]:
         """Return copies of what this worker alone has; the same rank of as many gets it back."""
@@ -160,15 +160,15 @@ class Strategy(ABC):
     def load_own_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
         """Go on from what `own_state` gave; called after `load_state`."""
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Take over a user's own loop (`wb.prepare`): return what the loop uses instead.
 
         Strategies whose catalog entry lacks the way `prepare` are never asked.
         """
         raise NotImplementedError(type(self).__name__)  # pragma: no cover - the catalog forbids it
 
-    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Take over a further pair of a loop that `adopt` took over: a GAN has two.
+    def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Take over a further pair of a loop that `wrap_loop` took over: a GAN has two.
 
         Raises:
             FitError: This strategy takes one pair.
@@ -182,12 +182,12 @@ class Strategy(ABC):
             code="WB-FIT-070",
         )
 
-    def drive(self, training: Any) -> StepResult | None:
+    def run_loop(self, training: Any) -> StepResult | None:
         """Take all steps of an `engine.training.Training`, recorded; return the last one's result.
 
-        Only for strategies that say so (`drives`).
+        Only for strategies that say so (`owns_loop`).
         """
-        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `drives` forbids it
+        raise NotImplementedError(type(self).__name__)  # pragma: no cover - `owns_loop` forbids it
 
     def finish(self) -> None:  # noqa: B027 - most strategies have nothing to settle
         """Settle what is left after the last step; called on all ranks, also after a Stop."""

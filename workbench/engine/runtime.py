@@ -169,7 +169,7 @@ def _attach(engine: Engine, run: RunContext) -> None:
     """Have the link carry the run's records, also to its folder where that can be written to."""
     spec, writer, trouble = run.spec, None, None
     try:
-        writer = RunWriter(Path(spec.run_dir), spec.kept_as) if spec.run_dir else None
+        writer = RunWriter(Path(spec.run_dir), spec.row_rank) if spec.run_dir else None
     except OSError as error:  # a full disk: the run goes on in the kernel's memory
         trouble = error
     engine.link.attach(run, writer)
@@ -185,13 +185,13 @@ def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
             spec.run,
             spec.rank,
             flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0,
-            lane=spec.kept_as,
+            row_rank=spec.row_rank,
             first=spec.rows_from,
         ),
         gate=profiler.gate(
             spec, lambda text: engine.link.emit(events.Noted(rank=spec.rank, text=text))
         ),
-        faults=FaultInjector(spec.kept_as, spec.faults, spec.replicas),
+        faults=FaultInjector(spec.row_rank, spec.faults, spec.replicas),
         emit=engine.link.emit,
         started_s=time.perf_counter(),
     )

@@ -36,10 +36,10 @@ from .requests import (
     RESULT,
     TAKE,
     check_arrived,
-    in_lanes,
     members_of,
     run_requests,
     task_record,
+    with_original_ranks,
 )
 from .task import Task
 
@@ -90,7 +90,7 @@ class RunExecution:
         prefix = pool.new_prefix(f"run-{run.number}")
         self._token = checkpoints.token(prefix)
         specs = pool.specs(ids, self.plan, self.leases, prefix, run.plan.framework)
-        specs = in_lanes(specs, run.engines)
+        specs = with_original_ranks(specs, run.engines)
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
         pool.drop_group()
         about = {"number": self.number, "autoreload": self.autoreload}

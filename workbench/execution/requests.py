@@ -124,14 +124,14 @@ def run_requests(
     return found
 
 
-def in_lanes(specs: Specs, engines: Sequence[int]) -> Specs:
+def with_original_ranks(specs: Specs, engines: Sequence[int]) -> Specs:
     """Return the specs with the rank each engine is known by: the one it began the run with.
 
     Args:
         engines: Of the run's ranks, as it began.
     """
     ranks = {engine: rank for rank, engine in reversed([*enumerate(engines)])}
-    return {i: replace(spec, lane=ranks.get(i, -1)) for i, spec in specs.items()}
+    return {i: replace(spec, original_rank=ranks.get(i, -1)) for i, spec in specs.items()}
 
 
 def cell_requests(
@@ -160,7 +160,7 @@ def _member(spec: RunSpec) -> Member:
         return Member.helper(spec.part)
     if spec.replicas > 1:
         return Member.of_ranks(spec.held[0], spec.held[-1], spec.device)
-    return Member.of_ranks(spec.kept_as, device=spec.device)
+    return Member.of_ranks(spec.row_rank, device=spec.device)
 
 
 def _request(

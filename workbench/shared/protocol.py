@@ -173,8 +173,8 @@ class RunSpec(RunSettings):
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
         resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
-        lane: Rank under which this engine's rows are kept, where the run has gone on with fewer
-            workers and ranks were given anew; -1: its own.
+        original_rank: Rank under which this engine's rows are kept, where the run has gone on with
+            fewer workers and ranks were given anew; -1: its own.
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
@@ -210,7 +210,7 @@ class RunSpec(RunSettings):
     servers: int = 0
     key: str = field(default="", repr=False)
     resume: str = ""
-    lane: int = -1
+    original_rank: int = -1
     rows_from: int = 0
     rescue: bool = False
     replicas: int = 1
@@ -232,9 +232,9 @@ class RunSpec(RunSettings):
         return self.host_ranks.index(self.rank)
 
     @property
-    def kept_as(self) -> int:
+    def row_rank(self) -> int:
         """Rank under which this engine's rows are kept, for the whole of the run."""
-        return self.rank if self.lane < 0 else self.lane
+        return self.rank if self.original_rank < 0 else self.original_rank
 
     @property
     def held(self) -> range:

@@ -83,7 +83,7 @@ class Recorder:
             power of two. At 1,000 steps/s and 10 drains/s 65,536 rows are 65 s of slack.
         flags: Written into each row.
         first: Rows of earlier steps are left out.
-        lane: Rank that the rows name, where it is another (see `RunSpec.lane`).
+        original_rank: Rank that the rows name, where it is another (see `RunSpec.original_rank`).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Recorder:
         rank: int,
         capacity: int = 1 << 16,
         flags: int = 0,
-        lane: int | None = None,
+        row_rank: int | None = None,
         first: int = 0,
     ) -> None:
         size = 1 << (capacity - 1).bit_length()
@@ -103,7 +103,7 @@ class Recorder:
         self._head = 0  # rows written so far; only the training thread changes it
         self._tail = 0  # rows drained so far; only the control thread changes it
         self._deferred: dict[int, Deferred] = {}
-        self._run, self._rank, self._flags = run, rank if lane is None else lane, flags
+        self._run, self._rank, self._flags = run, rank if row_rank is None else row_rank, flags
         self._shift, self._first = self._rank - rank, first
         self.dropped = 0
 

@@ -34,7 +34,7 @@ def data_module(framework: str) -> Any:
 def load_strategy(context: RunContext) -> Any:
     """Return the cell's strategy object, or a new one in place of an earlier one."""
     if context.strategy is not None:
-        if context.strategy.spans_cell:
+        if context.strategy.per_cell:
             return context.strategy
         context.strategy.close()
         context.strategy = None

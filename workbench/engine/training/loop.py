@@ -79,7 +79,7 @@ class Training:
         strategy: Strategy = fit_arguments.load_strategy(context)
         context.strategy = strategy
         strategy.seed = self.job.seed
-        source = strategy.deal(self.source)
+        source = strategy.shard_source(self.source)
         strategy.prepare(self.job)
         shares = self._begin(strategy, source)
         if spec.rank == 0 or not context.entry.whole:
@@ -92,8 +92,8 @@ class Training:
             epochs=epochs,
         )
         began, paused_s, eval_s = clock(), context.gate.paused_s, context.eval_s
-        if strategy.drives:
-            last = strategy.drive(self)
+        if strategy.owns_loop:
+            last = strategy.run_loop(self)
         else:
             last = self._steps(strategy, shares)
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
@@ -107,7 +107,7 @@ class Training:
         if context.sync:
             self.checkpoints.save()
         strategy.finish()  # workers that meet nowhere have all pushed only now
-        if not strategy.drives:
+        if not strategy.owns_loop:
             self.checkpoints.save()
         for hook in self.hooks.train_end:
             hook({**self.logs, "loss": result.loss})
@@ -132,7 +132,7 @@ class Training:
             context.step = step
             asked = clock()
             share = next(shares)
-            if faults.active and not strategy.spends_delays:
+            if faults.active and not strategy.injects_data_delay:
                 faults.spend("data")
             fed = clock()
             context.fetch_s = fed - asked
@@ -193,9 +193,9 @@ class Training:
 
     @staticmethod
     def _shares(strategy: Strategy, source: Any, first: int) -> Iterator[Share]:
-        if strategy.drives:  # it deals the data itself
+        if strategy.owns_loop:  # it deals the data itself
             return iter(())
-        shares: Iterator[Share] = source.shares(*strategy.portion, first)
+        shares: Iterator[Share] = source.shares(*strategy.shard, first)
         return shares
 
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
@@ -238,7 +238,7 @@ class Training:
         """Evaluate, where there is data for it; its time is no part of a step."""
         context, spec = self.context, self.context.spec
         began = clock()
-        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_portion))
+        values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_shard))
         seconds = clock() - began
         context.eval_s += seconds
         self.evaluated = context.step

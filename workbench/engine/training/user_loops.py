@@ -62,7 +62,7 @@ def prepare(model: Any, optimizer: Any, loader: Any = None, *, keep: Sequence[An
     module = check_pair(context, model, optimizer, source)
     strategy = fit_arguments.load_strategy(context)
     context.strategy, context.taken_over = strategy, "wb.prepare"
-    model, optimizer, shared = strategy.adopt(module, optimizer, source)
+    model, optimizer, shared = strategy.wrap_loop(module, optimizer, source)
     kept = check_kept(keep)
     go_on(context, strategy, kept)
     context.kept = kept
@@ -97,7 +97,7 @@ def _prepare_another(
             next_step="wb.prepare(first, first_optimizer, loader, keep=[other, other_optimizer])",
             code="WB-FIT-010",
         )
-    another: tuple[Any, Any] = context.strategy.adopt_another(module, optimizer)
+    another: tuple[Any, Any] = context.strategy.wrap_another_loop(module, optimizer)
     return another
 
 

@@ -46,7 +46,7 @@ class ModelSplit(Replicated):
     placement: Placement | None = None
 
     @property
-    def portion(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """The whole batch goes through all stages."""
         return 0, 1
 

@@ -93,7 +93,7 @@ def partitioner(text: str, servers: int) -> Any:
 class ParameterServer(Strategy):
     """Closures on workers, variables on servers; one object serves the whole cell."""
 
-    spans_cell = spends_delays = drives = True
+    per_cell = injects_data_delay = owns_loop = True
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -196,13 +196,13 @@ class ParameterServer(Strategy):
 
     # -- wb.fit ------------------------------------------------------------------------------------
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Keep a sample of the data: a model may get its weights' shapes from it."""
         self._sample = source.peek()
         return source
 
     @property
-    def eval_portion(self) -> tuple[int, int]:
+    def eval_shard(self) -> tuple[int, int]:
         """Whole batches: the workers take one each."""
         return 0, 1
 
@@ -217,12 +217,12 @@ class ParameterServer(Strategy):
         self._optimizer = trainer.optimizer
         self._carried = Coordinated(self.closures, trainer, self.world_size)
 
-    def drive(self, training: Any) -> StepResult | None:
+    def run_loop(self, training: Any) -> StepResult | None:
         """Take all steps: closures have no order in which they could be taken one by one."""
-        return self._working.drive(training)
+        return self._working.run_loop(training)
 
     def step(self, share: Share) -> StepResult:
-        """Refuse: see `drive`."""
+        """Refuse: see `run_loop`."""
         raise FitError("Steps of a parameter server are taken by its workers.", code="WB-FIT-096")
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Hybrid(ModelSplit):
         return int(self.options["stages"] or (1 if self.world_size % 2 else 2))
 
     @property
-    def portion(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """Each pipeline takes a share of the batch."""
         return self.rank // self.stage_workers, self.world_size // self.stage_workers
 

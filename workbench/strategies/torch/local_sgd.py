@@ -100,13 +100,13 @@ class LocalSGD(ParameterAveraging):
         drawn = rng.choice(self.world_size, count, replace=False)
         return [int(rank) for rank in sorted(drawn)]
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Give each worker a shard of its own, where `skew` asks for it."""
         if self.options["skew"] is None or self.world_size == 1:
             return source
         return skewed(source, self.world_size, self.options["skew"], self.seed)
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Average a user's own loop.
 
         Raises:
@@ -120,4 +120,4 @@ class LocalSGD(ParameterAveraging):
                 next_step="use wb.fit",
                 code="WB-FIT-118",
             )
-        return super().adopt(model, optimizer, loader)
+        return super().wrap_loop(model, optimizer, loader)

@@ -135,7 +135,7 @@ class Mirrored(Strategy):
         if self.averaging is not None:
             self.averaging.load_own_state(state)
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop train in parallel: each backward now ends in the average."""
         model.to(self.context.spec.device)
         device = torch.device(self.context.spec.device)
@@ -155,14 +155,14 @@ class Mirrored(Strategy):
         )
         return model, optimizer, self.loop.loader
 
-    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Average a further model of the loop, whose steps are those of the first pair."""
         assert self.loop is not None
         model.to(self.context.spec.device)
         synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
         self._others.callback(synced.undo)
         self._average(model)
-        self.loop.adopt_another(model)
+        self.loop.wrap_another_loop(model)
         return model, optimizer
 
     def _epoch_end(self) -> None:

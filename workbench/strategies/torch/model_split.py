@@ -66,12 +66,12 @@ class ModelSplit(Strategy):
     pipeline: Pipeline | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
-    gathers = True
+    state_is_collective = True
     _sample: Any = None
     _left_over = 0
     _held: list[str] | None = None
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Keep one sample: the model is measured with a microbatch of it."""
         self._sample = source.peek()
         self._left_over = (source.samples or 0) % source.batch_size

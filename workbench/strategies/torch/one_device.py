@@ -56,17 +56,17 @@ class OneDevice(Strategy):
         """Go on from what `state` gave."""
         load_parts(self.loop or self._trainer, state)
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Watch a user's own loop; the model moves to the device and stays what it is."""
         model.to(self.context.spec.device)
         self.loop = OwnLoop(self.context, model, optimizer, loader, sent_bytes=0.0)
         return model, optimizer, self.loop.loader
 
-    def adopt_another(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         """Move a further model of the loop to the device."""
         assert self.loop is not None
         model.to(self.context.spec.device)
-        self.loop.adopt_another(model)
+        self.loop.wrap_another_loop(model)
         return model, optimizer
 
     def memory_bytes(self) -> float:

@@ -169,9 +169,9 @@ class ParameterServer(Served):
         return kind(holder, self.options)
 
     @property
-    def eval_portion(self) -> tuple[int, int]:
+    def eval_shard(self) -> tuple[int, int]:
         """Workers that meet nowhere cannot share an evaluation: rank 0 scores it all."""
-        return self.portion if self.context.sync else (0, 1)
+        return self.shard if self.context.sync else (0, 1)
 
     def evaluate(self, shares: Iterable[Share]) -> dict[str, float]:
         """Return loss and metrics with the newest parameters; nothing on ranks that go on."""

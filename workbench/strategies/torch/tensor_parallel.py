@@ -60,7 +60,7 @@ class TensorParallel(Partitioned):
     sample: Any = None
     bytes_per_sample = NAN
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Take a sample for the proof of the plan; the data stays as it is."""
         self.sample = source.peek()
         return source

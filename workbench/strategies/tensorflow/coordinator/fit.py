@@ -53,7 +53,7 @@ class Coordinated:
         self.last: StepResult | None = None
         self._score: Any = None
 
-    def drive(self, training: Training) -> StepResult | None:
+    def run_loop(self, training: Training) -> StepResult | None:
         """Take all steps of the training; return the last that ended.
 
         Raises:

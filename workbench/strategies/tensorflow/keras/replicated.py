@@ -77,8 +77,8 @@ class Replicated(Strategy):
         distribution: The tf.distribute strategy.
     """
 
-    spans_cell = spends_delays = True
-    gathers = True  # reading what is averaged when read is a collective
+    per_cell = injects_data_delay = True
+    state_is_collective = True  # reading what is averaged when read is a collective
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -107,7 +107,7 @@ class Replicated(Strategy):
         return (type(self), *self.devices, *sorted(self.options.items()))
 
     @property
-    def portion(self) -> tuple[int, int]:
+    def shard(self) -> tuple[int, int]:
         """Which share of each batch this engine takes: (index, number of engines)."""
         held = len(self.devices)
         return self.rank // held, max(1, self.world_size // held)
@@ -155,7 +155,7 @@ class Replicated(Strategy):
 
     # -- wb.fit ------------------------------------------------------------------------------------
 
-    def deal(self, source: Any) -> Any:
+    def shard_source(self, source: Any) -> Any:
         """Keep a sample of the data: a model may get its weights' shapes from it."""
         self._sample = source.peek()
         return source
@@ -164,7 +164,7 @@ class Replicated(Strategy):
         """Build what is not built yet, in the scope."""
         check_model(job.model, self.distribution)
         self._trains(job.model)
-        held = int(self.distribution.num_replicas_in_sync) // self.portion[1]
+        held = int(self.distribution.num_replicas_in_sync) // self.shard[1]
         self.trainer = Trainer(self.distribution, job, held, self._sample)
         self._optimizer = self.trainer.optimizer
         initialise(self.context, job.model)

@@ -127,7 +127,7 @@ class Guard:
         """
         like = 0 if self._equal == "copies" else _number(self._kind())
         digest = _digest(tensor for _, tensor in self._parameters())
-        return {"rank": self._context.spec.kept_as, "digest": digest, "like": like}
+        return {"rank": self._context.spec.row_rank, "digest": digest, "like": like}
 
     def add(self, model: torch.nn.Module) -> None:
         """Compare this model's parameters too."""

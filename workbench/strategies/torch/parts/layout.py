@@ -297,7 +297,7 @@ class Partitioned(Strategy):
     trainer: Trainer | None = None
     layout: Layout | None = None
     mesh: DeviceMesh | None = None
-    gathers = True
+    state_is_collective = True
 
     def equal_buffers(self) -> None:
         """Give all workers rank 0's buffers (BatchNorm's statistics): training reads none."""

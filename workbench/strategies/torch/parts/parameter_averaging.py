@@ -43,7 +43,7 @@ class ParameterAveraging(Strategy):
     done = 0
     equal = True
     guard: Guard | None = None
-    gathers = True
+    state_is_collective = True
     sent_bytes = wait_s = 0.0
 
     @abstractmethod
@@ -189,7 +189,7 @@ class ParameterAveraging(Strategy):
         self.load_state(state)
         self.equal = bool(state["equal"])
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop meet after its optimizer's steps.
 
         The replicas also become their mean when the loader is exhausted: that may be the end.
@@ -200,7 +200,7 @@ class ParameterAveraging(Strategy):
             self.context,
             model,
             optimizer,
-            None if loader is None else self.deal(loader),
+            None if loader is None else self.shard_source(loader),
             sent_bytes=lambda: self.sent_bytes,
             weighted=True,
             stepped=self._after_step,  # before the step is recorded

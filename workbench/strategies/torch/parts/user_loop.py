@@ -237,7 +237,7 @@ class OwnLoop:
         if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
             self._samples += shape[1] - shape[0]
 
-    def adopt_another(self, model: torch.nn.Module) -> None:
+    def wrap_another_loop(self, model: torch.nn.Module) -> None:
         """Take a further model into the loop; it ends no steps."""
         self.others.append(model)
         together = contextlib.nullcontext if self._reductions is None else self._reductions.no_sync

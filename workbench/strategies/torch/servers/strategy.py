@@ -101,7 +101,7 @@ class Served(Strategy):
         self._complete(result)
         return result
 
-    def adopt(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    def wrap_loop(self, model: Any, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
         """Let a user's own loop train on servers: its `optimizer.step()` is an exchange."""
         model.to(self.context.spec.device)
         self._model = model
