@@ -11,10 +11,12 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "workbench"
 Graph = Mapping[str, set[str]]
+LINES = 620
 THEIRS = frozenset((
     "_parameters", "_buffers", "_values", "_value", "_handle", "_cluster", "_actions", "_engines",
     "_closed", "_send", "_repr_mimebundle_",
@@ -158,9 +160,31 @@ def sliced(trees: Mapping[str, ast.Module]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    """Print the measures."""
-    trees = modules()
+def mutual(graph: Graph) -> list[str]:
+    """Return the pairs of folders, none within the other, that import each other."""
+
+    def folder(name: str) -> str:
+        inside = (ROOT / Path(*name.split("."))).is_dir()
+        return name if inside else name.rpartition(".")[0]
+
+    arrows = {(folder(one), folder(other)) for one in graph for other in graph[one]}
+    return [
+        f"{a} and {b}" for a, b in sorted(arrows)
+        if a < b and (b, a) in arrows and not b.startswith(f"{a}.")
+    ]  # fmt: skip
+
+
+class Measure(NamedTuple):
+    """One count, what it may be at most, and what it was found in."""
+
+    name: str
+    count: int
+    most: int
+    where: str = ""
+
+
+def measures(trees: Mapping[str, ast.Module]) -> list[Measure]:
+    """Return what is counted of the package."""
     every, loaded = (
         {name: imported(name, tree, trees, loading=loading) for name, tree in trees.items()}
         for loading in (False, True)
@@ -170,22 +194,27 @@ def main() -> None:
         for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py"
     )
-    most = folders.most_common(1)[0]
-    found = circles(every)
+    fullest, modules_in_it = folders.most_common(1)[0]
+    found = [", ".join(sorted(one)) for one in circles(every)]
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    large = [f"{path.name} {count}" for path, count in lines.items() if count > 620]
-    rows: dict[str, tuple[object, object]] = defaultdict(lambda: ("", ""))
-    rows["modules in a folder"] = (f"{most[1]} ({most[0]})", 12)
-    rows["folders with more"] = (sum(count > 12 for count in folders.values()), 0)
-    sizes = ", ".join(str(len(one)) for one in sorted(found, key=len, reverse=True))
-    rows["circles, all imports counted"] = (f"{len(found)} ({sizes})", 0)
-    rows["longest import chain"] = (longest(loaded), 14)
-    rows["Python files"] = (len(trees), 300)
-    rows['"the rest of it" base classes'] = (len(sliced(trees)), 0)
-    rows["private access across modules"] = (foreign_privates(trees), 0)
-    rows["files over 620 lines"] = (", ".join(large) or 0, 0)
-    for name, (value, allowed) in rows.items():
-        print(f"{name:32} {value!s:32} at most {allowed}")
+    large = [f"{path.name} {count}" for path, count in lines.items() if count > LINES]
+    rest, pairs = sliced(trees), mutual(every)
+    return [
+        Measure("modules in a folder", modules_in_it, 12, fullest),
+        Measure("circles, all imports counted", len(found), 0, "; ".join(found)),
+        Measure("folders that import each other", len(pairs), 0, "; ".join(pairs)),
+        Measure("longest import chain", longest(loaded), 14),
+        Measure("Python files", len(trees), 300),
+        Measure('"the rest of it" base classes', len(rest), 0, ", ".join(rest)),
+        Measure("private access across modules", foreign_privates(trees), 0),
+        Measure(f"files over {LINES} lines", len(large), 0, ", ".join(large)),
+    ]
+
+
+def main() -> None:
+    """Print the measures."""
+    for one in measures(modules()):
+        print(f"{one.name:32} {one.count:4}   at most {one.most:3}   {one.where}".rstrip())
 
 
 if __name__ == "__main__":

@@ -486,11 +486,7 @@ class Run:
         Raises:
             RunError: The run has not ended, left no weights, or they are damaged.
         """
-        names = {name for name in self._files if name.endswith(".npz")}
-        names |= {path.name for path in self.folder.glob("weights*.npz")}
-        files = [self.folder / name for name in sorted(names)]
-        if rank is not None:
-            files = [file for file in files if file.stem == disk.weights_stem(rank)]
+        files = disk.weights_files(self.folder, self._files, rank)
         if not files:
             why = self.history.story.facts.get(Topic.NOT_ON_DISK)
             if why is not None:

@@ -25,7 +25,7 @@ import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -154,6 +154,18 @@ def faults(run_dir: str | os.PathLike[str], meta: Mapping[str, Any]) -> list[str
         meta: What `read_meta` gave.
     """
     return checkpoints.checksum_faults(Path(run_dir), meta.get(FILES) or {})
+
+
+def weights_files(folder: Path, known: Iterable[str], rank: int | None = None) -> list[Path]:
+    """Return the files of a run's final weights, of all ranks or of one.
+
+    Args:
+        known: Names of the run's files at its end, some of which may be gone since.
+    """
+    names = {name for name in known if name.endswith(".npz")}
+    names |= {path.name for path in folder.glob("weights*.npz")}
+    files = [folder / name for name in sorted(names)]
+    return [file for file in files if rank is None or file.stem == weights_stem(rank)]
 
 
 def read_weights(path: Path, written: Sequence[int] = ()) -> dict[str, np.ndarray[Any, Any]]:
