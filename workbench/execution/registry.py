@@ -170,7 +170,14 @@ AWAKE = 10
 """Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
 
 
-def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequence[str]) -> Run:
+def new_run(
+    plan: Plan,
+    *,
+    number: int,
+    engines: Sequence[int],
+    devices: Sequence[str],
+    resume_from: str = "",
+) -> Run:
     """Create a run with a folder of its own and keep it in `runs`."""
     name = plan.name or plan.strategy
     initial = weights_folder(plan.init_from) if plan.init_from else ""
@@ -178,8 +185,10 @@ def new_run(plan: Plan, *, number: int, engines: Sequence[int], devices: Sequenc
         folders.prune(protect=[run.folder for run in runs.values()])
     let_rest(newest=AWAKE - 1)
     folder = folders.new_run_dir(name)
-    run = Run(plan, number=number, name=name, engines=engines, devices=devices, folder=folder)
-    run.init_from = initial
+    run = Run(
+        plan, number=number, name=name, engines=engines, devices=devices, folder=folder,
+        init_from=initial, resume_from=resume_from,
+    )  # fmt: skip
     runs.add(run)
     return run
 

@@ -70,6 +70,9 @@ class Run:
         engines: Sequence[int],
         devices: Sequence[str],
         folder: Path,
+        init_from: str = "",
+        resume_from: str = "",
+        began: float | None = None,
     ) -> None:
         self.plan, self.number, self.name = plan, number, name
         self.engines, self.devices = tuple(engines), tuple(devices)
@@ -77,7 +80,7 @@ class Run:
         self.folder = folder
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
-        self.init_from = self.resume_from = ""
+        self.init_from, self.resume_from = init_from, resume_from
         self.faults = _lasting(plan.faults)
         self.logs: list[RunLog] = []
         self._dropped: dict[int, int] = {}
@@ -97,7 +100,7 @@ class Run:
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
         self._deliver: Callable[[int, Down], None] = _to_nobody
-        self.began = time.time()
+        self.began = time.time() if began is None else began
 
     def _make_halting(self) -> StopCoordinator:
         about = (self.number, self.plan.sync, len(self.members))
@@ -528,8 +531,7 @@ class Run:
         """The cell that asks for this run again: its `%%distributed` line and its code.
 
         Raises:
-            PlanError: It cannot be said in a cell: a function was given arguments that have no
-                source, or a name has a line break.
+            PlanError: No cell can say it (`shared.plan.cell_of`).
         """
         from .allocator import notebook_framework
 
@@ -538,11 +540,7 @@ class Run:
     def trace(self, path: str | Path | None = None) -> Path:
         """Write the run's steps as a Chrome trace for https://ui.perfetto.dev; return the path.
 
-        Args:
-            path: By default `NAME-trace.json` in the present folder; `.gz` is compressed.
-
-        Raises:
-            RunError: The run has no step yet, or the file cannot be written.
+        See `history.analysis.series.write`.
         """
         from ..history.analysis.series import write
 

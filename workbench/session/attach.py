@@ -146,8 +146,8 @@ def _follow_run(
         engines=[int(engine) for engine in meta["ranks"]],
         devices=meta["devices"],
         folder=folder,
+        began=float(meta["began"]),
     )
-    run.began = float(meta["began"])
     run.advance("submit")
     registry.runs.add(run)
     cluster.hearing.add(run)

@@ -259,7 +259,9 @@ class Cluster:
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         names = [lease.label for lease in leases.leases]
-        run = registry.new_run(plan, number=self.hearing.number(), engines=ids, devices=names)
+        run = registry.new_run(
+            plan, number=self.hearing.number(), engines=ids, devices=names, resume_from=resume_from
+        )
         self._busy = run
         try:
             for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
@@ -267,7 +269,6 @@ class Cluster:
                     run.note(text)
             self.hearing.add(run)
             run.record()
-            run.resume_from = resume_from
             run.advance("submit")
             run.begin_logs()
             checkpoints.describe(run)
