@@ -52,7 +52,7 @@ def main() -> None:
         cluster = SimpleNamespace(
             engines=infos, ids=ids, worker_ids=ids, lease=lambda n: lease, last_task=None,
             busy=None,
-            _engines=SimpleNamespace(starting=(), log_path=lambda i: folder / f"{i}.log"),
+            engine_set=SimpleNamespace(starting=(), log_path=lambda i: folder / f"{i}.log"),
         )  # fmt: skip
         vitals, costs_ms = Vitals(cluster), []
         for turn in range(max(2, given.turns)):
