@@ -178,10 +178,6 @@ def _trust(notebooks: list[Path]) -> None:
         notary.sign(nbformat.read(path, as_version=4))  # type: ignore[no-untyped-call,unused-ignore]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 NOBODY = "nobody"
 
 
@@ -483,3 +479,7 @@ def notebooks_folder() -> Path:
     raise WorkbenchError(
         "The notebooks are not installed.", next_step="install from a checkout", code="WB-GEN-005"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -346,10 +346,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 Message = dict[str, Any]
 _CHUNK_BYTES = 1 << 16
 
@@ -514,3 +510,7 @@ def _reseed() -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+
+
+if __name__ == "__main__":
+    main()

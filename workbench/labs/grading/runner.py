@@ -157,10 +157,6 @@ def _tell(graded: Graded, running: str) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
-    main()
-
-
 MOST_NAMES = 20
 Tell = Callable[[Graded, str], None]
 
@@ -405,3 +401,7 @@ class Grading:
 def _count(answer: dict[str, Any], default: int) -> int:
     found = answer.get("engines", default)
     return found if type(found) is int else default
+
+
+if __name__ == "__main__":
+    main()
