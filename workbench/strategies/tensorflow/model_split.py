@@ -14,7 +14,8 @@ With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipe
 Nothing is summed in another order than on one device, so the result is that of one device.
 
 Where to cut: `split_at` names the layers that begin a stage, else parameters are balanced
-(`layers.py`). How layers get to their device, and when they are busy: `placement.py`, `stages.py`.
+(`parts/layers.py`). How layers get to their device, and when they are busy: `parts/layers.py`,
+`parts/stages.py`.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.
@@ -37,6 +38,27 @@ from ...shared import events
 from .parts.layers import Chain, Placement, SplitStrategy, cut, table_text
 from .parts.replicated import Replicated
 from .parts.stages import StageMarks, Stages
+
+
+def naive_step(
+    stages: Sequence[Any], devices: Sequence[str], loss_fn: Any, optimizer: Any, x: Any, y: Any
+) -> float:
+    """Take one step on the whole batch, which goes from device to device. Return its mean loss.
+
+    Args:
+        stages: A model for each device, whose variables were made there; x (B, ...) is handed to
+            the first, and what a stage returns to the next.
+    """
+    with tf.GradientTape() as tape:
+        for stage, device in zip(stages, devices, strict=True):
+            with tf.device(device):
+                x = stage(x, training=True)  # (B, width of the next stage)
+        with tf.device(devices[-1]):
+            loss = loss_fn(y, x)
+    variables = [variable for stage in stages for variable in stage.trainable_variables]
+    gradients = tape.gradient(loss, variables)  # back through the devices, the last one first
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return float(loss)
 
 
 class ModelSplit(Replicated):

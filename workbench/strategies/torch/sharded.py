@@ -74,7 +74,7 @@ def naive_step(model: Any, shard: Any, loss_fn: Any, optimizer: Any, x: Tensor, 
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # (P,)
     shard.grad = torch.empty_like(shard)
-    dist.reduce_scatter(shard.grad, list(gradient.split(len(shard))))  # the sum's r-th part
+    dist.reduce_scatter(shard.grad, list(gradient.chunk(n)))  # shard r of the sum: (P/n,)
     shard.grad /= n
     optimizer.step()
     return float(loss)
