@@ -81,7 +81,8 @@ def test_every_replica_of_gossip_is_what_mixing_by_hand_makes_of_it(workers: Wor
 
 
 def test_every_strategy_shows_its_naive_function() -> None:
-    assert CASES.keys() == {entry.name for entry in catalog.strategies("torch")}
+    names = {entry.name for entry in catalog.strategies("torch")}
+    assert CASES.keys() == names, "a strategy's naive function is run here: give it a case"
 
 
 def test_every_all_reduce_adds_up_what_the_naive_one_does(workers: Workers) -> None:
