@@ -66,15 +66,15 @@ def naive_step(model: Any, shard: Any, loss_fn: Any, optimizer: Any, x: Tensor, 
         optimizer: Of `shard` alone.
     """
     n = dist.get_world_size()
-    shards = [torch.empty_like(shard) for _ in range(n)]
-    dist.all_gather(shards, shard.data)
-    vector_to_parameters(torch.cat(shards), model.parameters())  # (P,) -> the model's shapes
+    whole = shard.new_empty(n * len(shard))
+    _all_gather(whole, shard.data)  # (P/n,) of each -> (P,)
+    vector_to_parameters(whole, model.parameters())
     model.zero_grad()
     loss = loss_fn(model(x), y)  # mean over the share
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # (P,)
     shard.grad = torch.empty_like(shard)
-    dist.reduce_scatter(shard.grad, list(gradient.chunk(n)))  # shard r of the sum: (P/n,)
+    _reduce_scatter(shard.grad, gradient)  # (P,) of each -> (P/n,): shard r of the sum
     shard.grad /= n
     optimizer.step()
     return float(loss)
