@@ -118,11 +118,20 @@ def chapter(entry) -> str:
     lines = [f"### {entry.name}", f"**{entry.term}.** {entry.summary}"]
     lines[-1] += f" `%%distributed {entry.name}{flags(entry)}`"
     lines.append(to_markdown(text.partition("\n")[2]))
+    lines += naive(module)
     lines.append(facts(entry))
     if entry.options:
         lines.append(options(entry))
     lines += [companion(part) for part in dict.fromkeys(companions(text, module.parent))]
     return "\n\n".join(line.strip() for line in lines if line.strip())
+
+
+def naive(path: Path) -> Iterator[str]:
+    """Return the functions in which a strategy's file shows its algorithm in plain lines."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("naive"):
+            yield f"```python\n{ast.get_source_segment(source, node)}\n```"
 
 
 def flags(entry) -> str:

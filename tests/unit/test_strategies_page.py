@@ -39,6 +39,13 @@ def test_what_mirrored_builds_on_is_shown(maker: ModuleType) -> None:
         assert f"\n#### {word}" in text
 
 
+def test_the_naive_algorithm_is_shown(maker: ModuleType) -> None:
+    text = maker.chapter(catalog.lookup("mirrored"))
+    shown = text.partition("```python\n")[2].partition("\n```")[0]
+    assert shown.startswith("def naive_step(")
+    assert "    dist.all_reduce(p.grad)" in shown
+
+
 def test_fences_are_balanced_and_links_lead_somewhere(maker: ModuleType) -> None:
     page = maker.make_page()
     assert page.count("```") % 2 == 0

@@ -21,13 +21,32 @@ Distributed Machine Learning with the Parameter Server, OSDI 2014, for the idea 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from .keras.patches import central_storage
 from .keras.replicated import Replicated
+
+
+def naive_step(
+    model: Any, devices: Sequence[str], loss_fn: Any, optimizer: Any, x: Any, y: Any
+) -> float:
+    """Take one step on a batch: x (B, ...), of which each device takes B/n. Return the mean loss.
+
+    The devices compute one after the other here, each with the same model, whose variables and
+    optimizer lie on one of them. TensorFlow's strategy has a thread for each device.
+    """
+    losses, gradients = [], []
+    shares = zip(tf.split(x, len(devices)), tf.split(y, len(devices)), strict=True)
+    for device, (inputs, targets) in zip(devices, shares, strict=True):
+        with tf.device(device), tf.GradientTape() as tape:
+            losses.append(loss_fn(targets, model(inputs, training=True)))  # reads the variables
+        gradients.append(tape.gradient(losses[-1], model.trainable_variables))
+    means = [tf.add_n(parts) / len(devices) for parts in zip(*gradients, strict=True)]
+    optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))  # once
+    return float(tf.add_n(losses)) / len(devices)
 
 
 class CentralStorage(Replicated):

@@ -24,7 +24,7 @@ Abadi et al., TensorFlow: A system for large-scale machine learning, OSDI 2016, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,30 @@ CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
     "reduce_to_one": tf.distribute.ReductionToOneDevice,
     "ring": lambda: None,  # TensorFlow's own choice: collective ops in a ring
 }
+
+
+def naive_step(
+    replicas: Sequence[Any], devices: Sequence[str], loss_fn: Any, x: Any, y: Any
+) -> float:
+    """Take one step on a batch: x (B, ...), of which each replica takes B/n. Return the mean loss.
+
+    The replicas compute one after the other here. `MirroredStrategy` has a thread for each, adds up
+    on the devices, and compiles the step as one graph.
+
+    Args:
+        replicas: n pairs of a model and its own optimizer; the models are equal.
+    """
+    losses, gradients = [], []
+    shares = zip(tf.split(x, len(devices)), tf.split(y, len(devices)), strict=True)
+    for (model, _), device, (inputs, targets) in zip(replicas, devices, shares, strict=True):
+        with tf.device(device), tf.GradientTape() as tape:
+            losses.append(loss_fn(targets, model(inputs, training=True)))  # mean over the share
+        gradients.append(tape.gradient(losses[-1], model.trainable_variables))
+    means = [tf.add_n(parts) / len(devices) for parts in zip(*gradients, strict=True)]
+    for (model, optimizer), device in zip(replicas, devices, strict=True):
+        with tf.device(device):
+            optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+    return float(tf.add_n(losses)) / len(devices)
 
 
 class Mirrored(Replicated):

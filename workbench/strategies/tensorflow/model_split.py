@@ -40,6 +40,27 @@ from .parts.layers import Chain, Placement, SplitStrategy, cut, table_text
 from .parts.stages import StageMarks, Stages
 
 
+def naive_step(
+    stages: Sequence[Any], devices: Sequence[str], loss_fn: Any, optimizer: Any, x: Any, y: Any
+) -> float:
+    """Take one step on the whole batch, which goes from device to device. Return its mean loss.
+
+    Args:
+        stages: A model for each device, whose variables were made there; x (B, ...) is handed to
+            the first, and what a stage returns to the next.
+    """
+    with tf.GradientTape() as tape:
+        for stage, device in zip(stages, devices, strict=True):
+            with tf.device(device):
+                x = stage(x, training=True)  # (B, width of the next stage)
+        with tf.device(devices[-1]):
+            loss = loss_fn(y, x)
+    variables = [variable for stage in stages for variable in stage.trainable_variables]
+    gradients = tape.gradient(loss, variables)  # back through the devices, the last one first
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return float(loss)
+
+
 class ModelSplit(Replicated):
     """One model on several devices; the stages are the ranks."""
 

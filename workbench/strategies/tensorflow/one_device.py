@@ -1,9 +1,5 @@
 """One device: the textbook's training loop, the yardstick of every other strategy.
 
-    for each batch:
-        gradients = backward(loss(model(x), y))
-        model = optimizer(model, gradients)
-
     batch -> forward -> loss -> backward -> optimizer -> next batch
 
 Nothing is communicated, so nobody waits: sync wait is 0 and no bytes are sent.
@@ -15,9 +11,20 @@ Stochastic Approximation Method, 1951.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from .keras.replicated import Replicated
+
+
+def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Any, y: Any) -> float:
+    """Take one step on a batch: x (B, ...), y (B, ...). Return its mean loss."""
+    with tf.GradientTape() as tape:
+        loss = loss_fn(y, model(x, training=True))  # mean over the B samples
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return float(loss)
 
 
 class OneDevice(Replicated):

@@ -29,12 +29,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from .servers.shard_server import Holder, Meta, Policy
 from .servers.strategy import Served
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...engine.telemetry.recorder import StepResult
     from .servers.remote_optimizer import Answer
+
+
+def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
+
+    Worker 0 is the server as well; nobody else's optimizer has any state. `CentralStorage` has a
+    process for it, links that are faster than a process group, and shares of unequal size.
+    """
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model.zero_grad()
+    loss = loss_fn(model(x), y)  # mean over the share
+    loss.backward()
+    for p in model.parameters():
+        pushed = [torch.empty_like(p) for _ in range(n)] if rank == 0 else None
+        dist.gather(p.grad, pushed, dst=0)
+        if pushed is not None:
+            p.grad = torch.stack(pushed).sum(dim=0) / n  # (n, ...) -> the shape of p
+    if rank == 0:
+        optimizer.step()
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)
+    return float(loss)
 
 
 class Rounds(Policy):

@@ -37,10 +37,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import FitError
-from .model_split import ModelSplit
+from .model_split import ModelSplit, naive_pipeline
 from .parts.guard import Guard
 from .parts.layout import make_mesh, release_mesh
 from .parts.replicas import broadcast
@@ -50,6 +51,34 @@ if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
 
 clock = time.perf_counter
+
+
+def naive_step(
+    stage: Any,
+    loss_fn: Any,
+    optimizer: Any,
+    microbatches: list[tuple[Tensor, Tensor]],
+    width: int,
+    stages: int,
+    replicas: Any,
+) -> float | None:
+    """Take one step on this pipeline's share of the batch. Return its loss, on the last stage.
+
+    Args:
+        microbatches: The share, B/d samples, as m pairs of x and y: see `naive_pipeline`.
+        stages: Workers that form one of the d pipelines: ranks 0 .. stages - 1 the first one.
+        replicas: The process group of the d workers that hold this stage.
+    """
+    rank = dist.get_rank()
+    before = rank - 1 if rank % stages > 0 else None
+    after = rank + 1 if rank % stages < stages - 1 else None
+    optimizer.zero_grad()
+    loss = naive_pipeline(stage, loss_fn, microbatches, width, before, after)  # along the row
+    for p in stage.parameters():  # along the column
+        dist.all_reduce(p.grad, group=replicas)
+        p.grad /= dist.get_world_size(replicas)
+    optimizer.step()
+    return loss
 
 
 class Hybrid(ModelSplit):

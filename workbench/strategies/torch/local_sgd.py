@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...engine.contract import NAN, Share
 from ...engine.torch.data import skewed
@@ -40,6 +41,27 @@ from .parts.parameter_averaging import ParameterAveraging
 
 if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
+
+
+def naive_round(
+    model: Any, loss_fn: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]
+) -> list[float]:
+    """Take H steps alone, one on each of this worker's H shares, then average. Return the losses.
+
+    `LocalSGD` averages all parameters in one message, lets workers sit rounds out, and deals the
+    data out by class.
+    """
+    losses = []
+    for x, y in batches:  # x (B/n, ...)
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    for p in model.parameters():
+        dist.all_reduce(p.data)
+        p.data /= dist.get_world_size()
+    return losses
 
 
 class LocalSGD(ParameterAveraging):

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...engine.contract import Job, Share, Strategy
 from ...errors import FitError
@@ -48,6 +49,22 @@ if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
 
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+
+
+def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
+
+    Every parameter is a message of its own, sent when backward has ended. What `Mirrored` does on
+    top of this: few large messages, sent while backward runs, and shares of unequal size.
+    """
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)  # mean over the share
+    loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)  # the sum over the workers, on all of them
+        p.grad /= dist.get_world_size()
+    optimizer.step()  # the same step everywhere
+    return float(loss)
 
 
 class Mirrored(Strategy):

@@ -32,12 +32,13 @@ import contextlib
 import gc
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ...catalog import schedules
 from ...engine.contract import NAN, Job, Share, Strategy
@@ -57,6 +58,57 @@ from .pipeline.stage import Timeline, autocast
 from .pipeline.update import SharedGradients, norm_over_stages, own_optimizer, scale
 
 clock = time.perf_counter
+
+
+def naive_step(
+    stage: Any, loss_fn: Any, optimizer: Any, microbatches: list[tuple[Tensor, Tensor]], width: int
+) -> float | None:
+    """Take one step on a batch, with a stage on each worker. Return the loss, on the last one."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    before, after = rank - 1 if rank else None, rank + 1 if rank + 1 < n else None
+    optimizer.zero_grad()
+    loss = naive_pipeline(stage, loss_fn, microbatches, width, before, after)
+    optimizer.step()  # of the own stage
+    return loss
+
+
+def naive_pipeline(
+    stage: Any,
+    loss_fn: Any,
+    microbatches: list[tuple[Tensor, Tensor]],
+    width: int,
+    before: int | None,
+    after: int | None,
+) -> float | None:
+    """Add a batch's gradients to the stage's: GPipe, every message waited for.
+
+    Args:
+        microbatches: m pairs of x (b, ...), which the first stage reads, and y (b, ...), which the
+            last one reads.
+        width: Of the activations that this stage is given: (b, width).
+        before: Rank of the stage before; None at the first.
+        after: Rank of the stage after; None at the last.
+    """
+    kept = []
+    for x, y in microbatches:  # all forward passes ..
+        if before is not None:
+            x = x.new_empty(len(x), width)
+            dist.recv(x, before)
+            x.requires_grad_()
+        out = stage(x)  # (b, width of the next stage)
+        if after is None:
+            out = loss_fn(out, y) / len(microbatches)  # (): a part of the batch's mean
+        else:
+            dist.send(out.detach(), after)
+        kept.append((x, out))
+    for x, out in kept:  # .. then all backward passes
+        gradient = torch.ones_like(out)  # dL/dL
+        if after is not None:
+            dist.recv(gradient, after)
+        out.backward(gradient)
+        if before is not None:
+            dist.send(cast("Tensor", x.grad), before)
+    return sum(float(out) for _, out in kept) if after is None else None
 
 
 class ModelSplit(Strategy):

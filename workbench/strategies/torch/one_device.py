@@ -19,7 +19,18 @@ from .parts.replica import Trainer, copied_state, held_bytes, load_parts
 from .parts.user_loop import OwnLoop
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...engine.telemetry.recorder import StepResult
+
+
+def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Take one step on a batch: x (B, ...), y (B, ...). Return its mean loss."""
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)  # mean over the B samples
+    loss.backward()  # p.grad has the shape of p
+    optimizer.step()
+    return float(loss)
 
 
 class OneDevice(Strategy):

@@ -44,16 +44,40 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from .central_storage import Rounds
 from .servers.shard_server import Holder, Meta, Policy
 from .servers.strategy import Served
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ...engine.contract import Share
     from ...engine.telemetry.recorder import StepResult
     from .servers.remote_optimizer import Answer
 
 clock = time.perf_counter
+
+
+def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Take one synchronous step on this worker's share: x (B/n, ...). Return the share's loss.
+
+    Each worker is a server as well: worker r holds every n-th tensor, beginning with the r-th, and
+    its `optimizer` has those alone. `ParameterServer` has processes for it, deals the tensors out
+    by bytes, and takes each push as a step of its own unless `sync` is set.
+    """
+    n = dist.get_world_size()
+    model.zero_grad()
+    loss = loss_fn(model(x), y)  # mean over the share
+    loss.backward()
+    for i, p in enumerate(model.parameters()):
+        dist.reduce(p.grad, dst=i % n)  # push: the sum arrives at tensor i's server alone
+        p.grad /= n
+    optimizer.step()
+    for i, p in enumerate(model.parameters()):
+        dist.broadcast(p.data, src=i % n)  # pull
+    return float(loss)
 
 
 class Asynchronous(Policy):

@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import vector_to_parameters
 
 from ...engine.contract import NAN, Job, Share
 from ...errors import FitError
@@ -51,6 +53,31 @@ _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList)
 # Newer versions of PyTorch warn of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def naive_step(model: Any, shard: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Take one step on this worker's share of the batch: x (B/n, ...). Return the share's loss.
+
+    All P parameters are one unit here; P is a multiple of n. `Sharded` gathers layer by layer, so
+    that there is never more than one whole layer in memory.
+
+    Args:
+        shard: This worker's parameters, shape (P/n,): all that lasts from step to step.
+        optimizer: Of `shard` alone.
+    """
+    n = dist.get_world_size()
+    whole = shard.new_empty(n * len(shard))
+    _all_gather(whole, shard.data)  # (P/n,) of each -> (P,)
+    vector_to_parameters(whole, model.parameters())
+    model.zero_grad()
+    loss = loss_fn(model(x), y)  # mean over the share
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])  # (P,)
+    shard.grad = torch.empty_like(shard)
+    _reduce_scatter(shard.grad, gradient)  # (P,) of each -> (P/n,): shard r of the sum
+    shard.grad /= n
+    optimizer.step()
+    return float(loss)
 
 
 class Sharded(Partitioned):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,6 +51,31 @@ if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
 
 TOLERANCE = 1e-3
+
+
+def naive_step(
+    column: Any, row: Any, bias: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor
+) -> float:
+    """Take one step of tanh(x A) B + bias on the whole batch: x (samples, d). Return its loss.
+
+    Where a layer stands before the pair, it is handed dL/dx: x.grad, added up by one more
+    all-reduce. `TensorParallel` finds the pairs of a whole model, and leaves this to DTensor.
+
+    Args:
+        column: Linear(d, h/n), whose columns A_r are this worker's part of A.
+        row: Linear(h/n, k) without bias, whose rows B_r are this worker's part of B.
+        bias: Shape (k,); all workers hold it, and add it once.
+    """
+    optimizer.zero_grad()
+    part = row(torch.tanh(column(x)))  # (samples, k): tanh(x A_r) B_r
+    out = part.detach().clone()
+    dist.all_reduce(out)  # (samples, k): the sum over the workers
+    out.requires_grad_()
+    loss = loss_fn(out + bias, y)  # the same everywhere
+    loss.backward()  # as far as `out`
+    part.backward(out.grad)  # a sum hands its gradient on to each of its parts
+    optimizer.step()
+    return float(loss)
 
 
 class TensorParallel(Partitioned):
