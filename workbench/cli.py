@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import folders
 from .errors import ClusterError, PlanError, WorkbenchError
-from .session.keeping import words
+from .session.keeping import idle_words
 from .views.table import COMPARISON, SHOWS
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
         one["framework"],
         one["running"] or "-",
         f"{owner}, kept" if one["kept"] else owner,
-        words(one["idle_s"]) if one["idle_s"] >= 1 else "-",
+        idle_words(one["idle_s"]) if one["idle_s"] >= 1 else "-",
         one["notebook"] or "-",
     )
 

@@ -13,7 +13,7 @@ from .cookbook.recipe import Recipe
 from .errors import PlanError, RunError
 from .execution import registry
 from .execution.outcome import outcome_behind, refusals
-from .execution.paused import say as write
+from .execution.paused import write_out as write
 from .notebook.recipes import recipes
 from .notebook.run_view import kept_words, show_attached
 from .notebook.session import Session, session

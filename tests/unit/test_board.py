@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from workbench.engine.context import Board
+from workbench.engine.context import Rendezvous
 from workbench.errors import ClusterError
 
 
 def test_waits_until_all_have_spoken():
-    board = Board()
+    board = Rendezvous()
     board.hear("address", 2, "a")
     later = threading.Timer(0.05, lambda: board.hear("address", 3, "b"))
     later.start()
@@ -18,7 +18,7 @@ def test_waits_until_all_have_spoken():
 
 
 def test_names_who_is_missing():
-    board = Board()
+    board = Rendezvous()
     board.hear("up", 2, True)
     board.hear("address", 3, "b")
     with pytest.raises(ClusterError, match=r"WB-CLUSTER-025[\s\S]*up[\s\S]*3"):
@@ -26,7 +26,7 @@ def test_names_who_is_missing():
 
 
 def test_the_latest_word_counts():
-    board = Board()
+    board = Rendezvous()
     board.hear("address", 0, "old")
     board.hear("address", 0, "new")
     assert board.wait("address", [0], timeout_s=0) == {0: "new"}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from workbench.cluster.hub import Hub
+from workbench.cluster.hub import Controller
 from workbench.cluster.processes import Exit
 
 WAIT_S = 20
@@ -35,7 +35,7 @@ def test_the_signal_is_known_although_ipyparallel_has_reaped_the_controller(tmp_
     process = SlowlyKept(child.pid)
     reaps = threading.Thread(target=process.wait, args=(WAIT_S,), name="reaps")
     heard = []
-    hub = Hub(tmp_path, "", "", heard.append, lambda engine: None)
+    hub = Controller(tmp_path, "", "", heard.append, lambda engine: None)
     hub.cluster = SimpleNamespace(
         controller=SimpleNamespace(pid=child.pid, process=process, _wait_thread=reaps)
     )
@@ -67,7 +67,7 @@ class Slow:
 
 
 def test_a_controller_that_answers_late_is_asked_again(tmp_path):
-    hub = Hub(tmp_path, "", "", lambda end: None, lambda engine: None)
+    hub = Controller(tmp_path, "", "", lambda end: None, lambda engine: None)
     hub.cluster = Slow(2, hub)
     hub._connect()
     assert hub.client is hub.cluster.client
@@ -75,7 +75,7 @@ def test_a_controller_that_answers_late_is_asked_again(tmp_path):
 
 
 def test_a_controller_that_has_ended_is_not_asked_again(tmp_path):
-    hub = Hub(tmp_path, "", "", lambda end: None, lambda engine: None)
+    hub = Controller(tmp_path, "", "", lambda end: None, lambda engine: None)
     hub.cluster = Slow(100, hub, ends_at=2)
     with pytest.raises(TimeoutError):
         hub._connect()

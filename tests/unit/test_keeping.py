@@ -17,7 +17,7 @@ from workbench.engine.activity_log import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
 from workbench.history.disk import Tail
 from workbench.session.attach import _Outputs
-from workbench.session.keeping import KEPT_IDLE_S, Keeping, _idle_s, words
+from workbench.session.keeping import KEPT_IDLE_S, Keeping, _idle_s, idle_words
 from workbench.shared.cluster_env import PAGE_BYTES, Page, last_page
 from workbench.shared.magic_args import parse_cluster_line
 from workbench.shared.messages import CellOutcome
@@ -251,7 +251,7 @@ def test_the_lines_of_kept_clusters():
 
 
 def test_times_in_words():
-    assert [words(s) for s in (45, 720, 12600, 172800)] == ["45 s", "12 min", "3.5 h", "2 d"]
+    assert [idle_words(s) for s in (45, 720, 12600, 172800)] == ["45 s", "12 min", "3.5 h", "2 d"]
 
 
 def test_a_folder_is_abandoned_only_when_it_is_old_and_holds_nothing_else(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from needs import need
 
-from workbench.engine.context import Board
+from workbench.engine.context import Rendezvous
 from workbench.engine.debugging import marks, stacks
 from workbench.engine.debugging.marks import (
     ALL_REDUCE,
@@ -91,7 +91,7 @@ def test_a_pause_of_the_run_is_the_users():
 
 
 def test_a_meeting_at_the_board_is_a_wait():
-    board = Board()
+    board = Rendezvous()
     with blocked(board.wait, "address", [0]) as seen:
         found = seen()
         board.hear("address", 0, "here")
@@ -230,7 +230,7 @@ def len_of(size_bytes):
 TORCH = "workbench.strategies.torch"
 BLOCK = {
     "workbench.engine.telemetry.step_gate": (PAUSE, ["Gate._wait"]),
-    "workbench.engine.context": (BOARD, ["Board.wait"]),
+    "workbench.engine.context": (BOARD, ["Rendezvous.wait"]),
     "workbench.engine.torch.group": (GROUP, ["ensure_group"]),
     "workbench.engine.transport.peers": (
         MESSAGE,
@@ -289,6 +289,7 @@ BLOCKING = {
 ELSEWHERE = {
     "open_store": "sets up what `links.address.look_up` waits for",
     "_own_address": "a socket of datagrams: looks up a route",
+    "naive_all_reduce": "shows the algorithm; tests alone call it",
 }
 
 

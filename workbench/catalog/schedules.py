@@ -137,7 +137,7 @@ def microbatches(options: Mapping[str, Any], workers: int, batch_size: int | Non
     return int(count)
 
 
-def check(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
+def check_schedule(options: Mapping[str, Any], workers: int, batch_size: int | None) -> None:
     """Raise PlanError when the options do not fit each other or the number of workers."""
     stages_per_worker(options)
     if "stages" in options:  # pipelines side by side, each with a share of the batch

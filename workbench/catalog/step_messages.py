@@ -163,7 +163,7 @@ def _pipeline(layout: Layout, workers: int) -> tuple[int, int, str]:
 
 def model_split(layout: Layout) -> Parts:
     """Activations go from stage to stage, their gradients come back."""
-    schedules.check(layout.options, layout.workers, None)
+    schedules.check_schedule(layout.options, layout.workers, None)
     stages, batches, source = _pipeline(layout, layout.workers)
     holders = [layout.ids[stage % layout.workers] for stage in range(stages)]
     phases = (
@@ -180,7 +180,7 @@ def model_split(layout: Layout) -> Parts:
 
 def hybrid(layout: Layout) -> Parts:
     """Pipelines side by side; the holders of a stage add up its gradients."""
-    schedules.check(layout.options, layout.workers, None)
+    schedules.check_schedule(layout.options, layout.workers, None)
     width = int(layout.options["stages"] or (1 if layout.workers % 2 else 2))
     stages, batches, source = _pipeline(layout, width)
     rows = [layout.ids[first : first + width] for first in range(0, layout.workers, width)]

@@ -44,7 +44,7 @@ ATTEMPT_S, CONNECT_S = 10.0, 90.0
 on a few cores takes longer than ipyparallel's 10 s."""
 
 
-class Hub:
+class Controller:
     """Starts or finds the controller, connects to it, and says who is registered there.
 
     Args:

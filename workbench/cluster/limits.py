@@ -276,7 +276,7 @@ def beyond_loopback(hosts: str) -> bool:
         return True
 
 
-def words(hosts: str) -> str:
+def exposure_words(hosts: str) -> str:
     """Return what the user should know before listening on `hosts`."""
     where = "on every interface" if hosts in EVERY else f"on {hosts}"
     return (
@@ -294,7 +294,7 @@ def warn(hosts: str) -> None:
     if beyond_loopback(hosts):
         with warnings.catch_warnings():
             warnings.simplefilter("always", ExposureWarning)
-            warnings.warn(ExposureWarning(words(hosts), code="WB-WARN-001"), stacklevel=3)
+            warnings.warn(ExposureWarning(exposure_words(hosts), code="WB-WARN-001"), stacklevel=3)
 
 
 def reachable(host: str) -> str:

@@ -24,7 +24,7 @@ import psutil
 from ..errors import ClusterError
 from . import controller, folders, processes, progress
 from .forkserver.parents import Parents, Store
-from .hub import ENGINE_ARGS, Hub, WarmEngineSetLauncher
+from .hub import ENGINE_ARGS, Controller, WarmEngineSetLauncher
 from .processes import Exit, is_halted
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ClusterServices:
         self.parents = Parents(launcher, self._child_left, self.folder)
         self.why_not = self.parents.why_not(framework)
         self.forks = not self.why_not
-        self.hub = Hub(
+        self.hub = Controller(
             self.folder,
             "" if self.forks else launcher,
             hosts,
@@ -355,7 +355,7 @@ class Starter:
     """
 
     def __init__(
-        self, hub: Hub, parents: Parents, forks: bool, words: Callable[[Exit], str]
+        self, hub: Controller, parents: Parents, forks: bool, words: Callable[[Exit], str]
     ) -> None:
         self._hub, self._parents, self._forks, self._words = hub, parents, forks, words
         self.pids: dict[int, int] = {}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .transport import Hub, Link
 
 
-class Board:
+class Rendezvous:
     """Written by the control thread, read by the thread that runs the cell."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class RunContext:
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
-    board: Board = field(default_factory=Board)
+    board: Rendezvous = field(default_factory=Rendezvous)
     checkpoints: Any = None
 
     def post(self, topic: str, value: Any = True) -> None:

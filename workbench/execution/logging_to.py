@@ -30,7 +30,7 @@ LINGER_S = 30.0
 LEAVE_S = 5.0
 
 
-def check(targets: Sequence[str]) -> None:
+def check_targets(targets: Sequence[str]) -> None:
     """Raise PlanError where one of the targets (`Target.text`) cannot be written to."""
     for text in targets:
         target = parse_target(text)

@@ -335,10 +335,10 @@ class Prompt:
     def _introduce(stop: Stopped, stops: dict[int, Stopped]) -> None:
         others = [engine for engine in stops if engine != stop.engine]
         also = f"; paused too: {ranges(others)}" if others else ""
-        say(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
+        write_out(f"rank {stop.engine} is paused at {stop.where}{also}\n{stop.text}({HELP})\n")
         if not others:
             patience = _spell(stop.patience_s)
-            say(f"(ranks that wait for this one in a collective do so for {patience})\n")
+            write_out(f"(ranks that wait for this one in a collective do so for {patience})\n")
 
     def _dropped(self, engine: int) -> None:
         """Take the prompt away from a rank that was let go; called on the router's thread."""
@@ -366,7 +366,7 @@ class Prompt:
             self._reading = None
             if not self._poked:
                 raise
-            say(f"rank {stop.engine} is no longer paused\n")
+            write_out(f"rank {stop.engine} is no longer paused\n")
             return None
 
     def _obey(self, stop: Stopped, line: str) -> int:
@@ -376,11 +376,11 @@ class Prompt:
             self._tell(engine, line)
         elif words[:1] == ["ranks"]:
             for one in paused.stops.values():
-                say(f"rank {one.engine}: {one.where}\n")
+                write_out(f"rank {one.engine}: {one.where}\n")
         elif words[:1] == ["rank"] and len(words) == 2:
             if words[1].isdecimal() and int(words[1]) in paused.stops:
                 return int(words[1])
-            say(f"rank {words[1]} is not paused; {paused.names()} are\n")
+            write_out(f"rank {words[1]} is not paused; {paused.names()} are\n")
         elif words[:1] == ["all"] and len(words) > 1:
             self._obey_all(line.split(None, 1)[1])
         else:
@@ -403,14 +403,14 @@ class Prompt:
                 thread.join(0.1)
         for engine in engines:
             if text := replies[engine].text:
-                say(f"rank {engine}: {text}")
+                write_out(f"rank {engine}: {text}")
 
     def _obey_one(self, engine: int, line: str) -> None:
         reply = self._tell(engine, line)
-        say(reply.text)
+        write_out(reply.text)
         words, others = line.split(), [e for e in self._paused.stops if e != engine]
         if not reply.paused and others and words and words[0] not in GO_ON:
-            say(
+            write_out(
                 f"(rank {engine} goes on and has not stopped again: it may be waiting in a "
                 f"collective for {ranges(others)}, still paused; `all {line}` takes all along)\n"
             )
@@ -436,7 +436,7 @@ def _spell(seconds: float) -> str:
     return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
 
 
-def say(text: str) -> None:
+def write_out(text: str) -> None:
     """Write below the notebook's cell."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -26,7 +26,7 @@ from ..shared.members import Member
 from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
 from ..shared.plan import Plan, cell_of
 from ..shared.protocol import records_from
-from .logging_to import LINGER_S, RunLog, check
+from .logging_to import LINGER_S, RunLog, check_targets
 from .paused import attend, unattended
 from .stop import StopCoordinator
 
@@ -592,7 +592,7 @@ class Run:
         texts = parse_targets(targets)
         if not texts:
             raise PlanError("Log to where?", allowed=ALLOWED, code="WB-PLAN-118")
-        check(texts)
+        check_targets(texts)
         log = RunLog(self, texts)
         self.logs.append(log)
         if self.is_over:

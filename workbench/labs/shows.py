@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import RunError
 from ..execution.stop import ending
 from ..notebook.session import session
-from ..views.picture import Canvas, Picture, say, width_of
+from ..views.picture import Canvas, Picture, svg_text, width_of
 from ..views.table import Column, Table
 from ..views.units import UNKNOWN, duration, number, size
 
@@ -156,9 +156,9 @@ class Namespaces(Picture):
                 f'{x - 60:.0f} {target:.1f} {x:.0f} {target:.1f}"/>'
             )
         words = (_LEFT + x) / 2
-        body.append(say(words, 12, "%push →   ← %pull", "m", anchor="middle"))
-        body.append(say(1, 12, "a cell without a magic runs here", "m"))
-        body.append(say(_WIDTH, 12, "a %%distributed cell runs here", "m", anchor="end"))
+        body.append(svg_text(words, 12, "%push →   ← %pull", "m", anchor="middle"))
+        body.append(svg_text(1, 12, "a cell without a magic runs here", "m"))
+        body.append(svg_text(_WIDTH, 12, "a %%distributed cell runs here", "m", anchor="end"))
         title = f"Names of the notebook and of {len(self.engines)} engines"
         return Canvas(_WIDTH, height + 4, body, title, self.text())
 
@@ -174,7 +174,7 @@ def _box(
     high = _high(held)
     body = [
         f'<rect class="b" rx="6" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{high:.1f}"/>',
-        say(x + 10, y + 16, title, bold=True),
+        svg_text(x + 10, y + 16, title, bold=True),
     ]
     lines = [f"{name} = {value}" for name, value in list(held.items())[:_MOST]]
     if len(held) > _MOST:
@@ -182,7 +182,7 @@ def _box(
     for i, line in enumerate(lines or ["holds no name of yours"]):
         most = int((width - 20) / width_of("x"))
         shown = line if len(line) <= most else line[: most - 1] + "…"
-        body.append(say(x + 10, y + _HEAD + 11 + i * _LINE, shown, "" if lines else "m"))
+        body.append(svg_text(x + 10, y + _HEAD + 11 + i * _LINE, shown, "" if lines else "m"))
     return body, high
 
 

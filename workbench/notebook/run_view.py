@@ -17,7 +17,7 @@ from ..execution.outcome import outcome_notes
 from ..execution.paused import attend, unattended
 from ..execution.run import Run
 from ..execution.stop import settle
-from ..session.keeping import Keeping, words
+from ..session.keeping import Keeping, idle_words
 from ..views import text
 from ..views.blocks import Blocks
 from ..views.live.live import NoView, make_view
@@ -269,7 +269,9 @@ def show_attached(cluster: ClusterAccess) -> Run | None:
 def kept_words(keeping: Keeping) -> str:
     """Say how a kept cluster is found again, and when it ends."""
     name, idle_s = keeping.id, keeping.idle_timeout_s
-    end = f"when nothing ran for {words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    end = (
+        f"when nothing ran for {idle_words(idle_s)}" if math.isfinite(idle_s) else "never by itself"
+    )
     return (
         f"kept as {name}: %cluster attach {name} finds it again, also in another notebook;\n"
         f"it ends with %cluster stop, with workbench stop {name}, or {end}"

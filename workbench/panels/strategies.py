@@ -361,13 +361,13 @@ def reason(entry: catalog.Strategy, place: Place, use: Use) -> str:
         plan = make_plan(
             NOTHING, entry.name, framework=entry.framework, workers=max(1, place.workers)
         )
-        check(plan, place)
+        check_fitness(plan, place)
     except PlanError as error:
         return error.what
     return ""
 
 
-def check(plan: Plan, place: Place) -> None:
+def check_fitness(plan: Plan, place: Place) -> None:
     """Raise PlanError where a plan needs devices or engines that there cannot be."""
     place.allowed.check_engines(plan.engines + len(plan.helpers))
     if place.devices:
@@ -381,7 +381,7 @@ def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:
         PlanError: Something does not fit.
     """
     plan = plan_of(line, recipe, framework=place.framework, workers=place.workers)
-    check(plan, place)
+    check_fitness(plan, place)
     return plan
 
 

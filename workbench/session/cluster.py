@@ -249,7 +249,7 @@ class Cluster:
         if resume_from:
             checkpoints.verify(resume_from, plan)
         checkpoints.claim(plan, resume_from)
-        logging_to.check(plan.log)
+        logging_to.check_targets(plan.log)
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         pool = self.pool

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError, RunError
-from ..execution.paused import Paused, Prompt, can_prompt, say
+from ..execution.paused import Paused, Prompt, can_prompt, write_out
 from ..shared.messages import Served
 from ..views.blocks import show
 
@@ -29,7 +29,7 @@ def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
     if asked.port is not None:
         for offset, rank in enumerate(asked.ranks or cluster.worker_ids[:1]):
             port = asked.port + offset if asked.port else 0
-            say(serve(cluster, rank, port) + "\n")
+            write_out(serve(cluster, rank, port) + "\n")
         return
     paused = cluster.paused
     engine = asked.ranks[0] if asked.ranks else next(iter(paused.stops), None)
@@ -41,9 +41,9 @@ def debug(cluster: ClusterAccess, asked: ClusterLine) -> None:
     found = post_mortem(cluster, engine)
     if asked.commands:
         for line in asked.commands:
-            say(found.command(line))
+            write_out(found.command(line))
     elif can_prompt():
-        converse(found, input, say)
+        converse(found, input, write_out)
     else:
         show(found)
 
@@ -77,12 +77,12 @@ def check_living(cluster: ClusterAccess, engine: int) -> None:
 def _paused(paused: Paused, engine: int, commands: Sequence[str]) -> None:
     if commands:
         for line in commands:
-            say(paused.tell(engine, line).text)
+            write_out(paused.tell(engine, line).text)
     elif can_prompt():
         Prompt(paused).converse(engine)
     else:
         stop = paused.stops[engine]
-        say(
+        write_out(
             f"rank {engine} is paused at {stop.where}\n{stop.text}"
             f"This front end has no prompt; %cluster debug {engine} -c 'p x' -c c gives commands.\n"
         )

@@ -167,7 +167,7 @@ class Keeping:
             if time.monotonic() - self._last_work > self.idle_timeout_s:
                 self._cluster.stop()
                 self.on_end(
-                    f"it had done nothing for {words(self.idle_timeout_s)} (--idle-timeout)"
+                    f"it had done nothing for {idle_words(self.idle_timeout_s)} (--idle-timeout)"
                 )
                 return
 
@@ -202,7 +202,7 @@ def _idle_s(asked: str | float | None, keep: bool) -> float:
     return limits.load().idle_timeout(given)
 
 
-def words(seconds: float) -> str:
+def idle_words(seconds: float) -> str:
     """Return a time in words: `45 s`, `12 min`, `3.5 h`, `2 d`."""
     for size_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size_s:

@@ -287,7 +287,7 @@ def panel_in(axes: Axes) -> float:
     return float(axes.get_position().width * figure.get_figwidth())  # type: ignore[union-attr]
 
 
-def say(axes: Axes, text: str = "not measured") -> None:
+def empty_axes(axes: Axes, text: str = "not measured") -> None:
     """Write into axes that have nothing to draw."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center",
               fontsize=LABEL_PT, color=MUTED["any"])  # fmt: skip

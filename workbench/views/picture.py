@@ -120,7 +120,7 @@ class Picture(ABC):
         return self.text()
 
 
-def say(
+def svg_text(
     x: float, y: float, words: str, kind: str = "", *, size: float = 11, anchor: str = "start",
     bold: bool = False,
 ) -> str:  # fmt: skip
@@ -142,5 +142,5 @@ def paragraph(
 ) -> tuple[list[str], float]:
     """Return wrapped lines and the y below them; `y` is the first baseline."""
     lines = textwrap.wrap(words, max(12, int(width / (size * LETTER)))) if words else []
-    body = [say(x, y + i * (size + 3), line, kind, size=size) for i, line in enumerate(lines)]
+    body = [svg_text(x, y + i * (size + 3), line, kind, size=size) for i, line in enumerate(lines)]
     return body, y + len(lines) * (size + 3)

@@ -142,7 +142,7 @@ class LiveDebugger(Debugger):
         """Hold the cell in `frame` until a command lets it go on."""
         self._open = self._between = False
         if not self._attention.busy.acquire(blocking=False):
-            say("another thread of this rank is at a breakpoint, so this one goes on")
+            tell("another thread of this rank is at a breakpoint, so this one goes on")
             self.set_continue()
             return
         try:
@@ -163,7 +163,7 @@ class LiveDebugger(Debugger):
                 return "continue"
             return asks.next_line()
         except Released as release:
-            say(f"no longer paused: {release}")
+            tell(f"no longer paused: {release}")
             asks.deaf = str(release)
             self.clear_all_breaks()
             return "continue"
@@ -178,12 +178,12 @@ class LiveDebugger(Debugger):
         if not reason:
             self._open = True
             if asks.announce:
-                say(f"paused at {where}; %cluster debug {asks.engine} opens it")
+                tell(f"paused at {where}; %cluster debug {asks.engine} opens it")
             return True
         if not was_deaf:
             how = HOW.format(engine=asks.engine)
-            say(f"breakpoint() at {where}: {reason}, so the cell goes on, also at further ones.")
-            say(f"To stop there, {how}.")
+            tell(f"breakpoint() at {where}: {reason}, so the cell goes on, also at further ones.")
+            tell(f"To stop there, {how}.")
             asks.deaf = reason
         self.clear_all_breaks()
         return False
@@ -261,7 +261,7 @@ def patience_s() -> float:
     return float(limit or stdin_bridge.PATIENCE_S)
 
 
-def say(text: str) -> None:
+def tell(text: str) -> None:
     """Tell the user, below the cell."""
     print(f"[debugger] {text}", flush=True)  # noqa: T201 - part of the cell's output
 
@@ -277,14 +277,14 @@ def stop_here(*args: Any, header: str | None = None, **keywords: Any) -> None:
         return
     asks = stdin_bridge.current()
     if asks is None:
-        say("breakpoint() in a process that the engine started: passed by")
+        tell("breakpoint() in a process that the engine started: passed by")
         return
     if header:
-        say(header)
+        tell(header)
     if stdin_bridge.stop(frame):
         return
     if asks.busy.locked():
-        say("a breakpoint was met while this rank is paused at another one: passed by")
+        tell("a breakpoint was met while this rank is paused at another one: passed by")
         return
     if _live is None or _live._attention is not asks:
         _live = LiveDebugger(asks)

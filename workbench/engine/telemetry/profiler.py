@@ -193,7 +193,7 @@ def install(run: RunContext) -> None:
     run.closers.append(window.end)
 
 
-def check(run: RunContext, total_steps: int) -> None:
+def check_profile(run: RunContext, total_steps: int) -> None:
     """Raise FitError where training ends before the first step that is to be profiled."""
     if run.spec.profile and run.spec.profile[0] >= run.trained + total_steps:
         start, stop = run.spec.profile

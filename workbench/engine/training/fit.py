@@ -103,7 +103,7 @@ def fit(
     module, build = _model(context, model, optimizer, scheduler, batch)
     steps_per_epoch = sources[0].steps_per_epoch
     total_steps = counts.steps or counts.epochs * steps_per_epoch
-    profiler.check(context, total_steps)
+    profiler.check_profile(context, total_steps)
     job = Job(
         module, loss, step_fn, optimizer, sources[0].batch_size, total_steps,
         steps_per_epoch or total_steps, scheduler, clip_norm, accumulate, precision, compile,

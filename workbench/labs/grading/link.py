@@ -63,7 +63,7 @@ class Reply:
     answer: dict[str, Any] | None = None
 
 
-class Link:
+class KernelLink:
     """One kernel in a folder of its own.
 
     Args:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from . import processes
 from .isolation import NOTHING, Isolation, remove
-from .link import Gone, Link, Reply, look_at
+from .link import Gone, KernelLink, Reply, look_at
 from .processes import STEP_S, Limits
 from .reading import Book, Item, Merged, Unreadable, merge, read
 from .results import OVER, Graded, Outcome, from_wire
@@ -214,7 +214,7 @@ class Grading:
     def _pass(self) -> None:
         self._ran, self._engines, self._lost_by = [], 0, ""
         folder, mark = self._kernel_folder(), self._folder.name
-        link = Link(folder, self._graded.lab or 0, mark, self._limits, self._deadline,
+        link = KernelLink(folder, self._graded.lab or 0, mark, self._limits, self._deadline,
                     self._isolation)  # fmt: skip
         try:
             self._begin(link)
@@ -241,7 +241,7 @@ class Grading:
             for one in list(self._folder.iterdir()):
                 remove(one)
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: KernelLink) -> None:
         try:
             titles = link.begin()
         except Gone as gone:
@@ -255,7 +255,7 @@ class Grading:
 
     # -- the lab's steps ---------------------------------------------------------------------------
 
-    def _step(self, link: Link, item: Item) -> None:
+    def _step(self, link: KernelLink, item: Item) -> None:
         try:
             reply = link.run(item.sources[0], max(self._limits.cell_s, STEP_S))
             after = link.ask("after_step").answer or {}
@@ -319,7 +319,7 @@ class Grading:
             self._open.remove(number)
         self._tell(self._graded, "")
 
-    def _answer(self, link: Link, item: Item) -> None:
+    def _answer(self, link: KernelLink, item: Item) -> None:
         number, outcome = item.exercise, self._outcomes[item.exercise]
         is_open = number in self._open
         left_out = number in self._left_out
@@ -368,7 +368,7 @@ class Grading:
         if is_less and number and not self._lost_by:
             self._lost_by = number
 
-    def _check(self, link: Link, item: Item) -> None:
+    def _check(self, link: KernelLink, item: Item) -> None:
         number = item.exercise
         if number not in self._open:
             return

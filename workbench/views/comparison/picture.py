@@ -20,10 +20,10 @@ from ..drawing import (
     TICK_PT,
     clipped,
     color_of,
+    empty_axes,
     frame,
     line_of,
     own_style,
-    say,
     spell,
     tick,
     width_in,
@@ -140,7 +140,7 @@ def _losses(axes: Axes, comparison: Comparison, field: str) -> None:
     if len(values) and values.min() > 0 and values.max() / values.min() > 30:
         axes.set_yscale("log")
     elif not len(values):
-        say(axes)
+        empty_axes(axes)
         axes.set_xticks([])
         axes.set_yticks([])
     axes.margins(x=0.015)

@@ -17,7 +17,7 @@ import numpy as np
 from ...history.analysis.blame import Blame
 from ...history.analysis.counterfactual import Lanes, WhatIf
 from ...shared.record import PARTS
-from ..picture import Canvas, Picture, paragraph, say, width_of
+from ..picture import Canvas, Picture, paragraph, svg_text, width_of
 from ..table import Column, Table
 from ..theme import PHASE_NAMES
 from ..units import UNKNOWN, duration, milliseconds, number
@@ -75,22 +75,24 @@ class BlameMatrix(Picture, Blame):
         n = self.ranks
         cell = min(max((LEAST_WIDTH - 2 * MARGIN - GUTTER) / n, LEAST_CELL), MOST_CELL)
         width = max(LEAST_WIDTH, 2 * MARGIN + GUTTER + n * cell)
-        body = [say(MARGIN, 20, "Who waited for whom", size=14, bold=True)]
-        body.append(say(MARGIN, 37, self.sentence(), "m", size=10.5))
+        body = [svg_text(MARGIN, 20, "Who waited for whom", size=14, bold=True)]
+        body.append(svg_text(MARGIN, 37, self.sentence(), "m", size=10.5))
         name = "worker " if cell >= 52 else "w"
         left, top = MARGIN + GUTTER, 62.0
         for rank in range(n):
             at = left + (rank + 0.5) * cell
-            body.append(say(at, top - 6, f"{name}{rank}", size=10, anchor="middle"))
+            body.append(svg_text(at, top - 6, f"{name}{rank}", size=10, anchor="middle"))
         high, row = max([float(v) for v in self.mean_s.ravel() if v == v] or [0.0]), cell * 0.6
         for waiter in range(n):
-            body.append(say(MARGIN, top + row * (waiter + 0.5) + 3, f"worker {waiter}", size=10))
+            body.append(
+                svg_text(MARGIN, top + row * (waiter + 0.5) + 3, f"worker {waiter}", size=10)
+            )
             for cause in range(n):
                 place = (left + cause * cell, top + waiter * row, cell - 3, row - 3)
                 body.append(self._square(waiter, cause, high, place))
         y = top + n * row + 14
         for line in ("Row: who waited. Column: whom for. Mean of a step, ms", self._counted()):
-            body.append(say(MARGIN, y, f"{line}.", "m", size=9.5))
+            body.append(svg_text(MARGIN, y, f"{line}.", "m", size=9.5))
             y += 13
         return Canvas(width, y, body, "Who waited for whom", self.text())
 
@@ -112,7 +114,7 @@ class BlameMatrix(Picture, Blame):
             f'width="{width:.1f}" height="{height:.1f}" rx="3"/>'
             f'<rect class="{edge}" '
             f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="3"/>'
-            f"{say(x + width / 2, y + height / 2 + 3.5, text, size=10, anchor='middle')}</g>"
+            f"{svg_text(x + width / 2, y + height / 2 + 3.5, text, size=10, anchor='middle')}</g>"
         )
 
     def _cells(self, waiter: int) -> list[str]:
@@ -169,7 +171,9 @@ class WhatIfPicture(Picture, WhatIf):
     def canvas(self) -> Canvas:
         """Return both timelines on one scale, the ghost below."""
         body = [
-            say(WHAT_IF_MARGIN, 20, f"What if: without worker {self.without}", size=14, bold=True)
+            svg_text(
+                WHAT_IF_MARGIN, 20, f"What if: without worker {self.without}", size=14, bold=True
+            )
         ]
         y = 38.0
         for line in self.sentences():
@@ -192,13 +196,13 @@ class WhatIfPicture(Picture, WhatIf):
 
     def _lanes(self, name: str, shown: Lanes, y: float, scale: float) -> tuple[list[str], float]:
         words = f"{len(shown.step)} steps in {_length(shown)}"
-        body = [say(WHAT_IF_MARGIN, y + 6, name, bold=True)]
-        body.append(say(WIDTH - WHAT_IF_MARGIN, y + 6, words, "m", size=10, anchor="end"))
+        body = [svg_text(WHAT_IF_MARGIN, y + 6, name, bold=True)]
+        body.append(svg_text(WIDTH - WHAT_IF_MARGIN, y + 6, words, "m", size=10, anchor="end"))
         y += 13
         top, height = y, shown.start_s.shape[1] * (ROW + GAP)
         for rank in range(shown.start_s.shape[1]):
             mark = rank == self.without
-            label = say(WHAT_IF_MARGIN, y + ROW - 4, f"worker {rank}", size=10, bold=mark)
+            label = svg_text(WHAT_IF_MARGIN, y + ROW - 4, f"worker {rank}", size=10, bold=mark)
             body.append(label)
             for start, parts in zip(shown.start_s[:, rank], shown.parts_s[:, rank], strict=True):
                 if start == start:
@@ -254,6 +258,6 @@ def legend(x: float, y: float, right: float) -> tuple[list[str], float]:
         wide = 17 + width_of(name, 10)
         if x > left and x + wide > right:
             x, y = left, y + 15
-        body += [box(x, y - 8, 11, part, height=9), say(x + 15, y, name, size=10)]
+        body += [box(x, y - 8, 11, part, height=9), svg_text(x + 15, y, name, size=10)]
         x += wide + 11
     return body, y + 15

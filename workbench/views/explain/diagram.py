@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...catalog.diagrams import KINDS, Arrow, Diagram, Node, Phase
 from ...shared.record import PARTS
-from ..picture import Canvas, Picture, paragraph, say, width_of
+from ..picture import Canvas, Picture, paragraph, svg_text, width_of
 from ..theme import PHASE_NAMES
 from ..units import UNKNOWN, milliseconds, number, size
 from . import blame
@@ -79,7 +79,7 @@ class Drawing:
 
     def head(self, below: str) -> None:
         """Draw the title, what stands below it, and the nodes."""
-        self.body.append(say(MARGIN, self.y, title(self.diagram), size=14, bold=True))
+        self.body.append(svg_text(MARGIN, self.y, title(self.diagram), size=14, bold=True))
         self._paragraph(below, self.y + 17)
         self._nodes()
 
@@ -95,7 +95,7 @@ class Drawing:
             dash = f' stroke-dasharray="{_DASHES[kind]}"' if _DASHES[kind] else ""
             self.body.append(
                 f'<path class="k-{kind} s" stroke-width="2" d="M{x:.1f} {self.y - 3:.1f}h20"'
-                f"{dash}/>{say(x + 25, self.y, words, size=10)}"
+                f"{dash}/>{svg_text(x + 25, self.y, words, size=10)}"
             )
             x += 40 + width_of(words, 10)
         self.y += 16 if kinds else 0
@@ -111,13 +111,13 @@ class Drawing:
         """Draw one phase: its caption, its work, its messages."""
         caption = f"{index + 1}  {phase.title}"
         aside = formula(phase)
-        self.body.append(say(MARGIN, self.y + 4, caption, bold=True))
+        self.body.append(svg_text(MARGIN, self.y + 4, caption, bold=True))
         free = self.width - 2 * MARGIN - width_of(caption) * 1.08
         if aside and width_of(aside, 10) > free:
             self.y += 14
         if aside:
             right = self.width - MARGIN
-            self.body.append(say(right, self.y + 4, aside, "m", size=10, anchor="end"))
+            self.body.append(svg_text(right, self.y + 4, aside, "m", size=10, anchor="end"))
         self._paragraph(phase.text, self.y + 18, size=10)
         if phase.arrows:
             self._messages(index, phase)
@@ -144,7 +144,7 @@ class Drawing:
                 f'<g><title>{html.escape(hint(node))}</title><rect class="{line}{edge}" '
                 f'x="{x - wide / 2:.1f}" y="{self.y:.1f}" width="{wide:.1f}" height="{_HEAD}" '
                 f'rx="{11 if edge else 4}" stroke-width="{1.8 if edge else 1}"/>'
-                f"{say(x, self.y + 15, words, size=10, anchor='middle')}</g>"
+                f"{svg_text(x, self.y + 15, words, size=10, anchor='middle')}</g>"
             )
         self.y += _HEAD + 14
 
@@ -214,7 +214,7 @@ class Drawing:
         for name, amount in found.items():
             words = size(amount) if math.isfinite(amount) else UNKNOWN
             self.body.append(
-                say(self.x[name], self.y + 8, words, size=small, anchor="middle", bold=True)
+                svg_text(self.x[name], self.y + 8, words, size=small, anchor="middle", bold=True)
             )
         self.y += 14
 
@@ -353,22 +353,22 @@ def absent(phase: Phase) -> Phase:
 def _times(drawing: Drawing, step: StepPicture) -> None:
     left, right = MARGIN + 58, drawing.width - MARGIN - 52
     body, y = drawing.body, drawing.y + 6
-    body.append(say(MARGIN, y, "What each worker did", bold=True))
+    body.append(svg_text(MARGIN, y, "What each worker did", bold=True))
     sent = "sent" if any(math.isfinite(w.sent_bytes) for w in step.workers) else ""
-    body.append(say(drawing.width - MARGIN, y, sent, "m", size=10, anchor="end"))
+    body.append(svg_text(drawing.width - MARGIN, y, sent, "m", size=10, anchor="end"))
     together = step.diagram.together
     end = max((w.start_s if together else 0.0) + w.step_s for w in step.workers)
     scale, y = (right - left) / max(end, 1e-9), y + 9
     for worker in step.workers:
         begin = left + (worker.start_s * scale if together else 0.0)
         base = y + blame.ROW - 4
-        body.append(say(MARGIN, base, f"worker {worker.rank}", size=10))
+        body.append(svg_text(MARGIN, base, f"worker {worker.rank}", size=10))
         body.append(blame.step_boxes(begin, y, worker.parts_s, scale))
         words = size(worker.sent_bytes) if sent else ""
-        body.append(say(drawing.width - MARGIN, base, words, size=9.5, anchor="end"))
+        body.append(svg_text(drawing.width - MARGIN, base, words, size=9.5, anchor="end"))
         y += blame.ROW + blame.GAP
-    body.append(say(left, y + 8, "0", "m", size=9.5))
-    body.append(say(right, y + 8, milliseconds(end * 1e3), "m", size=9.5, anchor="end"))
+    body.append(svg_text(left, y + 8, "0", "m", size=9.5))
+    body.append(svg_text(right, y + 8, milliseconds(end * 1e3), "m", size=9.5, anchor="end"))
     more, y = blame.legend(MARGIN, y + 26, drawing.width - MARGIN)
     body += more
     drawing.y = y + 2

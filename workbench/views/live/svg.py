@@ -91,10 +91,10 @@ def _head(snapshot: Snapshot) -> tuple[list[str], float]:
     title = f"{text.title(snapshot)} · {snapshot.state}".split(" · ")
     body, y = [], 24.0
     for index, line in enumerate(lines(title, bold=True)):
-        body.append(say(MARGIN, y + 18 * index, line, bold=True))
+        body.append(text_at(MARGIN, y + 18 * index, line, bold=True))
     y += 18 * len(body) + 2
     for line in lines(found):
-        body.append(say(MARGIN, y, line))
+        body.append(text_at(MARGIN, y, line))
         y += 18
     y -= 2
     slow = text.slow(snapshot)
@@ -103,7 +103,7 @@ def _head(snapshot: Snapshot) -> tuple[list[str], float]:
         for line in (
             line for one in said.splitlines() for line in lines([one.strip()], bold=named)
         ):
-            body.append(say(MARGIN, y + 4, line, "w" if named else "m", bold=named))
+            body.append(text_at(MARGIN, y + 4, line, "w" if named else "m", bold=named))
             y += 18
     return body, y + 14
 
@@ -126,13 +126,13 @@ def _chart(
 ) -> list[str]:
     last = units.number(float(curve.mean[-1])) if len(curve) else units.UNKNOWN
     body = [
-        say(left, top, title, bold=True),
-        say(left + width, top, last, anchor="end", bold=True),
+        text_at(left, top, title, bold=True),
+        text_at(left + width, top, last, anchor="end", bold=True),
     ]
     shown = _thin(curve)
     known = np.isfinite(shown.mean)
     if not known.any():
-        return [*body, say(left + width / 2, top + height / 2, "no steps yet", "m")]
+        return [*body, text_at(left + width / 2, top + height / 2, "no steps yet", "m")]
     low, high = float(np.nanmin(shown.low)), float(np.nanmax(shown.high))
     low = min(0.0, low) if from_zero else low
     span = (high - low) or abs(high) or 1.0
@@ -146,7 +146,7 @@ def _chart(
     for tick in (low, low + span / 2, high):
         at = float(y(np.asarray(tick)))
         body.append(f'<path class="g" d="M{plot_left} {at:.1f}h{width - 40:.1f}"/>')
-        body.append(say(plot_left - 5, at + 4, units.number(tick), "m", anchor="end"))
+        body.append(text_at(plot_left - 5, at + 4, units.number(tick), "m", anchor="end"))
     # A band without its unknown points; a line that breaks at them.
     edge_x = np.concatenate([x[known], x[known][::-1]])
     edge_y = np.concatenate([y(shown.high)[known], y(shown.low)[known][::-1]])
@@ -155,9 +155,9 @@ def _chart(
         f'<path d="{_path(x, y(shown.mean))}" fill="none" stroke="{color}" stroke-width="1.8"/>'
     )
     bottom = top + height + 24
-    body.append(say(plot_left, bottom, units.number(first), "m"))
+    body.append(text_at(plot_left, bottom, units.number(first), "m"))
     end = f"step {units.number(float(shown.step[-1]))}"
-    return [*body, say(left + width, bottom, end, "m", anchor="end")]
+    return [*body, text_at(left + width, bottom, end, "m", anchor="end")]
 
 
 def _path(x: Floats, y: Floats) -> str:
@@ -173,7 +173,7 @@ def _path(x: Floats, y: Floats) -> str:
 
 def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     line = snapshot.timeline
-    body = [say(MARGIN, y, "What each worker did", bold=True)]
+    body = [text_at(MARGIN, y, "What each worker did", bold=True)]
     if not len(line.step):
         return body, y + 24
     starts, parts = line.start_s[-_VISIBLE_STEPS:], np.nan_to_num(line.parts_s[-_VISIBLE_STEPS:])
@@ -183,7 +183,7 @@ def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     length = units.duration(end - begin)
     words = f"steps {line.step[-len(starts)]:.0f} to {line.step[-1]:.0f} · {length}"
     words += text.left_out(snapshot, _VISIBLE_STEPS)
-    body.append(say(WIDTH - MARGIN, y, words, "m", anchor="end"))
+    body.append(text_at(WIDTH - MARGIN, y, words, "m", anchor="end"))
     y += 8
     for rank, worker in enumerate(snapshot.workers):
         body.append(label(worker, y, snapshot.slow_rank))
@@ -211,9 +211,9 @@ def _row_boxes(
 def _shares(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     right = WIDTH - MARGIN
     body = [
-        say(MARGIN, y, "Where the time went", bold=True),
-        say(right - _POTENTIAL_RIGHT, y, "potential", "m", anchor="end"),
-        say(right, y, "median wait", "m", anchor="end"),
+        text_at(MARGIN, y, "Where the time went", bold=True),
+        text_at(right - _POTENTIAL_RIGHT, y, "potential", "m", anchor="end"),
+        text_at(right, y, "median wait", "m", anchor="end"),
     ]
     width = right - GUTTER - 180
     y += 8
@@ -226,8 +226,8 @@ def _shares(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
                 body += say_percent(x, y, share, share * width)
                 x += share * width
         potential = f"{units.number(worker.potential_per_s)}/s"
-        body.append(say(right - _POTENTIAL_RIGHT, y + ROW - 6, potential, anchor="end"))
-        body.append(say(right, y + ROW - 6, units.milliseconds(worker.wait_ms), anchor="end"))
+        body.append(text_at(right - _POTENTIAL_RIGHT, y + ROW - 6, potential, anchor="end"))
+        body.append(text_at(right, y + ROW - 6, units.milliseconds(worker.wait_ms), anchor="end"))
         y += ROW + GAP
     return [*body, *_legend(y)], y + 30
 
@@ -237,7 +237,7 @@ def _legend(y: float) -> list[str]:
     for part, name in PHASE_NAMES.items():
         fill = "url(#wb-hatch)" if part == HATCHED else phase_colors()[part]
         body.append(f'<rect x="{x:.1f}" y="{y + 4:.1f}" width="14" height="10" fill="{fill}"/>')
-        body.append(say(x + 20, y + 13, name))
+        body.append(text_at(x + 20, y + 13, name))
         x += 110
     return body
 
@@ -261,7 +261,7 @@ _LETTERS = 115
 _BOLD_LETTERS = 103
 
 
-def say(
+def text_at(
     x: float, y: float, words: str, kind: str = "i", *, anchor: str = "start", bold: bool = False
 ) -> str:
     """Return a line of words."""
@@ -287,7 +287,7 @@ def lines(parts: Sequence[str], *, bold: bool = False) -> list[str]:
 def label(worker: Worker, y: float, slow_rank: int | None) -> str:
     """Return what stands before a worker's row."""
     slow = worker.rank == slow_rank
-    return say(MARGIN, y + ROW - 6, text.worker_label(worker), "w" if slow else "i", bold=slow)
+    return text_at(MARGIN, y + ROW - 6, text.worker_label(worker), "w" if slow else "i", bold=slow)
 
 
 def box(x: float, y: float, width: float, part: str) -> str:
@@ -302,7 +302,7 @@ def say_percent(x: float, y: float, share: float, width: float) -> list[str]:
         return []
     middle = x + width / 2
     plate = [f'<rect class="p" x="{middle - 17:.1f}" y="{y + 3:.1f}" width="34" height="14"/>']
-    words = say(middle, y + ROW - 6, units.percent(share), anchor="middle", bold=True)
+    words = text_at(middle, y + ROW - 6, units.percent(share), anchor="middle", bold=True)
     return [*plate, words]
 
 
@@ -323,9 +323,9 @@ def pipeline(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], flo
 def _bubbles(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], float]:
     right = WIDTH - MARGIN
     body = [
-        say(MARGIN, y, text.TITLE, bold=True),
-        say(right - _BUBBLE_RIGHT, y, "bubble", "m", anchor="end"),
-        say(right, y, "beyond ideal", "m", anchor="end"),
+        text_at(MARGIN, y, text.TITLE, bold=True),
+        text_at(right - _BUBBLE_RIGHT, y, "bubble", "m", anchor="end"),
+        text_at(right, y, "beyond ideal", "m", anchor="end"),
     ]
     y += 8
     top = y
@@ -341,8 +341,8 @@ def _bubbles(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], flo
                 body += say_percent(x, y, size, size * _BAR)
                 x += size * _BAR
         whole, beyond = found.words
-        body.append(say(right - _BUBBLE_RIGHT, y + ROW - 6, whole, anchor="end"))
-        body.append(say(right, y + ROW - 6, beyond, anchor="end"))
+        body.append(text_at(right - _BUBBLE_RIGHT, y + ROW - 6, whole, anchor="end"))
+        body.append(text_at(right, y + ROW - 6, beyond, anchor="end"))
         y += ROW + GAP
     at = GUTTER + split.ideal_bubble * _BAR
     body.append(
@@ -360,17 +360,17 @@ def _svg_pipeline_legend(y: float) -> list[str]:
     fills = ("url(#wb-hatch)", phase_colors()[HATCHED], phase_colors()[BUSY])
     for name, fill in zip(text.NAMES, fills, strict=True):
         body.append(f'<rect x="{x:.1f}" y="{y + 4:.1f}" width="14" height="10" fill="{fill}"/>')
-        body.append(say(x + 20, y + 13, name))
+        body.append(text_at(x + 20, y + 13, name))
         x += 140
     return body
 
 
 def _stages(split: Split, y: float) -> tuple[list[str], float]:
-    body = [say(MARGIN, y, text.caption(split), bold=True)]
+    body = [text_at(MARGIN, y, text.caption(split), bold=True)]
     y += 20
     for index, cells in enumerate([text.COLUMNS, *text.rows(split)]):
         for x, name, cell in zip(_COLUMNS_AT, text.COLUMNS, cells, strict=True):
             anchor = "end" if name in text.NUMERIC else "start"
-            body.append(say(x, y, cell, "m" if index == 0 else "i", anchor=anchor))
+            body.append(text_at(x, y, cell, "m" if index == 0 else "i", anchor=anchor))
         y += _LINE
     return body, y + 12
