@@ -16,6 +16,12 @@ when a session opens, and a header that announces another size is refused before
 read or written. A buffer is never read while it is written: a mailbox belongs to its worker until
 the push is sent and to the server until the reply; the board belongs to the workers that were sent
 it until each has said that it holds a copy (`release`), or sends its next push.
+
+    connection  how do frames travel on a stream, who is at the other end, what is in shared memory
+    address     where is a server found
+    server      how does a server answer all its links
+    worker      how does a worker talk to one server
+    peers       how do workers of one host talk to each other
 """
 
 from .connection import LinkError, Message

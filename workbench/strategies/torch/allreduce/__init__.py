@@ -3,6 +3,12 @@
 Each algorithm is one file that reads like its page in a textbook, written in sends and receives
 (`links.py`); `backend` is what the process group brings (gloo, NCCL). `auto.py` measures which is
 the fastest here. All give the same sum, bit for bit the same on every worker.
+
+    links        how do workers send to each other
+    algorithms   ring, hierarchical, reduce to one, recursive doubling
+    auto         which of them is the fastest here
+    compression  how do fewer bytes travel
+    averaging    how are the gradients of a run averaged with all that
 """
 
 from __future__ import annotations
