@@ -1,10 +1,9 @@
 """Starting our own helper processes from the kernel, and how processes end.
 
-How a process ended, in words: the signal, whether memory ran out, what its log says last.
-
-Who ended is read from the parent that reaped it. Whether memory ran out is known where the kernel
-says so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a
-process that held much of the machine's memory is called a likely one, never a sure one.
+How one ended is told in words: the signal, whether memory ran out, what its log says last. Who
+ended is read from the parent that reaped it. Whether memory ran out is known where the kernel says
+so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a process
+that held much of the machine's memory is called a likely one, never a sure one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Local engines are forked from a warm parent where the system allows it. Everything else (another
 system, a launcher the user named) is left to ipyparallel's own launchers, unchanged.
 
-Starting engines: who forks or spawns them, under which id, how long they are waited for.
+`Starter` starts engines: who forks or spawns them, under which id, how long they are waited for.
 """
 
 from __future__ import annotations

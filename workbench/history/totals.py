@@ -1,10 +1,8 @@
-"""Exact sums over a whole run; they do not suffer when rows are decimated.
+"""What is known of a whole run, however its rows are decimated: sums, curves, its health.
 
-A curve of bounded size that never loses its extremes: buckets whose width doubles.
-
-Whether a loss is a number, and still is.
-
-How old the parameters were that asynchronous pushes were computed from.
+Sums are exact. A curve has a bounded size and never loses its extremes: buckets whose width
+doubles. Beside them: whether a loss is a number, and still is; how old the parameters were that
+asynchronous pushes were computed from.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rows of `%cluster`: what each engine is, where, how big, doing what.
 
-What each engine does, from what the kernel knows of its cell or run: a state and words.
-
-How the engines are, live: sampled at most once a second, and only while somebody looks.
+What an engine does, a state and words, follows from what the kernel knows of its cell or run. How
+the engines are is sampled at most once a second, and only while somebody looks.
 """
 
 from __future__ import annotations

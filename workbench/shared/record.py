@@ -4,11 +4,11 @@
 rows and columns of a history and the curves that every view draws are made of it.
 
 To add a column: an entry here (at the end: rows of saved runs begin with what they know), a field
-of `engine.recorder.StepResult`, the place that measures it, and its line in docs/metrics.md.
+of `StepResult` (`engine/telemetry/recorder.py`), the place that measures it, and its line in
+docs/metrics.md.
 
-Pure functions from measured records to the numbers that are shown.
-
-Definitions (one clock per host, times in seconds):
+What is shown beside them is derived here, by pure functions of measured rows. Definitions (one
+clock per host, times in seconds):
 
 - sync wait of rank r in a step: `max(0, G - R_r)`, R_r when r's last gradient was ready, G the
   latest R of the step. At least one rank waits 0. The wall time of backward cannot name a

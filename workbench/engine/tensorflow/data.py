@@ -1,8 +1,8 @@
 """Data for TensorFlow strategies: whatever the user passes, as shares of global batches.
 
 Shares are NumPy arrays; a strategy puts them on its devices. Arrays and map-style data sets are
-taken in the same order as under PyTorch (`engine/training/shares.py`): one seed, one order. A tf.data set
-has an order of its own, and every engine reads all of it.
+taken in the same order as under PyTorch (`engine/training/shares.py`): one seed, one order. A
+tf.data set has an order of its own, and every engine reads all of it.
 """
 
 from __future__ import annotations

@@ -3,13 +3,9 @@
 Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
 `one_device` (Amdahl, 1967); efficiency is speed-up per worker.
 
-A comparison as plain JSON, small enough to be sent to a browser in one message.
-
-The figures of a comparison's row by name: what tables sort by, and what is exported.
-
-Loss curves with fewer points, which keep their extremes.
-
-What makes a comparison unfair, in plain words.
+A comparison is also plain JSON, small enough for one message to a browser: loss curves have fewer
+points there and keep their extremes. The figures of a row have names, by which tables sort and
+files are written. What makes a comparison unfair is said in plain words.
 """
 
 from __future__ import annotations

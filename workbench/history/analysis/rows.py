@@ -1,10 +1,9 @@
 """The rows of a comparison: one plan each, with mean and spread over its seeds.
 
-A comparison in one plain sentence, made from the measurements alone.
+The verdict is one plain sentence, made from the measurements alone.
 
-From which size of a step on distributing pays: a model with two measured terms.
-
-A step of a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
+From which size of a step on distributing pays is told by a model with two measured terms. A step of
+a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
 (`steady.Steady.work_s`): it is assumed to grow in proportion to the batch. Fixed is the rest:
 waiting, communication and overheads, assumed to take as long for any batch, since gradients are as
 large as the model whatever the batch. With a batch k times as large, one device and the plan take

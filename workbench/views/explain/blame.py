@@ -1,8 +1,7 @@
-"""Who waited for whom, as a matrix: a table, a figure, and text.
+"""Who waited for whom, as a matrix, and a run beside its ghost: tables, figures, and text.
 
-A run beside its ghost: the same steps without the straggler.
-
-Workers' time as rows of boxes, for pictures: one row per worker, one box per part of a step.
+The ghost is the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
+per worker, one box per part of a step.
 """
 
 from __future__ import annotations

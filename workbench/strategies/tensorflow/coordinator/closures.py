@@ -14,7 +14,7 @@ Times are the coordinator's. From one closure's end to the next one's begin a wo
 do: that is its data wait. What a closure returns is fetched only where a loss is due: each time
 where `wb.fit` or `model.fit` are under way, a few times a second in an own loop.
 
-Delays cannot be spent here, as the push would have happened by then (`delays.py`).
+Delays cannot be spent here, as the push would have happened by then (`feeds.py` does it).
 
 Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
 

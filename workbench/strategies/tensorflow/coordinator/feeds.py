@@ -13,7 +13,7 @@ While a fault is active, a closure's function is traced anew with two such calls
 
 Python functions do not travel with a graph. A `PyFunc` finds its function by a token in the
 registry of the process that runs it, so the worker's engine registers its own under known tokens
-(`servers.WorkerFaults`).
+(`WorkerFaults`).
 
 Source: `tensorflow/python/ops/script_ops.py`.
 """

@@ -11,7 +11,7 @@ Where a `model.fit` by closures stands, for checkpoints: the epoch, and how much
         goes on with initial_epoch=2, from its 8th batch on
 
 A global batch counts once its closures are scheduled; a checkpoint is taken when all closures have
-ended, so no push is under way then. `fit_place.py` is the same for strategies whose steps have an
+ended, so no push is under way then. `keras/fit.py` does the same for strategies whose steps have an
 order.
 """
 
