@@ -443,7 +443,7 @@ class Engines:
         self.idle_timeout_s = idle_timeout_s
 
     def about(self) -> dict[str, Any]:
-        """Return what the cluster's folder says about its processes (`kept.py`)."""
+        """Return what the cluster's folder says about its processes (`folders.py`)."""
         return {
             **self._ground.about(),
             "engines": {str(i): described(one) for i, one in self.engines.items()},

@@ -175,7 +175,7 @@ class ClusterServices:
     # -- kept clusters -----------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """Return what `take_over` needs to know; see `kept.py`."""
+        """Return what `take_over` needs to know; see `folders.py`."""
         running = self.hub.controller
         return {
             "parents": {name: _who(pid) for name, pid in self.parents.living.items()},

@@ -269,7 +269,7 @@ def examine(name: str, *args: Any) -> Any:
 
 
 def load(framework: str) -> list[str]:
-    """Import a framework beside the other one (see `frameworks.load`)."""
+    """Import a framework beside the other one (see `import_framework`)."""
     return import_framework(framework)
 
 

@@ -243,7 +243,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         """Return what a view needs, copied; about 0.3 ms for 4 workers.
 
         Args:
-            name, strategy, framework, state: Of the run; state is one of `lifecycle.State`.
+            name, strategy, framework, state: Of the run; state is one of `events.State`.
             dropped: Records lost on the way.
             plot_cpu: Share of one core that drawing took.
         """

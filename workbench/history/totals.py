@@ -50,7 +50,7 @@ class Totals:
         rows: (ranks,) rows received.
         rank_samples: (ranks,) samples of each worker.
         step_s: (ranks,) seconds inside steps.
-        parts_s: (ranks, 5) seconds in each of `metrics.PARTS`; unmeasured rows add nothing.
+        parts_s: (ranks, 5) seconds in each of `record.PARTS`; unmeasured rows add nothing.
         measured: (ranks, 5) rows in which the part was measured.
         sent_bytes: (ranks,) bytes sent; NaN while none was measured.
         bubble_s: (ranks,) seconds of pipelines' bubbles; NaN while none was measured.

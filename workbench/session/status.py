@@ -101,7 +101,7 @@ class Scene:
     Attributes:
         unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
             on.
-        run_state: Of the run it belongs to (`lifecycle.State`); empty of a cell without a strategy.
+        run_state: Of the run it belongs to (`events.State`); empty of a cell without a strategy.
         places: Where engines say that they are (`engine.stacks.where`), of those that were asked.
     """
 

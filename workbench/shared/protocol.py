@@ -47,7 +47,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Packet:
-    """A message as it travels; what reads it is here and in `seal.py` only.
+    """A message as it travels; what reads it is here only.
 
     Attributes:
         kind: How the message is called.

@@ -50,7 +50,7 @@ class Measured:
         name: Its unit stands in it.
         type: NumPy's, with its size.
         column: Whether a history keeps it as it was measured, under this name. The others are
-            kept as what `metrics.derive` makes of them.
+            kept as what `record.derive` makes of them.
         curve: Whether views draw its course where a run has it.
         rare: Whether a history has the column only where some row has a value.
         result: The field of a `StepResult` that has it, where that is called otherwise.
@@ -87,7 +87,7 @@ MEASURED = (
 RECORD = np.dtype([(one.name, one.type) for one in MEASURED])
 """One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN
 marks what could not be measured. Derived columns (sync wait, transfer, other, blame, the global
-loss) need the rows of all ranks and are computed in the kernel by `metrics.derive`."""
+loss) need the rows of all ranks and are computed in the kernel by `record.derive`."""
 
 COLUMNS = {one.name: one.type for one in MEASURED if one.column}
 CURVES = tuple(one.name for one in MEASURED if one.curve)

@@ -157,7 +157,7 @@ class RunSettings:
             nobody said.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
-        log: Where the run is written to besides its folder, as `targets.Target.text`.
+        log: Where the run is written to besides its folder, as `log_targets.Target.text`.
         name: Name of the run; empty for one made from the strategy.
     """
 

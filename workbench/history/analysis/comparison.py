@@ -65,7 +65,7 @@ class Comparison:
     rates: str = ""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return everything a browser needs as plain JSON; see `wire.pack`."""
+        """Return everything a browser needs as plain JSON; see `pack`."""
         return pack(self)
 
 
@@ -205,9 +205,9 @@ def pack(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON-ready data; what was not measured is null.
 
     The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
-    `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`,
+    `has_one_device`, `metrics`; `rows`: every figure of `fields` by its key, and `names`,
     `color` (its number), `spread` (name -> the values by seed), `memory_bytes` (by worker),
-    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`);
+    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `rows.Payoff`);
     `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point
     stands for several steps `low` and `high`. One set of points serves all three axes: they grow
     together.

@@ -245,7 +245,7 @@ class Lanes:
     Attributes:
         step: (steps,) their numbers.
         start_s: (steps, ranks) NaN where a rank has no row; the first one begins at 0.
-        parts_s: (steps, ranks, 5) seconds in each of `metrics.PARTS`; NaN where not measured.
+        parts_s: (steps, ranks, 5) seconds in each of `record.PARTS`; NaN where not measured.
     """
 
     step: NDArray[np.int64]

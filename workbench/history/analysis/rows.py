@@ -109,8 +109,8 @@ class ComparisonRow:
         relative: Throughput over the baseline's, whichever it is.
         relative_low, relative_high: The least and the greatest that both intervals allow.
         efficiency: `speedup / workers`; None with `speedup`.
-        parts_s: (5,) mean seconds per step in each of `metrics.PARTS`; 0 where not measured.
-        share: (5,) fractions of step time in each of `metrics.PARTS`; 0 where not measured.
+        parts_s: (5,) mean seconds per step in each of `record.PARTS`; 0 where not measured.
+        share: (5,) fractions of step time in each of `record.PARTS`; 0 where not measured.
         unmeasured: Names of the parts that no run of the row measured.
         shares: Fraction of step time in each of `SHARES`; NaN for what was not measured or does
             not apply. What is known adds up to 1.

@@ -11,7 +11,7 @@ The step waits for the slowest device, as in `mirrored`. Less memory is spent on
 optimizer; in exchange the one device carries all the traffic.
 
 Under Keras a mean is kept of what replicas write in the step (BatchNorm's statistics), and the
-seeds of Dropout are replica 0's: see `keras_patches.py`.
+seeds of Dropout are replica 0's: see `keras/patches.py`.
 
 Sources: tf.distribute.experimental.CentralStorageStrategy,
 https://www.tensorflow.org/guide/distributed_training#centralstoragestrategy; Li et al., Scaling

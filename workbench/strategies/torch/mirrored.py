@@ -19,8 +19,8 @@ them, so rank 0's are broadcast before each evaluation and at the end, not in ea
 DDP does by default: a broadcast there would hide who waits for whom.
 
 Option `allreduce` exchanges the all-reduce (`allreduce/`), `compress` shortens what is sent
-(`compression.py`); both average all gradients in one message after backward. Averaging hangs on
-backward, not on the model's forward (reduction.py), so a loss may come about in any way.
+(`allreduce/compression.py`); both average all gradients in one message after backward. Averaging
+hangs on backward, not on the model's forward (reduction.py), so a loss may come about in any way.
 """
 
 from __future__ import annotations

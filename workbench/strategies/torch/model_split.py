@@ -18,11 +18,12 @@ add up before the one optimizer step, each weighted by its samples, so the resul
 device. BatchNorm is the exception: it normalises over a microbatch. A parameter that two stages
 share (an embedding tied to the output layer) is held by both; they add up its gradients first.
 
-The last stage's worker computes the loss from the output (`split/program.py`). Where the model
+The last stage's worker computes the loss from the output (`pipeline/program.py`). Where the model
 computes it itself, the targets travel with the activations, and microbatches are equally large.
 
-Where the model is a function that returns one, no worker ever holds the whole (`split/build.py`).
-Where to cut is decided from measured times (`split/balance.py`), or by the user.
+Where the model is a function that returns one, no worker ever holds the whole
+(`pipeline/build.py`). Where to cut is decided from measured times (`pipeline/cut.py`), or by the
+user.
 """
 
 from __future__ import annotations

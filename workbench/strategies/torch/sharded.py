@@ -22,7 +22,7 @@ at least `unit_mb`; what is smaller travels with the whole.
 
 Bytes sent are counted call by call: a ring all-gather or reduce-scatter of a unit of S bytes has
 every worker send (n-1)/n S. Workers wait for each other in forward too, so the wait is read from
-the clock of a worker's own work (`timing.py`).
+the clock of a worker's own work (`parts/timing.py`).
 """
 
 from __future__ import annotations

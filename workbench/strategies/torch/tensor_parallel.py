@@ -21,7 +21,7 @@ q_proj/../o_proj, ..). Guesses are put to the proof before training: loss and gr
 sample must be what they are on one device, else those layers are gathered.
 
 Workers wait for each other inside forward and backward; the wait is read from the clock of a
-worker's own work (`timing.py`). Bytes sent are counted by intercepting the first step's
+worker's own work (`parts/timing.py`). Bytes sent are counted by intercepting the first step's
 collectives (ring all-reduce 2 (n-1)/n, all-gather and reduce-scatter (n-1)/n of the whole), and
 follow the number of samples after that.
 """

@@ -139,7 +139,7 @@ MODELS = {
 
 
 class WhatIfPicture(Picture, WhatIf):
-    """The run as it was and as it would have been; see `history.what_if.WhatIf`."""
+    """The run as it was and as it would have been; see `counterfactual.WhatIf`."""
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data: medians, throughputs, both timelines."""
@@ -219,7 +219,7 @@ _CLASSES = dict(zip(PARTS, ("data", "compute", "wait", "weights", "other"), stri
 
 
 def box(x: float, y: float, width: float, part: str, *, height: float = ROW) -> str:
-    """Return the box of one of `metrics.PARTS`; waiting is hatched."""
+    """Return the box of one of `record.PARTS`; waiting is hatched."""
     if part == "sync_wait_s":
         return (
             f'<rect class="k-wait s" stroke-width=".7" style="fill:url(#HATCH)" x="{x:.1f}" '

@@ -290,7 +290,7 @@ def label(worker: Worker, y: float, slow_rank: int | None) -> str:
 
 
 def box(x: float, y: float, width: float, part: str) -> str:
-    """Return the box of one of `metrics.PARTS`."""
+    """Return the box of one of `record.PARTS`."""
     fill = "url(#wb-hatch)" if part == HATCHED else phase_colors()[part]
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{fill}"/>'
 

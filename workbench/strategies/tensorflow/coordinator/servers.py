@@ -157,7 +157,7 @@ def shut(sockets: set[tuple[int, str]]) -> None:
 
 
 class WorkerFaults:
-    """Spends what is injected into this worker, inside the closures it runs (`delays.py`)."""
+    """Spends what is injected into this worker, inside the closures it runs (`feeds.py`)."""
 
     def __init__(self, context: RunContext, rank: int) -> None:
         self._faults = context.faults = FaultInjector(rank, context.spec.faults)

@@ -8,7 +8,7 @@ stage's weights are there):
     stage 1                    e1 -- forward -- e2 . . . g2 -- backward -- g1
     stage 2                                     e2 ----- g2
 
-`stage_marks.py` makes a result per stage and step of them; `markers.py` says why the marks are
+`StageMarks` makes a result per stage and step of them; `markers.py` says why the marks are
 stateless.
 
 When each stage of a split model was busy, step by step, from the marks in its graph.

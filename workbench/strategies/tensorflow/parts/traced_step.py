@@ -220,7 +220,7 @@ class Replica:
 
     @property
     def seen(self) -> Any:
-        """Return what a replica's row is made of (`step_log.py`): numbers, in a graph vectors."""
+        """Return what a replica's row is made of: numbers, in a graph vectors."""
         first, last = [self._began, self._samples], [self._mean, self._seen, *self.ready]
         if self._trace.eager:
             return [*first, *self._delays, *last]
