@@ -195,11 +195,13 @@ def companions(text: str, folder: Path) -> Iterator[Path]:
 
 
 def companion(path: Path) -> str:
-    """Return the sub-section of a file that a strategy builds on."""
+    """Return the sub-section of a file that a strategy builds on, or those of its algorithms."""
     title, _, rest = docstring(path).partition("\n")
-    # a file may hold several algorithms, each with its source
-    rest = re.sub(r"(?m)^(\w[^.\n]*: [^.\n]*)\.\n\n(?=Source)", "##### \\1\n\n", rest)
-    return f"#### {title.rstrip('.')}\n\n{to_markdown(rest)}"
+    # A file may hold several algorithms, each with its source: then each has a heading.
+    alone = r"(?:\A\n|(?<=\n\n))(\w[^.\n]*: [^.\n]*)\.\n\n(?=Source)"
+    rest = re.sub(alone, "#### \\1\n\n", rest).strip()
+    whole = to_markdown(rest)
+    return whole if rest.startswith("#### ") else f"#### {title.rstrip('.')}\n\n{whole}"
 
 
 def docstring(path: Path) -> str:

@@ -96,14 +96,18 @@ def test_a_hunk_whose_lines_have_changed_is_found(tmp_path: Path) -> None:
 
 
 FLAG = """
+import inspect
+
 from workbench.cookbook.recipe import Recipe
 from workbench.shared.plan import cell_of, make_plan
 from workbench.shared.protocol import RunSpec
 from workbench.shared.run_request import from_arguments, parse_cell_line
+from workbench.session.cluster import Cluster
 
 said = parse_cell_line("mirrored --denormals flush")
 assert said.denormals == "flush" and parse_cell_line("mirrored").denormals == "keep"
-assert from_arguments("mirrored", {"denormals": "flush"}).denormals == "flush"  # cluster.run
+assert from_arguments("mirrored", {"denormals": "flush"}).denormals == "flush"
+assert inspect.signature(Cluster.run).parameters["denormals"].default == "keep"
 plan = make_plan(Recipe(source="pass"), "mirrored", workers=2, **said.settings)
 assert cell_of(plan).startswith("%%distributed mirrored -n 2 --denormals flush\\n"), cell_of(plan)
 wire = {"mode": "run", "rank": 0, "world_size": 1, "ranks": [0], **plan.settings_to_wire()}
@@ -125,7 +129,7 @@ drawn = figure.run_figure(fake_snapshot())
 titles = [axes.get_title(loc) for band in drawn.subfigs for axes in band.axes
           for loc in ("left", "center")]
 texts = [text.get_text() for band in drawn.subfigs for axes in band.axes for text in axes.texts]
-assert "How long a step takes, ms" in titles + texts, titles + texts
+assert "Step times, ms" in titles + texts, titles + texts
 lengths = [axes for band in drawn.subfigs for axes in band.axes if len(axes.patches) == 20]
 assert sum(patch.get_height() for patch in lengths[0].patches) > 0
 assert figure.run_png(fake_snapshot(step=0)).startswith(b"\\x89PNG")
