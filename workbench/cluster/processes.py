@@ -37,7 +37,7 @@ _DEFAULTS = {
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
+# One thread in the parent, whatever the notebook says: see the fork hazards in server.py.
 _PARENT_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

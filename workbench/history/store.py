@@ -1,8 +1,10 @@
 """A run's history: rows from all ranks in, columns, exact totals and snapshots out.
 
-append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
-rest: the rows are on disk only;  wake, or whoever reads: they are read again
-rewind: a run goes on from an earlier step, what came after it is forgotten
+What comes in waits in a queue until somebody reads:
+
+    append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
+    rest: the rows are on disk only;  wake, or whoever reads: they are read again
+    rewind: a run goes on from an earlier step, what came after it is forgotten
 """
 
 from __future__ import annotations

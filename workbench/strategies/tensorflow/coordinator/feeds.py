@@ -1,13 +1,12 @@
-"""How a closure gets its samples.
+"""How a closure gets its samples, and its injected delays.
 
     Resident: the arrays are sent to every worker once; a closure is told which samples to take
     Fed:      a closure is sent its samples
 
 Whichever worker runs a closure, its samples are the same, so the order is that of one device.
 
-Injected delays in closures: calls of Python that the worker carries out.
-
-While a fault is active, a closure's function is traced anew with two such calls in it:
+Injected delays are calls of Python that the worker carries out. While a fault is active, a
+closure's function is traced anew with two such calls in it:
 
     began | pull, forward, backward . . . | delay | push
 

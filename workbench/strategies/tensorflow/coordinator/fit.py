@@ -5,7 +5,8 @@
 A closure runs wherever a worker is free, and its push stands alone: its loss is the mean over its
 own samples.
 
-Where a `model.fit` by closures stands, for checkpoints: the epoch, and how much of it is done.
+For checkpoints it is known where a `model.fit` by closures stands: the epoch, how much of it is
+done.
 
     fit(epochs=5), checkpoint in epoch 2 after 7 batches:
         goes on with initial_epoch=2, from its 8th batch on

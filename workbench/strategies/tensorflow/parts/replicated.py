@@ -9,8 +9,7 @@ runs in its scope, so a model that is built there belongs to it:
 
 Source: https://www.tensorflow.org/guide/distributed_training.
 
-Keeps data sets alive for as long as an iterator over several devices reads them.
-
+Data sets are kept alive for as long as an iterator over several devices reads them.
 `MultiDeviceIterator` reads ahead on a thread of its own. When it is deleted it lets go of its data
 set first, and only then waits for that thread:
 
