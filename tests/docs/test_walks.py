@@ -193,7 +193,7 @@ torch.manual_seed(3)
 x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
 wb.fit(model, (x, y), loss=torch.nn.CrossEntropyLoss(), batch_size=10, steps=12,
-       optimizer=lambda p: torch.optim.Adam(p, 0.02))
+       optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9))
 tiny = torch.tensor([1e-310], dtype=torch.float64) * 0.5
 """
 
