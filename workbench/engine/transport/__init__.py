@@ -4,8 +4,8 @@
     gradient (size_bytes) ----- push ------> mailbox r (size_bytes)
     parameters            <---- reply ------ board     (size_bytes)
 
-Every link is one stream that carries small headers (`connection`). What the buffers themselves travel
-through depends on where the two processes are:
+Every link is one stream that carries small headers (`connection`). What the buffers themselves
+travel through depends on where the two processes are:
 
     shared_memory   same host: mailbox and board are mapped by both; headers on a Unix socket
     unix            same host: buffers follow their headers on the Unix socket
