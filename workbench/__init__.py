@@ -2,7 +2,26 @@
 
 Importing this package loads no framework; every name below is loaded when it is first used. In the
 notebook: `%load_ext workbench`, `import workbench as wb`. On the engines the injected `wb` is this
-same package.
+same package. `docs/architecture.md` has the picture; the folders, from what stands alone to what
+uses all of them:
+
+    errors       what every error says: what happened, what was seen, what is allowed, the next step
+    shared/      what do the notebook's side and the engines' side both know
+    catalog/     which strategies are there, what can each do, what does it send
+    cookbook/    what is trained: recipes
+    data/        small data sets for lessons and tests
+    engine/      what happens on an engine
+    strategies/  how is a model trained on several workers: one file each
+    cluster/     how are engines started, watched and ended
+    history/     what is known of a run, step by step
+    views/       how is it drawn
+    execution/   a run from its request to its end
+    session/     one cluster and all that can be asked of it
+    notebook/    what a notebook sees: its session, recipes, comparisons
+    panels/      the workbench with the mouse
+    magics       what does each magic's line ask for
+    labs/        the exercises: made, checked, graded
+    cli          the `workbench` command of a shell
 """
 
 from __future__ import annotations

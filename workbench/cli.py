@@ -1,12 +1,8 @@
 """`workbench demo`, `lab`, `labs`, `grade`, `ps` and `stop`: the main job from a shell.
 
-`workbench ps` and `workbench stop`: the clusters of this user on this machine.
-
-`workbench labs` and `grade`: labs made from their sources, and what students hand in.
-
-`workbench lab`, which opens JupyterLab, is one letter away: who mixes them up is led to the other.
-
-Where the notebooks are that come with the package.
+`ps` and `stop` are about the clusters of this user on this machine; `labs` makes labs from their
+sources, `grade` runs what students hand in. `lab`, which opens JupyterLab, is one letter away: who
+mixes them up is led to the other. Where the package's notebooks are is known here as well.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 No code lives here and nothing is imported but the errors, so the kernel, the engines, the
 documentation and the tests read the same table. To add a strategy, add one entry in `torch.py` or
 `tensorflow.py` and one file under `strategies/`.
+
+    spec           what can be said of a strategy and of an option
+    schedules      what does each pipeline schedule ask for and promise
+    diagrams       what is a picture of a step made of, and how do collectives look in it
+    step_messages  who sends what to whom in a step of each strategy
+    torch          which strategies does PyTorch have
+    tensorflow     which strategies does TensorFlow have
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Collectives as arrows: what the descriptions of several strategies share.
-
-Each function takes the ids of the members in order and returns phases; with one member there is
-nobody to talk to, and none. `unit` is the size of the whole tensor.
-
-What a step of every strategy sends, as data: who sends what to whom, when, and how much.
+"""What a step of a strategy sends, as data: who sends what to whom, when, and how much.
 
 A `Diagram` is nodes (workers, servers, devices), and phases in the order of time. A phase is work,
 messages, or both; its arrows leave together unless `order` says otherwise. Sizes are formulas over
@@ -11,7 +6,9 @@ a few unknowns (`M`, the bytes of the model's gradients), so they hold for every
 compared with what a run has measured.
 
 Each strategy's description is a small function that its entry of the catalog names (`messages`);
-collectives that several share are in `patterns.py`. Nothing here draws.
+what all of them send is in `step_messages.py`. Collectives that several share are functions here:
+each takes the ids of the members in order and returns phases; with one member there is nobody to
+talk to, and none. `unit` is the size of the whole tensor. Nothing here draws.
 """
 
 from __future__ import annotations

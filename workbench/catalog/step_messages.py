@@ -1,6 +1,6 @@
-"""What PyTorch's strategies send in a step; the sizes are those that `sent_bytes` counts.
+"""What each strategy sends in a step: one function for each, named by its entry of the catalog.
 
-What TensorFlow's strategies send in a step; TensorFlow itself does not count the bytes.
+PyTorch's sizes are those that `sent_bytes` counts; TensorFlow itself does not count the bytes.
 """
 
 from __future__ import annotations

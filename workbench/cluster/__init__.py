@@ -1,0 +1,18 @@
+"""Processes: engines and what they stand on, from their start to their end.
+
+Nothing here knows what a run is. The modules, from the machine up to the cluster:
+
+    limits       what does an administrator allow on this machine, and who could listen on it
+    processes    how is a helper process started, and how did a process end
+    devices      which devices are there, and which worker gets which
+    folders      where are the private files of a cluster, and which clusters are there
+    controller   ipyparallel's controller, as a program that ends by itself
+    hub          how is a controller started, and how does this kernel talk to it
+    forkserver/  the warm parent, which forks engines with the framework loaded
+    services     how is all that made ready before anybody asks for engines
+    progress     how far is a start
+    engines      how are engines started, watched, called and stopped
+    calls        how is a function called on engines, and how do its outputs come back
+    router       how do messages of the control path reach the kernel, and leave it
+    vitals       what does each engine's process use, and what did it log last
+"""

@@ -1,6 +1,6 @@
 """Calls into engines over ipyparallel: a function entered by name, its outputs as they come.
 
-Calls that engines have not answered yet.
+Those that engines have not answered yet are kept here too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The warm parent ends the controller when the kernel is gone. This is for when the warm parent is
 gone too, or never was: the cluster's folder names the process that must be alive for the cluster to
-be in use (`profile.own`), and the controller looks whether it is.
+be in use (`own`, in `folders.py`), and the controller looks whether it is.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A cluster has its own folder, its own cluster id and its own controller, so it n
 user's other clusters. Local engines are forked from a warm parent where the system allows it;
 everything else is left to ipyparallel's own launchers, unchanged. Kept ones go to another kernel:
 
-this kernel: keep ── about (into cluster.json) ── release, or its end
-the next:    take_over ── invite (control.json) ── expect, for calls under way
+    this kernel: keep ── about (into cluster.json) ── release, or its end
+    the next:    take_over ── invite (control.json) ── expect, for calls under way
 
-What the kernel knows of an engine, and who is told what becomes of it.
+`EngineInfo` is what the kernel knows of an engine.
 """
 
 from __future__ import annotations
@@ -443,7 +443,7 @@ class Engines:
         self.idle_timeout_s = idle_timeout_s
 
     def about(self) -> dict[str, Any]:
-        """Return what the cluster's folder says about its processes (`kept.py`)."""
+        """Return what the cluster's folder says about its processes (`folders.py`)."""
         return {
             **self._ground.about(),
             "engines": {str(i): described(one) for i, one in self.engines.items()},

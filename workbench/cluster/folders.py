@@ -1,6 +1,6 @@
 """Private folders of clusters: connection files, logs, pids. Never the user's IPython profile.
 
-What a cluster's folder says about it, for `workbench ps` and whoever takes it over.
+What a folder says about its cluster, for `workbench ps` and whoever takes it over:
 
     cluster.json         who owns it, its engines and other processes
     task.jsonl           what it was asked to run and has not settled: the last line says it
@@ -9,7 +9,7 @@ What a cluster's folder says about it, for `workbench ps` and whoever takes it o
 
 Everything is read with distrust: a crash may have left half of it, and any number of dead pids.
 
-Which engines a user has on this machine, whichever notebook or kept cluster they belong to.
+From them follows which engines a user has on this machine, in whichever notebook or kept cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """ipyparallel's controller of one cluster, and this kernel's client of it.
 
-An ipyparallel engine launcher that forks engines from a warm parent.
-
+With it comes an engine launcher for ipyparallel that forks engines from a warm parent.
 `ipyparallel.Cluster(engines="workbench", n=4)` works by itself: the launcher then starts a warm
 parent of its own. `wb.Cluster` hands in one that is warm already.
 """

@@ -1,4 +1,6 @@
-"""Limits that an administrator sets for everybody on a machine; users can only make them stricter.
+"""Limits of an administrator, and what listens beyond this machine.
+
+Limits hold for everybody on a machine; users can only make them stricter.
 
 Two places are read, and the stricter value of each limit holds:
 
@@ -10,7 +12,7 @@ A file that cannot be read or understood is an error, not "no limits": a mistype
 an open door. What this cannot do is said in `docs/shared-machines.md`: it guards against mistakes
 and greed by accident, not against somebody who changes the code that reads it.
 
-What listens beyond loopback when `--hosts` is given, and how the user is told.
+With `--hosts` something listens beyond loopback: what, and how the user is told.
 """
 
 from __future__ import annotations

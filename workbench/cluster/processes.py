@@ -1,10 +1,9 @@
 """Starting our own helper processes from the kernel, and how processes end.
 
-How a process ended, in words: the signal, whether memory ran out, what its log says last.
-
-Who ended is read from the parent that reaped it. Whether memory ran out is known where the kernel
-says so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a
-process that held much of the machine's memory is called a likely one, never a sure one.
+How one ended is told in words: the signal, whether memory ran out, what its log says last. Who
+ended is read from the parent that reaped it. Whether memory ran out is known where the kernel says
+so: its log, where we may read it, or its counts of such kills. Elsewhere a SIGKILL of a process
+that held much of the machine's memory is called a likely one, never a sure one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _DEFAULTS = {
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-# One thread in the parent, whatever the notebook says: see the fork hazards in warm.py.
+# One thread in the parent, whatever the notebook says: see the fork hazards in server.py.
 _PARENT_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -1,9 +1,9 @@
 """The kernel's end of the control path: one authenticated ROUTER on loopback, one thread.
 
 Messages that are not signed with the cluster's key are counted and dropped before they are parsed,
-and so is one that was recorded and comes again (`seal.py`).
+and so is one that was recorded and comes again.
 
-Questions to engines that their control threads answer, whatever the main thread does.
+Questions to engines go the same way: their control threads answer, whatever the main thread does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Local engines are forked from a warm parent where the system allows it. Everything else (another
 system, a launcher the user named) is left to ipyparallel's own launchers, unchanged.
 
-Starting engines: who forks or spawns them, under which id, how long they are waited for.
+`Starter` starts engines: who forks or spawns them, under which id, how long they are waited for.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class ClusterServices:
     # -- kept clusters -----------------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
-        """Return what `take_over` needs to know; see `kept.py`."""
+        """Return what `take_over` needs to know; see `folders.py`."""
         running = self.hub.controller
         return {
             "parents": {name: _who(pid) for name, pid in self.parents.living.items()},

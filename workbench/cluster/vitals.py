@@ -1,15 +1,13 @@
-"""How each engine is, as data, and the last line of its log.
+"""How each engine is, as data: CPU, memory, GPUs, and the last line of its log.
 
-What processes of this host use: CPU and memory of engines with all that they have started.
+Processes of this host are read with all that they have started. Read often and for many engines, so
+every reading has a price: times and resident set cost about 30 us a process; the proportional set
+size (PSS), which alone counts pages that forked engines share, costs 2 to 5 ms an engine with
+PyTorch and is read in turn, within a budget (`PSS_BUDGET_S`). In between, what the resident set has
+grown by is added to it: new pages are the engine's own.
 
-Read often and for many engines, so every reading has a price: times and resident set cost about
-30 us a process; the proportional set size (PSS), which alone counts pages that forked engines
-share, costs 2 to 5 ms an engine with PyTorch and is read in turn, within a budget (`PSS_BUDGET_S`).
-In between, what the resident set has grown by is added to it: new pages are the engine's own.
-
-What GPUs do, read through NVML: how busy each is, and the memory of each process.
-
-NVML is asked, never CUDA, for the reason that `devices.py` gives. Functions as in
+How busy each GPU is, and the memory of each process there, is read through NVML. NVML is asked,
+never CUDA, for the reason that `devices.py` gives. Functions as in
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
 

@@ -1,8 +1,7 @@
 """What is trained: the code of a cell or a function, named so that it can be run again.
 
-Functions as recipes: what may be one, and what its parameters are.
-
-How a recipe trains, read from its source without running it.
+A function may be a recipe, with its parameters. How a recipe trains is read from its source,
+without running it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Importing this module loads no framework. Each function returns a PyTorch data set, or with
 `arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
+
+    arrays      how do the data sets look as NumPy arrays
+    torch_sets  how do they look as PyTorch data sets
 """
 
 from __future__ import annotations

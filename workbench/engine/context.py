@@ -1,9 +1,8 @@
 """The run an engine is taking part in: what strategies, `wb.fit` and `wb.log` are handed.
 
-What the engines of a run say to each other before anything else connects them.
-
-A value that one engine posts (`RunContext.post`) goes up its control link to the kernel, which
-hands it to every engine of the run:
+Its board is what the engines of a run say to each other before anything else connects them. A value
+that one engine posts (`RunContext.post`) goes up its control link to the kernel, which hands it to
+every engine of the run:
 
     worker 1 -- post("address", "127.0.0.1:40123") --> kernel --> board of each engine
 

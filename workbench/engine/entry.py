@@ -1,17 +1,15 @@
 """Where ipyparallel enters an engine; the only engine module that knows IPython.
 
-What an engine says to ipyparallel around each of our requests: no more than somebody reads.
+Around each of our requests an engine says no more than somebody reads. ipykernel announces each
+request, writes it into the log, and hands both streams over to its thread three times, which takes
+longer than an empty cell. What the order of outputs rests on stays: all that a cell printed is on
+its way before `idle` is, and `idle` says that nothing more comes.
 
-ipykernel announces each request, writes it into the log, and hands both streams over to its thread
-three times, which takes longer than an empty cell. What the order of outputs rests on stays: all
-that a cell printed is on its way before `idle` is, and `idle` says that nothing more comes.
+An engine that took another one's place is lent what its cell needs by one that lives. A fresh
+engine has none of what earlier cells defined. Functions, classes and data travel by value, through
+the kernel, which never looks inside.
 
-Variables for an engine that took another one's place: what its cell needs, from one that lives.
-
-A fresh engine has none of what earlier cells defined. Functions, classes and data travel by value,
-through the kernel, which never looks inside.
-
-Which frameworks this engine has imported, and importing one beside another.
+Which frameworks this engine has imported is asked here, and another one imported beside them.
 """
 
 from __future__ import annotations
@@ -271,7 +269,7 @@ def examine(name: str, *args: Any) -> Any:
 
 
 def load(framework: str) -> list[str]:
-    """Import a framework beside the other one (see `frameworks.load`)."""
+    """Import a framework beside the other one (see `import_framework`)."""
     return import_framework(framework)
 
 

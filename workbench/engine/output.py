@@ -3,12 +3,11 @@
 The whole text up to the limit, then the newest lines once a second, then the last ones and how
 much was left out.
 
-Progress bars without widgets: those of an engine have no notebook that would draw them.
-
-`tqdm.auto` and `tqdm.notebook` see a kernel and choose ipywidgets, whose changes go to the
-engine's own client; so does rich's live display. Here `tqdm.notebook` holds bars of text, whoever
-imports it (Lightning, the Hugging Face libraries), and rich draws into one display that is
-replaced. They stand in the rank's block, and end as they end.
+Progress bars are text, not widgets: an engine has no notebook that would draw those. `tqdm.auto`
+and `tqdm.notebook` see a kernel and choose ipywidgets, whose changes go to the engine's own client;
+so does rich's live display. Here `tqdm.notebook` holds bars of text, whoever imports it (Lightning,
+the Hugging Face libraries), and rich draws into one display that is replaced. They stand in the
+rank's block, and end as they end.
 """
 
 from __future__ import annotations

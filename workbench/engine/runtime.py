@@ -1,11 +1,10 @@
 """What happens on an engine around a cell: the run is set up, the cell runs, nothing is left.
 
 Knows neither IPython nor a framework: the shell is handed in, the framework's own file
-(`engine/<framework>_support.py`) is loaded by name.
+(`engine/<framework>/support.py`) is loaded by name.
 
-What the kernel is told of a cell's end on this engine.
-
-Where parameters are on servers: a worker's links to them, and what a server does meanwhile.
+What the kernel is told of a cell's end is made here; and where parameters are on servers, a
+worker's links to them, and what a server does meanwhile.
 """
 
 from __future__ import annotations

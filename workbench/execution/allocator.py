@@ -1,11 +1,9 @@
 """Which engines and devices a cell or a run gets, and the process group among them.
 
-Engines whose framework cannot be used any more give way to fresh ones.
-
-An engine says so itself, in the outcome of a cell (`errors.EngineSpentError`). Before anything was
-trained the run then begins again on the fresh engines; otherwise they are there for the next one.
-
-Engines get the framework that a run or a cell asks for.
+They have the framework that it asks for. An engine whose framework cannot be used any more gives
+way to a fresh one; it says so itself, in the outcome of a cell (`errors.EngineSpentError`). Before
+anything was trained the run then begins again on the fresh engines; otherwise they are there for
+the next one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def watch(task: Task, ask: Ask, held: Callable[[], bool] = lambda: False) -> Non
     """Keep `task.banner` true until the task is over.
 
     Args:
-        ask: Asks engines (`cluster.questions.Questions.ask`).
+        ask: Asks engines (`cluster.router.Questions.ask`).
         held: Whether the run stands still because its user wants it to.
     """
     limit_s = patience_s()

@@ -1,6 +1,6 @@
 """A run on its engines: submitted, begun again where engines must give way, settled.
 
-A run whose engines died goes on: with fresh ones in their places, or with fewer.
+A run whose engines died goes on, with fresh ones in their places or with fewer:
 
     running --an engine dies--> recovering --the cell has begun again--> running
                                     |

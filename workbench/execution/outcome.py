@@ -1,10 +1,7 @@
-"""Which of several ranks' errors is the reason, and what is said of the others; pure.
+"""How a cell or a run came out, from what its engines say and which of them died; pure.
 
-What is said of engines that died while they ran a cell; pure.
-
-How the end of a cell is told: whose fault it was, who only followed, the error raised; pure.
-
-What the engines' outcomes say about a run or a cell as a whole; pure.
+Which of several ranks' errors is the reason, who only followed, what is said of engines that died,
+which error is raised, and what it all says about the run as a whole.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Ranks that wait for their user: at a breakpoint, in `input()`.
+"""Ranks that wait for their user, at a breakpoint or in `input()`, and the prompt they get.
 
 A rank's question arrives on the router's thread and is held at once. A main thread that blocks in
-a cell sees to it (`prompt.attend`): there the prompt opens, or the rank goes on where the front end
+a cell sees to it (`attend`): there the prompt opens, or the rank goes on where the front end
 cannot ask. Where no cell blocks, the rank stays paused until `%cluster debug` opens it.
-
-The prompt of paused ranks: in the cell that blocks, or below `%cluster debug`.
 """
 
 from __future__ import annotations

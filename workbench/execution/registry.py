@@ -1,6 +1,6 @@
 """The runs and clusters of this process: `wb.runs`, names, and what ends with the notebook.
 
-`wb.load`: a saved run, back with its history, evaluations and weights.
+`wb.load` brings a saved run back, with its history, evaluations and weights.
 """
 
 from __future__ import annotations

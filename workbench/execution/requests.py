@@ -1,6 +1,6 @@
-"""What engines are asked to run: requests made from runs and cells; pure.
+"""What engines are asked to run: requests made from runs and cells, and checked first.
 
-What is checked before a cluster is started or asked for anything.
+The checks come before a cluster is started or asked for anything.
 """
 
 from __future__ import annotations

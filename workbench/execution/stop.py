@@ -1,10 +1,7 @@
 """Stop and Pause of a run: agreed on where its workers take steps together, enforced in the end.
 
-How the workers of a synchronous run agree on the step after which they stop or pause.
-
-Pure: answers in, the common step out.
-
-The kernel's interrupt ends what goes on on the engines, wherever in the kernel it strikes.
+The agreement of a synchronous run's workers is pure: answers in, the common step out. An interrupt
+of the kernel ends what goes on on the engines, wherever in the kernel it strikes.
 """
 
 from __future__ import annotations

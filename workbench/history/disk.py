@@ -2,7 +2,7 @@
 
     <run_dir>/
       run.json                 what was asked for and how it ended
-      records-rank<r>.bin      record.RECORD rows, one after the other
+      records-rank<r>.bin      rows of `RECORD`, one after the other
       events-rank<r>.jsonl     one event a line: name, t_s, fields
       weights.npz, weights.pt  written at the end of the run
 
@@ -11,7 +11,7 @@ engines were killed can be read up to the last whole row. Where it cannot be wri
 the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
 needs nothing but NumPy and the protocol.
 
-Reads a run's folder while its engines write it: every row and event once, in their order.
+`Tail` reads a run's folder while its engines write it: every row and event once, in their order.
 """
 
 from __future__ import annotations

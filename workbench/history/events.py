@@ -1,11 +1,10 @@
 """What a run's events say: how it was started, evaluations, notes, how it ended.
 
-A run that goes on from an earlier step: what came after that step is forgotten, then done again.
-
+When a run goes on from an earlier step, what came after that step is forgotten, then done again.
 The rows on disk are whole and not decimated, so the history is built anew from them, and every
 total stays exact: each step counts once, the way it was done last. Events of those steps
-(evaluations, logged values) go with them. Where rows are out of reach (engines of another host
-keep them there), the history keeps what it has, and rows of repeated steps are left out instead.
+(evaluations, logged values) go with them. Where rows are out of reach (engines of another host keep
+them there), the history keeps what it has, and rows of repeated steps are left out instead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The latest steps in full, for the timeline, the straggler and the present throughput.
 
-Time in which no worker is inside a step, cut short: a pause would leave a timeline to a few
+Time in which no worker is inside a step is cut short: a pause would leave a timeline to a few
 pixels of steps.
 
-Who is slow, where somebody is: one rule for all that name a worker.
-
-Workers are never equally fast in every step, so somebody always waits for somebody. Named is who
-costs the others time again and again: the steps are cut into `BLOCKS` stretches, and in each the
-worker that the others waited longest for leads the next one by so many seconds a step. It must
+Who is slow, where somebody is, follows from one rule for all that name a worker. Workers are never
+equally fast in every step, so somebody always waits for somebody. Named is who costs the others
+time again and again: the steps are cut into `BLOCKS` stretches, and in each the worker that the
+others waited longest for leads the next one by so many seconds a step. It must
 
 - lead by more than 2 ms and a tenth of the step in half of the stretches (of fewer than `FEW` steps
   by more than 5 ms and a quarter),

@@ -1,10 +1,8 @@
 """Turns rows from all ranks into what a history keeps: totals, curves, latest and stored rows.
 
-Puts the rows of one step together: ranks report on their own, in batches, in any order.
-
-The rows of a run in bounded memory: beyond the limit every second step is dropped.
-
-Columns that `wb.log` adds: sparse values by step and rank, in bounded memory.
+Ranks report on their own, in batches, in any order: first the rows of one step are put together.
+They are kept in bounded memory: beyond the limit every second step is dropped. So are the columns
+that `wb.log` adds, sparse values by step and rank.
 """
 
 from __future__ import annotations

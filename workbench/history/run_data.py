@@ -33,7 +33,7 @@ class RunData(Protocol):
 
     @property
     def state(self) -> Any:
-        """Where it is in its life (`lifecycle.State`)."""
+        """Where it is in its life (`events.State`)."""
 
     @property
     def is_over(self) -> bool:

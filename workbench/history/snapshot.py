@@ -38,8 +38,8 @@ class Timeline:
 
     Attributes:
         step: (steps,) step numbers.
-        start_s: (steps, ranks) seconds since the run began, without pauses (`gaps.closed`).
-        parts_s: (steps, ranks, 5) seconds in each of `metrics.PARTS`, in that order.
+        start_s: (steps, ranks) seconds since the run began, without pauses (`recent.closed`).
+        parts_s: (steps, ranks, 5) seconds in each of `record.PARTS`, in that order.
         cuts: Numbers of the steps before which time was left out.
     """
 
@@ -58,7 +58,7 @@ class Worker:
         device: `cpu`, `cuda:0 NVIDIA H200`.
         samples_per_s: Its own samples over wall time.
         potential_per_s: Its samples over the time it was not waiting.
-        share: Fractions of its time in each of `metrics.PARTS`, which add up to 1.
+        share: Fractions of its time in each of `record.PARTS`, which add up to 1.
         wait_ms: Median sync wait of a step, milliseconds.
         bubble: Share of its work and bubble in which it had nothing to do, 0..1, waits for data
             left out; NaN outside pipelines.
@@ -140,7 +140,7 @@ class Snapshot:
     """A run at one moment.
 
     Attributes:
-        state: One of `lifecycle.State`.
+        state: One of `events.State`.
         step, total_steps: Steps complete on every rank; total is None while unknown.
         elapsed_s: From the first step's start to the latest one's end, without pauses.
         samples_per_s: Global throughput over the latest seconds (over the run when it is over).
@@ -159,7 +159,7 @@ class Snapshot:
         split: How a pipeline's model was cut; None elsewhere.
         parallelism: `data` or `model`: whether workers take shares of the batch.
         banner: What holds the run up at the moment; empty when nothing does, and when it is over.
-        unmeasured: Names of `metrics.PARTS` that no row measured; they count 0 in shares and
+        unmeasured: Names of `record.PARTS` that no row measured; they count 0 in shares and
             timelines and are to be shown as not measured.
     """
 

@@ -1,8 +1,10 @@
 """A run's history: rows from all ranks in, columns, exact totals and snapshots out.
 
-append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
-rest: the rows are on disk only;  wake, or whoever reads: they are read again
-rewind: a run goes on from an earlier step, what came after it is forgotten
+What comes in waits in a queue until somebody reads:
+
+    append, event ── queue ── fold ──> Reducer, Story ──> columns, totals, snapshot
+    rest: the rows are on disk only;  wake, or whoever reads: they are read again
+    rewind: a run goes on from an earlier step, what came after it is forgotten
 """
 
 from __future__ import annotations
@@ -243,7 +245,7 @@ class RunHistory(Mapping[str, NDArray[Any]]):
         """Return what a view needs, copied; about 0.3 ms for 4 workers.
 
         Args:
-            name, strategy, framework, state: Of the run; state is one of `lifecycle.State`.
+            name, strategy, framework, state: Of the run; state is one of `events.State`.
             dropped: Records lost on the way.
             plot_cpu: Share of one core that drawing took.
         """

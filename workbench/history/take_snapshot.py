@@ -1,6 +1,7 @@
-"""Snapshots: what a view draws, computed from a history's reduced structures.
+"""Snapshots and columns, made from a history's reduced structures.
 
-A history's columns: which there are, and how each is made of the stored rows.
+A snapshot is what a view draws. Of columns it says which there are, and how each is made of the
+stored rows.
 """
 
 from __future__ import annotations

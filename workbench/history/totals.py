@@ -1,10 +1,8 @@
-"""Exact sums over a whole run; they do not suffer when rows are decimated.
+"""What is known of a whole run, however its rows are decimated: sums, curves, its health.
 
-A curve of bounded size that never loses its extremes: buckets whose width doubles.
-
-Whether a loss is a number, and still is.
-
-How old the parameters were that asynchronous pushes were computed from.
+Sums are exact. A curve has a bounded size and never loses its extremes: buckets whose width
+doubles. Beside them: whether a loss is a number, and still is; how old the parameters were that
+asynchronous pushes were computed from.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Totals:
         rows: (ranks,) rows received.
         rank_samples: (ranks,) samples of each worker.
         step_s: (ranks,) seconds inside steps.
-        parts_s: (ranks, 5) seconds in each of `metrics.PARTS`; unmeasured rows add nothing.
+        parts_s: (ranks, 5) seconds in each of `record.PARTS`; unmeasured rows add nothing.
         measured: (ranks, 5) rows in which the part was measured.
         sent_bytes: (ranks,) bytes sent; NaN while none was measured.
         bubble_s: (ranks,) seconds of pipelines' bubbles; NaN while none was measured.

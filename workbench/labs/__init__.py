@@ -1,7 +1,20 @@
 """The labs' side of the notebook: `labs.begin`, `labs.check`, and what the labs show.
 
-`from workbench import labs` in a notebook. `source` and `build` make the notebooks from the
-solutions, `grading` runs what students hand in; neither is loaded here.
+`from workbench import labs` in a notebook. `build` makes the notebooks from the solutions,
+`grading` runs what students hand in; neither is loaded here.
+
+    asking    what do `labs.begin` and `labs.check` do in a lab's cell
+    exercise  what is an exercise called, where does its cell run, who checks it
+    answers   what can a check ask for
+    side      who answers: this process, or a kernel by messages
+    plain     how does an answer travel: plain data, no pickle
+    limit     how does a cell end that never ends
+    checks/   what is right, lab by lab
+    blind     how is a blind case drawn, measured, sealed, scored
+    shows     what do labs show: formulas, namespaces
+    packing   how are a lab's runs taken home
+    build     how do a lab's notebooks come of its source
+    grading/  how are handed-in notebooks run and marked
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a check can ask: names of the notebook, variables of the engines, code to run there.
 
-A run as a check sees it: facts, taken once, that no later cell can change.
-
-What a check says: right, not right, and a hint; never the answer.
+A run as a check sees it is facts, taken once, that no later cell can change. What a check says is
+right, or not right and a hint; never the answer.
 """
 
 from __future__ import annotations

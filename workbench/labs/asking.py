@@ -1,6 +1,7 @@
-"""`labs.check("3.2")`: looks at an answer, and remembers what came out.
+"""`labs.begin(3)` and `labs.check("3.2")`: what a lab's cells ask for.
 
-`labs.begin(3)`: the lab's engines, and a limit for exercises that never end.
+The first brings the lab's engines, and a limit for exercises that never end; the second looks at an
+answer, and remembers what came out.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 `from workbench.labs import blind` in a notebook. A prediction counts only where it was sealed
 before anything of its case was run; a case that was run comes back with other numbers.
 
-Runs and messages on the cluster that a blind case describes: its delays are injected.
-
-Blind cases: a model, a batch, workers and their links, drawn from a seed, and how to score.
+A case is a model, a batch, workers and their links, drawn from a seed, and how to score. Runs and
+messages are made on the cluster that it describes: its delays are injected.
 
 A case's card says what one would know of a cluster before renting it. How long the model computes
 and what the links carry is hidden: it can be measured by probes, and shows in what runs achieve.

@@ -1,7 +1,6 @@
 """Makes the notebooks of a lab from its source: the students' and the instructors'.
 
-A lab's source: a Markdown file with its text, steps, exercises, solutions and wrong answers.
-
+The source is a Markdown file with the lab's text, steps, exercises, solutions and wrong answers.
 Prose is Markdown. A fenced block of `python` is a cell. What follows the word says which kind:
 
     ```python                    a step: students get it as it is, and the figure it drew

@@ -1,8 +1,7 @@
-"""`labs.beside`: a formula, what it predicts, and what was measured.
+"""What labs show: `labs.beside` and `labs.namespaces`.
 
-`labs.namespaces`: a picture of what the notebook and the engines hold just now.
-
-The notebook's names and the engines', side by side: what lives where.
+The first is a formula, what it predicts, and what was measured; the second a picture of what the
+notebook and the engines hold just now: their names side by side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`wb.compare` and `wb.strategies`: runs side by side, and what there is to pick from.
+"""`wb.compare`, `wb.strategies`, `wb.diagram`: runs side by side, and what there is to pick from.
 
-`wb.diagram`: who sends what to whom in a step of a strategy, as a picture and as data.
+A diagram says who sends what to whom in a step of a strategy, as a picture and as data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`%push` and `%pull`: variables between the notebook and the engines.
 
-Text into the notebook: a new cell below the one that is running.
+`wb.to_a_cell` puts text into the notebook: a new cell below the one that is running.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The cluster's row: how many engines, start, restart, stop, and a line per engine.
 
-Run: what is picked goes into the cluster's queue, which `wb.queue` and magics use as well.
+Below it the queue: Run puts there what is picked; `wb.queue` and magics use the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The run on show: its live dashboard, with the buttons of the dashboard below a cell.
 
-What a run tells a class: step by step, who waited for whom, what if, and can it be believed.
-
-The fault lab: what `--inject` and `run.inject` do, by sliders, on the run that goes on.
+Two more parts are about that run: what it tells a class (step by step, who waited for whom, what
+if, can it be believed), and the fault lab: what `--inject` and `run.inject` do, by sliders.
 """
 
 from __future__ import annotations

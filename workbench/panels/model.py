@@ -5,7 +5,7 @@
 
 There is one `Panel` for a notebook's session, so two panels in one notebook show the same.
 
-A section of the panel: what it shows, and what its controls do.
+A `Part` is a section of it: what it shows, and what its controls do.
 """
 
 from __future__ import annotations

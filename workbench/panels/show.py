@@ -1,8 +1,7 @@
 """`wb.panel()` and `%panel`: the panel of this notebook, shown.
 
-The panel's sections, in the order in which they are drawn up.
-
-Sends the panel's sections and the run's frames to the widgets, at most 5 times a second.
+The parts are listed here in the order in which they are drawn up. A `Pump` sends them and the run's
+frames to the widgets, at most 5 times a second.
 """
 
 from __future__ import annotations

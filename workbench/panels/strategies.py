@@ -1,6 +1,6 @@
 """The cards of the catalog: which strategies are run, with which options, how often.
 
-Which strategies can run here and now, and why the others cannot: asked of the plans' checks.
+Which of them can run here and now, and why the others cannot, is asked of the plans' checks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Sampled(Protocol):
 
 
 class Heard(Protocol):
-    """The runs of the cluster; `hearing.Hearing` is one."""
+    """The runs of the cluster; `RunDispatcher` is one."""
 
     @property
     def folders(self) -> Mapping[int, Path]:

@@ -1,9 +1,8 @@
 """`wb.attach`, `%cluster attach`: take over a kept cluster, with what runs on it.
 
-A cell or a run that another notebook began, followed through what its engines write.
-
-Rows, events and outputs are read from disk from the beginning, so none is lost and none comes
-twice, whoever was there to hear them meanwhile.
+A cell or a run that another notebook began is followed through what its engines write. Rows, events
+and outputs are read from disk from the beginning, so none is lost and none comes twice, whoever was
+there to hear them meanwhile.
 """
 
 from __future__ import annotations

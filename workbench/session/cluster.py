@@ -1,6 +1,6 @@
 """`wb.Cluster`: engines, the runs on them, and the cells without a strategy.
 
-Whose the engines' messages are: the runs of a cluster, by the number that messages name.
+Its `RunDispatcher` finds whose a message of an engine is: runs by the number that messages name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`%cluster debug`: a paused rank, a failed one, or debugpy for VS Code.
 
-The post-mortem of a failed rank: its frames, their variables, pdb's commands on them.
+Of a failed rank there are its frames, their variables, and pdb's commands on them.
 """
 
 from __future__ import annotations

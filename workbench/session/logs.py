@@ -1,7 +1,4 @@
-"""`%cluster logs`: an engine's last lines, and what comes after them.
-
-`%cluster stacks`: where every thread of every engine is, now.
-"""
+"""`%cluster logs` and `%cluster stacks`: an engine's log, and where its threads are."""
 
 from __future__ import annotations
 

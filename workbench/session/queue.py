@@ -1,10 +1,8 @@
 """Several plans, one run after the other: in the background, or in the cell that asked for them.
 
-The row itself is `lineup.py`; here is what can be asked of it, and the thread that works it off.
-
-Looks at a run that was queued every now and then: how far and how fast it is.
-
-Plans of every recipe under every strategy with every seed.
+The row itself is `queue_state.py`; here is what can be asked of it, and the thread that works it
+off and looks now and then how far and how fast the present run is. `%%distributed` with several
+strategies or seeds is made into a plan for each here as well.
 """
 
 from __future__ import annotations

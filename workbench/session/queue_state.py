@@ -6,8 +6,7 @@
 One runs at a time, in the order of the list. A batch is what was added since nothing was left to
 do; a new batch makes the list forget the one before (its runs are in `wb.runs`).
 
-How long a row of runs will take yet, from how fast the present one is and what others took.
-
+How long a row of runs will take yet follows from how fast the present one is and what others took.
 A run takes its beginning (engines, data, the model) and then so much for each step. The one that
 runs is extrapolated by its own steps. One that waits is expected to take what runs of its kind
 took, by the mean, its steps scaled to its own number of steps or epochs. Where no run of its kind

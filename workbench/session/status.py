@@ -1,8 +1,7 @@
 """Rows of `%cluster`: what each engine is, where, how big, doing what.
 
-What each engine does, from what the kernel knows of its cell or run: a state and words.
-
-How the engines are, live: sampled at most once a second, and only while somebody looks.
+What an engine does, a state and words, follows from what the kernel knows of its cell or run. How
+the engines are is sampled at most once a second, and only while somebody looks.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Scene:
     Attributes:
         unfinished: Engines that are at the cell, and which part they take; empty when nothing goes
             on.
-        run_state: Of the run it belongs to (`lifecycle.State`); empty of a cell without a strategy.
+        run_state: Of the run it belongs to (`events.State`); empty of a cell without a strategy.
         places: Where engines say that they are (`engine.stacks.where`), of those that were asked.
     """
 

@@ -1,4 +1,6 @@
-"""Checkpoints on disk, as both sides see them: where they are, which is the last good one.
+"""Checkpoints on disk and weights of models, as both sides see them.
+
+Where checkpoints are, and which is the last good one:
 
     DIR/
       run.json            the run's plan: what `wb.resume(DIR)` starts again
@@ -13,27 +15,22 @@ nobody reads and the next checkpoint removes. What a disk, a copy or a hand does
 found by the checksums before anything is loaded; checkpoints of versions that wrote none load as
 they are.
 
-Checksums: what is read from a disk is what was written there, or is refused by name.
+With checksums what is read from a disk is what was written there, or is refused by name. CRC-32
+finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It is no proof
+against somebody who means it: read only folders that you trust (`docs/security.md`).
 
-CRC-32 finds every flipped bit and every burst of up to 32; it costs about 0.3 ms per MB. It is no
-proof against somebody who means it: read only folders that you trust (`docs/security.md`).
-
-Weights of one model put into another of the same form, also across frameworks; pure.
-
-Within a framework weights are found by name; those of Keras in their order where the names differ
-(a model built a second time may be called `sequential_1`). Across frameworks they come in order:
-layer after layer, and within a layer in the order both frameworks use (matrix, bias; scale, shift,
-mean, variance). What differs is how a layer's matrix lies in memory:
+Weights of one model are put into another of the same form, also across frameworks (pure), and a
+run's final weights into a model of the notebook; that model brings its framework, nothing is
+imported here. Within a framework weights are found by name; those of Keras in their order where the
+names differ (a model built a second time may be called `sequential_1`). Across frameworks they come
+in order: layer after layer, and within a layer in the order both frameworks use (matrix, bias;
+scale, shift, mean, variance). What differs is how a layer's matrix lies in memory:
 
 | | PyTorch | Keras |
 |---|---|---|
 | dense | (out, in) | (in, out) |
 | convolution | (out, in, height, width) | (height, width, in, out) |
 | dense behind flattened maps | rows by (channel, place) | rows by (place, channel) |
-
-A run's final weights, put into a model of the notebook.
-
-The notebook's side imports no framework: the model brings its own.
 """
 
 from __future__ import annotations

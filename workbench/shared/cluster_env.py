@@ -1,7 +1,4 @@
-"""Which cluster a process belongs to, and how it writes files that go with the cluster.
-
-What a framework's import depends on; shared by both sides, imports nothing of either.
-"""
+"""Which cluster a process belongs to, its files there, and what a framework's import depends on."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""What happens in a run, one class each: engines tell the kernel, the kernel adds its own.
+"""What happens in a run, which states follow, and what comes when in a Stop. Pure, for both sides.
+
+Events have a class each: engines tell the kernel, the kernel adds its own.
 
 An event travels and lies on disk as its name and its fields (`to_wire`). `read` makes it of them
 again; a name that is not here is refused. Fields that another version wrote and this one does not
 know are left out, those that it did not write have their defaults.
 
-A run's life as a pure state machine: events in, the next state out.
+A run's life is a state machine: events in, the next state out.
 
-What happens after how many seconds when a run is stopped, or a cell interrupted: one table.
+What happens after how many seconds when a run is stopped, or a cell interrupted, is one table:
 
     Stop
     at once              the kernel asks every worker for its step; where workers take steps apart,
@@ -27,8 +29,6 @@ What happens after how many seconds when a run is stopped, or a cell interrupted
       GROUP_GONE_S       a process group that does not go is broken; it is left after as long again
     HEARD_S              nobody has told of that engine's end: the cell is over all the same
     SETTLE_S             the notebook's cell comes back, whatever is left
-
-Pure, for both sides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the lines of all magics are made of: words, whole numbers, ranks, a comment at the end.
 
-Parses the line of `%cluster`; knows words and flags, touches nothing.
+The line of `%cluster` is parsed here too. Knows words and flags, touches nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan: a recipe, a strategy and its options, validated before any engine is touched.
 
-Writes a plan back as the cell that asks for it: the magic's line, and below it the source.
+`cell_of` writes it back as the cell that asks for it: the magic's line, and below it the source.
 
 The line holds only what differs from the defaults, always in the same order, so equal plans give
 equal text:

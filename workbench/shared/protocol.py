@@ -3,12 +3,10 @@
 Every message is `[signature, header, payload...]`: the header is JSON, payloads are raw bytes
 (packed records), the signature is HMAC-SHA256 over both with the cluster's key. Nothing is ever
 unpickled, and a message whose signature does not match is counted and dropped before it is parsed.
-`seal.py` adds what makes a signed message good once only.
-
 What there is to say is in `messages.py`. `encode` makes a packet of it; `decode_up` and
 `decode_down` make it of a packet again, each for one direction.
 
-Signed messages that are good once: for one receiver, in one session, in one direction.
+A signed message is good once: for one receiver, in one session, in one direction.
 
     engine -> kernel   via = [engine's nonce, kernel's nonce or "", n]
     kernel -> engine   via = [kernel's nonce, engine's nonce, n]
@@ -22,7 +20,7 @@ kernel that knows the key, once.
 The window is RFC 4303's (section 3.4.3): numbers may come in any order, each once, and not later
 than `WINDOW` behind the highest.
 
-Wakes a thread that polls sockets, from any other thread; used on both sides.
+`Wakeup` wakes a thread that polls sockets, from any other thread; both sides use it.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Packet:
-    """A message as it travels; what reads it is here and in `seal.py` only.
+    """A message as it travels; what reads it is here only.
 
     Attributes:
         kind: How the message is called.

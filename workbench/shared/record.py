@@ -4,11 +4,11 @@
 rows and columns of a history and the curves that every view draws are made of it.
 
 To add a column: an entry here (at the end: rows of saved runs begin with what they know), a field
-of `engine.recorder.StepResult`, the place that measures it, and its line in docs/metrics.md.
+of `StepResult` (`engine/telemetry/recorder.py`), the place that measures it, and its line in
+docs/metrics.md.
 
-Pure functions from measured records to the numbers that are shown.
-
-Definitions (one clock per host, times in seconds):
+What is shown beside them is derived here, by pure functions of measured rows. Definitions (one
+clock per host, times in seconds):
 
 - sync wait of rank r in a step: `max(0, G - R_r)`, R_r when r's last gradient was ready, G the
   latest R of the step. At least one rank waits 0. The wall time of backward cannot name a
@@ -50,7 +50,7 @@ class Measured:
         name: Its unit stands in it.
         type: NumPy's, with its size.
         column: Whether a history keeps it as it was measured, under this name. The others are
-            kept as what `metrics.derive` makes of them.
+            kept as what `record.derive` makes of them.
         curve: Whether views draw its course where a run has it.
         rare: Whether a history has the column only where some row has a value.
         result: The field of a `StepResult` that has it, where that is called otherwise.
@@ -87,7 +87,7 @@ MEASURED = (
 RECORD = np.dtype([(one.name, one.type) for one in MEASURED])
 """One row per replica and step as the engine measures it. Times in seconds, sizes in bytes; NaN
 marks what could not be measured. Derived columns (sync wait, transfer, other, blame, the global
-loss) need the rows of all ranks and are computed in the kernel by `metrics.derive`."""
+loss) need the rows of all ranks and are computed in the kernel by `record.derive`."""
 
 COLUMNS = {one.name: one.type for one in MEASURED if one.column}
 CURVES = tuple(one.name for one in MEASURED if one.curve)

@@ -6,9 +6,8 @@ and the engines know of a request as it is; `RunRequest` has the rest too.
 
 To add a flag: a field here, and the place where it does something.
 
-Parses the line above a `%%distributed` cell; knows words and flags, touches nothing.
-
-Which steps of a run are profiled: `10:15` are the five from step 10 on. Pure, for both sides.
+The line above a `%%distributed` cell is parsed here: words and flags, nothing is touched. Of
+`--profile`, `10:15` are the five steps from step 10 on.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class RunSettings:
             nobody said.
         profile: First step to profile, and the step before which it ends.
         traceback: How errors of the cell are shown: `short`, or `full` with every frame.
-        log: Where the run is written to besides its folder, as `targets.Target.text`.
+        log: Where the run is written to besides its folder, as `log_targets.Target.text`.
         name: Name of the run; empty for one made from the strategy.
     """
 

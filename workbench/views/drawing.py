@@ -1,13 +1,12 @@
-"""Matplotlib's settings while a picture is drawn; they are global: one thread draws at a time.
+"""What figures drawn with matplotlib have in common: settings, letters, panels, bands.
 
-Letters that matplotlib's fonts may lack: other fonts of this machine, else words instead.
+Settings are matplotlib's and global: one thread draws at a time. For letters that its fonts may
+lack there are other fonts of this machine, else words. A run may be called 实验 or 🚀. Fonts with
+such letters are used where this machine has some; what no font has is spelled (`:rocket:`, `ka`,
+`u5B9E`) instead of drawn as an empty box.
 
-A run may be called 实验 or 🚀. Fonts with such letters are used where this machine has some; what
-no font has is spelled (`:rocket:`, `ka`, `u5B9E`) instead of drawn as an empty box.
-
-What the panels of a comparison's picture share: colours, frames, and how wide words are.
-
-What all bands of the picture share: titles, the workers' axis, boxes.
+Panels of a comparison share colours, frames, and how wide words are; bands of a run's picture their
+titles, the workers' axis, and boxes.
 """
 
 from __future__ import annotations

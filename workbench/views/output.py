@@ -1,6 +1,6 @@
 """The outputs of one cell on several workers: a block per rank, equal ones drawn once.
 
-The errors of one cell: the reason first, and folded under it what only followed from it.
+Its errors: the reason first, and folded under it what only followed from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The tables that notebooks show: engines, one run, the catalog.
+"""The tables that notebooks show: engines, one run, the catalog, a calibration.
 
-What a calibration read, as a table: each quantity, what was measured, what is allowed.
+A calibration's has each quantity, what was measured, and what is allowed.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PHASE_COLORS_DARK: dict[str, str] = {
     "other_s": "#7C838D",
 }
 PHASE_COLORS = PHASE_COLORS_LIGHT
-"""Colour of each of `metrics.PARTS`, for pictures on a white page."""
+"""Colour of each of `record.PARTS`, for pictures on a white page."""
 
 PHASE_NAMES: dict[str, str] = {
     "data_wait_s": "data wait",
@@ -65,7 +65,7 @@ PAPER = {"light": "#FFFFFF", "dark": "#111418", "any": "none"}
 
 
 def phase_colors(mode: Mode = "light") -> dict[str, str]:
-    """Return the colour of each of `metrics.PARTS`, in drawing order."""
+    """Return the colour of each of `record.PARTS`, in drawing order."""
     table = PHASE_COLORS_DARK if mode == "dark" else PHASE_COLORS_LIGHT
     return {part: table[part] for part in PARTS}
 

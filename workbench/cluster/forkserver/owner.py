@@ -1,8 +1,8 @@
-"""Whose the warm parent is: the kernel that started it, another one that took it over, nobody's.
+"""Whose the warm parent is, how the next owner knocks, and what becomes of its processes.
 
-The warm parent's care for processes: reaping, stopping, leaving nothing behind.
-
-The warm parent's door: a Unix socket in a kept cluster's folder, where the next owner knocks.
+It belongs to the kernel that started it, to another one that took it over, or to nobody. It reaps
+and stops what it forked, and leaves nothing behind. Its door is a Unix socket in a kept cluster's
+folder:
 
     next owner -> warm   {"cmd": "own", "pid", "create_time", "take"}
     warm -> next owner   {"children", "exits", "report"} | {"error", "owner"}

@@ -4,7 +4,7 @@ The default framework's is started ahead of need. A second one is started when t
 other framework asks for it, beside the first and under the same guards: nothing outlives the
 kernel, whichever parent is left.
 
-The store that the workers of a cluster meet at: a TCPStore in a process of its own.
+The store that the workers of a cluster meet at, a TCPStore, has a process of its own.
 """
 
 from __future__ import annotations

@@ -21,13 +21,10 @@ Imports wait for their turn among the user's notebooks, and where memory is scar
 asked for ("later", `turns.py`).
 
 A kept cluster's parent stays when its kernel goes, as long as there are engines, until another
-kernel takes it over (`door.py`) or nothing has run for too long (`owner.py`).
+kernel takes it over or nothing has run for too long (`owner.py`).
 
-The warm parent's end of the line to its owner: one line of JSON each, one thread, no waiting.
-
-`warm_client.py` is the other end.
-
-What a forked child does before it becomes an engine or the store's keeper.
+The other end of the line to its owner is `client.py`. What a forked child does before it becomes an
+engine or the store's keeper stands here as well.
 """
 
 from __future__ import annotations

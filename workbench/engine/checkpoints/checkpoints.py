@@ -8,12 +8,7 @@ the same two. A thread of each engine then writes: rank 0 what stands for all (m
 scheduler), every rank what it alone has (random states, its own replica). All of it goes into
 `step-N.<run>.tmp`; when the last part is there, rank 0 renames the folder to `step-N`. So whatever
 is killed at whatever moment, a folder named `step-N` is whole, and the one before it stays until
-then. A write that fails (a full disk) is told and costs that checkpoint, not the run
-(`checkpoint_writing.py`).
-
-Checkpoints on their way to the disk: one engine's parts, and rank 0's folder of all.
-
-Nothing here stands in training's way: a thread writes (`checkpoints.py` says what, and when).
+then. A write that fails (a full disk) is told and costs that checkpoint, not the run.
 """
 
 from __future__ import annotations

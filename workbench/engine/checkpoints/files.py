@@ -1,15 +1,14 @@
-"""Files that survive the machine: written, flushed to disk, and only then given their name.
+"""Files that survive the machine, and a state in a form that they can hold.
 
-A state (nested dicts, lists, numbers, tensors) as JSON and a flat table of tensors, and back.
-
-What is written this way can be read without running code that came with it: nothing is pickled.
-Every container says its kind, so that tuples, dicts with numbers as keys and counters come back as
-what they were:
+A file is written, flushed to disk, and only then given its name. A state (nested dicts, lists,
+numbers, tensors) becomes JSON and a flat table of tensors, and comes back of them. What is written
+this way can be read without running code that came with it: nothing is pickled. Every container
+says its kind, so that tuples, dicts with numbers as keys and counters come back as what they were:
 
     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": <tensor>}
     -> {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.99]}], ["exp_avg", {"tensor": "0"}]]}
 
-The states of Python's and NumPy's random generators, in a form that a checkpoint can hold.
+So do the states of Python's and NumPy's random generators.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The debugger of an engine: Python's pdb with its prompt in the notebook.
 
-Commands come as lines from the kernel (`attention.py`); what pdb prints goes back as their answer.
+Commands come as lines from the kernel (`stdin_bridge.py`); what pdb prints goes back as their
+answer.
 
-What a cell calls to stop or to ask: `breakpoint()`, `pdb.set_trace()`, `input()`, `getpass()`.
-
-Each of them would wait at a terminal, which engines do not have; these ask in the notebook, or say
-that nobody can answer.
+A cell calls `breakpoint()`, `pdb.set_trace()`, `input()`, `getpass()` to stop or to ask. Each would
+wait at a terminal, which engines do not have; these ask in the notebook, or say that nobody can
+answer.
 """
 
 from __future__ import annotations

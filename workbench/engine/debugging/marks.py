@@ -8,9 +8,8 @@ function's code and give the function back as it is: a call costs nothing more.
     machinery(__name__)          frames of this module say nothing to a user
     @doing("leaving ...")        what the engine does where no line of the user's is on the stack
 
-Where code stands, in the user's words: `cell line 7 in step`, `train.py:41 in load_batch`.
-
-A value in one short line, whatever it is.
+Where code stands is said in the user's words (`cell line 7 in step`, `train.py:41 in load_batch`),
+and a value, whatever it is, in one short line.
 """
 
 from __future__ import annotations

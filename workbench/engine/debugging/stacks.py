@@ -3,11 +3,10 @@
 Read by the control thread while the cell runs, from `sys._current_frames`. A main thread that
 holds the interpreter's lock in a call of C cannot be looked at: then nobody answers.
 
-What a thread waits in, read from its frames: collectives, links, a step of TensorFlow.
-
-Functions of ours say so themselves (`marks.waits_in`); those of other libraries are known by their
-modules. A collective blocks in C++, below the last frame of Python, where computing blocks too. So
-a frame that may mean both counts as a wait only while its thread stands still.
+What a thread waits in is read from its frames: collectives, links, a step of TensorFlow. Functions
+of ours say so themselves (`marks.waits_in`); those of other libraries are known by their modules. A
+collective blocks in C++, below the last frame of Python, where computing blocks too. So a frame
+that may mean both counts as a wait only while its thread stands still.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the engine, so they travel on the control path:
 
 Nothing waits for somebody who is not there: without a `hold` within `HEARD_S` the cell goes on.
 
-debugpy in an engine, for VS Code: listens on loopback, in the engine's own process.
+For VS Code debugpy listens on loopback, in the engine's own process.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ IPython reads and colours the source of every frame, a third of a second each ti
 interrupted all its workers do so at once and the user waits for it, so an interrupt is shown in
 Python's own form: where it struck, in the cell's lines.
 
-What to do about errors of frameworks that name the trouble but no way out.
+Errors of frameworks that name the trouble but no way out get one.
 
-Code that a framework generated from the user's: which line of theirs a line of it is.
-
+Of code that a framework generated from the user's it is known which line of theirs a line is:
 TensorFlow's AutoGraph writes each function that it traces into a file, and keeps a map of its
-lines. `tensorflow_temp` hands the maps in as they are made.
+lines. `engine/tensorflow/support.py` hands the maps in as they are made.
 """
 
 from __future__ import annotations

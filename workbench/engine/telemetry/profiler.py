@@ -32,7 +32,7 @@ clock = time.perf_counter
 
 
 class Profiler(Protocol):
-    """A framework's profiler (`engine/<framework>_profile.py`)."""
+    """A framework's profiler (in `engine/<framework>/support.py`)."""
 
     def start(self) -> None:
         """Begin to collect."""

@@ -5,7 +5,7 @@ the other in an all-reduce. So Stop and Pause are agreed: each rank answers with
 begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
 can have started a later one, and all are let through up to it.
 
-Spends the delays a teacher injected, in the phase they were asked for.
+The delays that a teacher injected are spent here too, in the phase they were asked for.
 """
 
 from __future__ import annotations

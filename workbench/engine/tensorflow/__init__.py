@@ -1,0 +1,9 @@
+"""What an engine knows of TensorFlow; the strategies are in `strategies/tensorflow`.
+
+In reading order:
+
+    support      which devices, threads and seeds does TensorFlow get, and what do its errors mean
+    data         how does what the user passes become shares of global batches
+    models       how are Keras models and optimizers taken, and their weights named
+    checkpoints  how is a checkpoint written and read
+"""

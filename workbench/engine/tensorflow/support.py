@@ -7,21 +7,18 @@ number of logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit
 before. Where one does not, TensorFlow's state is made anew (`reset`); where even that fails, the
 run ends with `EngineSpentError`, and the kernel puts a fresh engine in its place.
 
-Keeps a worker to its share of the host's cores where its thread pools cannot be resized.
-
+A worker is kept to its share of the host's cores where its thread pools cannot be resized.
 TensorFlow fixes the size of its thread pool for the life of the process at its first operation. A
 pool that were sized for one run would fake the speed-up of another, so it is sized for the whole
 host, and a worker that shares the host with others is kept to some of its cores meanwhile.
 
-TensorFlow's generated source files go into the cluster's folder, and with it.
+TensorFlow's generated source files go into the cluster's folder, and with it. AutoGraph writes each
+function that it traces to the temporary folder and removes it when the process exits; an engine
+that is killed never does. Its maps from generated lines to the user's are noted, so that errors
+show what the user wrote (`engine/debugging/tracebacks.py`).
 
-AutoGraph writes each function that it traces to the temporary folder and removes it when the
-process exits; an engine that is killed never does. Its maps from generated lines to the user's are
-noted, so that errors show what the user wrote (`generated`).
-
-TensorFlow's profiler, for a window of steps.
-
-It writes an XSpace (`.xplane.pb`, which TensorBoard reads); the Chrome trace is made from that.
+TensorFlow's profiler, for a window of steps, writes an XSpace (`.xplane.pb`, which TensorBoard
+reads); the Chrome trace is made from that.
 
 Source: `tensorflow/tsl/profiler/protobuf/xplane.proto`.
 """

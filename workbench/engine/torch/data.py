@@ -8,9 +8,8 @@ Three kinds of source, by what the data allows:
 - streams (IterableDataset): there is no index, so every worker reads the whole stream and keeps
   its slice of each global batch. The stream must give every worker the same samples.
 
-Collated batches of any nesting: counted, cut, mapped.
-
-A source of data dealt out by class (`skew.py`).
+Collated batches of any nesting are counted, cut and mapped here; a source may be dealt out by class
+(`engine/training/shares.py`).
 """
 
 from __future__ import annotations

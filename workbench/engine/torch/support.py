@@ -2,18 +2,15 @@
 
 Loaded by name (`engine.runtime.support`), so nothing else in the engine names the framework.
 
-Well-known mistakes whose error says little: what they come from, and the cure.
+Of well-known mistakes whose error says little it says what they come from, and the cure; of a model
+and its optimizer, what only some strategies can train with. It holds PyTorch's profiler for a
+window of steps.
 
-Imports that must not be cut short: half a `torch._dynamo` cannot be imported again.
-
-The first step of an optimizer imports it, which takes seconds in an engine that was not forked from
-a warm parent. A rank that is still at it when another one fails would be interrupted there, and
-every later optimizer of that engine would fail with it. So a run imports it at its start, all
-ranks before they meet, with interrupts held back until it is done.
-
-PyTorch's profiler, for a window of steps.
-
-What of a model and its optimizer only some strategies can train with.
+Some imports must not be cut short: half a `torch._dynamo` cannot be imported again. The first step
+of an optimizer imports it, which takes seconds in an engine that was not forked from a warm parent.
+A rank that is still at it when another one fails would be interrupted there, and every later
+optimizer of that engine would fail with it. So a run imports it at its start, all ranks before they
+meet, with interrupts held back until it is done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`wb.log` and `wb.options`: what a cell may say and ask during a run.
 
-Tells the kernel that training begins: once per replica that this engine holds.
+The kernel is told here that training begins: once per replica that this engine holds.
 """
 
 from __future__ import annotations

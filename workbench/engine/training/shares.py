@@ -3,19 +3,18 @@
 The order is made for the global batch and only then divided, so one seed gives one order whatever
 the number of workers: runs can be compared, and checked against one device.
 
-What a strategy trains on, whatever the framework: data in shares of global batches.
+What a strategy trains on, whatever the framework, is data in shares of global batches:
 
     epoch 0:  | batch 0: share of rank 0, share of rank 1, ... | batch 1 | ...
     epoch 1:  ...
 
-A framework's own kinds of data are in `torch_data.py` and `tensorflow_data.py`.
+A framework's own kinds of data are in `engine/torch/data.py` and `engine/tensorflow/data.py`.
 
-Shards that differ from worker to worker, as data collected in different places does.
-
-Source: Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated
-Visual Classification, 2019: for each class, the shares of the workers are drawn from a symmetric
-Dirichlet distribution. A large alpha gives each worker the same mixture of classes; with a small
-one each worker sees few of them.
+Shards may differ from worker to worker, as data collected in different places does. Source: Hsu, Qi
+and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification, 2019: for each class, the shares of the workers are drawn from a symmetric Dirichlet
+distribution. A large alpha gives each worker the same mixture of classes; with a small one each
+worker sees few of them.
 """
 
 from __future__ import annotations

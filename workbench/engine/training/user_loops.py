@@ -1,6 +1,6 @@
-"""`wb.prepare`: a user's own loop, distributed by one line.
+"""A user's own loop: `wb.prepare` distributes it by one line, `wb.watch` only looks.
 
-`wb.watch`: the dashboard for loops that bring their own DDP or FSDP.
+`wb.watch` is the dashboard for loops that bring their own DDP or FSDP.
 """
 
 from __future__ import annotations

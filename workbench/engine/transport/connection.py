@@ -2,14 +2,13 @@
 
 Both ends of a fresh connection prove that they know the run's key; the key is never sent.
 
-server -> worker   nonce a                          (32 bytes)
-worker -> server   rank, nonce b, HMAC(key, "worker", rank, a, b)
-server -> worker   HMAC(key, "server", rank, a, b)
+    server -> worker   nonce a                          (32 bytes)
+    worker -> server   rank, nonce b, HMAC(key, "worker", rank, a, b)
+    server -> worker   HMAC(key, "server", rank, a, b)
 
-Memory that two processes of one host map; it has no name and goes with its last user.
-
-On Linux it is a memfd, which needs no room in /dev/shm and is sealed against being resized;
-elsewhere an unlinked temporary file. The descriptor is handed over on a Unix socket.
+Memory that two processes of one host map has no name and goes with its last user. On Linux it is a
+memfd, which needs no room in /dev/shm and is sealed against being resized; elsewhere an unlinked
+temporary file. The descriptor is handed over on a Unix socket.
 """
 
 from __future__ import annotations

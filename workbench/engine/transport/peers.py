@@ -9,7 +9,7 @@ is not as long as what waits for it is refused before anything beyond is read.
 
     listen     each worker, in a folder of its own that nobody else may enter
     connect    to all workers of a lower rank, then let in those of a higher one; both ends prove
-               that they know the run's key (`auth`)
+               that they know the run's key (`connection.py`)
 """
 
 from __future__ import annotations

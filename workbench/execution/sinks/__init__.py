@@ -1,4 +1,10 @@
-"""Where runs are written to besides their folder: one module per kind, loaded when asked for."""
+"""Where runs are written to besides their folder: one module per kind, loaded when asked for.
+
+In reading order:
+
+    tensorboard  how are TensorBoard's event files written, without TensorFlow
+    mlflow       how is MLflow's store written, without a framework
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Who waited for whom: seconds that each worker waited for each other one.
 
-A wait is for the worker whose gradient was ready last (`metrics.sync_wait`), or for whom the
+A wait is for the worker whose gradient was ready last (`sync_wait`), or for whom the
 strategy names; of a pipeline's bubble only what a busier stage causes counts
-(`metrics.bubble_blame`). Blocked time is set against its cause as in Ousterhout et al., Making
+(`bubble_blame`). Blocked time is set against its cause as in Ousterhout et al., Making
 Sense of Performance in Data Analytics Frameworks, NSDI 2015.
 """
 

@@ -3,13 +3,9 @@
 Throughput is that of the steps after warm-up (`steady`). Speed-up is throughput over that of
 `one_device` (Amdahl, 1967); efficiency is speed-up per worker.
 
-A comparison as plain JSON, small enough to be sent to a browser in one message.
-
-The figures of a comparison's row by name: what tables sort by, and what is exported.
-
-Loss curves with fewer points, which keep their extremes.
-
-What makes a comparison unfair, in plain words.
+A comparison is also plain JSON, small enough for one message to a browser: loss curves have fewer
+points there and keep their extremes. The figures of a row have names, by which tables sort and
+files are written. What makes a comparison unfair is said in plain words.
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ class Comparison:
     rates: str = ""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return everything a browser needs as plain JSON; see `wire.pack`."""
+        """Return everything a browser needs as plain JSON; see `pack`."""
         return pack(self)
 
 
@@ -217,9 +213,9 @@ def pack(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON-ready data; what was not measured is null.
 
     The keys: `verdict`, `outlook`, `notes`, `rates`, `baseline` (an index into `rows`),
-    `has_one_device`, `metrics`; `rows`: every figure of `fields.fields` by its key, and `names`,
+    `has_one_device`, `metrics`; `rows`: every figure of `fields` by its key, and `names`,
     `color` (its number), `spread` (name -> the values by seed), `memory_bytes` (by worker),
-    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `payoff.Payoff`);
+    `staleness` (counts of pushes by staleness in updates), `breaks_even` (see `rows.Payoff`);
     `curves`: `run`, `row` (index), and arrays `step`, `t_s`, `samples`, `loss`, and where a point
     stands for several steps `low` and `high`. One set of points serves all three axes: they grow
     together.

@@ -18,7 +18,7 @@ Lin et al., Understanding Stragglers in Large Model Training Using What-if Analy
 (arXiv:2505.05713); the longest path: Kelley and Walker, Critical-Path Planning and Scheduling,
 1959. What a real run would do beyond that (a freed core, less heat) is not in the model.
 
-The latest steps of every worker as they were, and the ghost of them as they would have been.
+`ghost` has the latest steps of every worker as they were, and as they would have been.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Lanes:
     Attributes:
         step: (steps,) their numbers.
         start_s: (steps, ranks) NaN where a rank has no row; the first one begins at 0.
-        parts_s: (steps, ranks, 5) seconds in each of `metrics.PARTS`; NaN where not measured.
+        parts_s: (steps, ranks, 5) seconds in each of `record.PARTS`; NaN where not measured.
     """
 
     step: NDArray[np.int64]

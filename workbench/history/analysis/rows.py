@@ -1,10 +1,9 @@
 """The rows of a comparison: one plan each, with mean and spread over its seeds.
 
-A comparison in one plain sentence, made from the measurements alone.
+The verdict is one plain sentence, made from the measurements alone.
 
-From which size of a step on distributing pays: a model with two measured terms.
-
-A step of a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
+From which size of a step on distributing pays is told by a model with two measured terms. A step of
+a plan takes `work + fixed`. Work is what a worker computes and the wait for its data
 (`steady.Steady.work_s`): it is assumed to grow in proportion to the batch. Fixed is the rest:
 waiting, communication and overheads, assumed to take as long for any batch, since gradients are as
 large as the model whatever the batch. With a batch k times as large, one device and the plan take
@@ -110,8 +109,8 @@ class ComparisonRow:
         relative: Throughput over the baseline's, whichever it is.
         relative_low, relative_high: The least and the greatest that both intervals allow.
         efficiency: `speedup / workers`; None with `speedup`.
-        parts_s: (5,) mean seconds per step in each of `metrics.PARTS`; 0 where not measured.
-        share: (5,) fractions of step time in each of `metrics.PARTS`; 0 where not measured.
+        parts_s: (5,) mean seconds per step in each of `record.PARTS`; 0 where not measured.
+        share: (5,) fractions of step time in each of `record.PARTS`; 0 where not measured.
         unmeasured: Names of the parts that no run of the row measured.
         shares: Fraction of step time in each of `SHARES`; NaN for what was not measured or does
             not apply. What is known adds up to 1.

@@ -3,17 +3,14 @@
 Decimated as the history is: steps that are multiples of a stride, which doubles as a run grows
 long, so a run of any length gives a bounded number of points.
 
-A run's history as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens.
-
-Format: "Trace Event Format", Google, 2016,
+A history is also written as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens, event
+by event: a long run's never stands in memory. Format: "Trace Event Format", Google, 2016,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 Used of it: complete events (`X`) for steps and their phases, counters (`C`), instant events (`i`),
 metadata (`M`).
 
-A step's phases are drawn one after the other in the order of `metrics.PARTS`; what is known of them
-is how long they took, not how they alternated.
-
-Writes a run's trace to a file, event by event: a long run's never stands in memory.
+A step's phases are drawn one after the other in the order of `PARTS` (`shared/record.py`); what is
+known of them is how long they took, not how they alternated.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Rate:
         warm_up: Steps that were left out at the beginning.
         steps: Steps that were counted.
         step_s: Seconds of a worker's step.
-        parts_s: (5,) seconds of it in each of `metrics.PARTS`; unmeasured rows add nothing.
+        parts_s: (5,) seconds of it in each of `record.PARTS`; unmeasured rows add nothing.
         bubble: Share of the workers' time in which a pipeline left them idle; NaN elsewhere.
     """
 

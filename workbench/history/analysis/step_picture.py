@@ -33,7 +33,7 @@ class WorkerStep:
     Attributes:
         step: Its own number where workers go alone.
         start_s: Seconds after the first worker began.
-        parts_s: Seconds in each of `metrics.PARTS`; NaN where not measured.
+        parts_s: Seconds in each of `record.PARTS`; NaN where not measured.
         sent_bytes: What it sent in all; NaN where not measured.
         staleness: Of asynchronous strategies; NaN elsewhere.
         blamed: Whom it waited for; None for nobody.

@@ -55,7 +55,7 @@ class RunSummary:
         warm_up: Steps left out at the beginning.
         all_per_s: Samples per second over all steps, the first ones included.
         step_s: Mean seconds of a worker's step after warm-up.
-        parts_s: (5,) seconds of it in each of `metrics.PARTS`.
+        parts_s: (5,) seconds of it in each of `record.PARTS`.
         share: (5,) fractions of it, which add up to 1.
         unmeasured: Names of the parts that were not measured; they count 0 above.
         final_loss: Global loss of the last complete step.

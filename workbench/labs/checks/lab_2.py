@@ -1,9 +1,8 @@
 """Lab 2: all-reduce by hand.
 
-An all-reduce that students wrote, tried out on the engines.
-
-Tensors under test hold `10**rank` times a number that tells its place, so that each decimal digit
-of a quotient says how often a worker's part is in a sum.
+An all-reduce that students wrote is tried out on the engines. Tensors under test hold `10**rank`
+times a number that tells its place, so that each decimal digit of a quotient says how often a
+worker's part is in a sum.
 """
 
 from __future__ import annotations

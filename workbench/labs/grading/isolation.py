@@ -1,6 +1,6 @@
 """What the system allows to keep students' code from the checks; starts kernels so.
 
-What of the grader's environment a notebook sees, and where it is told to keep its files.
+It also says what of the grader's environment a notebook sees, and where that keeps its files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Outputs are not listened to, so a cell may print what it likes: its kernel drops it.
 
-The marks: a check runs here, in the grader's own process, and asks the kernel by messages.
+A check, and so the mark, runs here, in the grader's own process, and asks the kernel by messages.
 """
 
 from __future__ import annotations

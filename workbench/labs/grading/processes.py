@@ -1,8 +1,7 @@
-"""What a notebook may use while it is graded.
+"""What a notebook may use while it is graded, and who ends it when it uses more.
 
-Finds whatever a notebook has started, also what has left its family, and ends it.
-
-Watches what a kernel and all it has started use: processes, memory, disk; ends the greedy.
+Whatever a notebook has started is found, also what has left its family, and ended. What all of it
+uses is watched: processes, memory, disk.
 """
 
 from __future__ import annotations

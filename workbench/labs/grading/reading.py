@@ -1,9 +1,8 @@
 """Reads a notebook whatever is in it: any format of Jupyter's, or the reason why it is none.
 
-Puts a student's exercise cells into the lab as it was handed out.
-
-What runs are the lab's own steps and checks; of the notebook that was handed in, the exercises'
-cells are taken, and the student's own cells between such a cell and the lab's next cells.
+A student's exercise cells are put into the lab as it was handed out. What runs are the lab's own
+steps and checks; of the notebook that was handed in, the exercises' cells are taken, and the
+student's own cells between such a cell and the lab's next cells.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What came out: of an exercise, and of a notebook.
 
-The result for people: a table; and for programs: JSON.
-
-Keeps a file with all that is known so far, from the first notebook on.
+It is a table for people and JSON for programs, in a file that has all that is known so far from the
+first notebook on.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It takes what it is to do as JSON on standard input, and writes what it knows to standard output, a
 line each time that it knows more.
 
-Runs a lab with a student's answers until every exercise is settled.
+The lab is run with a student's answers, again where a cell broke it, until each one is settled.
 """
 
 from __future__ import annotations

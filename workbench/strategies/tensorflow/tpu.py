@@ -15,7 +15,7 @@ for minutes where nobody answers.
 Sources: tf.distribute.TPUStrategy, https://www.tensorflow.org/guide/tpu; Jouppi et al.,
 In-Datacenter Performance Analysis of a Tensor Processing Unit, ISCA 2017.
 
-Where a TPU may be: signs that can be read without asking anybody; pure but for that look.
+Where a TPU may be is told by signs that can be read without asking anybody.
 
 Source: tf.distribute.cluster_resolver.TPUClusterResolver; https://cloud.google.com/tpu/docs.
 """

@@ -1,6 +1,6 @@
 """The picture of a comparison: loss curves on top, then a row per plan in bands of panels.
 
-The page of a comparison's picture: its verdict, its keys, and where everything stands.
+Around them its page: the verdict, the keys, and where everything stands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Who waited for whom, as a matrix: a table, a figure, and text.
+"""Who waited for whom, as a matrix, and a run beside its ghost: tables, figures, and text.
 
-A run beside its ghost: the same steps without the straggler.
-
-Workers' time as rows of boxes, for pictures: one row per worker, one box per part of a step.
+The ghost is the same steps without the straggler. Workers' time is drawn as rows of boxes: one row
+per worker, one box per part of a step.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ MODELS = {
 
 
 class WhatIfPicture(Picture, WhatIf):
-    """The run as it was and as it would have been; see `history.what_if.WhatIf`."""
+    """The run as it was and as it would have been; see `counterfactual.WhatIf`."""
 
     def to_wire(self) -> dict[str, Any]:
         """Return JSON-ready data: medians, throughputs, both timelines."""
@@ -224,7 +223,7 @@ _CLASSES = dict(zip(PARTS, ("data", "compute", "wait", "weights", "other"), stri
 
 
 def box(x: float, y: float, width: float, part: str, *, height: float = ROW) -> str:
-    """Return the box of one of `metrics.PARTS`; waiting is hatched."""
+    """Return the box of one of `record.PARTS`; waiting is hatched."""
     if part == "sync_wait_s":
         return (
             f'<rect class="k-wait s" stroke-width=".7" style="fill:url(#HATCH)" x="{x:.1f}" '

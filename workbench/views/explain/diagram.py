@@ -3,7 +3,7 @@
 An arrow goes from its sender, when the message leaves, down to its receiver; work is a bar on its
 node's line. Every arrow carries `data-arrow="PHASE.ARROW"`, its place in `Diagram.to_wire()`.
 
-One step as it was: the strategy's diagram with measured bytes, and each worker's time.
+One step as it was is the same diagram with measured bytes, and each worker's time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The picture that stays in the notebook when a run is over, drawn with matplotlib.
 
-The bands of the picture that only pipelines have: each worker's bubble, and the stages.
+Pipelines alone have two more bands: each worker's bubble, and the stages.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The same layout as the widget, without scripts and without matplotlib: a frame costs a few
 milliseconds. It follows the page's dark mode through `prefers-color-scheme`.
 
-What all bands of the SVG share: words, workers' labels, boxes.
-
-What the SVG shows of a pipeline: each worker's bubble, and the table of its stages.
+All bands share words, workers' labels and boxes. Of a pipeline it shows each worker's bubble, and
+the table of its stages.
 """
 
 from __future__ import annotations
@@ -291,7 +290,7 @@ def label(worker: Worker, y: float, slow_rank: int | None) -> str:
 
 
 def box(x: float, y: float, width: float, part: str) -> str:
-    """Return the box of one of `metrics.PARTS`."""
+    """Return the box of one of `record.PARTS`."""
     fill = "url(#wb-hatch)" if part == HATCHED else phase_colors()[part]
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{fill}"/>'
 

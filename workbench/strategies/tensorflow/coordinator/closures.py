@@ -14,11 +14,11 @@ Times are the coordinator's. From one closure's end to the next one's begin a wo
 do: that is its data wait. What a closure returns is fetched only where a loss is due: each time
 where `wb.fit` or `model.fit` are under way, a few times a second in an own loop.
 
-Delays cannot be spent here, as the push would have happened by then (`delays.py`).
+Delays cannot be spent here, as the push would have happened by then (`feeds.py` does it).
 
 Source: `tensorflow/python/distribute/coordinator/cluster_coordinator.py`.
 
-What the functions of closures do, learnt while they are traced: which of them train.
+Which of the functions of closures train is learnt while they are traced:
 
     schedule(step)      asks a tape for gradients, or has an optimizer apply some    it trains
     schedule(score)     neither                                                      it does not
@@ -26,16 +26,15 @@ What the functions of closures do, learnt while they are traced: which of them t
 A plain Python function runs only on its worker, and what was traced earlier is not traced again:
 nobody sees what these do, so they are taken for functions that train.
 
-Rows of closures: each is a step of the worker that ran it.
+Each closure that trains is a row, a step of the worker that ran it:
 
     free ---- data wait ---- begins ---- closure (compute) ---- ends
                              version v0                         version v1      staleness = v1 - v0
 
 The version counts the closures that have trained, of all workers.
 
-Fetches what closures returned, on a thread of its own: their workers go on meanwhile.
-
-A fetch is a round trip, whatever it brings. So what several closures left on a worker within a few
+What closures returned is fetched on a thread of its own: their workers go on meanwhile. A fetch is
+a round trip, whatever it brings. So what several closures left on a worker within a few
 milliseconds is stacked there and fetched at once.
 """
 

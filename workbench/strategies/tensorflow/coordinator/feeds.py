@@ -1,19 +1,18 @@
-"""How a closure gets its samples.
+"""How a closure gets its samples, and its injected delays.
 
     Resident: the arrays are sent to every worker once; a closure is told which samples to take
     Fed:      a closure is sent its samples
 
 Whichever worker runs a closure, its samples are the same, so the order is that of one device.
 
-Injected delays in closures: calls of Python that the worker carries out.
-
-While a fault is active, a closure's function is traced anew with two such calls in it:
+Injected delays are calls of Python that the worker carries out. While a fault is active, a
+closure's function is traced anew with two such calls in it:
 
     began | pull, forward, backward . . . | delay | push
 
 Python functions do not travel with a graph. A `PyFunc` finds its function by a token in the
 registry of the process that runs it, so the worker's engine registers its own under known tokens
-(`servers.WorkerFaults`).
+(`WorkerFaults`).
 
 Source: `tensorflow/python/ops/script_ops.py`.
 """

@@ -5,13 +5,14 @@
 A closure runs wherever a worker is free, and its push stands alone: its loss is the mean over its
 own samples.
 
-Where a `model.fit` by closures stands, for checkpoints: the epoch, and how much of it is done.
+For checkpoints it is known where a `model.fit` by closures stands: the epoch, how much of it is
+done.
 
     fit(epochs=5), checkpoint in epoch 2 after 7 batches:
         goes on with initial_epoch=2, from its 8th batch on
 
 A global batch counts once its closures are scheduled; a checkpoint is taken when all closures have
-ended, so no push is under way then. `fit_place.py` is the same for strategies whose steps have an
+ended, so no push is under way then. `keras/fit.py` does the same for strategies whose steps have an
 order.
 """
 

@@ -12,13 +12,13 @@ TensorFlow's gRPC server listens on every interface, also where it is told 127.0
 stop. So the listening sockets are shut when the run is over; what is left of the server in the
 process cannot be reached any more.
 
-Source: tf.distribute.Server; https://www.tensorflow.org/tutorials/distribute/parameter_server_training.
+Source: tf.distribute.Server;
+https://www.tensorflow.org/tutorials/distribute/parameter_server_training.
 
-A worker's death: its closure goes back into the queue, the others go on.
-
-TensorFlow's own way is to wait until the worker is back, and to connect the whole cluster anew: it
-hangs for as long as that takes, and the end of the run with it. Here a worker that has died stays
-away until the next run.
+When a worker dies, its closure goes back into the queue, and the others go on. TensorFlow's own way
+is to wait until the worker is back, and to connect the whole cluster anew: it hangs for as long as
+that takes, and the end of the run with it. Here a worker that has died stays away until the next
+run.
 
 Source: `WorkerPreemptionHandler` in
 `tensorflow/python/distribute/coordinator/cluster_coordinator.py`, whose place this takes.
@@ -157,7 +157,7 @@ def shut(sockets: set[tuple[int, str]]) -> None:
 
 
 class WorkerFaults:
-    """Spends what is injected into this worker, inside the closures it runs (`delays.py`)."""
+    """Spends what is injected into this worker, inside the closures it runs (`feeds.py`)."""
 
     def __init__(self, context: RunContext, rank: int) -> None:
         self._faults = context.faults = FaultInjector(rank, context.spec.faults)

@@ -1,0 +1,10 @@
+"""Keras' models under a strategy: `model.fit`, unchanged for the user, and `wb.fit`.
+
+In reading order:
+
+    replicated   what do all strategies of tf.distribute do alike
+    fit          how does `model.fit` report to the run
+    batches      how is each batch cut, and what is wrong with the data
+    coordinated  how do `fit`, `evaluate` and `predict` run under a coordinator
+    patches      what of Keras is repaired during a run
+"""

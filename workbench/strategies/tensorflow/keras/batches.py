@@ -1,6 +1,6 @@
 """What a call of `model.fit` says about batches, with the line's overrides applied.
 
-What `model.fit` is called with, looked at before anything is trained.
+All that it is called with is looked at before anything is trained.
 """
 
 from __future__ import annotations

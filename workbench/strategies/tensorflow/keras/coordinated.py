@@ -8,12 +8,11 @@
               callbacks' on_epoch_end, History as ever
 
 Closures of one epoch have no order. So there is nothing between two batches where a callback could
-be called; epoch-level callbacks are called as Keras does. `keras_closures.py` says what a closure
-computes.
+be called; epoch-level callbacks are called as Keras does.
 
 Source: `keras/src/backend/tensorflow/trainer.py`, whose `fit` this follows.
 
-What a closure of Keras' `fit` or `evaluate` computes, and how it is added up.
+What a closure of Keras' `fit` or `evaluate` computes, and how it is added up:
 
     closure:      loss, changes of the metrics' state         one vector, fetched at once
     coordinator:  sum of the vectors --> state --> the logs that Keras shows
@@ -23,10 +22,9 @@ changes their state from the initial one can be added up for every metric that c
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-What `model.fit` is given, as batches in pieces for closures.
-
-Arrays are taken in the order of one device (`engine/training/shares.py`); everything else by Keras'
-own data adapters: `keras/src/trainers/data_adapters`.
+What `model.fit` is given becomes batches in pieces for closures. Arrays are taken in the order of
+one device (`engine/training/shares.py`); everything else by Keras' own data adapters:
+`keras/src/trainers/data_adapters`.
 """
 
 from __future__ import annotations

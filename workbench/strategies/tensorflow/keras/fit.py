@@ -15,7 +15,7 @@ A callback for batches would do as well, but would make Keras fetch the logs of 
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-Where a `model.fit` stands, for checkpoints: the epoch, and the batches of it that are done.
+For checkpoints it is known where a `model.fit` stands: the epoch, and its batches that are done.
 
     fit(epochs=5), checkpoint in epoch 2 after 7 batches:
         goes on with initial_epoch=2; the first 7 batches are read and passed over; the metrics of
@@ -24,7 +24,7 @@ Where a `model.fit` stands, for checkpoints: the epoch, and the batches of it th
 Under the run's seed Keras draws the order of arrays alike in every epoch, so the rest of the epoch
 has the samples that were left. A tf.data set that shuffles by itself begins its shuffling anew.
 
-Files that several workers write at one path, as a Keras cell does that runs on each of them.
+Several workers may write files at one path, as a Keras cell does that runs on each of them:
 
     model.save, save_weights,     each worker writes beside the path, then moves its file there:
     ModelCheckpoint               whole at any moment; a worker may also save alone

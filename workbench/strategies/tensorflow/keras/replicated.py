@@ -3,14 +3,13 @@
 A strategy builds its `tf.distribute.Strategy`; everything here works with any of them. The cell
 runs in its scope, so a model that is built there belongs to it:
 
-    with strategy.scope():  the cell    model.fit           recorded by `keras_fit.py`
-                                        strategy.run        recorded by `loop.py`
+    with strategy.scope():  the cell    model.fit           recorded by `keras/fit.py`
+                                        strategy.run        recorded by `steps.py`
                                         wb.fit(model, ...)  `step` below, once per global batch
 
 Source: https://www.tensorflow.org/guide/distributed_training.
 
-Keeps data sets alive for as long as an iterator over several devices reads them.
-
+Data sets are kept alive for as long as an iterator over several devices reads them.
 `MultiDeviceIterator` reads ahead on a thread of its own. When it is deleted it lets go of its data
 set first, and only then waits for that thread:
 

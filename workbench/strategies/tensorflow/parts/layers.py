@@ -1,6 +1,6 @@
 """The chain of layers of a Keras model, and where it is cut into stages.
 
-Puts each layer of a model on the device of its stage, without a change to the model's code.
+Each layer is put on the device of its stage, without a change to the model's code:
 
     Layer.__call__(dense_2)  ->  with tf.device("CPU:1"): dense_2(x)
     Optimizer.build          ->  the weights are moved before their slots are made beside them

@@ -17,7 +17,7 @@ work, which stands still while it is blocked.
 
 Each mark is a `tf.timestamp` that is *independent*: by itself TensorFlow runs all operations with
 an effect in one chain over all replicas, and everybody would read the straggler's time. The times
-of a step are kept beside the replicas and read when it has ended (`step_log.py`), so that watching
+of a step are kept beside the replicas and read when it has ended (`traced_step.py`): watching
 costs some 0.05 ms a step; one call into Python from the graph would cost several times that.
 
 Delays injected into a replica are spent before its `ready`, whatever phase they are for: they lie

@@ -1,8 +1,7 @@
 """Keras models: their weights by name, and whose variables an optimizer trains.
 
-Takes a Keras model off the servers: afterwards its variables are this engine's own.
-
-A variable on a server is gone with the server. So its value is fetched while the cluster is there,
+A Keras model can be taken off the servers: afterwards its variables are this engine's own. A
+variable on a server is gone with the server. So its value is fetched while the cluster is there,
 and put into a new variable when TensorFlow has been made anew.
 """
 

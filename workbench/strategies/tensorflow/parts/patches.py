@@ -1,6 +1,6 @@
-"""Replaces methods for a time, and puts them back.
+"""Replaces methods for a time, and puts them back; so a strategy that a cell makes is the run's.
 
-A strategy that the cell makes for itself, as notebooks do that were not written for this one.
+Notebooks that were not written for this one make a strategy for themselves:
 
     strategy = tf.distribute.MirroredStrategy()     gives the run's own strategy where it is of
     with strategy.scope(): ...                      that kind; else it is refused, with the word

@@ -7,7 +7,7 @@
 Each replica's mean is weighted by its samples, so shares need not be equal: the sum of gradients is
 that of the whole batch.
 
-What `wb.fit` may be asked for besides: precision, compilation, a schedule of the learning rate.
+`wb.fit` may be asked for more: precision, compilation, a schedule of the learning rate.
 
     precision="bf16"   layers compute in bfloat16, weights and optimizer stay in float32
     compile=True       XLA compiles a replica's forward and backward; what travels stays outside

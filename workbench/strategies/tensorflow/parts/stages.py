@@ -8,15 +8,15 @@ stage's weights are there):
     stage 1                    e1 -- forward -- e2 . . . g2 -- backward -- g1
     stage 2                                     e2 ----- g2
 
-`stage_marks.py` makes a result per stage and step of them; `markers.py` says why the marks are
+`StageMarks` makes a result per stage and step of them; `markers.py` says why the marks are
 stateless.
 
-When each stage of a split model was busy, step by step, from the marks in its graph.
+From these marks follows when each stage was busy, step by step:
 
     stage 0   | forward | . . . . bubble . . . . | backward | update, metrics
     stage 1   | bubble  | forward, then backward | bubble . | of all stages
 
-A stage's busy time is the union of its stretches (`stages.py`); the rest of the chain, from the
+A stage's busy time is the union of its stretches; the rest of the chain, from the
 first forward to the last gradient, is its bubble. TensorFlow computes the gradients of a stage's
 weights while that of its input goes on to the stage before: such time is divided among both, so
 that no chain looks better than one in which stages take turns. What follows the chain is done for

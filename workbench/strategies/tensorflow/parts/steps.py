@@ -4,7 +4,7 @@ One `Steps` serves a whole cell. Between two calls into TensorFlow the loop's ow
 the user) is asked for nothing: `begin` before a call that trains, `end` after it. In between, any
 number of steps may have happened (`steps_per_execution`).
 
-Records the steps of a user's own loop, without a change to it.
+The steps of a user's own loop are recorded without a change to it:
 
     @tf.function
     def train_step(batch):                         traced with marks in it (`markers.py`)

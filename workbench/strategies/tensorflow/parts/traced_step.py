@@ -2,13 +2,12 @@
 
 See `markers.py` for what they mean.
 
-What the marks of each step saw, kept beside the replicas until the loop asks for it.
-
-A call into Python from within a graph costs 0.15 to 0.3 ms: TensorFlow hands it to a thread of its
-own, which has to be woken and to get Python's lock. So nothing is told to Python while a step is
-under way. Each device that holds replicas has a variable, a list of numbers to which every step
-appends a row; the loop reads it when its call has ended, for 15 us a device. Between two calls
-there may be any number of steps (`steps_per_execution`).
+What the marks of each step saw is kept beside the replicas until the loop asks for it. A call into
+Python from within a graph costs 0.15 to 0.3 ms: TensorFlow hands it to a thread of its own, which
+has to be woken and to get Python's lock. So nothing is told to Python while a step is under way.
+Each device that holds replicas has a variable, a list of numbers to which every step appends a row;
+the loop reads it when its call has ended, for 15 us a device. Between two calls there may be any
+number of steps (`steps_per_execution`).
 
     row of a device:  for each of its replicas
                           began, samples, delay of data, delay of work, loss, 1 if it was seen,
@@ -220,7 +219,7 @@ class Replica:
 
     @property
     def seen(self) -> Any:
-        """Return what a replica's row is made of (`step_log.py`): numbers, in a graph vectors."""
+        """Return what a replica's row is made of: numbers, in a graph vectors."""
         first, last = [self._began, self._samples], [self._mean, self._seen, *self.ready]
         if self._trace.eager:
             return [*first, *self._delays, *last]

@@ -10,8 +10,7 @@ adds time.
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
 
-A thread that does nothing but exchange messages, while the training thread waits for it.
-
+Messages are exchanged by a thread that does nothing else, while the training thread waits for it.
 The training thread computes all the time; when its message arrives, a busy machine makes it wait
 for its next turn, which takes milliseconds, in every round of every all-reduce. A thread that
 sleeps most of the time is let in at once. With more workers than cores, which is how one learns

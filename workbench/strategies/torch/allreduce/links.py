@@ -3,20 +3,19 @@
     links.send(tensor, to)              links.exchange(out, to, into, source)
     links.receive(into, source)         links.gather(own) -> one tensor per worker
 
-Where all workers are on one host, messages go through sockets of their own (`near.py`), read and
-written by the thread that calls; elsewhere through the process group. Every byte that leaves this
-worker is counted. Gloo ends the process when a message is longer than the buffer that waits for it,
-and says nothing when it is shorter; so before tensors of a new size travel for the first time, the
-workers compare sizes in a message whose own size is fixed.
+Where all workers are on one host, messages go through sockets of their own (`connect_near`), read
+and written by the thread that calls; elsewhere through the process group. Every byte that leaves
+this worker is counted. Gloo ends the process when a message is longer than the buffer that waits
+for it, and says nothing when it is shorter; so before tensors of a new size travel for the first
+time, the workers compare sizes in a message whose own size is fixed.
 
 The faults `bandwidth` and `latency` are simulated here: a message is held back at its sender for as
 long as the link would take.
 
-Connects the workers of one host by sockets of their own (`engine/transport/peers.py`).
-
-Gloo's messages pass through a thread of its own in each worker, which costs a wake-up or two per
-message; on one host a worker can read and write its messages itself. All workers take the same
-way: where one of them cannot be reached like that, everybody stays with gloo.
+Workers of one host are connected by sockets of their own (`engine/transport/peers.py`): gloo's
+messages pass through a thread of its own in each worker, which costs a wake-up or two per message;
+on one host a worker can read and write its messages itself. All workers take the same way: where
+one of them cannot be reached like that, everybody stays with gloo.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ of whole gradients is left to DistributedDataParallel, which overlaps it with ba
 else goes through `FlatGradients`, in one message after backward. When which is done, whatever way
 the loss came about, is in `reduction.py`.
 
-Averages gradients after backward, all of them in one message.
-
+`FlatGradients` averages gradients after backward, all of them in one message.
 DistributedDataParallel reduces buckets while backward still runs, through the backend's all-reduce.
 What wants the gradients as a whole (an all-reduce of our own, compression) comes here instead:
 

@@ -24,9 +24,8 @@ all replicas follow the same gradient: `eps (16 + 4 sqrt(steps))` of a parameter
 allows for that, and is far below one step of training. Under tensor parallelism each worker
 computes the gradient of what is not divided by itself, so rounding may grow: half of the digits.
 
-Whether all workers train the same parameters, asked before what one changed meets the others.
-
-A worker that alone freezes a layer cannot meet the others in a collective: they know of no change,
+Whether all workers train the same parameters is asked before what one changed meets the others. A
+worker that alone freezes a layer cannot meet the others in a collective: they know of no change,
 and wait for it in the reduction. So each worker writes where the others of its host can read it
 without asking:
 

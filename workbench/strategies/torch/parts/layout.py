@@ -11,7 +11,7 @@ is put back as it was when the run ends:
 
 So the user's module, optimizer and scheduler keep their identity throughout.
 
-What strategies have in common that lay one model out over the workers, as DTensors.
+What strategies have in common that lay one model out so, is here as well.
 """
 
 from __future__ import annotations

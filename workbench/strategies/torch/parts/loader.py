@@ -1,12 +1,10 @@
 """The loader that a user's own loop is given: the user's batches, divided over the workers.
 
-Gives an object of the user's further methods while the user goes on holding it as it is.
-
-`model = DDP(model)` changes what the user's name stands for: state_dict keys get a prefix, own
-attributes are out of reach, and calling the inner module bypasses the all-reduce without a word.
-Here the object keeps its identity; only its class is exchanged for a subclass. Undoing that is
-exchanging the class back. Copies and pickles (an averaged copy, a checkpoint) are of the original
-class.
+An object of the user's gets further methods while the user goes on holding it as it is. `model =
+DDP(model)` changes what the user's name stands for: state_dict keys get a prefix, own attributes
+are out of reach, and calling the inner module bypasses the all-reduce without a word. Here the
+object keeps its identity; only its class is exchanged for a subclass. Undoing that is exchanging
+the class back. Copies and pickles (an averaged copy, a checkpoint) are of the original class.
 """
 
 from __future__ import annotations

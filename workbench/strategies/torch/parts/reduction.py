@@ -7,7 +7,7 @@ What is wrapped is backward, not the model: `model.forward` may never be called,
 on holding the plain module. Before a backward DistributedDataParallel is made ready by passing the
 loss through it (the module inside hands it on as it is), or, once it has begun, by asking its C++
 reducer itself; that then averages buckets while backward runs. All else is averaged right after
-backward (`flat.py`).
+backward (`parts/averaging.py`).
 
 Which parameters are trained may change in mid-loop (unfreezing, freezing): then the wrapper is made
 anew, after the workers have agreed by way of the store that they train the same.

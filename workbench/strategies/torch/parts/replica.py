@@ -3,12 +3,10 @@
 What every replicating strategy does alike: micro-batches, mixed precision, clipping, the
 scheduler, evaluation, weights. What differs (who averages the gradients) is in the strategies.
 
-What a replica is made of, saved and loaded: model, optimizer, scheduler, loss scaler.
-
-The same for a `wb.fit` (`trainer.py`) and for a user's own loop (`loop.py`), so that a checkpoint
-does not depend on which of them took it.
-
-What a worker holds between steps: parameters, buffers, gradients, optimizer state.
+A replica is saved and loaded as its parts: model, optimizer, scheduler, loss scaler. They are the
+same for a `wb.fit` and for a user's own loop (`user_loop.py`), so that a checkpoint does not depend
+on which of them took it. How much a worker holds between steps is counted over parameters, buffers,
+gradients and the optimizer's state.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ queues to wait for its all-reduce, so it runs when this worker's own work is don
                                  ready_s                            reduced
 
     compute = forward + backward + optimizer        exposed = B - A
-    sync wait (metrics.derive) = latest A of all workers - own A
+    sync wait (`derive`) = latest A of all workers - own A
 
 Where communication also happens earlier (layers gathered in forward, activations reduced between
 layers, parameters averaged after the update), each stretch in which this worker stood blocked is

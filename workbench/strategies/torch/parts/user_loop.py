@@ -10,7 +10,7 @@ Several backward calls before one `optimizer.step()` are one step: their losses 
 with any optimizer that trains the model, so a loop may go on with a new one. Of several models that
 are prepared in one cell, the first one's optimizer ends the steps.
 
-A loop that distributes itself, recorded as it is (`wb.watch`).
+A loop that distributes itself is recorded as it is (`wb.watch`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a model is cut over the workers, decided once and equal on all of them.
 
-Where to cut a chain of layers, so that the slowest stage is as fast as it can be.
+A chain of layers is cut so that the slowest stage is as fast as it can be.
 
 Source: the linear partition problem; used for pipelines in Narayanan et al., PipeDream, SOSP 2019,
 section 3.1.

@@ -1,8 +1,6 @@
 """A stage of a pipeline: its layers as one module, and its work, timed.
 
-`timeline.py` says what is measured, `mail.py` how messages travel.
-
-A stage's messages: they travel while it computes, and carry the sender's clock.
+A stage's messages travel while it computes, and carry the sender's clock.
 
     the schedule asks for a message            here, with gloo
 
@@ -16,7 +14,7 @@ message is which. Messages of NCCL are ordered by its streams: there torch's way
 
 Where the device is CUDA and the group is not NCCL, messages go through the host's memory.
 
-When a worker's stages worked, stood idle, and waited for a message.
+What is measured is when a worker's stages worked, stood idle, and waited for a message:
 
     this worker      |F0 |    |F1 |          |B0 |
     its neighbour    ......|sent F1    ......|sent B0

@@ -1,6 +1,6 @@
 """Any module as a chain of pieces, by `torch.export`.
 
-The trace is one list of operations; it is cut where calls of modules begin (`calls.py`). Values
+The trace is one list of operations; it is cut where calls of modules begin as below. Values
 that skip pieces (a residual connection) are handed from piece to piece, so that each piece talks
 to its neighbours only:
 
@@ -9,7 +9,7 @@ to its neighbours only:
 What is the same for every batch (positions, masks) is computed anew in each piece that needs it:
 nothing of it is sent.
 
-Where a traced model can be cut: at the calls of its modules, as deep down as stages need it.
+A traced model can be cut at the calls of its modules, as deep down as stages need it:
 
     forward of the model     transformer                          lm_head
     its calls                wte  wpe  drop  h.0      h.1   ln_f

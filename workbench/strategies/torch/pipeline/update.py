@@ -11,11 +11,10 @@ Before the update their gradients are added up, so that all make the same step:
     first holder  g_0 --------- (+) -- g --> update        g = g_0 + g_1
     other holder  g_1 --> sends     receives g --> update
 
-The state of a pipeline as one: gathered from all stages in the form of one device's.
-
-Optimizer state is kept by the position of its parameter in the whole model, as
-`optimizer.state_dict()` does where the optimizer holds all of them, so it can be continued under
-another strategy or another number of workers.
+The state of a pipeline is gathered from all stages in the form of one device's. Optimizer state is
+kept by the position of its parameter in the whole model, as `optimizer.state_dict()` does where the
+optimizer holds all of them, so it can be continued under another strategy or another number of
+workers.
 """
 
 from __future__ import annotations

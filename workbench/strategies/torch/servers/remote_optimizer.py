@@ -2,7 +2,7 @@
 
 The optimizer object stays the user's. A hook before its `step` sends the gradients off and brings
 the parameters back; then the gradients are out of sight for a moment, so that the step itself finds
-nothing to do. Schedulers, scalers and `zero_grad` go on as ever. `shard_links.py` is how gradients
+nothing to do. Schedulers, scalers and `zero_grad` go on as ever. `shards.py` is how gradients
 and parameters travel.
 """
 

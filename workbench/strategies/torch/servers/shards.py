@@ -9,7 +9,7 @@ optimizers whose step looks at a whole tensor do on a server what they do on one
 
 Within a server the types with the widest elements come first, so every tensor is aligned.
 
-A worker's links to all servers, used as one: each server holds a shard of the parameters.
+A worker's links to all servers are used as one: each server holds a shard of the parameters.
 
     push   every server gets its shard's part of the gradients
     take   every server sends its shard of the parameters, one server after the other
@@ -20,9 +20,7 @@ the whole, pushes are counted in one order by all servers, parameters are read i
 Parameters and gradients travel from and to where they lie, without a copy in between, where they
 are contiguous in the CPU's memory; those on a GPU pass through pinned memory.
 
-Where parameters and gradients are on the CPU, on their way from and to servers.
-
-An optimizer's class and hyper-parameters, as they travel to a server.
+An optimizer's class and hyper-parameters travel to a server too.
 """
 
 from __future__ import annotations
