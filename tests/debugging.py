@@ -6,6 +6,7 @@ from notebook_shell import soon
 
 from workbench.execution import paused as prompt
 from workbench.notebook.session import session
+from workbench.session import debug
 from workbench.shared.messages import AskWhere
 
 TRAINS = """import torch
@@ -25,7 +26,8 @@ class Typist:
 
     def __init__(self, monkeypatch, *lines):
         self.lines, self.prompts = list(lines), []
-        monkeypatch.setattr(prompt, "can_prompt", lambda: True)
+        for module in (prompt, debug):
+            monkeypatch.setattr(module, "can_prompt", lambda: True)
         monkeypatch.setattr(builtins, "input", self.type)
         monkeypatch.setattr(prompt.getpass, "getpass", self.type)
 
