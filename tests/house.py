@@ -174,6 +174,13 @@ def mutual(graph: Graph) -> list[str]:
     ]  # fmt: skip
 
 
+def edits(heading: str) -> int:
+    """Return how many places a walk of CONTRIBUTING.md changes; a test applies its lines."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    return section.count("\n@@")
+
+
 class Measure(NamedTuple):
     """One count, what it may be at most, and what it was found in."""
 
@@ -208,6 +215,9 @@ def measures(trees: Mapping[str, ast.Module]) -> list[Measure]:
         Measure('"the rest of it" base classes', len(rest), 0, ", ".join(rest)),
         Measure("private access across modules", foreign_privates(trees), 0),
         Measure(f"files over {LINES} lines", len(large), 0, ", ".join(large)),
+        Measure("places for a new flag", edits("Add a flag"), 3),
+        Measure("places for a new column", edits("Add a measured number"), 4),
+        Measure("places for a new strategy", edits("Add a strategy"), 2),
     ]
 
 
