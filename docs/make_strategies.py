@@ -182,26 +182,19 @@ def shown(value: object) -> str:
 
 
 def companions(text: str, folder: Path) -> Iterator[Path]:
-    """Return the files that a docstring names in backquotes and that give a source, each once."""
-    given = set()
+    """Return the files that a docstring names in backquotes and that give a source."""
     for name in dict.fromkeys(re.findall(r"`([a-z_]+/|[a-z_]+(?:/[a-z_]+)*\.py)`", text)):
         path = folder / name
         files = sorted(path.glob("*.py")) if path.is_dir() else [path]
         for file in files:
-            sourced = file.exists() and re.search(r"^Sources?:", docstring(file), re.MULTILINE)
-            if sourced and file not in given:
-                given.add(file)
+            if file.exists() and re.search(r"^Sources?:", docstring(file), re.MULTILINE):
                 yield file
 
 
 def companion(path: Path) -> str:
-    """Return the sub-section of a file that a strategy builds on, or those of its algorithms."""
+    """Return the sub-section of a file that a strategy builds on."""
     title, _, rest = docstring(path).partition("\n")
-    # A file may hold several algorithms, each with its source: then each has a heading.
-    alone = r"(?:\A\n|(?<=\n\n))(\w[^.\n]*: [^.\n]*)\.\n\n(?=Source)"
-    rest = re.sub(alone, "#### \\1\n\n", rest).strip()
-    whole = to_markdown(rest)
-    return whole if rest.startswith("#### ") else f"#### {title.rstrip('.')}\n\n{whole}"
+    return f"#### {title.rstrip('.')}\n\n{to_markdown(rest)}"
 
 
 def docstring(path: Path) -> str:

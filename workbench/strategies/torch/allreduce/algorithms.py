@@ -1,6 +1,4 @@
-"""The all-reduce algorithms: ring, reduce to one, recursive doubling, hierarchical.
-
-Ring all-reduce: as few bytes as possible, in many small rounds.
+"""Ring all-reduce: as few bytes as possible, in many small rounds.
 
 Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations,
 Journal of Parallel and Distributed Computing 69(2), 2009.
