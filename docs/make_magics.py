@@ -2,10 +2,10 @@
 
     python docs/make_magics.py
 
-What a flag is called, what it takes and what it is for come from
-`workbench/shared/run_request.py` and `workbench/shared/magic_args.py`. What the parser of
-`%cluster` does not know (the default in words, an example) stands here, per flag; a flag that is
-missing here is an error, and a test parses every example.
+What a flag is called, what it takes and what it is for come from `shared/run_request.py` and
+`shared/magic_args.py`. What the parser of `%cluster` does not know (the default in words, an
+example) stands here, per flag; a flag that is missing here is an error, and a test parses every
+example.
 """
 
 from __future__ import annotations

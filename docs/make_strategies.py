@@ -182,19 +182,26 @@ def shown(value: object) -> str:
 
 
 def companions(text: str, folder: Path) -> Iterator[Path]:
-    """Return the files that a docstring names in backquotes and that give a source."""
+    """Return the files that a docstring names in backquotes and that give a source, each once."""
+    given = set()
     for name in dict.fromkeys(re.findall(r"`([a-z_]+/|[a-z_]+(?:/[a-z_]+)*\.py)`", text)):
         path = folder / name
         files = sorted(path.glob("*.py")) if path.is_dir() else [path]
         for file in files:
-            if file.exists() and re.search(r"^Sources?:", docstring(file), re.MULTILINE):
+            sourced = file.exists() and re.search(r"^Sources?:", docstring(file), re.MULTILINE)
+            if sourced and file not in given:
+                given.add(file)
                 yield file
 
 
 def companion(path: Path) -> str:
-    """Return the sub-section of a file that a strategy builds on."""
+    """Return the sub-section of a file that a strategy builds on, or those of its algorithms."""
     title, _, rest = docstring(path).partition("\n")
-    return f"#### {title.rstrip('.')}\n\n{to_markdown(rest)}"
+    # A file may hold several algorithms, each with its source: then each has a heading.
+    alone = r"(?:\A\n|(?<=\n\n))(\w[^.\n]*: [^.\n]*)\.\n\n(?=Source)"
+    rest = re.sub(alone, "#### \\1\n\n", rest).strip()
+    whole = to_markdown(rest)
+    return whole if rest.startswith("#### ") else f"#### {title.rstrip('.')}\n\n{whole}"
 
 
 def docstring(path: Path) -> str:

@@ -183,7 +183,7 @@ class Strategy(ABC):
         )
 
     def drive(self, training: Any) -> StepResult | None:
-        """Take all steps of an `engine.training.Training`, recorded; return the last one's result.
+        """Take all steps of an `engine.training` loop, recorded; return the last one's result.
 
         Only for strategies that say so (`drives`).
         """

@@ -20,7 +20,8 @@ DDP does by default: a broadcast there would hide who waits for whom.
 
 Option `allreduce` exchanges the all-reduce (`allreduce/`), `compress` shortens what is sent
 (`allreduce/compression.py`); both average all gradients in one message after backward. Averaging
-hangs on backward, not on the model's forward (reduction.py), so a loss may come about in any way.
+hangs on backward, not on the model's forward (parts/reduction.py), so a loss may come about in any
+way.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ changes their state from the initial one can be added up for every metric that c
 
 Source: `keras/src/backend/tensorflow/trainer.py`.
 
-What `model.fit` is given, as batches in pieces for closures.
-
-Arrays are taken in the order of one device (`engine/training/shares.py`); everything else by Keras'
-own data adapters: `keras/src/trainers/data_adapters`.
+What `model.fit` is given becomes batches in pieces for closures. Arrays are taken in the order of
+one device (`engine/training/shares.py`); everything else by Keras' own data adapters:
+`keras/src/trainers/data_adapters`.
 """
 
 from __future__ import annotations

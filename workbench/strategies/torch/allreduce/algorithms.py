@@ -1,4 +1,6 @@
-"""Ring all-reduce: as few bytes as possible, in many small rounds.
+"""The all-reduce algorithms: ring, reduce to one, recursive doubling, hierarchical.
+
+Ring all-reduce: as few bytes as possible, in many small rounds.
 
 Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations,
 Journal of Parallel and Distributed Computing 69(2), 2009.

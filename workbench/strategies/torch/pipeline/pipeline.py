@@ -6,8 +6,7 @@ has no part in it. Each microbatch's mean loss counts by its samples:
 
     loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
 
-The schedules of torch.distributed.pipelining; `workbench.catalog.schedules` draws and explains
-them.
+The schedules of torch.distributed.pipelining; `catalog/schedules.py` explains them.
 """
 
 from __future__ import annotations
