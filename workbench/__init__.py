@@ -6,10 +6,10 @@ same package. `docs/architecture.md` has the picture; the folders, from what sta
 uses all of them:
 
     errors       what every error says: what happened, what was seen, what is allowed, the next step
-    shared/      what do the notebook's side and the engines' side both know
     catalog/     which strategies are there, what can each do, what does it send
     cookbook/    what is trained: recipes
     data/        small data sets for lessons and tests
+    shared/      what do the notebook's side and the engines' side both know
     engine/      what happens on an engine
     strategies/  how is a model trained on several workers: one file each
     cluster/     how are engines started, watched and ended
