@@ -16,7 +16,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "workbench"
 Graph = Mapping[str, set[str]]
-LINES = 620
+LINES = 630
 THEIRS = frozenset((
     "_parameters", "_buffers", "_values", "_value", "_handle", "_cluster", "_actions", "_engines",
     "_closed", "_send", "_repr_mimebundle_",

@@ -97,7 +97,7 @@ class RunExecution:
         about |= {"run": run.number, "servers": list(self.servers)}
         pool.on_task(task_record(asked, members_of(specs), **about))
         run.open_board(pool.engines.router.send, ids)
-        run.task = Task(
+        task = Task(
             pool.engines,
             asked,
             members_of(specs),
@@ -106,7 +106,8 @@ class RunExecution:
             least=1 if run.plan.entry.remote_workers else 0,
             on_loss=run.note,
         )
-        hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
+        run.begin(task)
+        hangs.watch(task, pool.engines.router.questions.ask, lambda: run.held)
 
     def _spare(self) -> Sequence[int]:
         """Return the engines whose death the others survive without a pause."""
@@ -127,7 +128,7 @@ class RunExecution:
 
     def _settle(self, task: Task) -> None:
         run = self.run
-        run.task = task
+        run.begin(task)
         if self._replace(task.outcomes) or self._recoverer.begin(task):
             return
         shutil.rmtree(run.folder / RESCUED, ignore_errors=True)
@@ -191,7 +192,7 @@ class RunExecution:
             taken = engines.fetch(living, TAKE, ([RESULT, ARGS],))
             returned = {i: values.get(RESULT) for i, values in taken.items()}
             check_arrived({i: {"the result": value} for i, value in returned.items()})
-            run.results = [returned.get(i) for i in run.members]
+            run.returned([returned.get(i) for i in run.members])
         except (ClusterError, RunError) as failure:
             why = f"{failure.what} {failure.seen or ''}".strip()
             run.note(f"What the function returned could not be fetched: {why}")

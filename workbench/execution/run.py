@@ -144,6 +144,18 @@ class Run:
             raise self.error
         return self
 
+    def begin(self, task: Task) -> None:
+        """Have its cell under way on its engines: this is what they are doing."""
+        self.task = task
+
+    def returned(self, values: Sequence[Any]) -> None:
+        """Keep what its function returned, by member."""
+        self.results = list(values)
+
+    def drawn(self, cpu_share: float) -> None:
+        """Take note of the share of a core that showing it costs."""
+        self.plot_cpu = cpu_share
+
     @property
     def held(self) -> bool:
         """Whether it stands still because its user wants it to."""

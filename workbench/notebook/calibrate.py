@@ -208,7 +208,7 @@ def _make_frames(run: Run) -> int:
         cpu_s, frames, previous = cpu_s + time.thread_time() - before, frames + 1, snapshot
     run.wait()
     if frames:
-        run.plot_cpu = cpu_s / max(time.perf_counter() - began, 1e-9)
+        run.drawn(cpu_s / max(time.perf_counter() - began, 1e-9))
     return frames
 
 

@@ -143,7 +143,7 @@ class RunView:
         return True
 
     def _draw(self) -> None:
-        self.run.plot_cpu = self._pump.cpu_share
+        self.run.drawn(self._pump.cpu_share)
         self._shown("update")
         task = self.run.task
         if task is not None and task.changed.is_set():

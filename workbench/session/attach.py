@@ -160,11 +160,12 @@ def _follow_run(
     run.open_board(pool.engines.router.send, [*run.members, *servers])
     follower = Follower(pool.engines.folder(), task, pool.engines)
     spare = servers[: plan.workers] if plan.entry.remote_workers else ()
-    run.task = FollowedTask(
+    followed = FollowedTask(
         pool.engines, follower.calls, _members(task), launch.settled, spare, run.note
     )
-    hangs.watch(run.task, pool.engines.router.questions.ask, lambda: run.held)
-    follower.follow(run.task, run)
+    run.begin(followed)
+    hangs.watch(followed, pool.engines.router.questions.ask, lambda: run.held)
+    follower.follow(followed, run)
 
 
 def _follow_cell(cluster: Cluster, folder: Path, task: Mapping[str, Any]) -> None:
