@@ -146,7 +146,7 @@ def begin(
         RunError: A run is still going on.
     """
     count = len(exercises(lab))
-    shell = _beginning_shell()
+    shell = _shell()
     if shell is not None:
         shell.extension_manager.load_extension("workbench")
         limit.install(shell, limit_s)
@@ -192,9 +192,3 @@ def _others() -> list[str]:
     return sorted(
         Path(one.about.get("notebook") or one.about.get("cwd", "?")).name for one in found
     )
-
-
-def _beginning_shell() -> Any:
-    from IPython.core.getipython import get_ipython
-
-    return get_ipython()  # type: ignore[no-untyped-call,unused-ignore]

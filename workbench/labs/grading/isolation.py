@@ -280,7 +280,6 @@ _KEPT = (
 """What of the grader's environment a notebook sees: no secret has one of these names."""
 
 _SWEEPS = 20
-_ENVIRONMENT_PACKAGES = str(Path(__file__).resolve().parents[3])
 
 
 PLACES = {
@@ -300,7 +299,7 @@ def kept() -> dict[str, str]:
     else:  # nor may packages be found in the `HOME` that we give it
         found["PYTHONNOUSERSITE"] = "1"
     paths = [os.path.abspath(p) for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
-    found["PYTHONPATH"] = os.pathsep.join([*paths, *({_ENVIRONMENT_PACKAGES} - set(paths))])
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *({str(_PACKAGES)} - set(paths))])
     return found
 
 
