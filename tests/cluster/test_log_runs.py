@@ -79,7 +79,7 @@ def test_places_are_checked_before_an_engine_is_touched(book, tmp_path):
     book.refused(f"%%distributed mirrored --log wandb:x\n{SHORT}", "tensorboard:DIR")
     book.refused(f"%%distributed mirrored --log tensorboard:{tmp_path}/file\n{SHORT}", "a file")
     book.refused(f"%%distributed --log tensorboard:{tmp_path}\n1", "WB-PLAN-129")
-    with pytest.raises(PlanError, match="malformed"):
+    with pytest.raises(PlanError, match="WB-PLAN-146"):
         session.cluster.run(SHORT, strategy="mirrored", log=["mlflow:http://"])
     assert session.cluster.last_task is before
 

@@ -201,7 +201,7 @@ def test_weights_come_back_load_and_are_saved(cluster, tmp_path):
     model = torch.nn.Linear(64, 10)
     assert run.load_into(model) is model
     np.testing.assert_array_equal(model.weight.detach().numpy(), weights["weight"])
-    with pytest.raises(PlanError, match="not the run's"):
+    with pytest.raises(PlanError, match="WB-PLAN-151"):
         run.load_into(torch.nn.Sequential(torch.nn.Linear(64, 10)))
     with pytest.raises(RunError, match="of rank 1"):
         run.weights(rank=1)

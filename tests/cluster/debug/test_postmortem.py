@@ -97,11 +97,11 @@ step()
     book.refused(fails, "ValueError")
     assert session.cluster.debug(0).eval(1, "held[0]() is big") == "True"
     book.ok("%%distributed\ngc.collect()\nassert held[0]() is None")
-    with pytest.raises(RunError, match="keeps no failure"):
+    with pytest.raises(RunError, match="WB-RUN-076"):
         session.cluster.debug(0)
     book.refused(fails, "ValueError")
     book.ok("%cluster free")
-    with pytest.raises(RunError, match="keeps no failure"):
+    with pytest.raises(RunError, match="WB-RUN-076"):
         session.cluster.debug(0)
 
 
