@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="run the quickstart notebook without a browser")
     demo.add_argument("--out", type=Path, default=Path("workbench-demo"), help="where results go")
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
-    add_commands(commands)
+    add_cluster_commands(commands)
     add_lab_commands(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
         if given.command in ("ps", "stop"):
-            return run(given)
+            return run_clusters(given)
         if given.command in COMMANDS:
             return run_labs(given)
         return _demo(given.out) if given.command == "demo" else _lab(rest)
@@ -177,7 +177,7 @@ def _trust(notebooks: list[Path]) -> None:
 NOBODY = "nobody"
 
 
-def add_commands(commands: Any) -> None:
+def add_cluster_commands(commands: Any) -> None:
     """Add our commands to the command line."""
     listing = commands.add_parser("ps", help="list the clusters of yours on this machine")
     listing.add_argument("--json", action="store_true", help="for programs")
@@ -186,7 +186,7 @@ def add_commands(commands: Any) -> None:
     stop.add_argument("--all", action="store_true", help="all of yours on this machine")
 
 
-def run(given: argparse.Namespace) -> int:
+def run_clusters(given: argparse.Namespace) -> int:
     """Run one of our commands; return its exit status.
 
     Raises:

@@ -96,7 +96,7 @@ KILLED = Ending("SIGKILL")
 
 
 def died(engine: int, how: Ending = KILLED, log: str = "") -> CellOutcome:
-    return outcome.outcome(EngineDiedError(engine, 100 + engine, how, log))
+    return outcome.outcome_of_death(EngineDiedError(engine, 100 + engine, how, log))
 
 
 def test_several_deaths_are_named_one_by_one():

@@ -219,13 +219,13 @@ LOAN_TIMEOUT_S = 120.0
 def lost(task: Task) -> list[int]:
     """Return the engines for whose death alone the cell failed; none where it failed otherwise."""
     outcomes = task.outcomes
-    dead = [i for i in outcome.of(outcomes) if not outcomes[i].ended]
+    dead = [i for i in outcome.dead_engines(outcomes) if not outcomes[i].ended]
     if task.interrupted or not any(outcomes[i].recoverable for i in dead):
         return []
     errors = [o for o in outcomes.values() if o.status == "error"]
     if any(not outcome.is_collateral(one) for one in errors):
         return []
-    return outcome.of(outcomes)  # those that we had to end are gone as well
+    return outcome.dead_engines(outcomes)  # those that we had to end are gone as well
 
 
 class Recoverer:

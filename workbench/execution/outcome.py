@@ -96,7 +96,7 @@ NAMED = 4
 """Most engines that are named one by one when several died."""
 
 
-def outcome(error: BaseException) -> CellOutcome:
+def outcome_of_death(error: BaseException) -> CellOutcome:
     """Return the outcome of a call whose engine is no more, or was never reached."""
     how, log, by_itself, with_all = str(error), "", False, False
     if isinstance(error, EngineDiedError):
@@ -114,7 +114,7 @@ def outcome(error: BaseException) -> CellOutcome:
     )
 
 
-def of(outcomes: Outcomes) -> list[int]:
+def dead_engines(outcomes: Outcomes) -> list[int]:
     """Return the engines that died."""
     return [engine for engine, one in outcomes.items() if one.status == "died"]
 
@@ -125,7 +125,7 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
     text = f"{who.title} {who.verb} gone: {one.evalue}"
     if one.log:
         text += "\n  its log ends:" + "".join(f"\n    {line}" for line in one.log.splitlines())
-    others = [engine for engine in of(outcomes) if engine != first]
+    others = [engine for engine in dead_engines(outcomes) if engine != first]
     for engine in others[:NAMED]:
         text += f"\n  gone too: {member(engine).title} (engine {engine}): {outcomes[engine].how}"
     if len(others) > NAMED:
@@ -138,7 +138,7 @@ def next_step(outcomes: Outcomes) -> str | None:
 
     Those that were restarted are there again: only their cell is lost.
     """
-    gone = sorted(of(outcomes))
+    gone = sorted(dead_engines(outcomes))
     dead = [engine for engine in gone if not outcomes[engine].restarted]
     if not dead:
         return "run the cell again" if gone else None
@@ -263,7 +263,7 @@ class CellEnd:
             stalled = f"{self.names.of(cause)} stalled: it took no step, heeded no interrupt, "
             return f"{stalled}and was ended", [cause]
         if outcome.status == "died":
-            died = [i for i in of(outcomes) if i == cause or not outcomes[i].ended]
+            died = [i for i in dead_engines(outcomes) if i == cause or not outcomes[i].ended]
             return death_words(cause, outcomes, self.names.member), died
         words = outcome.words
         kind = without_numbers(words)

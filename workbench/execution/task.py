@@ -311,7 +311,7 @@ def _outcome_of(result: object) -> CellOutcome:
             return result
         case BaseException():
             if getattr(result, "ename", "") != "KeyboardInterrupt":
-                return gone.outcome(result)
+                return gone.outcome_of_death(result)
             # It was interrupted before its cell began.
             return CellOutcome(status="interrupted", ename="KeyboardInterrupt", group_broken=True)
     try:

@@ -347,14 +347,14 @@ def _bubbles(snapshot: Snapshot, split: Split, y: float) -> tuple[list[str], flo
     body.append(
         f'<path class="l" d="M{at:.1f} {top - 3:.1f}V{y:.1f}" stroke-dasharray="4 3" fill="none"/>'
     )
-    return [*body, *_svg_pipeline_legend(y)], y + 40
+    return [*body, *_stages_legend(y)], y + 40
 
 
 def _full(x: float, y: float, width: float) -> str:
     return f'<rect class="w" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}"/>'
 
 
-def _svg_pipeline_legend(y: float) -> list[str]:
+def _stages_legend(y: float) -> list[str]:
     body, x = [], float(GUTTER)
     fills = ("url(#wb-hatch)", phase_colors()[HATCHED], phase_colors()[BUSY])
     for name, fill in zip(text.NAMES, fills, strict=True):
