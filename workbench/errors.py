@@ -21,6 +21,8 @@ def _coded(what: str, code: str) -> tuple[str, str]:
     first, *rest = what.split("\n")
     if told := _CODED.search(first):
         return what, told[1]
+    if not code:
+        return what, ""
     return "\n".join([f"{first} [{code}]", *rest]), code
 
 
@@ -35,7 +37,8 @@ class WorkbenchError(Exception):
     Args:
         what: One sentence that says what is wrong.
         code: What the error is called, whatever its words become: `WB-PLAN-012`. One per place
-            that raises; docs/error-codes.md lists all.
+            of this package that raises, and docs/error-codes.md lists all; code of others that
+            raises our errors, such as a strategy of theirs, has none.
         seen: The value that was met, shown with `repr` unless it is a string with spaces.
         allowed: What would have been accepted.
         next_step: What the user can do now.
@@ -48,7 +51,7 @@ class WorkbenchError(Exception):
         self,
         what: str,
         *,
-        code: str,
+        code: str = "",
         seen: object = None,
         allowed: str | None = None,
         next_step: str | None = None,

@@ -91,7 +91,7 @@ from workbench.engine.tensorflow import support
 from workbench.errors import EngineSpentError
 
 def refuse(*args):
-    raise EngineSpentError("It cannot be made anew.")
+    raise EngineSpentError("It cannot be made anew.", code="WB-CLUSTER-000")
 
 support.configure = refuse
 """

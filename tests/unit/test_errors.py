@@ -37,6 +37,11 @@ def test_an_error_leaves_out_what_it_does_not_know() -> None:
     assert text == "It broke. [WB-GEN-000]\n  seen:    0"
 
 
+def test_code_of_others_may_raise_our_errors_without_a_code() -> None:
+    error = errors.FitError("No.", next_step="this")
+    assert (str(error), error.code) == ("No.\n  next:    this", "")
+
+
 def test_the_code_ends_the_first_line_of_several() -> None:
     error = PlanError("No.\n  with it: rank 1", code="WB-PLAN-000", next_step="this")
     assert str(error) == "No. [WB-PLAN-000]\n  with it: rank 1\n  next:    this"
