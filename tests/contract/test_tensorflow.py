@@ -188,7 +188,7 @@ WRONG = {
     "torch model": (
         "import torch; wb.fit(torch.nn.Linear(4, 1), (x, y), batch_size=4, "
         "loss=keras.losses.MeanSquaredError(), optimizer=keras.optimizers.SGD())",
-        "WB-PLAN-106",
+        "WB-FIT-042",
     ),
     "a summed loss": (
         "made(); wb.fit(model, (x, y), batch_size=4, optimizer=keras.optimizers.SGD(), "

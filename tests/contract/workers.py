@@ -17,6 +17,7 @@ import signal
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from harness import run_here
 from notebook_shell import soon
@@ -67,16 +68,9 @@ def _serve(pipe: Any, stacks: str) -> None:
 class Workers:
     """A pool of worker processes and the store in which they meet."""
 
-    _open = 0
-    _environ_before: dict[str, str | None] = {}  # noqa: RUF012 - of the process
-
     def __init__(self, count: int) -> None:
         import torch.distributed as dist
 
-        if not Workers._open:
-            Workers._environ_before = {name: os.environ.get(name) for name in ENVIRON}
-            os.environ.update(ENVIRON)
-        Workers._open += 1
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
@@ -94,7 +88,8 @@ class Workers:
             process = self._starter.Process(
                 target=_serve, args=(theirs, self._stacks_of(len(self.processes)))
             )  # not daemonic: loaders have processes of their own
-            process.start()
+            with mock.patch.dict(os.environ, ENVIRON):  # the fork server keeps it for all of them
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -189,11 +184,3 @@ class Workers:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
-        Workers._open -= 1
-        if Workers._open:  # pools end in any order
-            return
-        for name, before in Workers._environ_before.items():
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before

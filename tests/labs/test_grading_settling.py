@@ -64,7 +64,7 @@ class Kernel:
 @pytest.fixture
 def kernels(monkeypatch):
     made = Kernels()
-    monkeypatch.setattr(runner, "Link", made)
+    monkeypatch.setattr(runner, "KernelLink", made)
     return made
 
 
