@@ -1,0 +1,338 @@
+"""The device that an engine computes on: the only module that speaks to torch.cuda and its like.
+
+What is asked of a device is asked of an `Accelerator`, which `of(device)` gives; a CPU is one that
+is always done. Torch has one module for each kind of device (`torch.cuda`, `torch.xpu`,
+`torch.mps`, or that of a package that brings its own kind), all with the same names, of which some
+lack a few: what is missing is said by `None` or does nothing, so a new kind needs no code here (https://docs.pytorch.org/docs/stable/accelerator.html).
+
+Two rules hold for all of it. The current device belongs to a thread: whatever is asked from
+another thread than the cell's is asked on the device itself, or CUDA makes a context of 0.5 GB on
+the first GPU. And a device that has failed fails in every later call (CUDA keeps its error until
+the process ends), so what must not raise asks `is_lost`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+POLL_S = 2e-4
+"""How often a device is asked whether it is done, where the wait must be able to end."""
+
+PROBE_S = 2.0
+"""How long a healthy device may take to answer while nothing runs on it."""
+
+
+class Memory(NamedTuple):
+    """What a device's memory holds, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Accelerator:
+    """One device of this process.
+
+    Attributes:
+        device: With its number: `cuda:0`.
+        kind: Torch's name of such devices: `cpu`, `cuda`, `xpu`, `mps`.
+    """
+
+    is_cpu = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kind = device.type
+        self._room: Any = torch.get_device_module(device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.device)!r})"
+
+    # -- where calls go ----------------------------------------------------------------------------
+
+    def make_current(self) -> None:
+        """Have this thread compute on the device where a cell only says `cuda`."""
+        if hasattr(self._room, "set_device"):
+            self._room.set_device(self.device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Compute on the device within, whatever thread this is."""
+        if not hasattr(self._room, "device"):
+            return contextlib.nullcontext()
+        context: AbstractContextManager[Any] = self._room.device(self.device)
+        return context
+
+    def side_stream(self) -> Any:
+        """Return a new stream beside the one on which the cell computes."""
+        with self.current():
+            return torch.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue work on a stream within."""
+        context: AbstractContextManager[Any] = stream
+        return context
+
+    def current_stream(self) -> Any:
+        """Return the stream on which this thread's work on the device goes."""
+        return torch.accelerator.current_stream(self.device)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def event(self, *, timed: bool = True) -> Event:
+        """Return an event at the present end of this thread's stream on the device."""
+        return Event(self, timed)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given, on every stream."""
+        with self.current():
+            self._room.synchronize()
+
+    def synchronize_stream(self) -> None:
+        """Wait until the device has done what this thread's stream was given."""
+        self.current_stream().synchronize()
+
+    def is_lost(self, within_s: float = PROBE_S) -> bool:
+        """Whether the device has failed, or does not answer in time.
+
+        CUDA's errors stay: after a device-side assert or an illegal address every call raises until
+        the process ends. A device that hangs is asked from a thread, which is left behind.
+        """
+        answered: list[bool] = []
+        probe = threading.Thread(target=self._probe, args=(answered,), daemon=True)
+        probe.name = "workbench-probe"
+        probe.start()
+        probe.join(within_s)
+        return not (answered and answered[0])
+
+    def _probe(self, answered: list[bool]) -> None:
+        try:
+            self.synchronize()
+            answered.append(True)
+        except Exception:
+            answered.append(False)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def memory(self) -> Memory | None:
+        """Return what is free of the device's memory, for all its users; None: it does not say."""
+        ask = getattr(self._room, "mem_get_info", None)
+        if ask is None:
+            return None
+        with self.current():
+            free, total = ask()
+        return Memory(int(free), int(total))
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that tensors of this process have taken at once; None: not counted."""
+        ask = getattr(self._room, "max_memory_allocated", None)
+        return None if ask is None else int(ask(self.device))
+
+    def reset_peak(self) -> None:
+        """Count the peak from here."""
+        if hasattr(self._room, "reset_peak_memory_stats"):
+            self._room.reset_peak_memory_stats(self.device)
+
+    def give_back(self) -> None:
+        """Hand what torch keeps for later back to the device, so that other processes have it."""
+        with self.current():
+            for name in ("empty_cache", "ipc_collect"):
+                if hasattr(self._room, name):
+                    getattr(self._room, name)()
+
+    def limit_memory(self, fraction: float) -> None:
+        """Let this process take no more than a part of the device's memory."""
+        if hasattr(self._room, "set_per_process_memory_fraction"):
+            with self.current():
+                self._room.set_per_process_memory_fraction(fraction)
+
+    @property
+    def pins(self) -> bool:
+        """Whether copies from pinned memory go on beside the host's work."""
+        return self.kind in ("cuda", "xpu")
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What the maker calls it; its kind where nobody says."""
+        ask = getattr(self._room, "get_device_name", None)
+        return self.kind if ask is None else str(ask(self.device))
+
+    @property
+    def label(self) -> str:
+        """`cuda:0 NVIDIA H200`."""
+        return f"{self.device} {self.name}"
+
+    def is_in_use(self) -> bool:
+        """Whether this process has begun to use the kind of device at all."""
+        ask = getattr(self._room, "is_initialized", None)
+        return True if ask is None else bool(ask())
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the device's own generator, and of no other's; None: there is none.
+
+        Asking for all of them (`get_rng_state_all`) would make a context on each GPU.
+        """
+        ask = getattr(self._room, "get_rng_state", None)
+        if ask is None or not self.is_in_use():
+            return None
+        state: torch.Tensor = ask() if self.kind == "mps" else ask(self.device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Let the device's generator go on from a state."""
+        if hasattr(self._room, "set_rng_state"):
+            arguments = () if self.kind == "mps" else (self.device,)
+            self._room.set_rng_state(state.cpu(), *arguments)
+
+    @property
+    def forked(self) -> list[torch.device]:
+        """The devices whose generators `torch.random.fork_rng(devices=...)` is to keep."""
+        return [self.device]
+
+
+class Cpu(Accelerator):
+    """The CPU: done as soon as it is asked."""
+
+    is_cpu = True
+
+    def make_current(self) -> None:
+        """Do nothing."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+    def side_stream(self) -> Any:
+        """Return None: there are no streams."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
+    def current_stream(self) -> Any:
+        """Return None: there are no streams."""
+        return None
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def synchronize_stream(self) -> None:
+        """Do nothing."""
+
+    def is_lost(self, within_s: float = PROBE_S) -> bool:
+        """Return False."""
+        return False
+
+    def memory(self) -> Memory | None:
+        """Return None."""
+        return None
+
+    def peak_bytes(self) -> int | None:
+        """Return None."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Do nothing."""
+
+    def give_back(self) -> None:
+        """Do nothing."""
+
+    def limit_memory(self, fraction: float) -> None:
+        """Do nothing."""
+
+    @property
+    def name(self) -> str:
+        """Return `cpu`."""
+        return "cpu"
+
+    @property
+    def label(self) -> str:
+        """Return `cpu`."""
+        return "cpu"
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return None: the CPU's generator is torch's own."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Do nothing."""
+
+    @property
+    def forked(self) -> list[torch.device]:
+        """Return nothing: the CPU's generator is always kept."""
+        return []
+
+
+class Event:
+    """A point in the work of a stream, for which nobody waits; safe from every thread."""
+
+    def __init__(self, accelerator: Accelerator, timed: bool) -> None:
+        self._accelerator = accelerator
+        # On the device's own stream, also within `torch.cuda.device(other)`.
+        with accelerator.current():
+            self._event = torch.Event(accelerator.device, enable_timing=timed)
+            self._event.record(accelerator.current_stream())
+
+    def query(self) -> bool:
+        """Whether the device has passed it; raises what the device failed with."""
+        with self._accelerator.current():
+            return bool(self._event.query())
+
+    def wait(self, within_s: float | None = None) -> bool:
+        """Wait for the device to pass it; return whether it did in time."""
+        if within_s is None:
+            with self._accelerator.current():
+                self._event.synchronize()
+            return True
+        until_s = time.monotonic() + within_s
+        while not self.query():
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def seconds_to(self, later: Event) -> float:
+        """Return how long the device took from here to a later event; both have passed."""
+        with self._accelerator.current():
+            return float(self._event.elapsed_time(later._event)) * 1e-3
+
+
+def of(device: str | torch.device) -> Accelerator:
+    """Return what speaks for a device.
+
+    Raises:
+        RuntimeError: Torch knows no such kind of device, or has no module for it.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return CPU
+    return _of(wanted if wanted.index is not None else torch.device(wanted.type, 0))
+
+
+@functools.lru_cache(maxsize=64)
+def _of(device: torch.device) -> Accelerator:
+    return Accelerator(device)
+
+
+CPU = Cpu(torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def own_random(device: str | torch.device) -> Iterator[None]:
+    """Keep the generators of the CPU and of one device as they are, and touch no other device."""
+    with torch.random.fork_rng(devices=of(device).forked, device_type=_forked_kind(device)):
+        yield
+
+
+def _forked_kind(device: str | torch.device) -> str:
+    kind = torch.device(device).type
+    return "cuda" if kind == "cpu" else kind
