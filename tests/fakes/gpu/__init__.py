@@ -1,0 +1,67 @@
+"""A GPU for tests, as a package that brings its own kind of device to PyTorch does.
+
+`install()` puts it where torch looks for such packages (its `torch.backends` entry points), so that
+every process of a test finds devices `fakegpu:0`, `fakegpu:1` as soon as it imports torch, and no
+line of ours knows that they are fakes. README.md beside this file says what is real about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "fakegpu.cpp"
+NAME = "fakegpu_native"
+
+
+def missing() -> str:
+    """Return what this machine lacks to build it; empty: nothing."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        return "a C++ compiler (g++)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python's headers (python3-dev)"
+    return ""
+
+
+def build() -> Path:
+    """Compile what is written in C++, once for each torch and text; return the library's folder."""
+    import torch
+
+    about = f"{SOURCE.read_text()}{torch.__version__}{sys.version}".encode()
+    folder = Path(tempfile.gettempdir()) / f"fakegpu-{os.getuid()}" / hashlib.sha1(about).hexdigest()[:16]
+    library = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if library.exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    where = [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
+    libraries = [f"-L{path}" for path in library_paths()]
+    made = folder / f"{os.getpid()}.so"
+    subprocess.run(
+        ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H",
+         "-D_GLIBCXX_USE_CXX11_ABI=1", *where, str(SOURCE), *libraries,
+         "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-o", str(made)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    made.rename(library)  # several processes may have built it: the last one stays
+    return folder
+
+
+def install(root: Path) -> dict[str, str]:
+    """Write the package into a folder; return the environment in which torch finds it."""
+    folder = build()
+    about = root / "torch_fakegpu-1.0.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-fakegpu\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\nfakegpu = torch_fakegpu:start\n")
+    shutil.copy(HERE / "torch_fakegpu.py", root)
+    path = [str(root), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
