@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,6 @@ need("torch")
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    pool = Workers(3)
+    pool = Workers(3, os.environ.get("WORKBENCH_TEST_DEVICE", "cpu"))
     yield pool
     pool.close()

@@ -10,11 +10,13 @@ import faulthandler
 import gc
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import secrets
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,8 +45,14 @@ ENVIRON = {
 }
 """What the processes are started with."""
 
+COLLECTIVES = {"fakegpu": "fakenccl", "cuda": "nccl"}
+
 ANSWER_S = 60.0
 """How long a run may take; beyond that something hangs."""
+
+
+ALONE_S = 3.0
+"""How long the others may wait for one that has failed; then they are interrupted."""
 
 
 def _serve(pipe: Any, stacks: str) -> None:
@@ -68,9 +76,10 @@ def _serve(pipe: Any, stacks: str) -> None:
 class Workers:
     """A pool of worker processes and the store in which they meet."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, kind: str = "cpu") -> None:
         import torch.distributed as dist
 
+        self.kind = kind
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
@@ -93,6 +102,15 @@ class Workers:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+
+    def _devices(self, rank: int, workers: int) -> dict[str, Any]:
+        """Return what a worker is told of its device: one of its own each."""
+        if self.kind == "cpu" or rank >= workers:
+            return {}
+        return {
+            "device": f"{self.kind}:{rank}",
+            "backend": f"cpu:gloo,{self.kind}:{COLLECTIVES[self.kind]}",
+        }
 
     def run(
         self,
@@ -121,6 +139,8 @@ class Workers:
         self.runs += 1
         settings = entry.settings(options or {})
         servers, key = entry.server_count(settings), secrets.token_hex(32)
+        if not all(process.is_alive() for process in self.processes):
+            self._abandon(0)  # one died in the run before
         self._grow(workers + servers)
         folder = os.path.join(self._folder.name, f"run{self.runs}")
         for rank in range(workers + servers):
@@ -131,18 +151,11 @@ class Workers:
                 options=settings, overrides=overrides or {},
                 faults=tuple(map(parse_fault, faults)), servers=servers,
                 key=key, init_from=init_from, role="worker" if rank < workers else "server",
-                run_dir=folder, **told,
+                run_dir=folder, **{**self._devices(rank, workers), **told},
             )  # fmt: skip
             job = spec.to_wire(), recipe.source, function.__name__, args, keywords or {}, by_turns
             self.pipes[rank].send(job)
-        reports = []
-        for rank in range(workers + servers):
-            if not self.pipes[rank].poll(ANSWER_S):
-                raise TimeoutError(f"worker {rank} does not answer\n{self._abandon(rank)}")
-            try:
-                reports.append(self.pipes[rank].recv())
-            except EOFError:
-                reports.append(Report(error="died"))
+        reports = self._answers(workers + servers)
         for server in reports[workers:]:  # what goes wrong on a server is told by the first worker
             reports[0].error = server.error or reports[0].error
             reports[0].left += server.left
@@ -160,6 +173,36 @@ class Workers:
 
     def _stacks_of(self, rank: int) -> str:
         return os.path.join(self._folder.name, f"stacks{rank}")
+
+    def _answers(self, count: int) -> list[Report]:
+        """Return what each process reports; those that wait for a failed one are interrupted.
+
+        Raises:
+            TimeoutError: One does not answer.
+        """
+        reports: dict[int, Report] = {}
+        until_s, failed_s = time.monotonic() + ANSWER_S, 0.0
+        while missing := [rank for rank in range(count) if rank not in reports]:
+            if time.monotonic() > until_s:
+                said = [report.error for report in reports.values() if report.error]
+                stack = self._abandon(missing[0])
+                raise TimeoutError(
+                    "\n".join([f"worker {missing[0]} does not answer", stack, *said])
+                )
+            ready = multiprocessing.connection.wait([self.pipes[r] for r in missing], 0.5)
+            for rank in missing:
+                if self.pipes[rank] in ready:
+                    try:
+                        reports[rank] = self.pipes[rank].recv()
+                    except EOFError:
+                        reports[rank] = Report(error="died")
+            if not ready and any(report.error for report in reports.values()):
+                failed_s = failed_s or time.monotonic()
+                if time.monotonic() - failed_s > ALONE_S:
+                    failed_s = time.monotonic()
+                    for rank in missing:
+                        os.kill(self.processes[rank].pid, signal.SIGINT)
+        return [reports[rank] for rank in range(count)]
 
     def _abandon(self, silent: int) -> str:
         """End all processes, whose late answers would be taken for the next run's; say why."""

@@ -319,7 +319,7 @@ def _run_beside(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def _break_out(harder: bool) -> None:
     if _engine is not None:
-        support(_engine.framework).shutdown_group_sockets(store=harder)
+        support(_engine.framework).break_collectives(store=harder)
 
 
 def _over_ipyparallel() -> Any:

@@ -118,6 +118,8 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
             outcome = outcome_of(error)
         except Exception as error:
             outcome = outcome_of(error, traceback.format_exc())
+        if not outcome.is_well and spec.device != "cpu":
+            outcome = _after_failure(engine, spec, framework, outcome)
     engine.injected.update(injected)
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
     return replace(
@@ -126,6 +128,35 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
         group_broken=not outcome.is_well or engine.watch.broke_out or lost,
         cut_off=engine.watch.broke_out,
     )
+
+
+SPOILED = (
+    "The models on this engine may hold an update of half-summed gradients: build them anew, or "
+    "load a checkpoint."
+)
+LOST = (
+    "The GPU failed, and fails in this engine from now on. A new engine takes its place, without "
+    "the variables. CUDA_LAUNCH_BLOCKING=1 in the environment shows the line that failed; often a "
+    "label or an index is out of range."
+)
+
+
+@doing("clearing the device")
+def _after_failure(
+    engine: Engine, spec: RunSpec, framework: Any, outcome: CellOutcome
+) -> CellOutcome:
+    """End what the cell left on the device; say what cannot be used any more."""
+    with engine.watch.shielded():
+        if engine.group:  # a collective of it may wait on the device for ever
+            framework.destroy_group()
+            engine.group = ""
+        spoiled = getattr(framework, "weights_are_spoiled", None)
+        if spoiled is not None and spoiled():
+            sys.stderr.write(f"{SPOILED}\n")
+        is_lost = getattr(framework, "device_is_lost", None)
+        if is_lost is not None and is_lost(spec):
+            return replace(outcome, replace=True, advice=LOST)
+    return outcome
 
 
 def _spmd(
@@ -309,7 +340,8 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
 
     None where there are none, or they could not be written: that costs no run.
     """
-    if run.weights is None or not run.spec.run_dir:
+    spoiled = getattr(framework, "weights_are_spoiled", None)
+    if run.weights is None or not run.spec.run_dir or (spoiled is not None and spoiled()):
         return None
     arrays = run.weights()
     if not arrays:

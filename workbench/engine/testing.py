@@ -198,7 +198,7 @@ class EngineHarness:
         )
 
     def _break_out(self, harder: bool) -> None:
-        support(self._engine.framework).shutdown_group_sockets(store=harder)
+        support(self._engine.framework).break_collectives(store=harder)
 
 
 def _spell(error: BaseException) -> str:

@@ -35,7 +35,11 @@ def build() -> Path:
     import torch
 
     about = f"{SOURCE.read_text()}{torch.__version__}{sys.version}".encode()
-    folder = Path(tempfile.gettempdir()) / f"fakegpu-{os.getuid()}" / hashlib.sha1(about).hexdigest()[:16]
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"fakegpu-{os.getuid()}"
+        / hashlib.sha1(about).hexdigest()[:16]
+    )
     library = folder / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if library.exists():
         return folder

@@ -391,7 +391,8 @@ struct Communicator {
         std::vector<InnerWork> works;
         for (auto& one : *operations) works.push_back(one.begin());
         for (auto& work : works) if (work) work->wait();
-      } catch (const std::exception&) {
+      } catch (const std::exception& error) {
+        if (std::getenv("FAKEGPU_DEBUG")) std::cerr << "fakenccl: " << error.what() << std::endl;
         *failed = true;  // a peer is gone: NCCL's kernel would go on waiting for it
         return;
       }

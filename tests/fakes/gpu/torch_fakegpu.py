@@ -85,6 +85,19 @@ def _seed_all(seed: int) -> None:
         native.seed(index, seed)
 
 
+_data: Any = torch.Tensor.data
+_set = _data.__set__
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor's data move between the CPU and the device, as CUDA's may."""
+    if tensor.device.type == value.device.type:
+        _set(tensor, value)
+        return
+    moved = value.detach().requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, moved)
+
+
 def _make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
     import torch.distributed as dist
 
@@ -97,6 +110,7 @@ def start() -> None:
     torch.utils.rename_privateuse1_backend("fakegpu")
     torch._register_device_module("fakegpu", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.Tensor.data = property(_data.__get__, _set_data)  # type: ignore[assignment]
     # Parameters stay the same objects when a module moves, as they do on CUDA.
     torch.__future__.set_swap_module_params_on_conversion(True)
     import torch.distributed as dist

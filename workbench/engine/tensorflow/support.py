@@ -231,7 +231,7 @@ def destroy_group() -> None:
     """Do nothing: see `ensure_group`."""
 
 
-def shutdown_group_sockets(*, store: bool = False) -> int:
+def break_collectives(*, store: bool = False) -> int:
     """Break collectives in which this engine waits for others; return in how many clusters.
 
     Called from another thread than the one that waits. TensorFlow itself notices after seconds that

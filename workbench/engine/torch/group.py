@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ClusterError
+from ...errors import ClusterError, EngineSpentError
 from ...shared.events import GROUP_GONE_S
 from ..debugging.marks import GROUP, doing, waits_in
+from . import abort
 
 if TYPE_CHECKING:
     from ...shared.protocol import RunSpec
@@ -44,10 +45,28 @@ CONNECT_S = 12.0
 connection, and would try again until then. What listens is there at once, however busy it is; but
 torch asks DNS for the name of what it reached (pytorch#159007): 5 s where an answer is lost."""
 
+RECORDER = (
+    "TORCH_FR_BUFFER_SIZE"
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
+    else "TORCH_NCCL_TRACE_BUFFER_SIZE"
+)
+DEVICE_COLLECTIVES = {
+    # Else a watchdog of torch's ends the whole process where a collective takes long or a peer is
+    # gone; who waits, and for whom, is seen and ended here.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # The flight recorder: which rank has not entered which collective.
+    RECORDER: "2000",
+}
+"""What NCCL's groups are made under, where the user has not set it
+(https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
+
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
 _kept: set[int] = set()  # inodes of sockets that are not the group's
 _store_port = 0
+_made: tuple[str, int, int] | None = None  # prefix, rank and size of the group that is there
 
 
 def environ(spec: RunSpec) -> dict[str, str]:
@@ -75,6 +94,11 @@ def environ(spec: RunSpec) -> dict[str, str]:
         values["OMP_NUM_THREADS"] = max(1, spec.threads)
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if spec.backend != "gloo":
+        wanted = dict(DEVICE_COLLECTIVES)
+        if local_size == spec.world_size:  # its bootstrap listens on the first interface else
+            wanted["NCCL_SOCKET_IFNAME"] = "lo"
+        values |= {name: value for name, value in wanted.items() if name not in os.environ}
     return {name: str(value) for name, value in values.items()}
 
 
@@ -82,15 +106,29 @@ def environ(spec: RunSpec) -> dict[str, str]:
 def ensure_group(spec: RunSpec) -> None:
     """Join the run's process group, as a client of the keeper's store.
 
+    A group that is there stays only if it is this one: in another run's, or in one that would not
+    go, a worker would train alone or wait for ranks that are elsewhere.
+
     Raises:
         ClusterError: The keeper's store is not to be reached.
+        EngineSpentError: A group of before does not go.
     """
-    if not dist.is_initialized():
-        _make_group(spec, spec.prefix, spec.backend)
+    if dist.is_initialized():
+        if (spec.prefix, spec.rank, spec.world_size) == _made:
+            return
+        destroy_group()
+    if dist.is_initialized():
+        raise EngineSpentError(
+            "A process group of before does not go.",
+            seen=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            code="WB-CLUSTER-281",
+        )
+    _make_group(spec, spec.prefix, spec.backend)
 
 
 @waits_in(GROUP)
 def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> None:
+    global _made
     stores: Any = dist  # the stores are there, but not declared as exported
     store = _connect_store(spec)
     _kept.clear()
@@ -114,6 +152,40 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
     finally:
         # torch wraps the hook of before in one of its own with every group, and keeps them all.
         sys.excepthook = hook
+    _made = spec.prefix, spec.rank, spec.world_size
+    device = torch.device(spec.device)
+    if device.type != "cpu" and backend_of(None, device) != "gloo":
+        abort.watch(device)
+
+
+def backend_of(group: Any, device: str | torch.device) -> str:
+    """Return what does a group's collectives for tensors on a device; empty: nothing does.
+
+    `get_backend` gives `cpu:gloo,cuda:nccl`, of which one half is meant.
+    """
+    whole: Any = group if group is not None else dist.group.WORLD
+    try:
+        return str(whole._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return ""
+
+
+def control_wire(group: Any, device: torch.device) -> torch.device:
+    """Return where a few numbers are to be for a group's collectives: on the CPU, where they can.
+
+    There they need neither the device's memory nor a wait for what it is doing.
+    """
+    cpu = torch.device("cpu")
+    return cpu if backend_of(group, cpu) else device
+
+
+def data_wire(group: Any, device: torch.device) -> torch.device:
+    """Return where tensors are to be to travel from one worker to another.
+
+    Gloo sends no tensors that lie on a device
+    (https://docs.pytorch.org/docs/stable/distributed.html#backends).
+    """
+    return torch.device("cpu") if backend_of(group, device) in ("gloo", "") else device
 
 
 def has_group() -> bool:
@@ -165,12 +237,18 @@ def destroy_group() -> None:
     if not dist.is_initialized():
         return
     _retire_wrappers()
-    worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
-    worker.start()
-    worker.join(GROUP_GONE_S)
-    if worker.is_alive():
-        shutdown_group_sockets()
+    try:
+        if abort.is_needed() and not abort.is_idle(GROUP_GONE_S):
+            abort.abort_groups()
+            return
+        worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
+        worker.start()
         worker.join(GROUP_GONE_S)
+        if worker.is_alive():
+            break_collectives()
+            worker.join(GROUP_GONE_S)
+    finally:
+        abort.forget()
 
 
 def _retire_wrappers() -> None:
@@ -196,6 +274,17 @@ def _destroy() -> None:
     # A group whose peer died complains while it is taken down; it is gone all the same.
     with contextlib.suppress(Exception):
         _torch_destroy()
+
+
+def break_collectives(*, store: bool = False) -> None:
+    """End a collective in which this process is blocked; callable from any thread.
+
+    Args:
+        store: End a wait in the store as well.
+    """
+    if abort.is_needed():
+        abort.abort_groups()
+    shutdown_group_sockets(store=store)
 
 
 def shutdown_group_sockets(*, store: bool = False) -> int:

@@ -42,7 +42,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...errors import FitError, RunError
 from ...history.disk import weights_stem
+from . import abort, accelerator
 from .data import map_batch
+from .group import break_collectives as break_collectives
 from .group import destroy_group as destroy_group
 from .group import ensure_group as ensure_group
 from .group import environ as environ
@@ -56,12 +58,15 @@ if TYPE_CHECKING:
     from ..context import RunContext
 
 
+LOST_S = 10.0
+"""How long a device may be busy after a cell that failed; one that raises is lost at once."""
+
+
 def setup(spec: RunSpec) -> None:
     """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
     torch.set_num_threads(max(1, spec.threads))
     let_cells_join(spec)
-    if spec.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(spec.device))
+    accelerator.of(spec.device).make_current()
     if spec.mode == "run":
         import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
@@ -71,8 +76,17 @@ def setup(spec: RunSpec) -> None:
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
-    """Tell `watch` when an optimizer begins and ends an update; returns what ends that."""
-    before = register_optimizer_step_pre_hook(lambda *_: watch.update_began())
+    """Tell `watch` when an optimizer begins and ends an update; returns what ends that.
+
+    One that begins has whole gradients: on a device they are waited for, since others may have to
+    go on from what the update makes of them.
+    """
+
+    def began(*unused: Any) -> None:
+        abort.verify()
+        watch.update_began()
+
+    before = register_optimizer_step_pre_hook(began)
     after = register_optimizer_step_post_hook(lambda *_: watch.update_ended())
 
     def undo() -> None:
@@ -80,6 +94,16 @@ def on_updates(watch: Any) -> Callable[[], None]:
         after.remove()
 
     return undo
+
+
+def weights_are_spoiled() -> bool:
+    """Whether this engine's models may hold a half-summed update, after a cell that failed."""
+    return abort.are_spoiled()
+
+
+def device_is_lost(spec: RunSpec) -> bool:
+    """Whether the engine's device has failed for good, or does not answer."""
+    return accelerator.of(spec.device).is_lost(LOST_S)
 
 
 def names(spec: RunSpec) -> dict[str, Any]:

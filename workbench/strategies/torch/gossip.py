@@ -35,6 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...engine.contract import NAN, Job
+from ...engine.torch import accelerator
+from ...engine.torch.group import control_wire
 from ...shared import events
 from .parts.parameter_averaging import ParameterAveraging
 
@@ -54,9 +56,9 @@ def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -
     beside = {(rank - 1) % n, (rank + 1) % n}  # of two workers each has one neighbour only
     for p in model.parameters():
         received = {other: torch.empty_like(p) for other in beside}
-        messages: list[Any] = [dist.isend(p.data, other) for other in beside]
-        messages += [dist.irecv(theirs, other) for other, theirs in received.items()]
-        for message in messages:
+        messages = [dist.P2POp(dist.isend, p.data, other) for other in beside]
+        messages += [dist.P2POp(dist.irecv, theirs, other) for other, theirs in received.items()]
+        for message in dist.batch_isend_irecv(messages):
             message.wait()
         p.data = (p.data + sum(received.values())) / (1 + len(beside))
     return float(loss)
@@ -86,8 +88,7 @@ class Gossip(ParameterAveraging):
         """Exchange replicas with the neighbours and mix; return how long they were waited for."""
         to, sources = neighbours(self.options["graph"], self.rank, self.world_size, self.done - 1)
         self.message.fill()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        accelerator.of(self.device).synchronize_stream()
         ready_s = clock()
         self.sent_bytes = float(len(to) * self.message.size_bytes)
         self.context.faults.travel(int(self.sent_bytes))
@@ -104,17 +105,24 @@ class Gossip(ParameterAveraging):
         return max(0.0, max(others_s) - ready_s) if self._same_clock else NAN
 
     def _exchange(self, to: list[int], sources: list[int], ready_s: float) -> list[float]:
-        """Send the replica, receive the neighbours'; return when each of them was ready."""
-        own = torch.tensor([ready_s], dtype=torch.float64, device=self.device)
+        """Send the replica, receive the neighbours'; return when each of them was ready.
+
+        All that two workers send each other is one operation: NCCL's begin in the order in which
+        they are given, so two that each began to receive would never come to send.
+        """
+        wire = control_wire(None, self.device)
+        own = torch.tensor([ready_s], dtype=torch.float64, device=wire)
         theirs = [torch.empty_like(own) for _ in sources]
-        work: list[Any] = []
+        stamps, parts = [], []
         for place, rank in enumerate(sources):
-            parts = [theirs[place], *self._received[place]]
-            work += [dist.irecv(part, rank, tag=tag) for tag, part in enumerate(parts)]
+            stamps.append(dist.P2POp(dist.irecv, theirs[place], rank))
+            flats = enumerate(self._received[place], 1)
+            parts += [dist.P2POp(dist.irecv, part, rank, tag=tag) for tag, part in flats]
         for rank in to:
-            parts = [own, *self.message.flats]
-            work += [dist.isend(part, rank, tag=tag) for tag, part in enumerate(parts)]
-        for each in work:
+            stamps.append(dist.P2POp(dist.isend, own, rank))
+            flats = enumerate(self.message.flats, 1)
+            parts += [dist.P2POp(dist.isend, part, rank, tag=tag) for tag, part in flats]
+        for each in dist.batch_isend_irecv(stamps) + dist.batch_isend_irecv(parts):
             each.wait()
         return [float(stamp) for stamp in theirs]
 

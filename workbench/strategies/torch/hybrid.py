@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...engine.torch.group import data_wire
 from ...errors import FitError
 from .model_split import ModelSplit, naive_pipeline
 from .parts.guard import Guard
@@ -204,7 +205,7 @@ class SummedGradients:
         for parameter in parameters:
             kinds.setdefault(parameter.dtype, []).append(parameter)
         self._kinds = list(kinds.values())
-        wire = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        wire = data_wire(group, device)
         self._flats = [
             torch.zeros(sum(p.numel() for p in group), dtype=dtype, device=wire)
             for dtype, group in kinds.items()

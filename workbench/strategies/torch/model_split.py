@@ -44,6 +44,7 @@ from ...catalog import schedules
 from ...engine.contract import NAN, Job, Share, Strategy
 from ...engine.telemetry.recorder import StepResult
 from ...engine.torch.data import batch_length, map_batch
+from ...engine.torch.group import backend_of, control_wire, data_wire
 from ...engine.torch.support import evaluating
 from ...errors import FitError, PlanError
 from ...shared import events
@@ -210,7 +211,7 @@ class ModelSplit(Strategy):
         except Exception as error:  # out of memory: nobody may wait for this worker
             failed = error
         self._agree(failed)
-        clocks = len(set(self.context.spec.hosts)) <= 1 and dist.get_backend() == "gloo"
+        clocks = len(set(self.context.spec.hosts)) <= 1 and backend_of(None, self.device) == "gloo"
         self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
         self.pipeline = Pipeline(
             decided, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
@@ -219,7 +220,7 @@ class ModelSplit(Strategy):
         )  # fmt: skip
         self._own = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
         holders = {n: [stage % self.workers for stage in at] for n, at in decided.shared.items()}
-        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        wire = data_wire(self.group, self.device)
         known = tensors_of(model, holders)
         self.shared = SharedGradients(holders, known, self.place, wire, self.group)
         self.shared.begin_equal()
@@ -270,7 +271,7 @@ class ModelSplit(Strategy):
 
     def _update(self) -> None:
         if self.job.clip_norm is not None:
-            wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+            wire = control_wire(self.group, self.device)
             grads = [p.grad for p in self._own if p.grad is not None]
             other = self.shared.counted_elsewhere
             counted = [p.grad for p in self._own if p.grad is not None and id(p) not in other]
@@ -328,7 +329,7 @@ class ModelSplit(Strategy):
                 values = torch.tensor([float(score) for score in scores], dtype=torch.float64)
                 sums[:-1] += values * share.samples
                 sums[-1] += share.samples
-        wire = self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        wire = control_wire(None, self.device)
         sums = sums.to(wire)
         dist.all_reduce(sums)  # only last stages have any
         means: list[float] = (sums[:-1] / sums[-1]).tolist()

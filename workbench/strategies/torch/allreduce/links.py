@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ....engine.debugging.marks import ALL_REDUCE, waits_in
+from ....engine.torch.group import backend_of, control_wire, data_wire
 from ....engine.transport.address import host_token
 from ....engine.transport.connection import LinkError
 from ....engine.transport.peers import Doorway, Peers
@@ -72,7 +73,6 @@ class Links:
         self._parts: dict[tuple[int, ...], Links] = {}
         self._agreed: set[tuple[int, torch.dtype]] = set()
         self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._gloo = dist.get_backend(group) == "gloo"
 
     @waits_in(ALL_REDUCE)
     def send(self, tensor: torch.Tensor, to: int) -> Any:
@@ -106,7 +106,8 @@ class Links:
         """
         if self.peers is not None:
             return self._exchange_near(out, to, into, source)
-        if not self._gloo:  # NCCL orders messages: two that meet must be one operation
+        # NCCL's begin in the order in which they are given: two that meet must be one operation.
+        if backend_of(self.group, out.device) != "gloo":
             return self._exchange_grouped(out, to, into, source)
         # The receive is posted first: a message for which a buffer waits leaves without asking.
         receiving = self._post(into, source) if into.numel() else None
@@ -168,7 +169,7 @@ class Links:
         key = (tensor.numel(), tensor.dtype)
         if key in self._agreed or self.size == 1:
             return
-        device = None if self._gloo else tensor.device
+        device = control_wire(self.group, tensor.device)
         own = torch.tensor([tensor.numel(), _code(tensor.dtype)], device=device)
         every = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(every, own, group=self.group)
@@ -212,7 +213,7 @@ class Links:
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor where messages can be sent from: gloo's leave from the CPU."""
-        return tensor.cpu() if self._gloo else tensor
+        return tensor.to(data_wire(self.group, tensor.device))
 
 
 class _Sent:

@@ -57,6 +57,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ....engine.debugging.marks import ALL_REDUCE, MESSAGE, waits_in
+from ....engine.torch.group import control_wire
 from ....engine.transport.address import host_token
 from ....errors import FitError
 from ....shared import cluster_env
@@ -106,7 +107,7 @@ class Guard:
     ) -> None:
         self._context, self._equal, self._group = context, equal, group
         self._device = torch.device(context.spec.device)
-        self._wire = self._device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self._wire = control_wire(group, self._device)
         self._workers = dist.get_world_size(group)
         self._models: list[torch.nn.Module] = []
         self._ticks, self._next = 0, first

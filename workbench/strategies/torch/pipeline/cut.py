@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....engine.torch import accelerator
+from ....engine.torch.group import data_wire
 from ....engine.torch.support import Stages
 from ....errors import FitError
 from .layers import Layer, chain_of, check_enough, given_bounds, shared
@@ -160,7 +162,7 @@ def cut(
             )
         bounds = list(range(stages + 1))
     costs = _agreed_costs(layers, program, rank, device, around)
-    cut_s = _crossing(costs, workers, rank)
+    cut_s = _crossing(costs, workers, rank, device)
     if bounds is None:
         bounds = balance([c.forward_s + c.backward_s for c in costs], cut_s, stages)
     return Cut(
@@ -186,11 +188,11 @@ def _agreed_costs(
     return list(answer[0])
 
 
-def _crossing(costs: Sequence[Cost], workers: int, rank: int) -> list[float]:
+def _crossing(costs: Sequence[Cost], workers: int, rank: int, device: torch.device) -> list[float]:
     """Return what each cut costs in seconds, from the measured speed of the link of ranks 0, 1."""
     measured: list[Any] = [0.0]
-    if workers > 1 and rank < 2 and dist.get_backend() == "gloo":
-        measured = [_probe(rank)]
+    if workers > 1 and rank < 2:
+        measured = [_probe(rank, data_wire(None, device))]
     dist.broadcast_object_list(measured, 0)
     per_byte = measured[0] / PROBE_BYTES
     moved = [
@@ -200,9 +202,9 @@ def _crossing(costs: Sequence[Cost], workers: int, rank: int) -> list[float]:
     return [size * per_byte for size in moved[:-1]]
 
 
-def _probe(rank: int) -> float:
+def _probe(rank: int, wire: torch.device) -> float:
     """Return the seconds that 1 MiB takes one way, the best of three."""
-    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=wire)
     times = []
     for _ in range(3):
         began = clock()
@@ -212,6 +214,7 @@ def _probe(rank: int) -> float:
         else:
             dist.recv(data, 0)
             dist.send(data, 0)
+        accelerator.of(wire).synchronize_stream()
         times.append((clock() - began) / 2)
     return min(times)
 

@@ -21,6 +21,7 @@ from torch.distributed import pipelining
 
 from ....catalog.schedules import SCHEDULES
 from ....engine.torch.data import map_batch, slice_batch
+from ....engine.torch.group import data_wire
 from ....engine.training.shares import share_bounds
 from ....errors import FitError
 from .build import let_go, place, tensors_of
@@ -191,7 +192,7 @@ class Pipeline:
     @property
     def _wire(self) -> torch.device:
         """Where messages lie when they are sent."""
-        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+        return data_wire(self.group, self.device)
 
 
 def uneven(samples: int, whole: int) -> FitError:

@@ -40,6 +40,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ....engine.contract import NAN
 from ....engine.debugging.marks import RECEIVE, waits_in
+from ....engine.torch.group import backend_of
 from ....errors import FitError
 from ..parts.replica import PRECISIONS
 
@@ -205,9 +206,9 @@ class Mail:
     ) -> None:
         self.sent_bytes = 0
         self._asks, self._timeline, self._stage = asks, timeline, stage
-        backend = dist.get_backend(group)
+        backend = backend_of(group, device)
         self._ahead = backend == "gloo"
-        self._through_host = device.type == "cuda" and backend != "nccl"
+        self._through_host = device.type != "cpu" and backend == "gloo"
         self._stamps: dict[tuple[str, int], torch.Tensor] = {}
         self._landed: dict[tuple[Way, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._asked: list[tuple[Way, int]] = []
