@@ -121,7 +121,8 @@ class Replicated(Strategy):
             stack.enter_context(shapes_found(distribution))
             stack.enter_context(stand_ins(context, distribution))
             stack.enter_context(datasets_kept())
-            self._steps = steps = Steps(context, markers, self.synchronise)
+            wait = accelerator.synchronise if self.on_gpus else None
+            self._steps = steps = Steps(context, markers, wait)
             self._fit = KerasFit(context, steps, distribution, self._trains, self)
             stack.enter_context(self._fit)
             self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
@@ -146,11 +147,6 @@ class Replicated(Strategy):
     def _elsewhere(self) -> bool:
         return self.trainer is not None or (self._fit is not None and self._fit.under_way)
 
-    def synchronise(self) -> None:
-        """Wait for the devices; on a CPU every call has ended when it returns."""
-        if self.on_gpus:
-            accelerator.synchronise()
-
     # -- wb.fit ------------------------------------------------------------------------------------
 
     def shard_source(self, source: Any) -> Any:
@@ -172,7 +168,8 @@ class Replicated(Strategy):
         """Give each replica its part of the share; every replica takes the same step."""
         began = clock()
         samples, losses = self._working.step(share)
-        self.synchronise()
+        if self.on_gpus:
+            accelerator.synchronise()
         end = clock()
         seen = self._watched.markers.take(began, end)
         measured, set_up_s = (seen[-1].results, seen[-1].set_up_s) if seen else ((), 0.0)

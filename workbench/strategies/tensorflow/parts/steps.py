@@ -61,12 +61,12 @@ class Steps:
         start_s: When the step under way began: at the end of the one before, unless something
             else (an evaluation, a pause) lay between.
         batch: Samples of the latest step, over the replicas held here.
-        synchronise: Waits for the devices, whatever they are at.
+        synchronise: Waits for the devices; None where every call has ended when it returns.
         announced: Whether the kernel was told that training has begun.
     """
 
     def __init__(
-        self, context: RunContext, markers: Markers, synchronise: Callable[[], object]
+        self, context: RunContext, markers: Markers, synchronise: Callable[[], object] | None
     ) -> None:
         self.context, self.markers, self.synchronise = context, markers, synchronise
         self.start_s = NAN
@@ -107,6 +107,8 @@ class Steps:
 
     def wait(self) -> None:
         """Wait for the devices after a call, where its end could not be told otherwise."""
+        if self.synchronise is None:
+            return
         self._behind = self._keeps_pace and self._exact >= EXACT
         if not self._behind:
             self._exact += 1
@@ -115,7 +117,7 @@ class Steps:
     def settle(self) -> None:
         """End a stretch of steps: what the devices still compute of the last one is training."""
         self._exact = 0
-        if self._behind:
+        if self._behind and self.synchronise is not None:
             self._behind, began = False, clock()
             self.synchronise()
             spent_s = clock() - began
