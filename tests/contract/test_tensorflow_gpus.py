@@ -109,8 +109,10 @@ def test_a_server_is_started_with_its_gpus_alone(gpus, monkeypatch, device, seen
         ranks=(0, 1, 2), hosts=("here",) * 3,
     )  # fmt: skip
     board = SimpleNamespace(wait=lambda topic, ranks, *more: dict.fromkeys(ranks, "127.0.0.1:1"))
-    servers.serve(SimpleNamespace(spec=spec, post=lambda *told: None, board=board))
+    posts: dict[str, Any] = {}
+    servers.serve(SimpleNamespace(spec=spec, post=posts.__setitem__, board=board))
     (config,) = made
+    assert posts["up"] == ("cuda:3 NVIDIA H200" if seen else "cpu")
     assert config.gpu_options.allow_growth
     assert config.gpu_options.visible_device_list == seen
     assert config.device_count["GPU"] == len(seen)
@@ -148,6 +150,22 @@ def test_a_tensorflow_without_gpus_is_told_from_a_run_on_the_cpu(monkeypatch):
         accelerator.show(("cuda:0",))
 
 
+def test_the_rows_of_remote_workers_name_the_devices_of_those_workers():
+    from workbench.engine.training.notes import announce
+
+    told = []
+    context = SimpleNamespace(
+        spec=spec_of(devices=(), replicas=2, world_size=2, strategy="parameter_server"),
+        entry=SimpleNamespace(data_parallel=True), emit=told.append,
+        remote_devices=("cuda:0 NVIDIA H200", "cuda:1 NVIDIA H200"),
+    )  # fmt: skip
+    announce(context, 3, batch_size=8)
+    assert [event.device for event in told] == list(context.remote_devices)
+    context.remote_devices = ()
+    announce(context, 3, batch_size=8)
+    assert [event.device for event in told[2:]] == ["cpu", "cpu"]
+
+
 # -- the mask --------------------------------------------------------------------------------------
 
 
@@ -155,7 +173,9 @@ def test_the_mask_is_set_before_the_driver_counts(gpus, setup):
     setup(one("cuda:1", gpus=("GPU-b", "GPU-a")))
     assert gpus.listed_under == "GPU-b,GPU-a"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    setup(one("cuda:1", gpus=("GPU-b",)))  # it begins alike: each number means the same
+    # Its own GPU has the same number in a list that goes on otherwise, or none is computed on.
+    setup(one("cuda:1", gpus=("GPU-b", "GPU-a", "GPU-c")))
+    setup(one("cpu", gpus=("GPU-d",)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
 
 
@@ -176,10 +196,10 @@ def test_another_library_s_use_of_the_driver_counts_too(gpus, tmp_path, monkeypa
     (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
     monkeypatch.setattr(accelerator, "OPEN_FILES", tmp_path)
     with pytest.raises(EngineSpentError):
-        accelerator.mask(["GPU-a"])
+        accelerator.mask(one("cuda:0", gpus=("GPU-a",)))
     (tmp_path / "7").unlink()
     (tmp_path / "8").symlink_to("/dev/nvidiactl")  # NVML's: it counts nothing
-    accelerator.mask(["GPU-a"])
+    accelerator.mask(one("cuda:0", gpus=("GPU-a",)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a"
 
 

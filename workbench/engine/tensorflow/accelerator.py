@@ -127,19 +127,23 @@ def label(device: str) -> str:
 # -- what this process sees ------------------------------------------------------------------------
 
 
-def mask(gpus: Sequence[str]) -> None:
-    """Have the driver count these GPUs only, in this order; of none nothing is changed.
+def mask(spec: RunSpec) -> None:
+    """Have the driver count the GPUs of the run on this host only, in their order.
 
-    Args:
-        gpus: Permanent names (UUIDs) of those that engines of this host may see.
+    Where the driver counts others already, the engine can go on if those that it computes on have
+    the same numbers.
 
     Raises:
-        EngineSpentError: The driver counts others already.
+        EngineSpentError: They have not.
     """
-    held = os.environ.get(MASK, "")
-    if not gpus or held.split(",")[: len(gpus)] == list(gpus):
+    held, gpus = os.environ.get(MASK, ""), spec.gpus
+    if not gpus or held == ",".join(gpus):
         return
-    if _driver_counts():
+    if not _driver_counts():
+        os.environ[MASK], os.environ[ORDER] = ",".join(gpus), "PCI_BUS_ID"
+        return
+    used = max((_number(device) + 1 for device in own(spec)), default=0)
+    if held.split(",")[:used] != list(gpus[:used]):
         raise EngineSpentError(
             "GPUs were used on this engine before, and others than this run's.",
             seen=f"{MASK}={held}",
@@ -147,7 +151,6 @@ def mask(gpus: Sequence[str]) -> None:
             next_step="%cluster restart",
             code="WB-CLUSTER-050",
         )
-    os.environ[MASK], os.environ[ORDER] = ",".join(gpus), "PCI_BUS_ID"
 
 
 def _driver_counts() -> bool:

@@ -106,7 +106,7 @@ def setup(spec: RunSpec) -> None:
             code="WB-CLUSTER-028",
         )
     keep_to_cluster()
-    accelerator.mask(spec.gpus)
+    accelerator.mask(spec)
     # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
     configure(
         max(LOGICAL_DEVICES, spec.replicas),

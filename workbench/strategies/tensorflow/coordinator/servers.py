@@ -3,7 +3,7 @@
     engine                         kernel                       coordinator
     a free port  -- address -->  (passed on to all)  -- addresses -->
     tf.distribute.Server starts
-    "up"         ----------------------------------------------->  connects
+    "up", its device  ------------------------------------------>  connects
     answers closures and reads of variables  . . . . . . . . . .   schedules
                  <-----------------------------------------------  "over"
     its sockets close
@@ -86,7 +86,7 @@ def serve(context: RunContext) -> None:
         )
         config = accelerator.limit_server(config, spec)
         server = tf.distribute.Server(cluster, job_name=job, task_index=task, config=config)
-        context.post("up")
+        context.post("up", accelerator.label(spec.device))
         context.board.wait("over", [0])
         del server
     finally:
