@@ -508,3 +508,39 @@ def test_a_wait_for_the_last_update_is_no_evaluation(steps):
     call(steps, 30, False)
     steps.steps.skip()
     assert steps.context.eval_s < 0.005
+
+
+FIT = """
+import keras, numpy as np
+model = keras.Sequential([keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x, y = np.ones((160, 4), "float32"), np.ones((160, 1), "float32")
+model.fit(x, y, batch_size=4, epochs=2, validation_data=(x, y), verbose=0)
+found = device
+"""
+
+
+def test_a_fit_on_several_devices_is_recorded_whole_with_few_waits(monkeypatch):
+    """Logical CPU devices stand for the GPUs that the engine was given."""
+    import numpy as np
+    from tf_harness import clean, run
+
+    from workbench.engine.tensorflow import accelerator
+    from workbench.strategies.tensorflow.parts.steps import EXACT
+
+    waits = []
+    monkeypatch.setattr(accelerator, "_process", accelerator._Process())
+    monkeypatch.setattr(accelerator, "check", lambda devices: None)
+    monkeypatch.setattr(accelerator, "sees", lambda devices: True)
+    monkeypatch.setattr(accelerator, "names", lambda devices: ["CPU:0", "CPU:1"])
+    monkeypatch.setattr(accelerator, "synchronise", lambda: waits.append(1))
+    told = {"device": "cuda:0", "devices": ("cuda:0", "cuda:1")}
+    options = {"cross_device_ops": "reduce_to_one"}
+    report = clean(run("mirrored", FIT, 2, told=told, options=options))
+    assert len(waits) == 2 * (EXACT + 1)  # of each epoch's 40 steps, and at its end
+    assert report.names["found"] == "GPU:0"
+    assert report.rows.shape == (80, 2)
+    assert (report.rows["step"][:, 0] == np.arange(80)).all()
+    step_s = (report.rows["end_s"] - report.rows["start_s"])[:, 0]
+    assert report.train_s == pytest.approx(step_s.sum(), rel=0.01)
+    assert report.eval_s > 0
