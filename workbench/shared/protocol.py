@@ -178,8 +178,8 @@ class RunSpec(RunSettings):
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
         devices: Device of each replica held here, in the order of their ranks. `cuda:k` is the
             k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
-        gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
-            (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
+        gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order;
+            of kind `accelerator`.
         sharers: How many workers of the run compute on this worker's GPU, itself included.
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
