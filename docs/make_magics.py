@@ -128,7 +128,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "rank": ("both", "this worker's index, 0 to `world_size - 1`"),
     "local_rank": ("both", "its index among the workers of its host"),
     "world_size": ("both", "workers of this cell or run; servers do not count"),
-    "device": ("both", "what this worker computes on: `cpu`, `cuda:0`"),
+    "device": ("both", "what this worker computes on: `cpu`, `cuda:0`; under TensorFlow `GPU:0`"),
     "wb": ("both", "the package: `wb.fit`, `wb.prepare`, `wb.log`, `wb.data`, ..."),
     "dist": ("PyTorch", "`torch.distributed`, its process group ready"),
     "strategy": ("TensorFlow", "the run's `tf.distribute.Strategy`, in whose scope the cell is"),

@@ -73,8 +73,8 @@ def run(
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
         options=entry.settings(options or {}), overrides=overrides or {},
         faults=tuple(map(parse_fault, faults)),
-        init_from=init_from, replicas=held, devices=("cpu",) * held,
-        hosts=("here",) * workers, **(told or {}),
+        init_from=init_from, replicas=held, hosts=("here",) * workers,
+        **{"devices": ("cpu",) * held, **(told or {})},
     )  # fmt: skip
     report = Report()
     report.names = {"__name__": "__main__", "wb": workbench, **(names or {})}

@@ -35,6 +35,49 @@ from workbench.engine.debugging.tracebacks import advice
             "encountered in worker. This might be caused by insufficient shared memory (shm).",
             "num_workers=0",
         ),
+        (
+            "ResourceExhaustedError: Graph execution error: OOM when allocating tensor with shape"
+            "[8192,8192] and type float on /job:localhost/replica:0/task:0/device:GPU:0 by "
+            "allocator GPU_0_bfc",
+            "%cluster free gives other programs nothing back, and %cluster restart does",
+        ),
+        (
+            "ResourceExhaustedError: {{function_node __wrapped__MatMul}} failed to allocate memory "
+            "[Op:MatMul]",
+            "model_split",
+        ),
+        (
+            "AlreadyExistsError: TensorFlow device (GPU:0) is being mapped to multiple devices (1 "
+            "now, and 0 previously), which is not supported.",
+            "%cluster restart",
+        ),
+        (
+            "InternalError: cudaGetDevice() failed. Status: no CUDA-capable device is detected",
+            "nvidia-smi",
+        ),
+        (
+            "ImportError: Could not load dynamic library 'libcudart.so.11.0'; dlerror: no file",
+            "tensorflow[and-cuda]",
+        ),
+        (
+            "ImportError: libcudnn.so.9: cannot open shared object file: No such file",
+            "tensorflow[and-cuda]",
+        ),
+        ("ImportError: libfoo.so.9: cannot open shared object file: No such file", None),
+        (
+            "FailedPreconditionError: DNN library initialization failed. Look at the errors above "
+            "for more details. [Op:Conv2D]",
+            "without another cuDNN",
+        ),
+        (
+            "InternalError: 'cuModuleLoadData' failed with 'CUDA_ERROR_UNSUPPORTED_PTX_VERSION'",
+            "a newer driver",
+        ),
+        (
+            "ValueError: Unknown attribute 'cuda' is encountered while parsing the device spec: "
+            "'cuda:0'.",
+            "tf.device(device)",
+        ),
         ("ValueError: something else", None),
     ],
 )

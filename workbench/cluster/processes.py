@@ -36,6 +36,8 @@ _DEFAULTS = {
     # Threads that spin while they wait for each other starve one another as soon as the machine has
     # anything else to do: one_device with two threads ran 15 to 40 times slower beside other work.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # TensorFlow would take all memory of every GPU it sees, also where a cell imports it by itself.
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
 }
 # One thread in the parent, whatever the notebook says: see the fork hazards in server.py.
 _PARENT_ENV = {

@@ -106,6 +106,7 @@ class RunContext:
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
+        remote_devices: Of workers for which this engine hands out work, the devices as shown.
         board: What the engines of the run had to say to each other, by way of the kernel.
         checkpoints: What writes and reads this cell's checkpoints; made when first needed.
         train_s, eval_s: Wall time of training without evaluation and pauses; of evaluation.
@@ -136,6 +137,7 @@ class RunContext:
     eval_s: float = 0.0
     links: list[Link] = field(default_factory=list)
     hub: Hub | None = None
+    remote_devices: tuple[str, ...] = ()
     board: Rendezvous = field(default_factory=Rendezvous)
     checkpoints: Any = None
 

@@ -403,6 +403,46 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "use the name device, which is this worker's: x.to(device)",
     ),
     (
+        r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
+        "use a smaller batch, or a strategy that spreads the model: model_split, central_storage; "
+        "TensorFlow keeps the GPU memory that it has taken for its later cells, so %cluster free "
+        "gives other programs nothing back, and %cluster restart does",
+    ),
+    (
+        r"Unknown attribute '(?:cuda|xpu|mps)' is encountered while parsing the device spec",
+        "TensorFlow calls the first GPU GPU:0; the name device is this worker's: tf.device(device)",
+    ),
+    (
+        r"being mapped to multiple devices|Visible devices cannot be modified after",
+        "the GPUs that TensorFlow sees are fixed at its first operation: leave set_visible_devices "
+        "out, since a worker sees its own GPUs only, and %cluster restart",
+    ),
+    (
+        r"no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE",
+        "CUDA sees no GPU: see whether nvidia-smi lists one in the same container and what "
+        "CUDA_VISIBLE_DEVICES says, then %cluster restart; %cluster start --devices cpu needs none",
+    ),
+    (
+        r"Could not load dynamic library|Cannot dlopen some GPU libraries"
+        r"|lib(?:cu|nv|nccl)[\w.+-]*: cannot open shared object file",
+        "TensorFlow's GPU libraries are missing in the engines' Python: "
+        "%pip install 'tensorflow[and-cuda]', then %cluster restart",
+    ),
+    (
+        r"Loaded runtime CuDNN library|DNN library (?:is not found|initialization failed)"
+        r"|No DNN in stream executor",
+        "TensorFlow found no cuDNN of the version that it was built for, or no memory for it: "
+        "%pip install 'tensorflow[and-cuda]' in an environment without another cuDNN (PyTorch "
+        "brings one), see in nvidia-smi who else holds the GPU, then %cluster restart",
+    ),
+    (
+        r"CUDA_ERROR_(?:UNSUPPORTED_PTX_VERSION|INVALID_PTX|NO_BINARY_FOR_GPU)"
+        r"|PTX was compiled with an unsupported toolchain|ptxas returned an error"
+        r"|libdevice not found|Couldn't (?:find|get) ptxas",
+        "TensorFlow's CUDA and the driver, or the GPU, are of different ages: nvidia-smi shows the "
+        "newest CUDA that the driver runs; a newer driver, or a TensorFlow built for it, helps",
+    ),
+    (
         r"CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|OOM when allocating",
         "use a smaller batch, or a strategy that spreads the model: sharded, model_split",
     ),

@@ -2,7 +2,8 @@
 
 In reading order:
 
-    support      which devices, threads and seeds does TensorFlow get, and what do its errors mean
+    accelerator  which GPUs does TensorFlow see, how are they called, what does it take of them
+    support      which devices, threads and seeds does it get, and what do its errors mean
     data         how does what the user passes become shares of global batches
     models       how are Keras models and optimizers taken, and their weights named
     checkpoints  how is a checkpoint written and read

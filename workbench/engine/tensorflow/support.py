@@ -5,7 +5,8 @@ Loaded by name (`engine.runtime.support`), so nothing else in the engine names t
 TensorFlow fixes devices and threads at its first operation. An engine therefore asks for a generous
 number of logical CPU devices at once (`LOGICAL_DEVICES`), so that most runs fit whatever ran
 before. Where one does not, TensorFlow's state is made anew (`reset`); where even that fails, the
-run ends with `EngineSpentError`, and the kernel puts a fresh engine in its place.
+run ends with `EngineSpentError`, and the kernel puts a fresh engine in its place. Which GPUs
+TensorFlow sees, and how it takes their memory, is fixed then too (`accelerator.py`).
 
 A worker is kept to its share of the host's cores where its thread pools cannot be resized.
 TensorFlow fixes the size of its thread pool for the life of the process at its first operation. A
@@ -33,8 +34,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,7 @@ from ...errors import ClusterError, EngineSpentError, RunError
 from ...shared import cluster_env, events
 from ..debugging import tracebacks
 from ..training import fit_arguments
+from . import accelerator
 from .models import build_module as build_module
 from .models import check_optimizer as check_optimizer
 from .models import check_scheduler as check_scheduler
@@ -63,9 +65,8 @@ LOGICAL_DEVICES = 8
 """Logical CPU devices that an engine has at least."""
 
 MADE_ANEW = (
-    "TensorFlow had started with fewer devices than this run needs, so it was made anew with "
-    "{devices}: tensors, variables and models of earlier cells can no longer be used on this "
-    "engine."
+    "TensorFlow had started with {before} this run needs, so it was made anew with {devices}: "
+    "tensors, variables and models of earlier cells can no longer be used on this engine."
 )
 
 
@@ -75,7 +76,7 @@ class _Configured:
 
     devices: int = 0
     threads: int = 0
-    made_anew: bool = False  # for more devices, and nobody was told yet
+    untold: list[str] = field(default_factory=list)  # what the next run's user is to know
 
 
 _configured = _Configured()
@@ -105,36 +106,50 @@ def setup(spec: RunSpec) -> None:
             code="WB-CLUSTER-028",
         )
     keep_to_cluster()
+    accelerator.mask(spec)
     # The pool of threads cannot be resized: it has all cores, `around` keeps a worker to its share.
-    configure(max(LOGICAL_DEVICES, spec.replicas), max(1, spec.threads, spec.cores))
+    configure(
+        max(LOGICAL_DEVICES, spec.replicas),
+        max(1, spec.threads, spec.cores),
+        accelerator.own(spec),
+    )
     if spec.mode == "run":
         seed_all(int(spec.overrides.get("seed", 0)))
         _naming().reset_uids()  # a layer is called `dense` in every run, not `dense_7`
 
 
-def configure(devices: int, threads: int) -> None:
-    """Ask for logical CPU devices and threads, before TensorFlow's first operation.
+def configure(devices: int, threads: int, gpus: Sequence[str] = ()) -> None:
+    """Ask for logical CPU devices, threads and GPUs, before TensorFlow's first operation.
 
     Later calls are content with more devices than they ask for, and with other threads: those
     cannot be changed without losing the user's variables.
 
+    Args:
+        gpus: As they are leased (`cuda:0`); none of the others is touched.
+
     Raises:
-        EngineSpentError: There are fewer devices, and they cannot be made anew.
+        ClusterError: TensorFlow does not see the GPUs.
+        EngineSpentError: There are fewer devices, or other GPUs, and that cannot be changed.
     """
-    if _configured.devices >= devices:
+    accelerator.check(gpus)
+    seen = accelerator.sees(gpus)
+    if _configured.devices >= devices and seen:
         return
-    if _context()._context_handle is not None:
-        have = len(tf.config.list_logical_devices("CPU"))
-        if have >= devices:
+    if accelerator.started():
+        have = accelerator.count("CPU")
+        if have >= devices and seen:
             _configured.devices = have
+            if accelerator.greedy():
+                _configured.untold.append(accelerator.greedy_words())
             return
         reset()
-        _configured.made_anew = True
+        before, now = "fewer devices than", str(devices)
+        if not seen:
+            before, now = "other GPUs than", ", ".join(gpus)
+        _configured.untold.append(MADE_ANEW.format(before=before, devices=now))
+    accelerator.show(gpus)
     try:
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(
-            cpu, [tf.config.LogicalDeviceConfiguration()] * devices
-        )
+        accelerator.divide_cpu(devices)
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         # Replicas that wait (for an injected delay, for each other) hold a thread each.
         tf.config.threading.set_inter_op_parallelism_threads(max(threads, devices))
@@ -158,17 +173,15 @@ def reset() -> None:
     _built.clear()
     keras.backend.clear_session()
     gc.collect()
+    accelerator.about_to_reset()
     importlib.import_module("tensorflow.python.eager.context")._reset_context()
     _configured.devices = _configured.threads = 0
+    accelerator.show_again()
 
 
 def seed_all(seed: int) -> None:
     """Seed Python, NumPy, TensorFlow and Keras."""
     keras.utils.set_random_seed(seed % (1 << 32))
-
-
-def _context() -> Any:
-    return importlib.import_module("tensorflow.python.eager.context").context()
 
 
 def _naming() -> Any:
@@ -203,11 +216,8 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
     spec = run.spec
     engines = 1 if run.entry.remote_workers else spec.world_size // spec.replicas + spec.servers
     with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
-        if _configured.made_anew:
-            _configured.made_anew = False
-            run.emit(
-                events.Noted(rank=spec.rank, text=MADE_ANEW.format(devices=_configured.devices))
-            )
+        while _configured.untold:
+            run.emit(events.Noted(rank=spec.rank, text=_configured.untold.pop(0)))
         run.strategy = strategy = fit_arguments.load_strategy(run)
         with strategy.around_cell() as names:
             yield names
@@ -237,7 +247,7 @@ def break_collectives(*, store: bool = False) -> int:
     Called from another thread than the one that waits. TensorFlow itself notices after seconds that
     a worker is dead, and never that one has stalled.
     """
-    context = _context()
+    context = accelerator.context()
     if context._context_handle is None or context._collective_ops_server_def is None:
         return 0
     context.abort_collective_ops(tf.errors.UNAVAILABLE, "the workbench ended this run")
@@ -245,18 +255,16 @@ def break_collectives(*, store: bool = False) -> int:
 
 
 def names(spec: RunSpec) -> dict[str, Any]:
-    """Return the names that cells find besides rank, world_size and device."""
-    return {"strategy": tf.distribute.get_strategy()}
+    """Return the names that cells find besides rank and world_size.
+
+    `device` is a name for `tf.device`: `GPU:0` where the run's tables say `cuda:0`.
+    """
+    return {"device": accelerator.name(spec), "strategy": tf.distribute.get_strategy()}
 
 
 def device_label(device: str) -> str:
     """Return `cpu`, or `cuda:0 NVIDIA H200`."""
-    if not device.startswith("cuda"):
-        return device
-    gpus = tf.config.list_physical_devices("GPU")
-    index = int(device.partition(":")[2] or 0)
-    details = tf.config.experimental.get_device_details(gpus[index]) if index < len(gpus) else {}
-    return f"{device} {details.get('device_name', '')}".strip()
+    return accelerator.label(device)
 
 
 def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
@@ -273,6 +281,8 @@ def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
 def explain(error: BaseException) -> str | None:
     """Return what lies behind a well-known mistake in a cell; None for all others."""
     text = str(error)
+    if isinstance(error, tf.errors.ResourceExhaustedError) and (held := accelerator.memory_words()):
+        return f"Why: no memory is left on a GPU. TensorFlow's tensors on this engine: {held}."
     for words, cause in _CAUSES.items():
         if words in text:
             return f"Why: {cause}"

@@ -45,6 +45,7 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from ...engine.tensorflow import accelerator
 from ...engine.tensorflow.support import configure, reset, seed_all
 from ...errors import ClusterError
 from ...shared import events
@@ -71,6 +72,8 @@ class MultiWorkerMirrored(Replicated):
     def build(self) -> tf.distribute.Strategy:
         """Return the strategy over all workers; TF_CONFIG names them."""
         wanted = self.options.get("communication", "auto")
+        if wanted == "auto" and self.on_gpus and self.context.spec.sharers > 1:
+            wanted = "ring"  # NCCL refuses a GPU that two workers share
         options = tf.distribute.experimental.CommunicationOptions(
             implementation=COMMUNICATION[wanted.upper()],
             timeout_seconds=self.options.get("timeout_s", 120.0),
@@ -131,10 +134,7 @@ class MultiWorkerMirrored(Replicated):
         if self.world_size == 1:
             return
         reset()
-        configure(1, max(1, spec.threads))
-        if self.on_gpus:
-            index = int(self.devices[0].partition(":")[2])
-            tf.config.set_visible_devices(tf.config.list_physical_devices("GPU")[index], "GPU")
+        configure(1, max(1, spec.threads), accelerator.own(spec))
         self._note(
             "TensorFlow's servers, one on each worker, listen on every interface until the run is "
             "over."

@@ -140,7 +140,8 @@ class ParameterServer(Strategy):
         ranks = helpers(context)
         parts = dict(zip(ranks, self._parts, strict=True))
         addresses = context.board.wait("address", ranks, MEET_S, parts)
-        context.board.wait("up", ranks, MEET_S, parts)
+        devices = context.board.wait("up", ranks, MEET_S, parts)
+        context.remote_devices = tuple(devices[rank] for rank in ranks[: spec.world_size])
         check_alive(addresses, parts)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             cluster_of(context, addresses), rpc_layer="grpc"

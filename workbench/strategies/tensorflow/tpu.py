@@ -31,6 +31,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ...engine.tensorflow import accelerator
 from ...engine.tensorflow.support import reset
 from ...errors import ClusterError, FitError, PlanError
 from .keras.replicated import Replicated
@@ -62,7 +63,7 @@ class Tpu(Replicated):
                 code="WB-FIT-098",
             )
         resolver = connect(look())
-        cores = len(tf.config.list_logical_devices("TPU"))
+        cores = accelerator.count("TPU")
         if cores != len(self.devices):
             raise FitError(
                 "The TPU has another number of cores.",

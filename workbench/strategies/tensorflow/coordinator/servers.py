@@ -3,7 +3,7 @@
     engine                         kernel                       coordinator
     a free port  -- address -->  (passed on to all)  -- addresses -->
     tf.distribute.Server starts
-    "up"         ----------------------------------------------->  connects
+    "up", its device  ------------------------------------------>  connects
     answers closures and reads of variables  . . . . . . . . . .   schedules
                  <-----------------------------------------------  "over"
     its sockets close
@@ -40,6 +40,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.ops import script_ops
 
 from ....engine.telemetry.step_gate import FaultInjector
+from ....engine.tensorflow import accelerator
 from ....errors import ClusterError
 from .feeds import BEGAN, DELAY
 
@@ -83,8 +84,9 @@ def serve(context: RunContext) -> None:
             intra_op_parallelism_threads=spec.threads,
             inter_op_parallelism_threads=max(4, spec.threads),  # a delay holds one of them
         )
+        config = accelerator.limit_server(config, spec)
         server = tf.distribute.Server(cluster, job_name=job, task_index=task, config=config)
-        context.post("up")
+        context.post("up", accelerator.label(spec.device))
         context.board.wait("over", [0])
         del server
     finally:

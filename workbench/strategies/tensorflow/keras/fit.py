@@ -225,7 +225,7 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
         if self._done:  # before an epoch's first batch Keras makes the iterator: a wait for data
             steps.called()
         logs = self._original(iterator)
-        steps.synchronise()
+        steps.wait()
         self._done += steps.end(lambda: self._unmarked(logs))
         self.place.batch = self._done
         if self.place.step_done():
@@ -246,8 +246,13 @@ class Reports(keras.callbacks.Callback):  # type: ignore[misc]
             loss = (self._mean[1] - total) / samples
         return self._steps.unmarked(samples, loss, has_loss="loss" in logs and samples > 0)
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """The validation of an epoch begins where its last step has ended."""
+        self._steps.settle()
+
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the epoch, and its validation where there was one."""
+        self._steps.settle()
         context, step = self._context, self._context.trained - 1
         context.emit(events.EpochBegan(rank=context.spec.rank, epoch=epoch, step=step))
         values = {

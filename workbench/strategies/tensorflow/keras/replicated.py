@@ -51,6 +51,7 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from ....engine.contract import NAN, Job, Share, Strategy
 from ....engine.telemetry.recorder import StepResult
+from ....engine.tensorflow import accelerator
 from ....engine.tensorflow.support import built
 from ....engine.training.initial import initialise
 from ..parts.markers import Markers
@@ -82,11 +83,8 @@ class Replicated(Strategy):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         leased = context.spec.devices or (context.spec.device,)
-        self.on_gpus = all(device.startswith("cuda") for device in leased)
-        numbers = [int(device.partition(":")[2] or 0) for device in leased]
-        if not self.on_gpus:
-            numbers = list(range(len(leased)))  # logical CPU devices
-        self.devices = [f"{'GPU' if self.on_gpus else 'CPU'}:{number}" for number in numbers]
+        self.on_gpus = all(map(accelerator.is_gpu, leased))
+        self.devices = accelerator.names(leased)  # without GPUs logical CPU devices
         self.distribution: Any = None
         self.trainer: Trainer | None = None
         self._steps: Steps | None = None
@@ -123,7 +121,8 @@ class Replicated(Strategy):
             stack.enter_context(shapes_found(distribution))
             stack.enter_context(stand_ins(context, distribution))
             stack.enter_context(datasets_kept())
-            self._steps = steps = Steps(context, markers, self.synchronise)
+            wait = accelerator.synchronise if self.on_gpus else None
+            self._steps = steps = Steps(context, markers, wait)
             self._fit = KerasFit(context, steps, distribution, self._trains, self)
             stack.enter_context(self._fit)
             self._loop = OwnLoop(context, steps, distribution, self._elsewhere)
@@ -131,6 +130,7 @@ class Replicated(Strategy):
             context.weights = self.weights
             stack.enter_context(distribution.scope())
             yield {"strategy": distribution}
+            steps.settle()
         steps.say_set_up()
         if not context.trained:
             note_keras_2(context)
@@ -146,11 +146,6 @@ class Replicated(Strategy):
 
     def _elsewhere(self) -> bool:
         return self.trainer is not None or (self._fit is not None and self._fit.under_way)
-
-    def synchronise(self) -> None:
-        """Wait for the devices; on a CPU every call has ended when it returns."""
-        if self.on_gpus:
-            tf.test.experimental.sync_devices()
 
     # -- wb.fit ------------------------------------------------------------------------------------
 
@@ -173,7 +168,8 @@ class Replicated(Strategy):
         """Give each replica its part of the share; every replica takes the same step."""
         began = clock()
         samples, losses = self._working.step(share)
-        self.synchronise()
+        if self.on_gpus:
+            accelerator.synchronise()
         end = clock()
         seen = self._watched.markers.take(began, end)
         measured, set_up_s = (seen[-1].results, seen[-1].set_up_s) if seen else ((), 0.0)

@@ -50,6 +50,9 @@ UNSEEN = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s")
 
 WORTH_SAYING_S = 0.1
 
+EXACT = 16
+"""Calls at the beginning of a stretch after each of which the devices are waited for."""
+
 
 class Steps:
     """The steps of one cell.
@@ -58,12 +61,12 @@ class Steps:
         start_s: When the step under way began: at the end of the one before, unless something
             else (an evaluation, a pause) lay between.
         batch: Samples of the latest step, over the replicas held here.
-        synchronise: Waits for the devices.
+        synchronise: Waits for the devices; None where every call has ended when it returns.
         announced: Whether the kernel was told that training has begun.
     """
 
     def __init__(
-        self, context: RunContext, markers: Markers, synchronise: Callable[[], object]
+        self, context: RunContext, markers: Markers, synchronise: Callable[[], object] | None
     ) -> None:
         self.context, self.markers, self.synchronise = context, markers, synchronise
         self.start_s = NAN
@@ -72,6 +75,9 @@ class Steps:
         self.announced = False
         self.batch: int | None = None
         self._unseen = False
+        self._exact = 0  # calls of this stretch whose end the devices were waited for
+        self._keeps_pace = False  # whether the latest call's marks were behind its gradients
+        self._behind = False  # whether the devices may still compute an update
 
     def announce(self, parameters: int, **counts: Any) -> None:
         """Tell the kernel that training begins, or goes on with another `fit`."""
@@ -99,8 +105,28 @@ class Steps:
         context.step = step
         return True
 
+    def wait(self) -> None:
+        """Wait for the devices after a call, where its end could not be told otherwise."""
+        if self.synchronise is None:
+            return
+        self._behind = self._keeps_pace and self._exact >= EXACT
+        if not self._behind:
+            self._exact += 1
+            self.synchronise()
+
+    def settle(self) -> None:
+        """End a stretch of steps: what the devices still compute of the last one is training."""
+        self._exact = 0
+        if self._behind and self.synchronise is not None:
+            self._behind, began = False, clock()
+            self.synchronise()
+            spent_s = clock() - began
+            self.context.train_s += spent_s
+            self.start_s += spent_s
+
     def skip(self) -> None:
         """Count the time since the last step as evaluation, or whatever else it was."""
+        self.settle()
         now = clock()
         if self.start_s == self.start_s:
             self.context.eval_s += now - self.start_s
@@ -126,6 +152,7 @@ class Steps:
         end_s = clock()
         start_s = self.start_s if self.start_s == self.start_s else end_s
         steps = self.markers.take(start_s, end_s)
+        self._keeps_pace = bool(steps) and not any(step.eager for step in steps)
         if not steps and unmarked is not None:
             steps = [unmarked()]
             self._say_unseen()
@@ -311,10 +338,12 @@ class OwnLoop:
             steps.begin()
         elif steps.start_s != steps.start_s:
             steps.skip()  # the loop's first call
+        else:
+            steps.settle()
         self._inside, self._steps_done = True, 0
         try:
             result = call()
-            steps.synchronise()
+            steps.wait()
         finally:
             self._inside = False
         self._steps_done = steps.end()

@@ -1,0 +1,345 @@
+"""TensorFlow's devices: which GPUs this process sees, what they are called, what it takes of them.
+
+Whoever asks TensorFlow about devices asks here; the rest of the package names them only.
+
+A run tells its engine `cuda:k`: the k-th GPU of those that the process may see. TensorFlow counts
+from 0 what it is shown, and calls it `GPU:0`, which is also what cells find as `device`:
+
+    leased to this worker   cuda:2, cuda:3      numbers of physical devices
+    shown to TensorFlow     [2, 3]              set_visible_devices, before its first operation
+    in tf.device            GPU:0, GPU:1
+
+Some things are for the life of a process, and no reset undoes them:
+
+    which GPUs the driver counts    its mask is read when TensorFlow first lists devices
+    which GPU is called GPU:k       fixed by the first context that used it; a context that means
+                                    another raises "is being mapped to multiple devices"
+    memory                          what was taken of a GPU is given back when the process ends
+
+Where one of them is in the way, the engine is spent and another takes its place. So that memory is
+taken as needed, and not all of it at once, growth is set for every GPU before the first operation.
+
+Sources: https://www.tensorflow.org/guide/gpu; `InsertTfDevicePlatformDeviceIdPair` in
+`tensorflow/core/common_runtime/device/device_id_manager.cc`. None of it has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from ... import catalog
+from ...errors import ClusterError, EngineSpentError
+
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+
+TYPES = {"cuda": "GPU", "xpu": "XPU", "mps": "GPU"}
+"""TensorFlow's word for each kind of GPU, by the word of our leases."""
+
+MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+OPEN_FILES = Path("/proc/self/fd")
+DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
+"""Device files that a process has open once its driver counts GPUs: NVIDIA's, AMD's."""
+
+GREEDY = (
+    "TensorFlow had started before this run and takes nearly all memory of {gpus}, until the "
+    "engine ends: %cluster restart."
+)
+
+
+@dataclass
+class _Process:
+    """What holds until the process ends."""
+
+    listed: bool = False  # TensorFlow has asked the driver, so its mask was read
+    shown: tuple[str, ...] | None = None  # leased devices shown last; None: nobody has chosen
+    called: dict[int, int] = field(default_factory=dict)  # GPU:k -> physical device
+
+
+_process = _Process()
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a leased device (`cpu`, `cuda:0`) is a GPU."""
+    return device.partition(":")[0] in TYPES
+
+
+def own(spec: RunSpec) -> tuple[str, ...]:
+    """Return the GPUs that this engine computes on, as leased; empty where it uses the CPU.
+
+    A coordinator hands out work and a parameter server adds up: neither is to take a GPU's memory.
+    """
+    devices = spec.devices or (spec.device,)
+    if not all(map(is_gpu, devices)):
+        return ()
+    coordinates = (
+        spec.mode == "run"
+        and spec.role == "worker"
+        and bool(spec.strategy)
+        and catalog.lookup(spec.strategy, spec.framework).remote_workers
+    )
+    return () if coordinates else tuple(devices)
+
+
+def name(spec: RunSpec) -> str:
+    """Return what cells find as `device`: a name for `tf.device`."""
+    mine = own(spec)
+    return f"{_type(mine[0])}:0" if mine else "cpu"
+
+
+def names(devices: Sequence[str]) -> list[str]:
+    """Return TensorFlow's name of each leased device: one for each replica.
+
+    Raises:
+        ClusterError: One GPU stands for several.
+    """
+    if not all(map(is_gpu, devices)):
+        return [f"CPU:{number}" for number in range(len(devices))]
+    if len(set(devices)) < len(devices):
+        raise ClusterError(
+            "TensorFlow takes a GPU for one replica only.",
+            seen=", ".join(devices),
+            allowed="a GPU for each replica",
+            next_step=f"-n {len(set(devices))}, or %cluster start --devices cpu",
+            code="WB-CLUSTER-049",
+        )
+    return [f"{_type(device)}:{number}" for number, device in enumerate(devices)]
+
+
+def label(device: str) -> str:
+    """Return `cpu`, or `cuda:0 NVIDIA H200`."""
+    if not is_gpu(device):
+        return device
+    gpus, number = _physical(_type(device)), _number(device)
+    details = tf.config.experimental.get_device_details(gpus[number]) if number < len(gpus) else {}
+    return f"{device} {details.get('device_name', '')}".strip()
+
+
+# -- what this process sees ------------------------------------------------------------------------
+
+
+def mask(spec: RunSpec) -> None:
+    """Have the driver count the GPUs of the run on this host only, in their order.
+
+    Where the driver counts others already, the engine can go on if those that it computes on have
+    the same numbers.
+
+    Raises:
+        EngineSpentError: They have not.
+    """
+    held, gpus = os.environ.get(MASK, ""), spec.gpus
+    if not gpus or held == ",".join(gpus):
+        return
+    if not _driver_counts():
+        os.environ[MASK], os.environ[ORDER] = ",".join(gpus), "PCI_BUS_ID"
+        return
+    used = max((_number(device) + 1 for device in own(spec)), default=0)
+    if held.split(",")[:used] != list(gpus[:used]):
+        raise EngineSpentError(
+            "GPUs were used on this engine before, and others than this run's.",
+            seen=f"{MASK}={held}",
+            allowed=",".join(gpus),
+            next_step="%cluster restart",
+            code="WB-CLUSTER-050",
+        )
+
+
+def _driver_counts() -> bool:
+    if _process.listed or context()._physical_devices is not None:
+        return True
+    with contextlib.suppress(OSError):
+        for entry in list(OPEN_FILES.iterdir()):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(entry).startswith(DRIVERS):
+                    return True
+    return False
+
+
+def check(devices: Sequence[str]) -> None:
+    """Raise unless these GPUs can be shown to TensorFlow in this process.
+
+    Raises:
+        ClusterError: TensorFlow does not see them.
+        EngineSpentError: Others have their names, or TensorFlow holds the memory of others.
+    """
+    _remember()
+    for device in devices:
+        found = len(_physical(_type(device)))
+        if _number(device) >= found:
+            raise _unseen(device, found)
+    for number, device in enumerate(devices):
+        before = _process.called.get(number, _number(device))
+        if before != _number(device):
+            raise EngineSpentError(
+                "TensorFlow has used another GPU on this engine before, and cannot change that.",
+                seen=f"{_type(device)}:{number} is GPU {before}",
+                allowed=f"GPU {_number(device)}",
+                next_step="%cluster restart",
+                code="WB-CLUSTER-051",
+            )
+    foreign = [] if not greedy() else sorted(set(_visible()) - set(map(_number, devices)))
+    if foreign:
+        raise EngineSpentError(
+            "TensorFlow has started on this engine and holds GPUs that are not this worker's.",
+            seen=f"GPU {', '.join(map(str, foreign))}",
+            allowed=", ".join(devices) or "no GPU",
+            next_step="%cluster restart",
+            code="WB-CLUSTER-052",
+        )
+
+
+def _unseen(device: str, found: int) -> ClusterError:
+    built = "is built with CUDA" if tf.test.is_built_with_cuda() else "is built without CUDA"
+    return ClusterError(
+        "TensorFlow does not see this worker's GPU.",
+        seen=f"{device}; TensorFlow {tf.__version__} {built} and sees {found} GPUs",
+        allowed="GPUs that TensorFlow can use",
+        next_step="pip install 'tensorflow[and-cuda]' in the engines' Python (its libraries may be "
+        "missing), or %cluster start --devices cpu",
+        code="WB-CLUSTER-053",
+    )
+
+
+def sees(devices: Sequence[str]) -> bool:
+    """Whether these GPUs have their names already; more than these may be seen besides."""
+    wanted = [_number(device) for device in devices]
+    if started():
+        return _visible()[: len(wanted)] == wanted
+    return _process.shown is not None and _process.shown == tuple(devices)
+
+
+def show(devices: Sequence[str]) -> None:
+    """Have TensorFlow see these GPUs alone, and take memory as it needs it; before it starts.
+
+    Raises:
+        ClusterError, EngineSpentError: As `check`.
+    """
+    check(devices)
+    for kind in dict.fromkeys(TYPES.values()):
+        gpus = _physical(kind)
+        for gpu in gpus:
+            with contextlib.suppress(ValueError):  # a cell has set a limit, which goes before
+                tf.config.experimental.set_memory_growth(gpu, True)
+        if gpus:
+            chosen = [gpus[_number(device)] for device in devices if _type(device) == kind]
+            tf.config.set_visible_devices(chosen, kind)
+    _process.shown = tuple(devices)
+
+
+def about_to_reset() -> None:
+    """Take note of what TensorFlow's state will leave behind."""
+    _remember()
+
+
+def show_again() -> None:
+    """Have a state of TensorFlow's that was made anew see what the one before was shown."""
+    if _process.shown is not None:
+        show(_process.shown)
+
+
+def started() -> bool:
+    """Whether TensorFlow has devices: they are fixed at its first operation."""
+    return context()._context_handle is not None
+
+
+def greedy() -> bool:
+    """Whether TensorFlow has started and takes all memory of the GPUs that it sees."""
+    if not started() or os.environ.get(GROWTH, "").lower() in ("1", "true"):
+        return False
+    return any(
+        not tf.config.experimental.get_memory_growth(gpu)
+        for kind in dict.fromkeys(TYPES.values())
+        for gpu in tf.config.get_visible_devices(kind)
+    )
+
+
+def greedy_words() -> str:
+    """Say which GPUs TensorFlow takes whole."""
+    return GREEDY.format(gpus=", ".join(f"GPU {number}" for number in _visible()))
+
+
+def limit_server(config: Any, spec: RunSpec) -> Any:
+    """Have a `tf.distribute.Server` see this engine's GPUs alone; return its ConfigProto.
+
+    A server makes devices of its own, whatever was set for the process.
+    """
+    mine = own(spec)
+    config.gpu_options.allow_growth = True
+    config.gpu_options.visible_device_list = ",".join(str(_number(device)) for device in mine)
+    for kind in dict.fromkeys(TYPES.values()):  # an empty list would mean all of them
+        config.device_count[kind] = sum(_type(device) == kind for device in mine)
+    return config
+
+
+# -- devices as they are ---------------------------------------------------------------------------
+
+
+def count(kind: str) -> int:
+    """Return how many logical devices of a kind (`CPU`, `GPU`, `TPU`) there are; it starts them."""
+    return len(tf.config.list_logical_devices(kind))
+
+
+def divide_cpu(devices: int) -> None:
+    """Ask for logical CPU devices, before TensorFlow starts."""
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * devices,
+    )
+
+
+def synchronise() -> None:
+    """Wait until the GPUs have done what they were given."""
+    tf.test.experimental.sync_devices()
+
+
+def memory_words() -> str:
+    """Say what TensorFlow's tensors hold of each GPU now, and held at most; empty without one."""
+    found = []
+    for gpu in tf.config.list_logical_devices("GPU"):
+        place = gpu.name.rpartition("device:")[2]
+        with contextlib.suppress(ValueError, tf.errors.OpError):  # not every kind can tell
+            held = tf.config.experimental.get_memory_info(place)
+            now, most = held["current"] / 1e9, held["peak"] / 1e9
+            found.append(f"{place} holds {now:.1f} GB ({most:.1f} GB at most)")
+    return "; ".join(found)
+
+
+def context() -> Any:
+    """Return TensorFlow's own state of this process; private, but nothing else tells."""
+    return importlib.import_module("tensorflow.python.eager.context").context()
+
+
+def _remember() -> None:
+    """Note the names that GPUs have in the present state: they outlive it."""
+    if started():
+        for number, index in enumerate(_visible()):
+            _process.called.setdefault(number, index)
+
+
+def _visible() -> list[int]:
+    kind = next((kind for kind in TYPES.values() if _physical(kind)), "GPU")
+    known = {gpu.name: index for index, gpu in enumerate(_physical(kind))}
+    return [known[gpu.name] for gpu in tf.config.get_visible_devices(kind)]
+
+
+def _physical(kind: str) -> list[Any]:
+    _process.listed = True
+    found: list[Any] = tf.config.list_physical_devices(kind)
+    return found
+
+
+def _type(device: str) -> str:
+    return TYPES[device.partition(":")[0]]
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
