@@ -97,7 +97,7 @@ def train_from_loader(own_loop, processes=0, custom_sampler=False, batch=23, epo
             optimizer.step()
         with torch.no_grad():
             if rank == 0:  # a worker may evaluate alone
-                model(x)
+                model(x.to(device))  # noqa: F821
     return list(model.state_dict())
 
 

@@ -50,7 +50,7 @@ def copies():
     loaded = torch.load(saved, weights_only=False)
     with same.no_sync() if hasattr(same, "no_sync") else torch.enable_grad():
         pass
-    x = torch.ones(2, 4)
+    x = torch.ones(2, 4, device=device)  # noqa: F821
     for _ in range(2):
         optimizer.zero_grad()
         same(x).sum().backward()
@@ -182,6 +182,7 @@ def own_closure(steps=4):
             return value
 
         optimizer.step(closure)
+    x = x.to(device)  # noqa: F821
     return loss_fn(model(x), x.sum(1, keepdim=True)).item() < 0.1 * before
 
 

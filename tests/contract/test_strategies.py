@@ -157,6 +157,8 @@ def test_what_cannot_be_trained_is_refused_before_any_collective(
 def test_sparse_gradients_are_trained_with_or_refused(
     workers: Workers, entry: catalog.Strategy
 ) -> None:
+    if workers.kind == "fakegpu":
+        pytest.skip("the tests' GPU has no sparse kernels")
     count = 2 if exact_options(entry) is not None else 1
     reports = clean(
         run(

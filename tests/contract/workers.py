@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fakes import gpu
 from harness import run_here
 from notebook_shell import soon
 from worker_reports import Report, clean
@@ -58,6 +59,7 @@ ALONE_S = 3.0
 def _serve(pipe: Any, stacks: str) -> None:
     # Asked for by `Workers._abandon`; stays open as long as the process lives.
     faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in an engine, but while a cell runs
     # As in an engine: what is there now stays, so the collector need not look through it again.
     # Else most of the suite's time is spent in that.
     gc.freeze()
@@ -74,7 +76,11 @@ def _serve(pipe: Any, stacks: str) -> None:
 
 
 class Workers:
-    """A pool of worker processes and the store in which they meet."""
+    """A pool of worker processes and the store in which they meet.
+
+    Args:
+        kind: What each worker of a run has one of: `cpu`, the tests' `fakegpu`, or `cuda`.
+    """
 
     def __init__(self, count: int, kind: str = "cpu") -> None:
         import torch.distributed as dist
@@ -85,6 +91,9 @@ class Workers:
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         self._folder = tempfile.TemporaryDirectory()
+        self._environ = dict(ENVIRON)
+        if kind == "fakegpu":
+            self._environ |= gpu.install(Path(self._folder.name) / "backend", devices=8)
         self._truths: dict[str, Report] = {}
         self._grow(count)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -97,7 +106,9 @@ class Workers:
             process = self._starter.Process(
                 target=_serve, args=(theirs, self._stacks_of(len(self.processes)))
             )  # not daemonic: loaders have processes of their own
-            with mock.patch.dict(os.environ, ENVIRON):  # the fork server keeps it for all of them
+            with mock.patch.dict(
+                os.environ, self._environ
+            ):  # the fork server keeps it for all of them
                 process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -207,7 +218,7 @@ class Workers:
     def _abandon(self, silent: int) -> str:
         """End all processes, whose late answers would be taken for the next run's; say why."""
         stacks, where = Path(self._stacks_of(silent)), "it has not begun"
-        if stacks.exists():
+        if stacks.exists() and self.processes[silent].is_alive():
             os.kill(self.processes[silent].pid, signal.SIGUSR1)
             soon(lambda: stacks.stat().st_size > 0, 5)
             where = stacks.read_text()

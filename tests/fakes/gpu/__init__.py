@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCE = HERE / "fakegpu.cpp"
 NAME = "fakegpu_native"
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-DTORCH_API_INCLUDE_EXTENSION_H")
 
 
 def missing() -> str:
@@ -50,8 +51,7 @@ def build() -> Path:
     libraries = [f"-L{path}" for path in library_paths()]
     made = folder / f"{os.getpid()}.so"
     subprocess.run(
-        ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H",
-         "-D_GLIBCXX_USE_CXX11_ABI=1", *where, str(SOURCE), *libraries,
+        ["c++", *FLAGS, f"-DTORCH_EXTENSION_NAME={NAME}", *where, str(SOURCE), *libraries,
          "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-o", str(made)],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def build() -> Path:
     return folder
 
 
-def install(root: Path) -> dict[str, str]:
+def install(root: Path, devices: int = 2) -> dict[str, str]:
     """Write the package into a folder; return the environment in which torch finds it."""
     folder = build()
     about = root / "torch_fakegpu-1.0.dist-info"
@@ -68,4 +68,4 @@ def install(root: Path) -> dict[str, str]:
     (about / "entry_points.txt").write_text("[torch.backends]\nfakegpu = torch_fakegpu:start\n")
     shutil.copy(HERE / "torch_fakegpu.py", root)
     path = [str(root), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
+    return {"PYTHONPATH": os.pathsep.join(path), "FAKEGPU_COUNT": str(devices)}

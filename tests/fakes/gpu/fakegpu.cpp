@@ -208,6 +208,34 @@ struct Allocator final : c10::Allocator {
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator);
 
+// What copies go on beside: the host's memory too, but known.
+struct Pinned final : c10::Allocator {
+  static inline std::mutex lock;
+  static inline std::map<const char*, size_t> blocks;
+  static void release(void* memory) {
+    std::lock_guard<std::mutex> held(lock);
+    blocks.erase(static_cast<const char*>(memory));
+    std::free(memory);
+  }
+  c10::DataPtr allocate(size_t n) override {
+    void* memory = nullptr;
+    TORCH_CHECK(posix_memalign(&memory, 64, std::max<size_t>(n, 1)) == 0, "the host is out of memory");
+    std::lock_guard<std::mutex> held(lock);
+    blocks[static_cast<const char*>(memory)] = n;
+    return {memory, memory, &release, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
+  static bool has(const void* pointer) {
+    std::lock_guard<std::mutex> held(lock);
+    auto after = blocks.upper_bound(static_cast<const char*>(pointer));
+    if (after == blocks.begin()) return false;
+    auto found = std::prev(after);
+    return static_cast<const char*>(pointer) < found->first + std::max<size_t>(found->second, 1);
+  }
+};
+Pinned pinned;
+
 struct OnDevice {  // computes on a device within
   int was = current;
   explicit OnDevice(std::optional<at::Device> device) { if (device && device->has_index()) current = device->index(); }
@@ -240,8 +268,8 @@ struct Hooks : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex i) const override { return generators()[i < 0 ? current : i]; }
   at::Generator getNewGenerator(c10::DeviceIndex i) const override { return at::make_generator<Generator>(i < 0 ? static_cast<c10::DeviceIndex>(current) : i); }
   at::Device getDeviceFromPtr(void*) const override { return {kType, static_cast<c10::DeviceIndex>(current)}; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  bool isPinnedPtr(const void* pointer) const override { return Pinned::has(pointer); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
     OnDevice there(s.device());
     auto fresh = allocator.allocate(n);
@@ -293,6 +321,12 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef out, int64_t groups, std::array<bool, 3> mask) {
   drain(input.device().index());
   auto [a, b, c] = at::convolution_backward(same_on_cpu(grad), same_on_cpu(input), same_on_cpu(weight), std::vector<int64_t>{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)}, stride, padding, dilation, transposed, out, groups, mask);
+  return {back(a, input.device()), back(b, input.device()), back(c, input.device())};
+}
+// Its schema does not say that it changes the running statistics.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum, double eps) {
+  drain(input.device().index());
+  auto [a, b, c] = at::native_batch_norm(same_on_cpu(input), same_on_cpu(weight), same_on_cpu(bias), same_on_cpu(mean), same_on_cpu(variance), training, momentum, eps);
   return {back(a, input.device()), back(b, input.device()), back(c, input.device())};
 }
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -651,6 +685,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
 }
