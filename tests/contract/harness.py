@@ -84,6 +84,7 @@ def _run(
     report.error, report.rows, report.events = found.error or None, found.rows, found.events
     report.train_s, report.eval_s, report.trained = found.train_s, found.eval_s, found.trained
     report.copy = {} if found.outcome.copies is None else vars(found.outcome.copies)
+    report.replace = found.outcome.replace
     report.saved = _saved(spec.run_dir, found.outcome.weights)
     report.wrapped = _wrapped(namespace.get("keep") or {})
     return report

@@ -28,6 +28,7 @@ class Report:
     trained: int = 0
     copy: dict[str, int] = field(default_factory=dict)  # as it was at the end of the cell
     strategy: str = ""
+    replace: bool = False  # whether the engine asks for another in its place
 
     def emitted(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]

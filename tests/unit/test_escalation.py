@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 
 from workbench.shared import events
-from workbench.shared.events import AGAIN_S, BREAK_OUT_S, CLEARING_S, GROUP_GONE_S, KILL_S
+from workbench.shared.events import (
+    AGAIN_S,
+    BREAK_OUT_S,
+    CLEARING_S,
+    GROUP_GONE_S,
+    KILL_ON_DEVICE_S,
+    KILL_S,
+)
 
 
 def test_the_table_names_every_time_and_no_other() -> None:
@@ -13,10 +20,15 @@ def test_the_table_names_every_time_and_no_other() -> None:
     assert named == {name for name in vars(events) if name.endswith("_S")}
 
 
+LOST_S = 5.0
+"""`engine.torch.support.LOST_S`, which is not loaded here: torch would be, too."""
+
+
 def test_an_engine_that_does_what_it_can_is_not_ended_for_it() -> None:
     """A group that does not go takes twice its time; only then may the engine be killed."""
     assert 2 * GROUP_GONE_S < KILL_S
     assert CLEARING_S < KILL_S
+    assert GROUP_GONE_S + 2 * GROUP_GONE_S + LOST_S < KILL_ON_DEVICE_S
 
 
 def test_what_blocks_is_broken_before_the_interrupt_comes_again() -> None:

@@ -53,9 +53,9 @@ def engines():
     return FakeEngines()
 
 
-def start(engines, *ids):
+def start(engines, *ids, device="cpu"):
     over = []
-    members = {engine: Member.of_ranks(rank, device="cpu") for rank, engine in enumerate(ids)}
+    members = {engine: Member.of_ranks(rank, device=device) for rank, engine in enumerate(ids)}
     task = Task(engines, {i: {} for i in ids}, members, over.append)
     return task, over
 
@@ -90,13 +90,18 @@ def test_an_outcome_that_cannot_be_read_is_an_error_and_the_cell_is_over(engines
     assert "cannot be read: CellOutcome" in str(task.failure())
 
 
+@pytest.mark.parametrize(
+    ("device", "soon", "late"),
+    [("cpu", "KILL_S", "KILL_ON_DEVICE_S"), ("cuda:0", "KILL_ON_DEVICE_S", "KILL_S")],
+)
 def test_a_cell_is_over_although_nobody_tells_of_the_end_of_an_engine_that_was_killed(
-    engines, monkeypatch
+    engines, monkeypatch, device, soon, late
 ):
-    monkeypatch.setattr("workbench.execution.task.KILL_S", 0.05)
+    monkeypatch.setattr(f"workbench.execution.task.{soon}", 0.05)
+    monkeypatch.setattr(f"workbench.execution.task.{late}", 600.0)
     monkeypatch.setattr("workbench.execution.task.HEARD_S", 0.05)
     engines.engines = {0: SimpleNamespace(pid=4711)}
-    task, over = start(engines, 0, 1)
+    task, over = start(engines, 0, 1, device=device)
     engines.calls[1].finish({"status": "ok"})
     task.interrupt()
     assert task.over.wait(20)

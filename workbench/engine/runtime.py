@@ -130,10 +130,6 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
     )
 
 
-SPOILED = (
-    "The models on this engine may hold an update of half-summed gradients: build them anew, or "
-    "load a checkpoint."
-)
 LOST = (
     "The GPU failed, and fails in this engine from now on. A new engine takes its place, without "
     "the variables. CUDA_LAUNCH_BLOCKING=1 in the environment shows the line that failed; often a "
@@ -150,9 +146,6 @@ def _after_failure(
         if engine.group:  # a collective of it may wait on the device for ever
             framework.destroy_group()
             engine.group = ""
-        spoiled = getattr(framework, "weights_are_spoiled", None)
-        if spoiled is not None and spoiled():
-            sys.stderr.write(f"{SPOILED}\n")
         is_lost = getattr(framework, "device_is_lost", None)
         if is_lost is not None and is_lost(spec):
             return replace(outcome, replace=True, advice=LOST)
@@ -340,8 +333,7 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
 
     None where there are none, or they could not be written: that costs no run.
     """
-    spoiled = getattr(framework, "weights_are_spoiled", None)
-    if run.weights is None or not run.spec.run_dir or (spoiled is not None and spoiled()):
+    if run.weights is None or not run.spec.run_dir:
         return None
     arrays = run.weights()
     if not arrays:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.calls import Call
 from ..errors import ClusterError, RunError
-from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_S
+from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_ON_DEVICE_S, KILL_S
 from ..shared.messages import BadMessageError, CellOutcome
 from ..views.output import OutputBoard
 from . import outcome as gone
@@ -79,6 +79,8 @@ class Task:
         self._leaving: set[int] = set()  # failed, and clearing away
         self.moved_at = self.began
         self._timers: list[threading.Timer] = []
+        on_device = any(member.is_on_device for member in members.values())
+        self._kill_s = KILL_ON_DEVICE_S if on_device else KILL_S
         with self.engines.together():
             calls = [self._submit(i, requests[i]) for i in self.ids]
         for call in calls:
@@ -128,7 +130,7 @@ class Task:
             outcome = replace(
                 outcome,
                 failed_of=self._shown_by(call.engine),
-                ended=f"ended, since it did not answer an interrupt for {KILL_S:g} s",
+                ended=f"ended, since it did not answer an interrupt for {self._kill_s:g} s",
             )
         self.moved()
         with self._lock:
@@ -233,13 +235,13 @@ class Task:
         if but is not None:
             self._leaving.add(but)
         self._later(grace_s, self._interrupt_rest)
-        self._later(grace_s + KILL_S, self._kill_rest)
+        self._later(grace_s + self._kill_s, self._kill_rest)
 
     def interrupt(self) -> None:
         """The user pressed interrupt: end the cell on all its engines."""
         self.interrupted = True
         self._interrupt_rest()
-        self._later(KILL_S, self._kill_rest)
+        self._later(self._kill_s, self._kill_rest)
 
     def stop(self) -> None:
         """A cell has no step to agree on: it is interrupted."""

@@ -25,6 +25,7 @@ What happens after how many seconds when a run is stopped, or a cell interrupted
                          as long again its store's too
     AGAIN_S              sent again, and again after as long: a cell may catch it and go on
     KILL_S               the engine is ended (SIGKILL); until then
+    KILL_ON_DEVICE_S     the same where it computes on a GPU, whose queue of kernels may be long
       CLEARING_S         an engine that was told to end and did is deaf to interrupts
       GROUP_GONE_S       a process group that does not go is broken; it is left after as long again
     HEARD_S              nobody has told of that engine's end: the cell is over all the same
@@ -401,9 +402,10 @@ GRACE_S = 0.5
 BREAK_OUT_S = 0.2
 AGAIN_S = 1.5
 KILL_S = 8.0
+KILL_ON_DEVICE_S = 20.0
 CLEARING_S = 5.0
 GROUP_GONE_S = 3.0
 HEARD_S = 3.0
-SETTLE_S = CLEAR_S + KILL_S + HEARD_S + 3.0
+SETTLE_S = CLEAR_S + KILL_ON_DEVICE_S + HEARD_S + 3.0
 """Longer than it takes to end an engine that no interrupt reaches, nor its answer us: also one that
 has left its cell and is given time to clear away."""

@@ -57,6 +57,11 @@ class Member:
         return f"{self} · {self.device}" if self.device else str(self)
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether it computes on something else than the CPU."""
+        return self.device not in ("", "cpu")
+
+    @property
     def verb(self) -> str:
         """`is`, or `are` of replicas."""
         return "are" if self.role == "replicas" else "is"

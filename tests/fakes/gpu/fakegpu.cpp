@@ -581,13 +581,10 @@ class FakeNccl : public c10d::Backend {
   // As ncclCommFinalize: every rank has to come, so it hangs where one has died.
   void shutdown() override {
     if (aborted_ || !met_) return;
-    std::vector<at::Tensor> token{at::zeros({1})};
-    auto over = std::make_shared<Pending>();
-    auto inner = inner_;
-    std::thread([inner, over, token]() mutable {
-      try { inner->allreduce(token)->wait(); over->finish(); } catch (const std::exception&) {}
-    }).detach();
-    while (!over->is_done() && !aborted_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    store_->set("gone/" + std::to_string(getRank()), std::vector<uint8_t>{1});
+    std::vector<std::string> all;
+    for (int rank = 0; rank < getSize(); rank++) all.push_back("gone/" + std::to_string(rank));
+    while (!aborted_ && !store_->check(all)) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     std::lock_guard<std::mutex> held(lock_);
     for (auto& [name, one] : communicators_) one->close();
   }

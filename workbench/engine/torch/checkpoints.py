@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ...errors import RunError
 from ..checkpoints import files
 from ..checkpoints.files import arrays_in, decode, encode, write_text
-from . import abort
 from .data import map_batch
 
 SKELETON = "state.json"
@@ -140,19 +139,8 @@ def _plain_errors() -> Iterator[None]:
 
 
 def copied(state: Any) -> Any:
-    """Return a copy of a state on the CPU, which later steps do not change.
-
-    Raises:
-        RunError: It holds half-summed gradients.
-    """
-    made = map_batch(lambda tensor: tensor.detach().to("cpu", copy=True), state)
-    if abort.are_spoiled():
-        raise RunError(
-            "The weights hold a half-summed update.",
-            next_step="the checkpoint before this one is whole",
-            code="WB-RUN-280",
-        )
-    return made
+    """Return a copy of a state on the CPU, which later steps do not change."""
+    return map_batch(lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def random_state() -> dict[str, Any]:

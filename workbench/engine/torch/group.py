@@ -1,6 +1,18 @@
 """A worker's process group: what it finds in the environment, how it joins, how it leaves.
 
-Leaving never hangs: connections are shut where a peer has died in a collective.
+Leaving never hangs, and neither does a collective that is to end. One of gloo's ends with an error
+as soon as its connections are shut. NCCL's is a kernel that waits on the device for its peers: no
+signal and no closed socket reaches it, the host stands in C, and `destroy_process_group` waits for
+the same peers. What ends it is to abort the communicators, which any thread may do
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). The kernel
+then leaves with a part of the sum in its tensors, and nothing raises; what is enqueued behind it
+goes on with that. So an update waits, where it can still be ended, until its gradients are whole:
+
+    gradients | all-reduce ....... | `verify` | optimizer.step
+                        abort -> a mark; `verify` finds it and raises
+
+Updates are those of every `torch.optim.Optimizer`, also in loops of the user's own, and averages of
+parameters.
 
 Scripts written for torchrun make the group themselves, and leave it at their end. In a cell it is
 there already, so `init_process_group` and `destroy_process_group` are ours on an engine:
@@ -20,6 +32,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +41,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ClusterError, EngineSpentError
 from ...shared.events import GROUP_GONE_S
 from ..debugging.marks import GROUP, doing, waits_in
-from . import abort
+from . import accelerator
 
 if TYPE_CHECKING:
     from ...shared.protocol import RunSpec
@@ -155,7 +169,7 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
     _made = spec.prefix, spec.rank, spec.world_size
     device = torch.device(spec.device)
     if device.type != "cpu" and backend_of(None, device) != "gloo":
-        abort.watch(device)
+        _watch_updates(device)
 
 
 def backend_of(group: Any, device: str | torch.device) -> str:
@@ -238,8 +252,8 @@ def destroy_group() -> None:
         return
     _retire_wrappers()
     try:
-        if abort.is_needed() and not abort.is_idle(GROUP_GONE_S):
-            abort.abort_groups()
+        if _updates is not None and not _updates.is_idle(GROUP_GONE_S):
+            abort_groups()
             return
         worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
         worker.start()
@@ -248,7 +262,7 @@ def destroy_group() -> None:
             break_collectives()
             worker.join(GROUP_GONE_S)
     finally:
-        abort.forget()
+        _watch_updates(None)
 
 
 def _retire_wrappers() -> None:
@@ -282,8 +296,8 @@ def break_collectives(*, store: bool = False) -> None:
     Args:
         store: End a wait in the store as well.
     """
-    if abort.is_needed():
-        abort.abort_groups()
+    if _updates is not None and dist.is_initialized():
+        abort_groups()
     shutdown_group_sockets(store=store)
 
 
@@ -342,6 +356,89 @@ def _sockets() -> list[tuple[int, int]]:
             if (status.st_mode & 0o170000) == 0o140000:
                 found.append((int(name), status.st_ino))
     return found
+
+
+# -- collectives on a device -----------------------------------------------------------------------
+
+
+class Updates:
+    """Watches the updates of a process whose group has collectives on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = accelerator.of(device)
+        self._aborted = threading.Event()
+        self._hook = register_optimizer_step_pre_hook(self.verify)
+
+    def close(self) -> None:
+        """Watch no longer: the group is gone."""
+        self._hook.remove()
+
+    def mark(self) -> None:
+        """Note, before communicators are aborted, that what comes of them is no result."""
+        self._aborted.set()
+
+    def verify(self, *unused: Any) -> None:
+        """Wait until the device has done all it was given: what was summed is whole then.
+
+        Raises:
+            ClusterError: It is not: collectives were aborted meanwhile.
+        """
+        event = self._accelerator.event(timed=False)
+        while not (event.query() or self._aborted.is_set()):
+            time.sleep(accelerator.POLL_S)
+        if self._aborted.is_set():
+            raise ClusterError(
+                "This step's collectives were ended before they were done.",
+                seen="half-summed gradients",
+                next_step="nothing of them was used; run the cell again",
+                code="WB-CLUSTER-280",
+            )
+
+    def is_idle(self, within_s: float) -> bool:
+        """Whether the device has done all that it was given, or does so in time."""
+        try:
+            return self._accelerator.event(timed=False).wait(within_s)
+        except Exception:  # it failed, and with it what was on it
+            return False
+
+
+_updates: Updates | None = None
+
+
+def _watch_updates(device: torch.device | None) -> None:
+    global _updates
+    if _updates is not None:
+        _updates.close()
+    _updates = None if device is None else Updates(device)
+
+
+def verify() -> None:
+    """Before what was summed or averaged on a device is used: wait until it is whole.
+
+    Raises:
+        ClusterError: It is not: collectives were aborted meanwhile.
+    """
+    if _updates is not None:
+        _updates.verify()
+
+
+def abort_groups() -> None:
+    """End every collective of this process at once, and all its groups; callable from any thread.
+
+    `_abort_process_group` is torch's only way that takes all communicators together, without which
+    their aborts can wait for each other (pytorch#119797); it is experimental, so versions that lack
+    it end one after the other.
+    """
+    if _updates is not None:
+        _updates.mark()
+    c10d: Any = dist.distributed_c10d
+    with contextlib.suppress(Exception):
+        if hasattr(c10d, "_abort_process_group"):
+            c10d._abort_process_group()
+            return
+        for group in list(c10d._world.pg_map):
+            group.abort()
+        dist.destroy_process_group()
 
 
 # -- groups that a cell makes itself ---------------------------------------------------------------

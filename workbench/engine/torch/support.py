@@ -42,14 +42,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...errors import FitError, RunError
 from ...history.disk import weights_stem
-from . import abort, accelerator
+from . import accelerator
 from .data import map_batch
 from .group import break_collectives as break_collectives
 from .group import destroy_group as destroy_group
 from .group import ensure_group as ensure_group
 from .group import environ as environ
 from .group import has_group as has_group
-from .group import let_cells_join
+from .group import let_cells_join, verify
 from .group import open_store as open_store
 from .group import shutdown_group_sockets as shutdown_group_sockets
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ..context import RunContext
 
 
-LOST_S = 10.0
+LOST_S = 5.0
 """How long a device may be busy after a cell that failed; one that raises is lost at once."""
 
 
@@ -83,7 +83,7 @@ def on_updates(watch: Any) -> Callable[[], None]:
     """
 
     def began(*unused: Any) -> None:
-        abort.verify()
+        verify()
         watch.update_began()
 
     before = register_optimizer_step_pre_hook(began)
@@ -94,11 +94,6 @@ def on_updates(watch: Any) -> Callable[[], None]:
         after.remove()
 
     return undo
-
-
-def weights_are_spoiled() -> bool:
-    """Whether this engine's models may hold a half-summed update, after a cell that failed."""
-    return abort.are_spoiled()
 
 
 def device_is_lost(spec: RunSpec) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....engine.torch.group import verify
 from ....errors import FitError
 
 BUNDLE_BYTES = 32 << 20
@@ -127,7 +128,8 @@ class Message:
             torch._foreach_copy_(views, tensors)
 
     def spread(self) -> None:
-        """Copy the message into the replica."""
+        """Copy the message into the replica, once what the others added to it is whole."""
+        verify()
         for views, tensors in zip(self._views, self._tensors, strict=True):
             torch._foreach_copy_(tensors, views)
 
