@@ -395,9 +395,9 @@ MUTANTS = (
     Mutant(
         "gpu-leased-twice",
         "Two workers get the same GPU while another one is free.",
-        "cluster/devices.py",
-        "index = choice[rank % len(choice)]",
-        "index = choice[rank // 2 % len(choice)]",
+        "devices/leases.py",
+        "place = rank % len(chosen)",
+        "place = rank // 2 % len(chosen)",
         ("unit/test_devices.py",),
     ),
     Mutant(

@@ -2,7 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.cluster import devices
+from workbench.devices import leases as devices
+from workbench.devices import mask
+from workbench.devices.discovery import Device, discover
 from workbench.errors import ClusterError, PlanError
 
 GIB = 1 << 30
@@ -50,12 +52,12 @@ def nvml(monkeypatch):
 
 
 def found(*used):
-    return [devices.Device(i, "H200", 80 * GIB, u, f"GPU-{i}") for i, u in enumerate(used)]
+    return [Device(i, "H200", 80 * GIB, u, f"GPU-{i}") for i, u in enumerate(used)]
 
 
 def test_discover_lists_gpus_with_memory_and_closes_nvml(nvml):
     fake = nvml()
-    gpus = devices.discover()
+    gpus = discover()
     assert [(g.index, g.name, g.used_bytes // GIB) for g in gpus] == [
         (0, "H0", 5), (1, "H1", 1), (2, "H2", 3), (3, "H3", 1),
     ]  # fmt: skip
@@ -77,14 +79,14 @@ def test_discover_lists_gpus_with_memory_and_closes_nvml(nvml):
 def test_discover_obeys_cuda_visible_devices_as_cuda_does(nvml, monkeypatch, visible, names):
     nvml()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus = devices.discover()
+    gpus = discover()
     assert [g.name for g in gpus] == names
     assert [g.index for g in gpus] == list(range(len(names)))
 
 
 def test_discover_is_empty_where_the_driver_is_missing(nvml):
     nvml(broken=True)
-    assert devices.discover() == []
+    assert discover() == []
 
 
 def test_auto_takes_the_least_used_gpus_first(nvml):
@@ -101,8 +103,9 @@ def test_auto_falls_back_to_the_cpu_but_cuda_does_not():
 @pytest.mark.parametrize("given", ["1, 0", "cuda:1,cuda:0", [1, 0], (1, 0)])
 def test_named_gpus_keep_their_order(given):
     given_out = devices.lease(given, 2, found(9, 1))
-    assert [one.device for one in given_out.leases] == ["cuda:1", "cuda:0"]
-    assert given_out.backend == "nccl"
+    assert given_out.gpus == ("GPU-1", "GPU-0")
+    assert [one.device for one in given_out.leases] == ["cuda:0", "cuda:1"]
+    assert given_out.backend == "cpu:gloo,cuda:nccl"
 
 
 @pytest.mark.parametrize("given", ["0,7", "0,0", [3]])
@@ -120,14 +123,15 @@ def test_words_that_are_not_understood_are_refused(given):
 def test_more_workers_than_gpus_share_them_and_say_so():
     given_out = devices.lease("cuda", 3, found(0, 0))
     assert [one.device for one in given_out.leases] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [one.shared for one in given_out.leases] == [True, False, True]
+    assert [one.sharers for one in given_out.leases] == [2, 1, 2]
     assert "3 workers share 2 GPUs" in given_out.warning
     assert given_out.backend == "gloo"
 
 
 def test_workers_with_a_gpu_each_get_no_warning():
     given_out = devices.lease("auto", 2, found(4, 0, 2))
-    assert [one.device for one in given_out.leases] == ["cuda:1", "cuda:2"]
+    assert given_out.gpus == ("GPU-1", "GPU-2")
+    assert [one.device for one in given_out.leases] == ["cuda:0", "cuda:1"]
     assert given_out.warning == ""
 
 
@@ -182,7 +186,7 @@ def test_the_administrators_limit_counts_as_nvml_does(nvml, monkeypatch, visible
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("WORKBENCH_DEVICES", limit)
-    assert [(gpu.index, gpu.name) for gpu in devices.discover()] == expected
+    assert [(gpu.index, gpu.name) for gpu in discover()] == expected
 
 
 def test_a_gpu_beyond_the_limit_is_refused_by_name_of_the_limit(nvml, monkeypatch):
@@ -194,3 +198,34 @@ def test_a_gpu_beyond_the_limit_is_refused_by_name_of_the_limit(nvml, monkeypatc
     with pytest.raises(ClusterError, match=r"WB-CLUSTER-004[\s\S]*WORKBENCH"):
         devices.parse_devices("cuda")
     assert devices.parse_devices("auto") == "cpu"
+
+
+def test_the_mask_is_the_list_and_its_order_by_bus():
+    environment = {"CUDA_VISIBLE_DEVICES": "0"}
+    mask.apply("cuda", ("GPU-b", "GPU-a"), environment)
+    assert environment == {
+        "CUDA_VISIBLE_DEVICES": "GPU-b,GPU-a", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }  # fmt: skip
+    mask.apply("cuda", (), environment)  # of a run on CPUs: what was there stays
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+
+
+def test_amds_mask_is_set_once_and_not_counted_twice():
+    environment = {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    mask.apply("rocm", ("GPU-1f", "GPU-2f"), environment)
+    assert environment == {"ROCR_VISIBLE_DEVICES": "GPU-1f,GPU-2f"}
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "fits"),
+    [
+        ("GPU-a,GPU-b", ("GPU-a",), True),
+        ("GPU-a,GPU-b", ("GPU-a", "GPU-b"), True),
+        ("GPU-a,GPU-b", ("GPU-b",), False),
+        ("GPU-a", ("GPU-a", "GPU-b"), False),
+        ("0,1", ("GPU-a",), False),
+        ("GPU-a", (), True),
+    ],
+)
+def test_an_initialised_process_goes_on_where_every_number_means_the_same(held, wanted, fits):
+    assert mask.fits("cuda", wanted, {"CUDA_VISIBLE_DEVICES": held}) is fits

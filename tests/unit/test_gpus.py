@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from workbench.cluster.devices import Device
 from workbench.cluster.vitals import GpuReading, Gpus, gpu_use
+from workbench.devices.discovery import Device
 
 
 class NvmlError(Exception):

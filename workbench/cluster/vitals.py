@@ -7,7 +7,7 @@ PyTorch and is read in turn, within a budget (`PSS_BUDGET_S`). In between, what 
 grown by is added to it: new pages are the engine's own.
 
 How busy each GPU is, and the memory of each process there, is read through NVML. NVML is asked,
-never CUDA, for the reason that `devices.py` gives. Functions as in
+never CUDA, for the reason that `devices/` gives. Functions as in
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
-from .devices import Device, discover
+from ..devices.discovery import Device, discover
 
 State: TypeAlias = Literal[
     "idle", "cell", "training", "serving", "busy", "waiting", "paused", "starting", "dead"

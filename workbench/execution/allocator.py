@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cluster import devices as device_pool
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
+from ..devices import leases as device_pool
 from ..errors import ClusterError, PlanError
 from ..shared.members import ranges
 from ..shared.plan import Plan, check_count

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cluster import devices as device_pool
-from ..cluster import folders, limits
+from ..cluster import folders
 from ..cluster.calls import Unread, travels
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
+from ..devices import leases as device_pool
+from ..devices import limits
 from ..errors import ClusterError, PlanError, RunError, unknown
 from ..shared.members import Member
 from ..shared.plan import Plan, check_count
@@ -65,13 +66,13 @@ def make_specs(
     for position, engine in enumerate(hosts):
         worker = position < holders
         rank = position * each if worker else workers + position - holders
-        devices = [lease.device for lease in leases.leases[rank : rank + each]] if worker else []
+        mine = leases.leases[rank : rank + each] if worker else ()
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
             world_size=workers,
             ranks=tuple(places),
-            device=devices[0] if worker else "cpu",
+            device=mine[0].device if worker else "cpu",
             role="worker" if worker else "server",
             threads=threads,
             cores=cores,
@@ -81,7 +82,10 @@ def make_specs(
             backend=leases.backend,
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
-            devices=tuple(devices),
+            devices=tuple(lease.device for lease in mine),
+            gpus=leases.gpus,
+            accelerator=leases.kind,
+            sharers=mine[0].sharers if worker else 1,
             part="" if worker else helpers[position - holders],
         )
     return specs

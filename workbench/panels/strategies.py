@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..catalog.diagrams import messages
-from ..cluster import limits
 from ..cookbook.recipe import Recipe, Use, misfit, use_of
+from ..devices import limits
 from ..errors import ClusterError, PlanError, WorkbenchError
 from ..execution.requests import check_framework
 from ..shared.plan import Plan, make_plan, plan_of

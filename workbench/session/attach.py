@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import folders
-from ..cluster.devices import Lease, Leases
 from ..cluster.engines import Engines, Listeners
+from ..devices.leases import Lease, Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from ..execution import hangs, registry
 from ..execution.launch import RunExecution
@@ -116,7 +116,7 @@ def _restore(found: folders.Found, engines: Engines) -> Cluster:
 
 def _leases(about: Mapping[str, Any]) -> Leases:
     leases = tuple(Lease(**one) for one in about["leases"])
-    return Leases(leases, about["backend"], about["warning"])
+    return Leases(leases, about["backend"], about["warning"], tuple(about["gpus"]), about["kind"])
 
 
 def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:

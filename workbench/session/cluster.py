@@ -52,7 +52,7 @@ from .queue import Queue
 from .status import Vitals
 
 if TYPE_CHECKING:
-    from ..cluster.devices import Leases
+    from ..devices.leases import Leases
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

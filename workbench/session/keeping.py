@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..cluster import folders, limits
+from ..cluster import folders
+from ..devices import limits
 from ..errors import PlanError
 from ..execution.task import Task
 from ..shared.cluster_env import Page

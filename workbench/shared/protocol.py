@@ -176,7 +176,12 @@ class RunSpec(RunSettings):
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
-        devices: Device of each replica held here, in the order of their ranks.
+        devices: Device of each replica held here, in the order of their ranks. `cuda:k` is the
+            k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
+        gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
+            (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
+        sharers: How many workers of the run compute on this worker's GPU, itself included.
+        backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
@@ -215,6 +220,9 @@ class RunSpec(RunSettings):
     devices: tuple[str, ...] = ()
     part: str = ""
     cores: int = 0
+    gpus: tuple[str, ...] = ()
+    accelerator: str = ""
+    sharers: int = 1
 
     @property
     def host_ranks(self) -> list[int]:
@@ -247,7 +255,7 @@ class RunSpec(RunSettings):
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
         known = dict(data) | settings_from_wire(data)
-        for key in ("ranks", "hosts", "devices"):
+        for key in ("ranks", "hosts", "devices", "gpus"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

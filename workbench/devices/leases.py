@@ -1,8 +1,4 @@
-"""Which devices there are, and which worker gets which.
-
-GPUs are counted through NVML: a CUDA call in the kernel would take memory on every GPU, and in a
-warm parent it would make forking impossible.
-"""
+"""Which worker gets which device."""
 
 from __future__ import annotations
 
@@ -12,10 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ..errors import ClusterError, PlanError
 from . import limits
+from .discovery import Device, discover
+from .mask import KINDS
 
 Choice: TypeAlias = Literal["cpu"] | tuple[int, ...]
 
@@ -24,36 +22,21 @@ CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
 
 
 @dataclass(frozen=True)
-class Device:
-    """One GPU that this process may use.
-
-    Attributes:
-        index: Its number as CUDA counts here (after CUDA_VISIBLE_DEVICES), as in `cuda:0`.
-        memory_bytes: All of its memory.
-        used_bytes: What is in use now, by anybody.
-        uuid: Its permanent name.
-    """
-
-    index: int
-    name: str
-    memory_bytes: int
-    used_bytes: int
-    uuid: str
-
-
-@dataclass(frozen=True)
 class Lease:
     """What one worker computes on.
 
     Attributes:
-        device: As torch writes it: `cpu`, `cuda:0`.
+        device: As torch writes it in the engine: `cpu`, `cuda:0`. The number is the local rank of a
+            worker with a GPU of its own: engines see the leased GPUs only (`mask.py`).
         label: For tables: `cpu`, `cuda:0 NVIDIA H200`.
-        shared: Whether another worker of the run has the same GPU.
+        gpu: Permanent name (UUID) of the GPU; empty for a CPU.
+        sharers: How many workers of the run compute on this GPU, this one included.
     """
 
     device: str
     label: str
-    shared: bool = False
+    gpu: str = ""
+    sharers: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,83 +45,18 @@ class Leases:
 
     Attributes:
         leases: By rank.
-        backend: `nccl` where every worker has a GPU of its own, else `gloo`: NCCL refuses to share.
+        backend: Where every worker has a GPU of its own, `cpu:gloo,cuda:nccl`: tensors of both
+            kinds of memory travel. Else `gloo`, since NCCL refuses to share.
         warning: What the user should know, or an empty text.
+        gpus: The GPUs that engines of this host see, in the order of their numbers there.
+        kind: What they are, a name in `mask.KINDS`; empty where there is none.
     """
 
     leases: tuple[Lease, ...]
     backend: str = "gloo"
     warning: str = ""
-
-
-def discover() -> list[Device]:
-    """Return the GPUs this process may use, in CUDA's order; empty where there is no NVML.
-
-    CUDA_VISIBLE_DEVICES is honoured as CUDA does: numbers or (prefixes of) UUIDs, in their order,
-    up to the first that does not exist. The numbers are NVML's (PCI bus) order, which is CUDA's
-    with CUDA_DEVICE_ORDER=PCI_BUS_ID and on machines whose GPUs are all alike. GPUs that the
-    administrator's limits (`limits.py`) do not permit are left out; the others keep their numbers.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        found = [_describe(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-    allowed = limits.load()
-    permitted = {gpu.uuid for gpu in found if allowed.permits(gpu.index, gpu.uuid)}
-    visible = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return [gpu for gpu in visible if gpu.uuid in permitted]
-
-
-def _describe(pynvml: Any, index: int) -> Device:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Device(
-        index=index,
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(memory.total),
-        used_bytes=int(memory.used),
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-    )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # older NVML bindings give bytes
-
-
-def _visible(found: Sequence[Device], wanted: str | None) -> list[Device]:
-    if wanted is None:
-        return list(found)
-    chosen: list[Device] = []
-    for word in (part.strip() for part in wanted.split(",")):
-        match = _find(found, word)
-        if match is None or any(match.uuid == device.uuid for device in chosen):
-            break
-        chosen.append(match)
-    return [_renumbered(device, index) for index, device in enumerate(chosen)]
-
-
-def _find(found: Sequence[Device], word: str) -> Device | None:
-    if word.isdigit():
-        return found[int(word)] if int(word) < len(found) else None
-    if not word.startswith("GPU-"):
-        return None
-    matches = [device for device in found if device.uuid.startswith(word)]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _renumbered(device: Device, index: int) -> Device:
-    return Device(index, device.name, device.memory_bytes, device.used_bytes, device.uuid)
+    gpus: tuple[str, ...] = ()
+    kind: str = ""
 
 
 def cpu_count() -> int:
@@ -257,14 +175,18 @@ def lease(
     choice = parse_devices(devices, gpus)
     if isinstance(choice, str):
         return cpus
-    names = {gpu.index: gpu.name for gpu in gpus}
+    by_index = {gpu.index: gpu for gpu in gpus}
+    chosen = [by_index[index] for index in choice[:workers]]
+    kind = KINDS[chosen[0].kind]
     leases = []
     for rank in range(workers):
-        index = choice[rank % len(choice)]
-        sharers = len(range(rank % len(choice), workers, len(choice)))
-        leases.append(Lease(f"cuda:{index}", f"cuda:{index} {names[index]}", sharers > 1))
-    warning = _warning(workers, len(choice))
-    return Leases(tuple(leases), "gloo" if warning else "nccl", warning)
+        place = rank % len(chosen)
+        sharers = len(range(place, workers, len(chosen)))
+        name, gpu = f"{kind.device}:{place}", chosen[place]
+        leases.append(Lease(name, f"{name} {gpu.name}", gpu.uuid, sharers))
+    warning = _warning(workers, len(chosen))
+    uuids = tuple(gpu.uuid for gpu in chosen)
+    return Leases(tuple(leases), "gloo" if warning else kind.backend, warning, uuids, kind.name)
 
 
 def _warning(workers: int, gpus: int) -> str:
