@@ -10,14 +10,18 @@ DriverNotLoaded. Functions fail while NVML is not initialised, as the real ones 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.devices.leases import DevicePool
 
 GIB = 1 << 30
 DESCRIPTION = "FAKE_NVML"
@@ -242,3 +246,33 @@ class FakeNvml:
     def nvmlDeviceGetEccMode(self, gpu: Gpu) -> list[int]:  # noqa: N802
         self._ask("nvmlDeviceGetEccMode", gpu)
         return [1, 1]
+
+
+_pools: list[DevicePool] = []
+
+
+def pool_of(*asked: Any, **about: Any) -> DevicePool:
+    """Return a pool of devices that gives back what it holds at the end of `only_fakes`."""
+    from workbench.devices.leases import DevicePool
+
+    _pools.append(DevicePool(*asked, **about))
+    return _pools[-1]
+
+
+@contextlib.contextmanager
+def only_fakes(monkeypatch: Any, tmp_path: Path) -> Iterator[None]:
+    """Hide this machine's GPUs, limits, reservations, and for what torch is built."""
+    from workbench.devices import discovery, leases, reservations
+
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "WORKBENCH_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(discovery, "DEV", tmp_path / "dev")
+    monkeypatch.setattr(discovery, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(discovery, "torch_build", lambda: discovery.Build("2.9", cuda="12.8"))
+    monkeypatch.setenv(reservations.VARIABLE, str(tmp_path / "gpus"))
+    monkeypatch.setattr(leases, "_said", set())
+    try:
+        yield
+    finally:
+        while _pools:
+            _pools.pop().free()

@@ -6,5 +6,6 @@ a warm parent it would make forking impossible. In reading order:
     mask          which kinds there are, and how is a process shown some devices only
     limits        what does an administrator allow on this machine, and who could listen on it
     discovery     which devices are there, and what could not be found out
+    reservations  which of them does another notebook hold
     leases        which worker gets which
 """

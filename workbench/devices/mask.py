@@ -91,16 +91,22 @@ def apply(
 
 
 def fits(
-    kind: str, gpus: Sequence[str], environment: MutableMapping[str, str] | None = None
+    kind: str,
+    gpus: Sequence[str],
+    environment: MutableMapping[str, str] | None = None,
+    uses: int | None = None,
 ) -> bool:
     """Whether a process whose devices are initialised can go on as it is.
 
-    It can where its list begins with the one that is wanted: each `cuda:k` means the same then.
+    It can where each number that it uses means what it would mean: a cluster's list grows at its
+    end, and the GPUs of others need not be visible to talk to them.
 
     Args:
         kind, gpus, environment: As `apply` takes them.
+        uses: How many of the first ones it computes on (`RunSpec.gpus_used`); by default all.
     """
     if not gpus or not KINDS[kind].mask:
         return True
     held = (os.environ if environment is None else environment).get(KINDS[kind].mask, "")
-    return held.split(",")[: len(gpus)] == list(gpus)
+    first = len(gpus) if uses is None else uses
+    return held.split(",")[:first] == list(gpus[:first])

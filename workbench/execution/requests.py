@@ -46,6 +46,8 @@ def make_specs(
     prefix: str,
     one_engine: bool = False,
     helpers: Sequence[str] = (),
+    remote_workers: bool = False,
+    reserved: Sequence[str] = (),
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -55,6 +57,9 @@ def make_specs(
         prefix: Keeps this process group apart from others in the store.
         one_engine: Whether the first engine holds all replicas.
         helpers: What the engines beyond the workers' are called.
+        remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
+            first engine, which only hands out work, computes on the CPU.
+        reserved: Files that reserve the GPUs.
     """
     cores = device_pool.cpu_count()
     threads = device_pool.threads_per_worker(len(hosts), cores)
@@ -66,13 +71,17 @@ def make_specs(
     for position, engine in enumerate(hosts):
         worker = position < holders
         rank = position * each if worker else workers + position - holders
-        mine = leases.leases[rank : rank + each] if worker else ()
+        if remote_workers:
+            first = position - holders
+            mine = leases.leases[first : first + 1] if 0 <= first < workers else ()
+        else:
+            mine = leases.leases[rank : rank + each] if worker else ()
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
             world_size=workers,
             ranks=tuple(places),
-            device=mine[0].device if worker else "cpu",
+            device=mine[0].device if mine else "cpu",
             role="worker" if worker else "server",
             threads=threads,
             cores=cores,
@@ -83,12 +92,23 @@ def make_specs(
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
             devices=tuple(lease.device for lease in mine),
-            gpus=leases.gpus,
+            gpus=leases.seen_by(mine[0] if mine else None),
             accelerator=leases.kind,
-            sharers=mine[0].sharers if worker else 1,
+            sharers=mine[0].sharers if mine else 1,
+            reserved=tuple(reserved),
             part="" if worker else helpers[position - holders],
         )
     return specs
+
+
+def lease_of(spec: RunSpec, leases: device_pool.Leases) -> device_pool.Lease:
+    """Return what an engine was given: a worker by its rank, remote workers before other helpers.
+
+    Of one that holds several replicas, the first one's.
+    """
+    if spec.device == "cpu":
+        return device_pool.Lease("cpu", "cpu")
+    return leases.leases[spec.rank if spec.role == "worker" else spec.rank - spec.world_size]
 
 
 def run_requests(
