@@ -412,7 +412,7 @@ def test_auto_prefers_whole_gpus(monkeypatch):
 def test_a_gpu_for_one_process_is_not_shared(monkeypatch):
     FakeNvml([Gpu(mode="exclusive")]).install(monkeypatch)
     pool = pool_of("cuda")
-    with pytest.raises(PlanError, match=r"WB-PLAN-200[\s\S]*--devices cpu"):
+    with pytest.raises(PlanError, match=r"WB-PLAN-161[\s\S]*--devices cpu"):
         pool.hold(2, {})
     assert devices_of(pool.hold(1, {})[0]) == ["cuda:0"]
 

@@ -41,7 +41,19 @@ def test_two_notebooks_take_different_gpus_though_both_saw_the_same(monkeypatch)
     assert "GPU 0 is held by" in said[0]
     assert "mine.ipynb" in said[0]
     first.free()
+    assert devices_of(third.hold(1, {})[0]) == ["cpu"]  # its variables are there
+    third.free()
     assert third.hold(1, {})[0].gpus == ("GPU-0",)
+
+
+def test_a_machine_without_gpus_is_looked_at_once(monkeypatch):
+    fake = FakeNvml().install(monkeypatch)
+    pool = pool_of("auto")
+    pool.lease(2)
+    asked = len(fake.asked)
+    assert devices_of(pool.hold(2, {})[0]) == ["cpu", "cpu"]
+    assert devices_of(pool.hold(2, {})[0]) == ["cpu", "cpu"]
+    assert len(fake.asked) == asked
 
 
 def test_a_named_gpu_that_somebody_holds_is_taken_with_a_word(monkeypatch):
@@ -79,7 +91,7 @@ def test_freed_gpus_are_for_others_and_engines_that_used_one_get_the_same_again(
     assert pool.hold(2, engines)[0].gpus == ("GPU-0", "GPU-1")
     pool.free()
     assert other.hold(2, {})[0].gpus == ("GPU-0", "GPU-1")
-    with pytest.raises(ClusterError, match=r"WB-CLUSTER-200[\s\S]*%cluster restart"):
+    with pytest.raises(ClusterError, match=r"WB-CLUSTER-049[\s\S]*%cluster restart"):
         pool.hold(2, engines)
     other.free()
     assert pool.hold(2, engines)[0].gpus == ("GPU-0", "GPU-1")

@@ -69,6 +69,11 @@ class Leases:
     kind: str = ""
     parts: bool = False
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the workers compute on GPUs; all do, or none."""
+        return bool(self.leases) and bool(self.leases[0].gpu)
+
     def seen_by(self, lease: Lease | None) -> tuple[str, ...]:
         """Return the GPUs that an engine with this lease is shown; None: it has none."""
         if not self.parts:
@@ -85,7 +90,7 @@ class Leases:
                     seen=f"{len(self.leases)} workers",
                     allowed=f"{len({one.gpu for one in self.leases})}",
                     next_step="-n 1, --devices cpu, or an administrator's  nvidia-smi -c 0",
-                    code="WB-PLAN-200",
+                    code="WB-PLAN-161",
                 )
 
 
@@ -324,6 +329,13 @@ def once(text: str) -> str:
 NOT_PROVED = "not yet proved on a GPU of this kind: run  workbench doctor --gpu-test"
 
 
+def held_words() -> list[str]:
+    """Return which GPUs of this machine are held, and by whom: a line each."""
+    others = holders()
+    found = {gpu.uuid: f"{gpu.place} {gpu.name}" for gpu in survey().devices} if others else {}
+    return sorted(f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items())
+
+
 class DevicePool:
     """The GPUs of one cluster: chosen when first asked for, held from the first use on.
 
@@ -358,6 +370,7 @@ class DevicePool:
         self._told: dict[int, int] = {}  # engines that have been shown GPUs, and their pids
         self._names: dict[str, str] = {}
         self._notes: tuple[str, ...] = ()
+        self._found: tuple[Device, ...] = ()
         self.reservations = Reservations(notebook)
         self.held = False
 
@@ -381,7 +394,7 @@ class DevicePool:
         found = self._find(self.framework)
         others = holders(self.reservations.files.values())
         choice = choose(self.asked, workers, found, taken=others, first=self._gpus, own=own)
-        self._notes = found.notes
+        self._notes, self._found = found.notes, found.devices
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
         return give(choice, workers)
 
@@ -400,7 +413,9 @@ class DevicePool:
         """
         bound = any(engines.get(engine) == pid for engine, pid in self._told.items())
         own = tuple(engines.values())
-        if not self.held and not bound:
+        if (before := self._settled.get(workers)) is not None and not before.on_gpus:
+            return self._settle(workers, before, ())  # variables live there
+        if not self.held and not bound and self._found:
             self._forget()  # the machine may look otherwise by now
         for _ in range(_CHOICES):
             if not self._gpus and most > workers:
@@ -408,7 +423,7 @@ class DevicePool:
                 self._open.clear()
             leases = self.lease(workers, own)
             leases.check_shared()
-            if leases.leases[0].device == CPU:
+            if not leases.on_gpus:
                 return self._settle(workers, leases, ())
             explicit = self._wanted != AUTO
             others = self.reservations.take(leases.gpus, partly=explicit)
@@ -424,7 +439,7 @@ class DevicePool:
             f"Another notebook has GPUs that this cluster's engines need: {'; '.join(notes)}.",
             allowed="the GPUs that the engines began with, once they are free again",
             next_step="%cluster restart begins on free ones; variables are lost",
-            code="WB-CLUSTER-200",
+            code="WB-CLUSTER-049",
         )
 
     def _settle(
@@ -435,7 +450,7 @@ class DevicePool:
         self._open.clear()
         said = [once(note) for note in self._notes]
         said += [f"{note}: memory may be short there, and times mean little." for note in held]
-        if leases.leases[0].device == CPU:
+        if not leases.on_gpus:
             said.append(once(leases.warning))
         else:
             said.append(once(trouble()))
@@ -449,14 +464,33 @@ class DevicePool:
         self._told |= engines
 
     def free(self) -> None:
-        """Give the GPUs back; the next run takes them again, or others."""
+        """Give the GPUs back; the next run takes them again, or others.
+
+        Variables are gone, so what computed on the CPU may have a GPU now.
+        """
         self.reservations.drop()
         self.held = False
+        self._settled = {n: one for n, one in self._settled.items() if one.on_gpus}
 
     def _forget(self) -> None:
         self.reservations.drop()
-        self._gpus, self._settled, self._told, self.held = (), {}, {}, False
+        self._gpus, self._told, self.held = (), {}, False
+        self._settled = {n: one for n, one in self._settled.items() if not one.on_gpus}
         self._open.clear()
+
+    def holders_words(self) -> list[str]:
+        """Return who holds which GPU, in a sentence; nothing where there are no GPUs."""
+        if not self._found:
+            return []
+        found = {gpu.uuid: gpu.place for gpu in self._found}
+        mine = [found.get(gpu, gpu) for gpu in self.reservations.files]
+        said = [f"{', '.join(mine)}: this cluster"] if mine else []
+        others = holders(self.reservations.files.values())
+        said += [f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items()]
+        held = {*others, *self.reservations.files}
+        free = [place for gpu, place in found.items() if gpu not in held]
+        said += [f"{', '.join(free)}: nobody"] if free else []
+        return [f"Reserved: {'; '.join(said)}."]
 
     def _place(self, gpu: str, leases: Leases) -> str:
         return next((one.label for one in leases.leases if one.gpu == gpu), gpu)

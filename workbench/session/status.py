@@ -75,12 +75,13 @@ def rejected(cluster: ClusterAccess) -> int:
 
 def notes(cluster: ClusterAccess) -> list[str]:
     """Return what stands below the table."""
-    count = rejected(cluster)
+    count, found = rejected(cluster), cluster.pool.devices.holders_words()
     if not count:
-        return []
+        return found
     return [
+        *found,
         f"{count} messages or connections were refused: they did not know the key, or were sent "
-        "again. Somebody else on this machine or network may be trying; docs/security.md."
+        "again. Somebody else on this machine or network may be trying; docs/security.md.",
     ]
 
 

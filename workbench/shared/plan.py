@@ -101,7 +101,7 @@ class Plan(RunSettings):
                 + ", ".join(one.name for one in catalog.strategies(self.framework)
                             if one.shares_gpu and one.max_workers is None),
                 next_step=f"-n {gpus}, or %cluster start {len(devices)} --devices cpu",
-                code="WB-PLAN-201",
+                code="WB-PLAN-162",
             )  # fmt: skip
         if alone and len(on_gpus) == len(devices):
             return
