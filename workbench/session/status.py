@@ -75,14 +75,13 @@ def rejected(cluster: ClusterAccess) -> int:
 
 def notes(cluster: ClusterAccess) -> list[str]:
     """Return what stands below the table."""
-    count, found = rejected(cluster), cluster.pool.devices.holders_words()
-    if not count:
-        return found
-    return [
-        *found,
-        f"{count} messages or connections were refused: they did not know the key, or were sent "
-        "again. Somebody else on this machine or network may be trying; docs/security.md.",
-    ]
+    count, said = rejected(cluster), []
+    if count:
+        said.append(
+            f"{count} messages or connections were refused: they did not know the key, or were "
+            "sent again. Somebody else on this machine or network may be trying; docs/security.md."
+        )
+    return said + cluster.pool.devices.holders_words()
 
 
 def table(cluster: ClusterAccess) -> Table:
