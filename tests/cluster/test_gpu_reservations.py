@@ -88,3 +88,28 @@ def test_more_workers_than_gpus_would_compute_on_the_cpu(cluster):
     assert [one.device for one in given.leases] == ["cpu"] * 4
     assert given.gpus == ("FAKE-0", "FAKE-1")  # what its engines see does not change
     assert given.warning.startswith("4 workers, 3 GPUs: so all compute on the CPU.")
+
+
+TRAIN = """
+import torch
+from torch import nn
+wb.fit(nn.Linear(8, 2), wb.data.synthetic(64, shape=(8,), classes=2), batch_size=8,
+       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), steps=3)
+"""
+
+
+def test_a_named_gpu_is_shared_by_strategies_that_can_and_others_are_refused(cluster):
+    assert run(cluster, "x = 1") == ""  # it holds the GPU that the other one names
+    with wb.Cluster(2, devices="0") as other:
+        with pytest.raises(PlanError, match=r"WB-PLAN-162[\s\S]*2 workers, 1 GPU[\s\S]*-n 1"):
+            other.run(TRAIN, strategy="sharded")
+        trained = other.run(TRAIN, strategy="mirrored").wait(60)
+        assert (trained.state, trained.devices) == ("finished", ("cpu:0 Fake (GPU 0)",) * 2)
+        notes = " ".join(map(str, trained.history.story.notes))
+        assert "cpu:0 Fake (GPU 0) is held by" in notes
+        assert "2 workers share 1 GPU" in notes
+        task = other.execute("both = str(device)")
+        assert task.over.wait(30)
+        assert "2 workers share 1 GPU" in task.board.text()
+        assert other.pull(["both"]) == {0: {"both": "cpu:0"}, 1: {"both": "cpu:0"}}
+    assert set(reservations.holders()) == {"FAKE-0", "FAKE-1"}

@@ -6,8 +6,8 @@ other libraries take by `LOCAL_RANK` is what the engine was given. This module l
 
     cuda   NVIDIA. Counted through NVML. Masked by UUIDs, those of MIG instances too.
     rocm   AMD; torch calls its devices `cuda`. Counted in /sys/class/kfd. Never run.
-    xpu    Intel. Not counted, so only asked for by hand is not possible either. Never run.
-    mps    Apple silicon: one GPU, which nothing masks. Never run.
+    xpu    Intel. Not counted, so there is none to lease. Never run.
+    mps    Apple silicon: one GPU, which nothing masks; only by `--devices mps`. Never run.
 """
 
 from __future__ import annotations

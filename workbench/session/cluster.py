@@ -73,8 +73,8 @@ class Cluster:
 
     Args:
         workers: Engines to start with.
-        devices: `auto` (the least used GPUs, CPU where there are none), `cpu`, `cuda`, or GPU
-            numbers as `0,1`.
+        devices: `auto` (a GPU for each worker, the least used that no other notebook holds; CPUs
+            where there are fewer), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
         launcher: `local`. Not yet: another of ipyparallel's launchers by name. Its own
             configuration is not read, and training works on one machine only.
         hosts: Interface on which controller and control socket listen; by default loopback. It
