@@ -421,6 +421,9 @@ def test_auto_leaves_a_gpu_for_one_process_to_who_is_there(monkeypatch):
     taken = Gpu(mode="exclusive", processes=[(4242, None)])
     FakeNvml([taken, Gpu(used_gib=70)]).install(monkeypatch)
     assert leases.lease("auto", 1).gpus == ("GPU-111-x",)
+    _, said = pool_of("0").hold(1, {})
+    assert "EXCLUSIVE_PROCESS and another process is on it (pid 4242)" in said[0]
+    assert "EXCLUSIVE" not in " ".join(pool_of("0").hold(1, {0: 4242})[1])  # its own engine
 
 
 def test_the_helpers_that_train_get_the_gpus_and_the_others_none():

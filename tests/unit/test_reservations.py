@@ -83,7 +83,7 @@ def test_ranks_keep_their_gpus_when_the_cluster_grows_and_shrinks(monkeypatch):
 
 
 def test_freed_gpus_are_for_others_and_engines_that_used_one_get_the_same_again(monkeypatch):
-    pool, other = cluster(monkeypatch, gpus=2), cluster(monkeypatch, gpus=2)
+    pool, other = cluster(monkeypatch), cluster(monkeypatch)
     engines = {0: 100, 1: 101}
     pool.hold(2, engines)
     pool.told(engines)
@@ -93,6 +93,8 @@ def test_freed_gpus_are_for_others_and_engines_that_used_one_get_the_same_again(
     assert other.hold(2, {})[0].gpus == ("GPU-0", "GPU-1")
     with pytest.raises(ClusterError, match=r"WB-CLUSTER-049[\s\S]*%cluster restart"):
         pool.hold(2, engines)
+    with pytest.raises(ClusterError, match="WB-CLUSTER-049"):  # not GPU 2: they see 0 and 1
+        pool.hold(1, engines)
     other.free()
     assert pool.hold(2, engines)[0].gpus == ("GPU-0", "GPU-1")
 

@@ -394,7 +394,13 @@ class DevicePool:
         found = self._find(self.framework)
         others = holders(self.reservations.files.values())
         choice = choose(self.asked, workers, found, taken=others, first=self._gpus, own=own)
-        self._notes, self._found = found.notes, found.devices
+        self._found = found.devices
+        busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
+        self._notes = found.notes + tuple(
+            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS and another process is on it (pid "
+            f"{gpu.pids[0]}), so it will let no engine in; nvidia-smi shows whose it is."
+            for gpu in busy
+        )
         self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
         return give(choice, workers)
 

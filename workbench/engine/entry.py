@@ -41,7 +41,6 @@ import cloudpickle
 import psutil
 
 from .. import catalog
-from ..devices import reservations
 from ..errors import ClusterError
 from ..shared import cluster_env
 from ..shared.cluster_env import import_environment
@@ -275,10 +274,7 @@ def load(framework: str) -> list[str]:
 
 
 def free() -> int:
-    """Forget the user's variables and collect garbage; return how many names were dropped.
-
-    GPUs are given back to whoever asks for them; the next cell or run reserves them again.
-    """
+    """Forget the user's variables and collect garbage; return how many names were dropped."""
     import gc
 
     postmortem.clear()
@@ -287,7 +283,6 @@ def free() -> int:
     names = [n for n in shell.user_ns if n not in keep and not n.startswith("_")]
     shell.reset(new_session=False, aggressive=False)
     gc.collect()
-    reservations.hold(())
     return len(names)
 
 
