@@ -435,7 +435,8 @@ def test_the_helpers_that_train_get_the_gpus_and_the_others_none():
     assert [(spec.part, spec.device) for spec in specs.values()] == [
         ("", "cpu"), ("worker 0", "cuda:0"), ("worker 1", "cuda:1"), ("server s0", "cpu"),
     ]  # fmt: skip
-    assert specs[0].devices == ()
+    assert specs[0].devices == ("cuda:0", "cuda:1")  # of the replicas, which are elsewhere
+    assert [spec.gpus_used for spec in specs.values()] == [0, 1, 2, 0]
     assert [lease_of(spec, given).gpu for spec in specs.values()] == ["", "GPU-0", "GPU-1", ""]
 
 

@@ -71,11 +71,12 @@ def make_specs(
     for position, engine in enumerate(hosts):
         worker = position < holders
         rank = position * each if worker else workers + position - holders
+        first = position - holders  # among the helpers
+        here = leases.leases[rank : rank + each] if worker else ()  # of its replicas
         if remote_workers:
-            first = position - holders
             mine = leases.leases[first : first + 1] if 0 <= first < workers else ()
         else:
-            mine = leases.leases[rank : rank + each] if worker else ()
+            mine = here
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
@@ -91,7 +92,7 @@ def make_specs(
             backend=leases.backend,
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
-            devices=tuple(lease.device for lease in mine),
+            devices=tuple(lease.device for lease in here or mine),
             gpus=leases.seen_by(mine[0] if mine else None),
             accelerator=leases.kind,
             sharers=mine[0].sharers if mine else 1,

@@ -176,7 +176,8 @@ class RunSpec(RunSettings):
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
-        devices: Device of each replica held here, in the order of their ranks. `cuda:k` is the
+        devices: Device of each replica held here, in the order of their ranks; where this engine
+            only hands out work (`device` is the CPU), of those it hands it to. `cuda:k` is the
             k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
         gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
             (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
@@ -248,6 +249,8 @@ class RunSpec(RunSettings):
     @property
     def gpus_used(self) -> int:
         """How many of the first `gpus` hold all that this engine computes on."""
+        if self.device == "cpu":
+            return 0
         numbers = [one.partition(":")[2] for one in (self.device, *self.devices)]
         return max((int(number) + 1 for number in numbers if number), default=0)
 
