@@ -105,6 +105,7 @@ def test_a_named_gpu_is_shared_by_strategies_that_can_and_others_are_refused(clu
             other.run(TRAIN, strategy="sharded")
         trained = other.run(TRAIN, strategy="mirrored").wait(60)
         assert (trained.state, trained.devices) == ("finished", ("cpu:0 Fake (GPU 0)",) * 2)
+        assert trained.history.story.devices[1] == "cpu:0 Fake (GPU 0)"  # as engines tell it
         notes = " ".join(map(str, trained.history.story.notes))
         assert "cpu:0 Fake (GPU 0) is held by" in notes
         assert "2 workers share 1 GPU" in notes

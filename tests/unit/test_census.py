@@ -97,7 +97,8 @@ def test_refused_messages_are_counted_below_the_table() -> None:
 
     router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
     pool = SimpleNamespace(devices=DevicePool("cpu"))
-    cluster = SimpleNamespace(engine_set=SimpleNamespace(router=router), pool=pool)
+    engines = SimpleNamespace(router=router)
+    cluster = SimpleNamespace(engine_set=engines, pool=pool, worker_ids=[])
     assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]
     assert "5 messages or connections were refused" in session_status.notes(cluster)[0]  # type: ignore[arg-type]
     router.rejected, router.refused = 0, {}

@@ -121,6 +121,23 @@ def test_the_next_owner_of_a_kept_cluster_holds_the_same(monkeypatch):
     assert heir.hold(2, {0: 1, 1: 2})[0] == given
 
 
+def test_the_table_says_why_workers_compute_on_the_cpu_and_what_is_left_out(monkeypatch):
+    lost = Gpu("H1", errors={"nvmlDeviceGetName": "GpuIsLost"})
+    FakeNvml([Gpu("H0"), lost]).install(monkeypatch)
+    pool = pool_of("auto")
+    assert pool.words(2) == [
+        "GPU 1 is left out: NVML says 'GPU is lost'.",
+        "2 workers, 1 GPU: so all compute on the CPU. -n 1 takes one GPU; "
+        "--devices cuda shares them.",
+        "Reserved: GPU 0: nobody.",
+    ]
+    pool.hold(1, {})
+    assert pool.words(1)[-1] == "Reserved: GPU 0: this cluster."
+    assert pool_of("cpu").words(2) == []
+    FakeNvml().install(monkeypatch)
+    assert pool_of("auto").words(2) == []
+
+
 def test_the_first_gpu_run_says_once_that_nothing_is_proved(monkeypatch):
     said = [cluster(monkeypatch).hold(1, {})[1] for _ in range(2)]
     assert said == [[leases.NOT_PROVED], []]

@@ -484,19 +484,24 @@ class DevicePool:
         self._settled = {n: one for n, one in self._settled.items() if not one.on_gpus}
         self._open.clear()
 
-    def holders_words(self) -> list[str]:
-        """Return who holds which GPU, in a sentence; nothing where there are no GPUs."""
+    def words(self, workers: int) -> list[str]:
+        """Return what to say below a table of so many workers: what is left out, who holds which.
+
+        Nothing where there are no GPUs.
+        """
+        given = self.lease(workers)
+        said = [*self._notes, *([] if given.on_gpus or not given.warning else [given.warning])]
         if not self._found:
-            return []
+            return said
         found = {gpu.uuid: gpu.place for gpu in self._found}
         mine = [found.get(gpu, gpu) for gpu in self.reservations.files]
-        said = [f"{', '.join(mine)}: this cluster"] if mine else []
+        who = [f"{', '.join(mine)}: this cluster"] if mine else []
         others = holders(self.reservations.files.values())
-        said += [f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items()]
+        who += [f"{found.get(gpu, gpu)}: {holder}" for gpu, holder in others.items()]
         held = {*others, *self.reservations.files}
         free = [place for gpu, place in found.items() if gpu not in held]
-        said += [f"{', '.join(free)}: nobody"] if free else []
-        return [f"Reserved: {'; '.join(said)}."]
+        who += [f"{', '.join(free)}: nobody"] if free else []
+        return [*said, f"Reserved: {'; '.join(who)}."]
 
     def _place(self, gpu: str, leases: Leases) -> str:
         return next((one.label for one in leases.leases if one.gpu == gpu), gpu)
@@ -514,6 +519,7 @@ class DevicePool:
         """Be as another kernel's pool of the same engines was."""
         self._settled |= leases
         self._gpus = max((one.gpus for one in leases.values()), key=len, default=())
+        self._open.clear()  # it was looked at as another cluster's
         self._told = dict(engines) if self._gpus else {}
         self.reservations.take_over(files)
         self.held = bool(self.reservations.files)

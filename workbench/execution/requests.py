@@ -93,6 +93,7 @@ def make_specs(
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
             devices=tuple(lease.device for lease in here or mine),
+            labels=tuple(lease.label for lease in here or mine if lease.gpu),
             gpus=leases.seen_by(mine[0] if mine else None),
             accelerator=leases.kind,
             sharers=mine[0].sharers if mine else 1,

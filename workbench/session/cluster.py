@@ -261,6 +261,7 @@ class Cluster:
         pool = self.pool
         plan.check_devices([lease.device for lease in pool.lease(plan.workers).leases])
         leases, said = pool.hold(plan.workers)
+        plan.check_devices([lease.device for lease in leases.leases])  # others may be quicker
         ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)

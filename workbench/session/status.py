@@ -81,7 +81,7 @@ def notes(cluster: ClusterAccess) -> list[str]:
             f"{count} messages or connections were refused: they did not know the key, or were "
             "sent again. Somebody else on this machine or network may be trying; docs/security.md."
         )
-    return said + cluster.pool.devices.holders_words()
+    return said + cluster.pool.devices.words(max(1, len(cluster.worker_ids)))
 
 
 def table(cluster: ClusterAccess) -> Table:

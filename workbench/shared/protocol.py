@@ -179,6 +179,7 @@ class RunSpec(RunSettings):
         devices: Device of each replica held here, in the order of their ranks; where this engine
             only hands out work (`device` is the CPU), of those it hands it to. `cuda:k` is the
             k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
+        labels: The same for tables, with the GPU's name and number in nvidia-smi; none for CPUs.
         gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
             (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
         sharers: How many workers of the run compute on this worker's GPU, itself included.
@@ -223,6 +224,7 @@ class RunSpec(RunSettings):
     devices: tuple[str, ...] = ()
     part: str = ""
     cores: int = 0
+    labels: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     accelerator: str = ""
     sharers: int = 1
@@ -267,7 +269,7 @@ class RunSpec(RunSettings):
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
         known = dict(data) | settings_from_wire(data)
-        for key in ("ranks", "hosts", "devices", "gpus", "reserved"):
+        for key in ("ranks", "hosts", "devices", "labels", "gpus", "reserved"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

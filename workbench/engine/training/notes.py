@@ -97,8 +97,8 @@ def announce(
     spec = context.spec
     label = fit_arguments.support(spec.framework).device_label
     workers = spec.world_size if context.entry.data_parallel else 1
-    devices = spec.devices or (spec.device,)
-    for rank, device in zip(spec.held, devices, strict=True):
+    labels = spec.labels or [label(device) for device in spec.devices or (spec.device,)]
+    for rank, device in zip(spec.held, labels, strict=True):
         context.emit(
             events.RunStarted(
                 rank=rank,
@@ -108,7 +108,7 @@ def announce(
                 batch_size=batch_size,
                 local_batch=None if batch_size is None else -(-batch_size // workers),
                 parameters=parameters,
-                device=label(device),
+                device=device,
                 threads=spec.threads,
             )
         )
