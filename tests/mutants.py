@@ -401,6 +401,22 @@ MUTANTS = (
         ("unit/test_devices.py",),
     ),
     Mutant(
+        "gpu-taken-from-another-notebook",
+        "A notebook takes GPUs that another one holds.",
+        "devices/reservations.py",
+        "taken = {gpu: who for gpu, who in holders().items() if gpu in wanted}",
+        "taken: dict[str, Holder] = {}",
+        ("unit/test_reservations.py",),
+    ),
+    Mutant(
+        "one-lost-gpu-hides-all",
+        "A GPU that fell off the bus ends the search for others.",
+        "devices/discovery.py",
+        'self.notes.append(f"GPU {number} is left out: NVML says {str(error)!r}.")',
+        "return [], str(error)",
+        ("unit/test_devices.py",),
+    ),
+    Mutant(
         "module-mistyped",
         "The catalog's entry of gossip names a module that does not exist.",
         "catalog/torch.py",

@@ -63,6 +63,13 @@ def test_a_figure_that_one_gpu_does_not_tell_costs_that_figure_only(monkeypatch,
     assert leases.lease("auto", 4).gpus == tuple(gpu.uuid for gpu in gpus)
 
 
+def test_gpus_without_permanent_names_go_by_their_numbers_on_the_bus(monkeypatch):
+    FakeNvml([Gpu("A"), Gpu("B", errors={"nvmlDeviceGetUUID": "NotSupported"})]).install(
+        monkeypatch
+    )
+    assert leases.lease("1,0", 2).gpus == ("1", "0")
+
+
 @pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
 def test_a_gpu_that_fell_off_the_bus_is_left_out_by_name_and_the_others_stay(monkeypatch, function):
     FakeNvml(four(gpu3=Gpu("H3", errors={function: "GpuIsLost"}))).install(monkeypatch)

@@ -48,7 +48,7 @@ class Device:
         index: Its number for `--devices`: within CUDA_VISIBLE_DEVICES, by bus.
         memory_bytes: All of its memory; None where the driver does not say.
         used_bytes: What is in use now, by anybody.
-        uuid: Its permanent name.
+        uuid: Its permanent name; where the driver has none, its number by bus.
         number: As NVML and nvidia-smi count, whatever CUDA_VISIBLE_DEVICES says; -1: not known.
             Of a MIG instance, its GPU's.
         kind: A name in `mask.KINDS`.
@@ -177,6 +177,8 @@ class _Reader:
                 found += self._one(number)
             except self._nvml.NVMLError as error:  # noqa: PERF203
                 self.notes.append(f"GPU {number} is left out: NVML says {str(error)!r}.")
+        if not all(one.uuid for one in found):  # CUDA takes numbers too, but not both kinds
+            found = [replace(one, uuid=str(one.number)) for one in found if one.part < 0]
         return [replace(one, index=i) for i, one in enumerate(found)], "no GPU can be used"
 
     def cuda(self) -> tuple[int, int] | None:
@@ -214,7 +216,7 @@ class _Reader:
         return found
 
     def _describe(self, handle: Any) -> Device:
-        uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
+        uuid = _text(self._ask("nvmlDeviceGetUUID", handle) or "")
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
         return Device(
