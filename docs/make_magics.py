@@ -43,7 +43,10 @@ ACTIONS: dict[str, tuple[str, str]] = {
     "logs": ("%cluster logs 1", "the last lines of engines' logs; of all where none is named"),
     "stacks": ("%cluster stacks", "where every thread of every engine is, now"),
     "debug": ("%cluster debug", "the frames of the rank that failed first, or of the one named"),
-    "free": ("%cluster free", "drops the cells' variables on all engines"),
+    "free": (
+        "%cluster free",
+        "drops the cells' variables on all engines, and gives GPUs back until the next cell or run",
+    ),
     "attach": ("%cluster attach ID", "takes over a kept cluster, with its run"),
     "stop": ("%cluster stop", "ends all engines"),
 }

@@ -152,6 +152,10 @@ def facts(entry) -> str:
         lines.append(f"- servers: as many as option `{entry.servers_option}` says")
     elif entry.servers:
         lines.append(f"- servers: {entry.servers}, started by itself")
+    if entry.max_workers != 1 and entry.anywhere:
+        able = "can share a GPU (`--devices cuda`)" if entry.shares_gpu else "need a GPU each"
+        who = "replicas" if entry.one_engine and not entry.remote_workers else "workers"
+        lines.append(f"- on GPUs, {who} {able}")
     if missing := sorted(catalog.FIT_FEATURES - entry.supports):
         lines.append("- not supported: " + ", ".join(f"`{name}`" for name in missing))
     if entry.links:

@@ -395,9 +395,25 @@ MUTANTS = (
     Mutant(
         "gpu-leased-twice",
         "Two workers get the same GPU while another one is free.",
-        "cluster/devices.py",
-        "index = choice[rank % len(choice)]",
-        "index = choice[rank // 2 % len(choice)]",
+        "devices/leases.py",
+        "place = rank % len(chosen)",
+        "place = rank // 2 % len(chosen)",
+        ("unit/test_devices.py",),
+    ),
+    Mutant(
+        "gpu-taken-from-another-notebook",
+        "A notebook takes GPUs that another one holds.",
+        "devices/reservations.py",
+        "taken = {gpu: who for gpu, who in holders().items() if gpu in wanted}",
+        "taken: dict[str, Holder] = {}",
+        ("unit/test_reservations.py",),
+    ),
+    Mutant(
+        "one-lost-gpu-hides-all",
+        "A GPU that fell off the bus ends the search for others.",
+        "devices/discovery.py",
+        'self.notes.append(f"GPU {number} is left out: NVML says {str(error)!r}.")',
+        "return [], str(error)",
         ("unit/test_devices.py",),
     ),
     Mutant(

@@ -10,6 +10,7 @@ uses all of them:
     cookbook/    what is trained: recipes
     data/        small data sets for lessons and tests
     shared/      what do the notebook's side and the engines' side both know
+    devices/     which accelerators are there, who has them, what does an engine see of them
     engine/      what happens on an engine
     strategies/  how is a model trained on several workers: one file each
     cluster/     how are engines started, watched and ended

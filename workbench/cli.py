@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cluster import folders
+from .devices.leases import held_words
 from .errors import ClusterError, PlanError, WorkbenchError
 from .session.keeping import idle_words
 from .views.table import COMPARISON, SHOWS
@@ -195,6 +196,8 @@ def run_clusters(given: argparse.Namespace) -> int:
     if given.command == "ps":
         found = [describe(one) for one in folders.clusters()]
         print(json.dumps(found, indent=1) if given.json else table(found))
+        if not given.json and (held := held_words()):
+            print("\nGPUs of this machine that are reserved:", *held, sep="\n  ")
         return 0
     return _stop(given.id, everything=given.all)
 
@@ -214,6 +217,7 @@ def describe(found: folders.Found) -> dict[str, Any]:
         "notebook": about.get("notebook") or about.get("cwd", ""),
         "idle_s": found.idle_s,
         "idle_timeout_s": about.get("idle_timeout_s") or None,
+        "gpus": sorted(about.get("reserved") or ()),
     }
 
 

@@ -70,8 +70,11 @@ class WorkbenchMagics(Magics):
         elif asked.action == "debug":
             debug(session.need_cluster(), asked)
         elif asked.action == "free":
-            session.need_cluster().free()
-            print("the cells' variables are gone on all engines")  # noqa: T201
+            cluster = session.need_cluster()
+            had = cluster.pool.devices.held
+            cluster.free()
+            also = "; its GPUs are free for others until the next cell or run" if had else ""
+            print(f"the cells' variables are gone on all engines{also}")  # noqa: T201
         else:
             show(session.need_cluster().status())
 

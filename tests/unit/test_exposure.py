@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
-from workbench.cluster import limits
 from workbench.cluster.router import ControlRouter
+from workbench.devices import limits
 from workbench.errors import PlanError
 from workbench.execution.requests import check_limits
 

@@ -65,3 +65,45 @@ def test_a_process_in_which_tensorflow_has_run_an_operation_must_not_fork(monkey
     assert preload.fork_hazard() == before
     context._initialized = True
     assert preload.fork_hazard() == "TensorFlow has run an operation"
+
+
+@pytest.mark.parametrize(
+    ("open_files", "libraries", "hazard"),
+    [
+        (["/dev/nvidiactl", "/dev/nvidia0"], "libnvidia-ml.so.1", None),  # GPUs were counted
+        (["/dev/dxg"], "/usr/lib/wsl/lib/libnvidia-ml.so.1", None),
+        (["/dev/nvidiactl", "/dev/nvidia-uvm"], "", "CUDA was initialised (/dev/nvidia-uvm"),
+        (["/dev/dxg"], "/usr/lib/wsl/lib/libcuda.so.1", "CUDA was initialised (/dev/dxg"),
+        (["/dev/kfd"], "", "ROCm was initialised (/dev/kfd"),
+    ],
+)
+def test_who_counted_gpus_may_fork_and_who_used_one_may_not(
+    monkeypatch, tmp_path, open_files, libraries, hazard
+):
+    for number, target in enumerate(open_files):
+        (tmp_path / str(number)).symlink_to(target)
+    maps = tmp_path.with_suffix(".maps")
+    maps.write_text(f"7f00 r-xp {libraries}\n")
+    monkeypatch.setattr(preload, "FDS", str(tmp_path))
+    monkeypatch.setattr(preload, "MAPS", str(maps))
+    monkeypatch.setattr(preload, "_count_threads", lambda: 1)
+    found = preload.fork_hazard()
+    assert found is hazard if hazard is None else found.startswith(hazard)
+
+
+def test_the_module_that_began_to_use_a_gpu_is_named(monkeypatch, tmp_path):
+    fds, modules = tmp_path / "fds", tmp_path / "modules"
+    fds.mkdir()
+    modules.mkdir()
+    (modules / "wb_asks_cuda.py").write_text(
+        f"import os; os.symlink('/dev/nvidia-uvm', {str(fds / '9')!r})"
+    )
+    monkeypatch.syspath_prepend(str(modules))
+    monkeypatch.setattr(preload, "FDS", str(fds))
+    monkeypatch.setattr(preload, "_count_threads", lambda: 1)
+    monkeypatch.setattr(preload, "_allowed", preload._Allowed())
+    assert preload.import_module("json")
+    assert preload.fork_hazard() is None
+    assert preload.import_module("wb_asks_cuda")
+    del preload.sys.modules["wb_asks_cuda"]
+    assert preload.fork_hazard().startswith("CUDA was initialised by wb_asks_cuda (/dev/nvidia-uvm")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench.devices.leases import DevicePool
 from workbench.engine.transport import connection
 from workbench.session.keeping import Keeping
 
@@ -93,7 +94,7 @@ def test_a_region_in_a_file_has_its_room_from_the_beginning(monkeypatch, allocat
 
 def test_a_clusters_folder_without_room_is_said_once_in_plain_words(tmp_path, caplog):
     engines = SimpleNamespace(kept=False, folder=lambda: tmp_path / "gone", about=dict)
-    pool = SimpleNamespace(servers=set(), leases={})
+    pool = SimpleNamespace(servers=set(), devices=DevicePool("cpu"))
     cluster = SimpleNamespace(
         engine_set=engines, pool=pool, framework="torch", devices_asked="cpu",
         hearing=SimpleNamespace(folders={}),

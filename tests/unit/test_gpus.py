@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from workbench.cluster.devices import Device
 from workbench.cluster.vitals import GpuReading, Gpus, gpu_use
+from workbench.devices.discovery import Device
 
 
 class NvmlError(Exception):
@@ -52,7 +52,7 @@ def test_gpus_are_read_and_what_the_driver_does_not_say_stays_open() -> None:
     nvml = Nvml()
     gpus = Gpus(lambda: [gpu(1, "GPU-b"), gpu(0, "GPU-a"), gpu(2, "GPU-gone")], nvml)
     first, second = gpus.read()
-    assert first == GpuReading(0, 40.0, 3 << 30, 8 << 30, {10: 1 << 30})
+    assert first == GpuReading(0, 40.0, 3 << 30, 8 << 30, {10: 1 << 30}, "GPU-a")
     assert (second.index, second.percent, second.memory_bytes) == (1, None, {20: None})
     gpus.read()
     assert nvml.opened == 1
@@ -67,10 +67,10 @@ def test_without_a_gpu_nothing_is_opened() -> None:
 
 
 def test_an_engine_is_told_its_own_share_of_a_gpu() -> None:
-    a = GpuReading(0, 40.0, 3, 8, {10: 5, 11: 2, 99: 1})
-    b = GpuReading(1, 80.0, 3, 8, {})
-    assert gpu_use([a, b], "cuda:0 NVIDIA H200", [10, 11]) == (40.0, 7)
-    assert gpu_use([a, b], "cuda:1 NVIDIA H200", [10]) == (60.0, 5)  # it uses another one too
-    assert gpu_use([a, b], "cuda:1 NVIDIA H200", [12]) == (80.0, None)  # pids of a container
-    assert gpu_use([a, b], "cpu", [12]) == (None, None)
-    assert gpu_use([GpuReading(0, None, None, None, {10: None})], "cuda:0", [10]) == (None, None)
+    a = GpuReading(0, 40.0, 3, 8, {10: 5, 11: 2, 99: 1}, "GPU-a")
+    b = GpuReading(1, 80.0, 3, 8, {}, "GPU-b")
+    assert gpu_use([a, b], "GPU-a", [10, 11]) == (40.0, 7)
+    assert gpu_use([a, b], "GPU-b", [10]) == (60.0, 5)  # it uses another one too
+    assert gpu_use([a, b], "GPU-b", [12]) == (80.0, None)  # pids of a container
+    assert gpu_use([a, b], "", [12]) == (None, None)
+    assert gpu_use([GpuReading(0, None, None, None, {10: None})], "GPU-c", [10]) == (None, None)

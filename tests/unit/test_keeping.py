@@ -12,6 +12,7 @@ import zmq
 
 from workbench.cluster import folders
 from workbench.cluster.forkserver import owner
+from workbench.devices.leases import DevicePool
 from workbench.engine import kernel_watch
 from workbench.engine.activity_log import SEGMENT_BYTES, Diary, tee
 from workbench.errors import PlanError
@@ -308,7 +309,7 @@ def test_a_page_of_a_folder_that_is_gone_fails_nobody(tmp_path):
 
 def test_a_cell_adds_a_line_and_the_cluster_is_described_anew_where_it_changed(folder):
     engines = SimpleNamespace(kept=False, folder=lambda: folder, about=lambda: {"engines": {}})
-    pool = SimpleNamespace(servers=set(), leases={})
+    pool = SimpleNamespace(servers=set(), devices=DevicePool("cpu"))
     cluster = SimpleNamespace(
         engine_set=engines, pool=pool, framework="torch", devices_asked="cpu",
         hearing=SimpleNamespace(folders={}),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench.cluster import limits
-from workbench.cluster.limits import Limits
+from workbench.devices import limits
+from workbench.devices.limits import Limits
 from workbench.errors import PlanError
 
 

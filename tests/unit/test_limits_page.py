@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from workbench.cluster import limits
-from workbench.cluster.limits import Limits
+from workbench.devices import limits
+from workbench.devices.limits import Limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "shared-machines.md"
 

@@ -8,8 +8,8 @@ import pytest
 from panel_choosing import FakeCluster, cards, choosing, do
 
 from workbench import catalog
-from workbench.cluster.limits import Limits
 from workbench.cookbook.recipe import Recipe, use_of
+from workbench.devices.limits import Limits
 from workbench.errors import PlanError
 from workbench.notebook.session import Session
 from workbench.panels import strategies

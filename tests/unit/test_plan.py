@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from workbench import catalog
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.shared.faults import parse_fault
@@ -70,6 +71,30 @@ def test_other_seeds_make_plans_that_are_named_apart() -> None:
 def test_a_plan_travels_as_json() -> None:
     made = plan(faults=(parse_fault("slow=1:50ms"),), overrides={"seed": 3}, name="base")
     assert Plan.from_wire(json.loads(json.dumps(made.to_wire()))) == made
+
+
+SHARED = ["cuda:0", "cuda:1", "cuda:0"]
+
+
+@pytest.mark.parametrize("entry", catalog.strategies(), ids=lambda e: f"{e.framework}-{e.name}")
+def test_only_strategies_that_can_share_a_gpu_are_given_one_to_share(
+    entry: catalog.Strategy,
+) -> None:
+    able = {
+        "torch": {"one_device", "mirrored", "local_sgd", "central_storage", "parameter_server"},
+        "tensorflow": {"one_device", "parameter_server"},
+    }
+    assert entry.shares_gpu == (entry.name in able[entry.framework])
+    made = Plan(CELL, entry.name, framework=entry.framework, workers=3)
+    made.check_devices(["cuda:0", "cuda:1", "cuda:2"])
+    made.check_devices(["cpu"] * 3)
+    if entry.shares_gpu:
+        made.check_devices(SHARED)
+        return
+    with pytest.raises(PlanError, match=r"WB-PLAN-162") as caught:
+        made.check_devices(SHARED)
+    for words in ("3 workers, 2 GPUs", "-n 2", "--devices cpu"):
+        assert words in str(caught.value)
 
 
 def test_equal_cells_are_one_recipe() -> None:

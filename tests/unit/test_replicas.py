@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from workbench import catalog
-from workbench.cluster.devices import Lease, Leases
 from workbench.cookbook.recipe import Recipe
+from workbench.devices.leases import Lease, Leases
 from workbench.engine.telemetry.recorder import Recorder, StepResult
 from workbench.engine.telemetry.step_gate import FaultInjector
 from workbench.errors import PlanError
@@ -15,7 +15,7 @@ from workbench.shared.plan import Plan, make_plan
 from workbench.shared.protocol import RunSpec, records_from
 from workbench.shared.run_request import parse_cell_line
 
-GPUS = Leases(tuple(Lease(f"cuda:{i}", f"cuda:{i} GPU") for i in range(3)), "nccl")
+GPUS = Leases(tuple(Lease(f"cuda:{i}", f"cuda:{i} GPU") for i in range(3)), "cpu:gloo,cuda:nccl")
 
 
 def test_one_engine_is_told_of_all_its_replicas() -> None:

@@ -16,6 +16,7 @@ from fake_processes import System
 from workbench.cluster.engines import EngineInfo
 from workbench.cluster.processes import Ending
 from workbench.cluster.vitals import TAIL_BYTES, EngineVitals, Gpus, LastLine
+from workbench.devices import leases
 from workbench.session import status
 from workbench.session.status import Vitals
 from workbench.views.tables import LOG_CHARACTERS, cluster_table
@@ -67,11 +68,12 @@ def test_a_log_is_never_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def cluster_of(infos: list[EngineInfo], folder: Path, starting: tuple[int, ...] = ()):
     living = [info.id for info in infos if info.state != "dead"]
-    lease = SimpleNamespace(leases=[SimpleNamespace(label="cpu")] * max(1, len(infos)))
+    lease = leases.Leases((leases.Lease("cpu", "cpu"),) * max(1, len(infos)))
+    pool = SimpleNamespace(given={}, devices=leases.DevicePool("cpu"))
     engines = SimpleNamespace(starting=starting, log_path=lambda i: folder / f"{i}.log")
     return SimpleNamespace(
         engines=infos, ids=living, worker_ids=living, lease=lambda count: lease,
-        last_task=None, busy=None, engine_set=engines,
+        last_task=None, busy=None, engine_set=engines, pool=pool,
     )  # fmt: skip
 
 
@@ -104,6 +106,21 @@ def test_a_sample_has_a_row_per_engine_also_of_those_that_start_and_are_gone(
     wire = json.loads(json.dumps([one.to_wire() for one in rows]))
     assert wire[1]["cpu_percent"] is None
     assert wire[0]["doing"] == "idle"
+
+
+def test_rows_show_what_engines_were_told_to_compute_on_and_no_other(tmp_path: Path) -> None:
+    """As of TensorFlow's parameter_server: a coordinator, a worker that is a helper, a server."""
+    me = psutil.Process().pid
+    cluster = cluster_of([info_of(i, me) for i in range(3)], tmp_path)
+    gpu = leases.Lease("cuda:0", "cuda:0 H100 (GPU 3)", "GPU-d")
+    cluster.worker_ids = [0]
+    cluster.lease = lambda count: leases.Leases((gpu,) * count)
+    cpu = leases.Lease("cpu", "cpu")
+    cluster.pool.given = {0: cpu, 1: gpu, 2: cpu}
+    rows = Vitals(cluster, gpus=Gpus(list)).now()
+    assert [row.device for row in rows] == ["cpu", "cuda:0 H100 (GPU 3)", "server"]
+    cluster.pool.given = {}
+    assert Vitals(cluster, gpus=Gpus(list)).now()[0].device == gpu.label  # nothing has run yet
 
 
 def test_an_engine_of_another_host_shows_dashes(tmp_path: Path) -> None:

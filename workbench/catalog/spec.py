@@ -160,6 +160,8 @@ class Strategy:
             up to rounding; None where none do. Empty for what is always exact.
         linear_only: Whether that holds only for optimizers linear in the gradient (SGD, momentum).
         needs_gpus: Options (name, value) that need a GPU per replica.
+        shares_gpu: Whether workers can share a GPU: what they send is broadcast or added up, which
+            gloo can do with GPU tensors, or goes through the host.
         anywhere: Whether a machine without special devices can run it.
         source: Where the algorithm is described.
     """
@@ -195,6 +197,7 @@ class Strategy:
     exact_with: tuple[tuple[str, Any], ...] | None = ()
     linear_only: bool = False
     needs_gpus: tuple[tuple[str, Any], ...] = ()
+    shares_gpu: bool = False
     anywhere: bool = True
 
     def is_sync(self, options: dict[str, Any]) -> bool:

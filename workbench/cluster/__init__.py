@@ -2,9 +2,7 @@
 
 Nothing here knows what a run is. The modules, from the machine up to the cluster:
 
-    limits       what does an administrator allow on this machine, and who could listen on it
     processes    how is a helper process started, and how did a process end
-    devices      which devices are there, and which worker gets which
     folders      where are the private files of a cluster, and which clusters are there
     controller   ipyparallel's controller, as a program that ends by itself
     hub          how is a controller started, and how does this kernel talk to it

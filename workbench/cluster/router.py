@@ -19,6 +19,7 @@ from typing import Any, overload
 
 import zmq
 
+from ..devices import limits
 from ..shared.messages import (
     AskStacks,
     AskWhere,
@@ -33,7 +34,6 @@ from ..shared.messages import (
     WhereAnswer,
 )
 from ..shared.protocol import Seal, Wakeup, decode_up, encode, new_key
-from . import limits
 
 log = logging.getLogger("workbench.cluster")
 

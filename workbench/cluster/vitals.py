@@ -7,7 +7,7 @@ PyTorch and is read in turn, within a budget (`PSS_BUDGET_S`). In between, what 
 grown by is added to it: new pages are the engine's own.
 
 How busy each GPU is, and the memory of each process there, is read through NVML. NVML is asked,
-never CUDA, for the reason that `devices.py` gives. Functions as in
+never CUDA, for the reason that `devices/` gives. Functions as in
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
-from .devices import Device, discover
+from ..devices.discovery import Device, discover
 
 State: TypeAlias = Literal[
     "idle", "cell", "training", "serving", "busy", "waiting", "paused", "starting", "dead"
@@ -121,12 +121,12 @@ class LastLine:
 
 
 def gpu_use(
-    gpus: Iterable[GpuReading], device: str, pids: Iterable[int]
+    gpus: Iterable[GpuReading], uuid: str, pids: Iterable[int]
 ) -> tuple[float | None, int | None]:
     """Return how busy an engine's GPUs are (percent, the mean), and the memory it holds there.
 
     Args:
-        device: What it was given: `cuda:0 NVIDIA H200`; its processes may use others too.
+        uuid: Of the GPU it was given, empty for a CPU; its processes may use others too.
         pids: The engine and its children.
     """
     mine = set(pids)
@@ -138,7 +138,7 @@ def gpu_use(
         unknown |= None in here
         if here:
             held = (held or 0) + sum(used for used in here if used is not None)
-        if (here or device.partition(" ")[0] == f"cuda:{gpu.index}") and gpu.percent is not None:
+        if (here or gpu.uuid == uuid) and gpu.percent is not None:
             percents.append(gpu.percent)
     mean = sum(percents) / len(percents) if percents else None
     return mean, None if unknown else held
@@ -337,7 +337,7 @@ class GpuReading:
     """One GPU at one moment.
 
     Attributes:
-        index: As in `cuda:0`.
+        index: As `--devices` counts.
         percent: Share of the last moments in which some kernel ran, 0..100, whoever's; None where
             the driver does not say (MIG).
         used_bytes, total_bytes: Memory, whoever's.
@@ -350,6 +350,7 @@ class GpuReading:
     used_bytes: int | None
     total_bytes: int | None
     memory_bytes: Mapping[int, int | None] = field(default_factory=dict)
+    uuid: str = ""
 
 
 class Gpus:
@@ -362,13 +363,13 @@ class Gpus:
 
     def __init__(self, find: Callable[[], list[Device]] = discover, nvml: Any = None) -> None:
         self._find, self._nvml = find, nvml
-        self._handles: dict[int, Any] | None = None
+        self._handles: dict[tuple[int, str], Any] | None = None
 
     def read(self) -> list[GpuReading]:
         """Return a reading per GPU, ordered by index; empty where there is none."""
         if self._handles is None:
             self._handles = self._open()
-        return [self._one(index, handle) for index, handle in sorted(self._handles.items())]
+        return [self._one(*which, handle) for which, handle in sorted(self._handles.items())]
 
     def close(self) -> None:
         """Let go of NVML; the next reading opens it again."""
@@ -377,7 +378,7 @@ class Gpus:
                 self._nvml.nvmlShutdown()
         self._handles = None
 
-    def _open(self) -> dict[int, Any]:
+    def _open(self) -> dict[tuple[int, str], Any]:
         found = self._find()
         if not found:
             return {}
@@ -392,10 +393,10 @@ class Gpus:
             return {}
         for gpu in found:
             with contextlib.suppress(nvml.NVMLError):
-                handles[gpu.index] = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                handles[gpu.index, gpu.uuid] = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         return handles
 
-    def _one(self, index: int, handle: Any) -> GpuReading:
+    def _one(self, index: int, uuid: str, handle: Any) -> GpuReading:
         nvml = self._nvml
         busy = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -409,6 +410,7 @@ class Gpus:
             None if memory is None else int(memory.used),
             None if memory is None else int(memory.total),
             by_pid,
+            uuid,
         )
 
     def _ask(self, question: Callable[[Any], Any], handle: Any) -> Any:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ..devices import reservations
 from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
@@ -100,6 +101,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
             SPMD cell gets a process group), `inject` (whether names are set).
     """
     spec = RunSpec.from_wire(request["spec"])
+    reservations.hold(spec.reserved)
     if engine.group and engine.framework != spec.framework:
         support(engine.framework).destroy_group()
         engine.group = ""

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cluster import devices as device_pool
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
+from ..devices import leases as device_pool
 from ..errors import ClusterError, PlanError
 from ..shared.members import ranges
 from ..shared.plan import Plan, check_count
 from .outcome import how_ended
-from .requests import Specs, cell_requests, check_limits, check_size, make_specs
+from .requests import Specs, cell_requests, check_limits, check_size, lease_of, make_specs
 from .task import Task
 
 if TYPE_CHECKING:
@@ -40,28 +40,35 @@ class EngineAllocator:
     Attributes:
         engines: The processes behind it.
         replacer: Replaces engines in the background.
-        leases: Which devices so many workers have got.
+        devices: Their GPUs.
+        given: What each engine was last told to compute on, by id.
         servers: Engines started as servers; workers do not spread to them.
         most_workers: How many living workers there have been.
     """
 
-    def __init__(self, devices: str) -> None:
+    def __init__(self, devices: str, framework: str = "") -> None:
         self.devices_asked = devices
         self.engines: Engines
         self.replacer = Replacer()
-        self._devices = device_pool.parse_devices(devices)
+        notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", ""))
+        self.devices = device_pool.DevicePool(devices, framework, notebook)
+        self.given: dict[int, device_pool.Lease] = {}
         self.most_workers = 0
-        self.leases: dict[int, device_pool.Leases] = {}
         self._group = NO_GROUP  # prefix; framework, engines
         self.servers: set[int] = set()
         self._generation = itertools.count(1)
         self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
         """Told what engines are about to be asked to run; None when it is settled."""
 
-    def restore(self, servers: Iterable[int], leases: Mapping[int, device_pool.Leases]) -> None:
+    def restore(
+        self,
+        servers: Iterable[int],
+        leases: Mapping[int, device_pool.Leases],
+        reserved: Mapping[str, str],
+    ) -> None:
         """Be as another kernel's pool of the same engines was."""
         self.servers = set(servers)
-        self.leases |= leases
+        self.devices.restore(leases, reserved, self._pids())
         # Names of process groups that no other one had in the same store.
         self._generation = itertools.count(time.time_ns())
 
@@ -88,14 +95,24 @@ class EngineAllocator:
         return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
 
     def lease(self, workers: int) -> device_pool.Leases:
-        """Return which device each of so many workers gets; the same answer every time.
+        """Return which device each of so many workers gets, or would get.
 
         A worker's variables live on its device from one cell to the next, so ranks keep theirs
         although `auto` would see other memory in use by then.
         """
-        if workers not in self.leases:
-            self.leases[workers] = device_pool.lease(self._devices, workers)
-        return self.leases[workers]
+        return self.devices.lease(workers)
+
+    def hold(self, workers: int) -> tuple[device_pool.Leases, list[str]]:
+        """Reserve the GPUs of so many workers; return them, and what is to be said.
+
+        Raises:
+            ClusterError: Others have taken the GPUs that the engines are bound to.
+            PlanError: A GPU would be shared that cannot be.
+        """
+        return self.devices.hold(workers, self._pids(), max(workers, len(self.worker_ids)))
+
+    def _pids(self) -> dict[int, int]:
+        return {one.id: one.pid for one in self.all if one.state != "dead"}
 
     def add(self, count: int, framework: str = "") -> list[int]:
         """Start more engines; return their ids.
@@ -159,7 +176,7 @@ class EngineAllocator:
     ) -> Specs:
         """Return what each engine is told; of a cell without a strategy where `plan` is None."""
         hosts = {i: self.engines.engines[i].host for i in ids}
-        return make_specs(
+        specs = make_specs(
             hosts,
             len(ids) if plan is None else plan.workers,
             leases,
@@ -168,9 +185,21 @@ class EngineAllocator:
             prefix=prefix,
             one_engine=plan is not None and plan.entry.one_engine,
             helpers=() if plan is None else plan.helpers,
+            remote_workers=plan is not None and plan.entry.remote_workers,
+            reserved=[str(path) for path in self.devices.reservations.files.values()],
         )
+        self.given |= {i: lease_of(spec, leases) for i, spec in specs.items()}
+        pids = self._pids()
+        self.devices.told({i: pids.get(i, 0) for i, spec in specs.items() if spec.gpus})
+        return specs
 
-    def cell_specs(self, members: Sequence[int], targets: Sequence[int], framework: str) -> Specs:
+    def cell_specs(
+        self,
+        members: Sequence[int],
+        targets: Sequence[int],
+        framework: str,
+        leases: device_pool.Leases,
+    ) -> Specs:
         """Return what the members of a cell's process group are told, of whom some run the cell.
 
         Raises:
@@ -180,7 +209,7 @@ class EngineAllocator:
         fresh = self._group[1] != key or not self._group[0]
         if fresh:
             self._group = (self.new_prefix("spmd"), key)
-        specs = self.specs(members, None, self.lease(len(members)), self._group[0], framework)
+        specs = self.specs(members, None, leases, self._group[0], framework)
         if fresh and set(targets) != set(members):
             # A collective on some ranks needs a group that all ranks have joined.
             task = Task(self.engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})

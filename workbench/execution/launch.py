@@ -44,7 +44,7 @@ from .requests import (
 from .task import Task
 
 if TYPE_CHECKING:
-    from ..cluster.devices import Leases
+    from ..devices.leases import Leases
     from ..shared.messages import Outcomes
     from .run import Run
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
-from ..cluster import devices as device_pool
-from ..cluster import folders, limits
+from ..cluster import folders
 from ..cluster.calls import Unread, travels
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
+from ..devices import leases as device_pool
+from ..devices import limits
 from ..errors import ClusterError, PlanError, RunError, unknown
 from ..shared.members import Member
 from ..shared.plan import Plan, check_count
@@ -45,6 +46,8 @@ def make_specs(
     prefix: str,
     one_engine: bool = False,
     helpers: Sequence[str] = (),
+    remote_workers: bool = False,
+    reserved: Sequence[str] = (),
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -54,6 +57,9 @@ def make_specs(
         prefix: Keeps this process group apart from others in the store.
         one_engine: Whether the first engine holds all replicas.
         helpers: What the engines beyond the workers' are called.
+        remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
+            first engine, which only hands out work, computes on the CPU.
+        reserved: Files that reserve the GPUs.
     """
     cores = device_pool.cpu_count()
     threads = device_pool.threads_per_worker(len(hosts), cores)
@@ -65,13 +71,18 @@ def make_specs(
     for position, engine in enumerate(hosts):
         worker = position < holders
         rank = position * each if worker else workers + position - holders
-        devices = [lease.device for lease in leases.leases[rank : rank + each]] if worker else []
+        first = position - holders  # among the helpers
+        here = leases.leases[rank : rank + each] if worker else ()  # of its replicas
+        if remote_workers:
+            mine = leases.leases[first : first + 1] if 0 <= first < workers else ()
+        else:
+            mine = here
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
             world_size=workers,
             ranks=tuple(places),
-            device=devices[0] if worker else "cpu",
+            device=mine[0].device if mine else "cpu",
             role="worker" if worker else "server",
             threads=threads,
             cores=cores,
@@ -81,10 +92,25 @@ def make_specs(
             backend=leases.backend,
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,
-            devices=tuple(devices),
+            devices=tuple(lease.device for lease in here or mine),
+            labels=tuple(lease.label for lease in here or mine if lease.gpu),
+            gpus=leases.seen_by(mine[0] if mine else None),
+            accelerator=leases.kind,
+            sharers=mine[0].sharers if mine else 1,
+            reserved=tuple(reserved),
             part="" if worker else helpers[position - holders],
         )
     return specs
+
+
+def lease_of(spec: RunSpec, leases: device_pool.Leases) -> device_pool.Lease:
+    """Return what an engine was given: a worker by its rank, remote workers before other helpers.
+
+    Of one that holds several replicas, the first one's.
+    """
+    if spec.device == "cpu":
+        return device_pool.Lease("cpu", "cpu")
+    return leases.leases[spec.rank if spec.role == "worker" else spec.rank - spec.world_size]
 
 
 def run_requests(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import catalog
 from ..catalog.diagrams import messages
-from ..cluster import limits
 from ..cookbook.recipe import Recipe, Use, misfit, use_of
+from ..devices import limits
 from ..errors import ClusterError, PlanError, WorkbenchError
 from ..execution.requests import check_framework
 from ..shared.plan import Plan, make_plan, plan_of
@@ -370,8 +370,8 @@ def reason(entry: catalog.Strategy, place: Place, use: Use) -> str:
 def check_fitness(plan: Plan, place: Place) -> None:
     """Raise PlanError where a plan needs devices or engines that there cannot be."""
     place.allowed.check_engines(plan.engines + len(plan.helpers))
-    if place.devices:
-        plan.check_devices([place.devices[i % len(place.devices)] for i in range(plan.workers)])
+    if place.devices and plan.workers <= len(place.devices):
+        plan.check_devices(place.devices[: plan.workers])
 
 
 def draft(line: RunRequest, recipe: Recipe, place: Place) -> Plan:

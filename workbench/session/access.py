@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ..cluster.devices import Leases
     from ..cluster.engines import EngineInfo, Engines
     from ..cluster.vitals import EngineVitals
+    from ..devices.leases import Leases
     from ..execution.allocator import EngineAllocator
     from ..execution.paused import Paused
     from ..execution.run import Run

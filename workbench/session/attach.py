@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import folders
-from ..cluster.devices import Lease, Leases
 from ..cluster.engines import Engines, Listeners
+from ..devices.leases import Lease, Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from ..execution import hangs, registry
 from ..execution.launch import RunExecution
@@ -101,7 +101,7 @@ def _restore(found: folders.Found, engines: Engines) -> Cluster:
         idle_timeout=about["idle_timeout_s"] or "never",
     )
     leases = {int(n): _leases(one) for n, one in about["leases"].items()}
-    cluster.pool.restore(about["servers"], leases)
+    cluster.pool.restore(about["servers"], leases, about["reserved"])
     numbers = [int(number) for number, _ in about["runs"]]
     cluster.hearing.count_from(1 + max(numbers, default=0))
     cluster.keeping.since = float(about["since"])
@@ -116,7 +116,7 @@ def _restore(found: folders.Found, engines: Engines) -> Cluster:
 
 def _leases(about: Mapping[str, Any]) -> Leases:
     leases = tuple(Lease(**one) for one in about["leases"])
-    return Leases(leases, about["backend"], about["warning"])
+    return Leases(**{**about, "leases": leases, "gpus": tuple(about["gpus"])})
 
 
 def _bring_run(cluster: Cluster, number: int, folder: Path, task: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ from .queue import Queue
 from .status import Vitals
 
 if TYPE_CHECKING:
-    from ..cluster.devices import Leases
+    from ..devices.leases import Leases
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -73,8 +73,8 @@ class Cluster:
 
     Args:
         workers: Engines to start with.
-        devices: `auto` (the least used GPUs, CPU where there are none), `cpu`, `cuda`, or GPU
-            numbers as `0,1`.
+        devices: `auto` (a GPU for each worker, the least used that no other notebook holds; CPUs
+            where there are fewer), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
         launcher: `local`. Not yet: another of ipyparallel's launchers by name. Its own
             configuration is not read, and training works on one machine only.
         hosts: Interface on which controller and control socket listen; by default loopback. It
@@ -113,12 +113,13 @@ class Cluster:
         self.launcher = launcher
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
-        self.pool = pool = EngineAllocator(devices)
+        self._said: set[str] = set()  # to cells: the same of each would bury their output
+        framework = framework or default_framework()
+        self.pool = pool = EngineAllocator(devices, framework)
         self.hearing = RunDispatcher()
         self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
-        pool.lease(count)
+        pool.lease(count)  # what cannot be had is said before anything is started
         pool.most_workers = count
-        framework = framework or default_framework()
         if launcher == "local":
             check_framework(framework)
         self.engine_set: Engines = engines or Engines(
@@ -151,6 +152,7 @@ class Cluster:
         """End every process of the cluster."""
         self._wind_up()
         self.engine_set.stop()
+        self.pool.devices.free()
 
     def hand_back(self) -> Engines | None:
         """Stop the cluster, but keep the controller and the warm parents for another one.
@@ -161,15 +163,18 @@ class Cluster:
         """
         self._wind_up()
         engines = self.engine_set
-        if engines.reusable:
-            try:
-                engines.reset(default_framework())
-            except BaseException:
-                engines.stop()
-                raise
+        try:
             if engines.reusable:
-                return engines
-        engines.stop()
+                try:
+                    engines.reset(default_framework())
+                except BaseException:
+                    engines.stop()
+                    raise
+                if engines.reusable:
+                    return engines
+            engines.stop()
+        finally:
+            self.pool.devices.free()
         return None
 
     def _wind_up(self) -> None:
@@ -192,6 +197,7 @@ class Cluster:
         self.keeping.end()
         self.vitals.close()
         self.engine_set.release(reason)
+        self.pool.devices.reservations.leave()
 
     def __enter__(self) -> Cluster:
         return self
@@ -253,8 +259,9 @@ class Cluster:
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         pool = self.pool
-        leases = pool.lease(plan.workers)
-        plan.check_devices([lease.device for lease in leases.leases])
+        plan.check_devices([lease.device for lease in pool.lease(plan.workers).leases])
+        leases, said = pool.hold(plan.workers)
+        plan.check_devices([lease.device for lease in leases.leases])  # others may be quicker
         ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
@@ -264,7 +271,7 @@ class Cluster:
         )
         self._busy = run
         try:
-            for text in (leases.warning, short_handed(pool.lost_workers, len(pool.worker_ids))):
+            for text in (*said, short_handed(pool.lost_workers, len(pool.worker_ids))):
                 if text:
                     run.note(text)
             self.hearing.add(run)
@@ -335,15 +342,19 @@ class Cluster:
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
         pool.bring(members, framework)
-        specs = pool.cell_specs(members, targets, framework)
+        leases, said = pool.hold(len(members))
+        specs = pool.cell_specs(members, targets, framework, leases)
         recipe = Recipe(source, first_line)
         asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
         pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
         over = partial(self.cell_over, framework=framework)
         with deferred():
             self._busy = task = Task(self.engine_set, asked, members_of(specs, targets), over)
-        text = short_handed(pool.lost_workers, len(pool.worker_ids))
-        if text and workers is None:
+        said = [text for text in said if text not in self._said]
+        self._said.update(said)
+        if workers is None:
+            said.append(short_handed(pool.lost_workers, len(pool.worker_ids)))
+        for text in filter(None, said):
             task.board.message(targets[0], "stream", {"name": "stderr", "text": f"note: {text}\n"})
         task.when_long = partial(hangs.watch, task, self.engine_set.router.questions.ask)
         if not viewed:
@@ -445,11 +456,17 @@ class Cluster:
     def free(self) -> dict[int, int]:
         """Drop the cells' variables on all engines; return how many names each dropped.
 
+        GPUs are given back: others may take them. The next cell or run takes them again, or others
+        if no engine has used one yet.
+
         Raises:
             RunError: A cell or a run is going on.
         """
         self.claim()
-        return self.engine_set.call(self.ids, FREE)
+        dropped = self.engine_set.call(self.ids, FREE)
+        self.pool.devices.free()
+        self.keeping.write()
+        return dropped
 
     def logs(self, engine: int) -> str:
         """The last lines of an engine's log.

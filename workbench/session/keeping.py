@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..cluster import folders, limits
+from ..cluster import folders
+from ..devices import limits
 from ..errors import PlanError
 from ..execution.task import Task
 from ..shared.cluster_env import Page
@@ -137,8 +138,9 @@ class Keeping:
     def _changing(self) -> object:
         """Return what may have changed since the last cell, of which nobody is told."""
         cluster, pool = self._cluster, self._cluster.pool
-        servers, leases = sorted(pool.servers), list(pool.leases)
-        return cluster.framework, os.getcwd(), servers, leases, list(cluster.hearing.folders)
+        servers, leases = sorted(pool.servers), list(pool.devices.settled)
+        held = list(pool.devices.reservations.files)
+        return cluster.framework, os.getcwd(), servers, leases, held, list(cluster.hearing.folders)
 
     def about(self) -> dict[str, Any]:
         """Return what the cluster's folder says of it: processes, owner, runs."""
@@ -153,7 +155,8 @@ class Keeping:
             "cwd": os.getcwd(),
             "devices": cluster.devices_asked,
             "servers": sorted(pool.servers),
-            "leases": {str(n): asdict(leases) for n, leases in pool.leases.items()},
+            "leases": {str(n): asdict(one) for n, one in pool.devices.settled.items()},
+            "reserved": {gpu: str(f) for gpu, f in pool.devices.reservations.files.items()},
             "runs": [[n, str(folder)] for n, folder in list(cluster.hearing.folders.items())],
         }
 

@@ -31,6 +31,7 @@ from ..views.tables import cluster_table
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
+    from ..devices.leases import Lease
     from ..shared.members import Member
     from ..views.table import Table
     from .access import ClusterAccess
@@ -74,13 +75,13 @@ def rejected(cluster: ClusterAccess) -> int:
 
 def notes(cluster: ClusterAccess) -> list[str]:
     """Return what stands below the table."""
-    count = rejected(cluster)
-    if not count:
-        return []
-    return [
-        f"{count} messages or connections were refused: they did not know the key, or were sent "
-        "again. Somebody else on this machine or network may be trying; docs/security.md."
-    ]
+    count, said = rejected(cluster), []
+    if count:
+        said.append(
+            f"{count} messages or connections were refused: they did not know the key, or were "
+            "sent again. Somebody else on this machine or network may be trying; docs/security.md."
+        )
+    return said + cluster.pool.devices.words(max(1, len(cluster.worker_ids)))
 
 
 def table(cluster: ClusterAccess) -> Table:
@@ -244,11 +245,14 @@ class Vitals:
         for info in cluster.engines:
             rank = ranks.get(info.id)
             server = "server" if info.id in living else ""
-            device = server if rank is None else leases[rank].label
+            lease = cluster.pool.given.get(info.id) or (None if rank is None else leases[rank])
+            device = server
+            if lease is not None and (rank is not None or lease.gpu):
+                device = lease.label
             exit_words = info.exit.short if info.exit else ""
             does = doing(info.id, info.state, exit_words, scene, starting=info.id in starting)
             reading = readings.get(info.pid) if info.id in living else None
-            found.append(self._row(info, rank, device, does, reading, gpus))
+            found.append(self._row(info, rank, device, does, reading, gpus, lease))
         known = {info.id for info in cluster.engines}
         found += [
             EngineVitals(i, None, 0, "", "", "starting", "starting") for i in starting - known
@@ -264,11 +268,12 @@ class Vitals:
         does: Doing,
         reading: Reading | None,
         gpus: Sequence[GpuReading],
+        lease: Lease | None,
     ) -> EngineVitals:
         line = self._logs.setdefault(info.id, LastLine(self._cluster.engine_set.log_path(info.id)))
         about: dict[str, Any] = {}
         if reading is not None:
-            percent, held = gpu_use(gpus, device, reading.pids)
+            percent, held = gpu_use(gpus, lease.gpu if lease else "", reading.pids)
             about = {
                 "cpu_percent": reading.cpu_percent,
                 "memory_bytes": reading.memory_bytes,

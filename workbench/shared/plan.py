@@ -84,12 +84,26 @@ class Plan(RunSettings):
         return self.entry.is_sync(self.options)
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Raise PlanError where an option needs other devices than the run would have.
+        """Raise PlanError where the strategy or an option needs other devices than there are.
 
         Args:
-            devices: One per replica: `cpu`, `cuda:0`.
+            devices: One per replica: `cpu`, `cuda:0`; several on one GPU name the same.
         """
-        if all(device.startswith("cuda") for device in devices):
+        on_gpus = [device for device in devices if device != "cpu"]
+        alone = len(set(on_gpus)) == len(on_gpus)
+        if not alone and not self.entry.shares_gpu:
+            gpus = len(set(on_gpus))
+            raise PlanError(
+                f"{self.strategy} needs a whole GPU for each "
+                f"{'replica' if self.entry.one_engine else 'worker'}: it cannot share one.",
+                seen=f"{len(devices)} workers, {gpus} GPU{'s' if gpus > 1 else ''}",
+                allowed=f"up to {gpus}, or a strategy that can share: "
+                + ", ".join(one.name for one in catalog.strategies(self.framework)
+                            if one.shares_gpu and one.max_workers is None),
+                next_step=f"-n {gpus}, or %cluster start {len(devices)} --devices cpu",
+                code="WB-PLAN-162",
+            )  # fmt: skip
+        if alone and len(on_gpus) == len(devices):
             return
         for name, value in self.entry.needs_gpus:
             if self.options.get(name) == value:

@@ -176,11 +176,15 @@ class RunSpec(RunSettings):
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
         rescue: Whether to keep what this worker holds if the cell fails: the run may go on from it.
         replicas: How many replicas this engine holds: those of `rank` and the following ranks.
-        devices: Device of each replica held here, in the order of their ranks. `cuda:k` is the
+        devices: Device of each replica held here, in the order of their ranks; where this engine
+            only hands out work (`device` is the CPU), of those it hands it to. `cuda:k` is the
             k-th of `gpus`, and k the local rank of a worker with a GPU of its own.
-        gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order;
-            of kind `accelerator`.
+        labels: The same for tables, with the GPU's name and number in nvidia-smi; none for CPUs.
+        gpus: Permanent names (UUIDs) of the GPUs that engines of this host may see, in this order
+            (`devices/mask.py`); of kind `accelerator`, a name in `mask.KINDS`.
         sharers: How many workers of the run compute on this worker's GPU, itself included.
+        reserved: Files that say whose the GPUs are; the engine holds them too
+            (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
@@ -220,9 +224,11 @@ class RunSpec(RunSettings):
     devices: tuple[str, ...] = ()
     part: str = ""
     cores: int = 0
+    labels: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     accelerator: str = ""
     sharers: int = 1
+    reserved: tuple[str, ...] = ()
 
     @property
     def host_ranks(self) -> list[int]:
@@ -243,6 +249,14 @@ class RunSpec(RunSettings):
         return self.rank if self.original_rank < 0 else self.original_rank
 
     @property
+    def gpus_used(self) -> int:
+        """How many of the first `gpus` hold all that this engine computes on."""
+        if self.device == "cpu":
+            return 0
+        numbers = [one.partition(":")[2] for one in (self.device, *self.devices)]
+        return max((int(number) + 1 for number in numbers if number), default=0)
+
+    @property
     def held(self) -> range:
         """Ranks of the replicas that this engine holds."""
         return range(self.rank, self.rank + self.replicas)
@@ -255,7 +269,7 @@ class RunSpec(RunSettings):
     def from_wire(data: Mapping[str, Any]) -> RunSpec:
         """Rebuild what `to_wire` gave, from JSON."""
         known = dict(data) | settings_from_wire(data)
-        for key in ("ranks", "hosts", "devices", "gpus"):
+        for key in ("ranks", "hosts", "devices", "labels", "gpus", "reserved"):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None

@@ -141,6 +141,7 @@ class SecondStage:
 
 def import_module(name: str) -> bool:
     """Import a module by name; False (and a traceback in our log) where that fails."""
+    before = opened_device()
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -150,16 +151,19 @@ def import_module(name: str) -> bool:
     except Exception:
         traceback.print_exc()
         return False
+    finally:
+        if not before and opened_device():
+            _allowed.culprit = name
     return True
 
 
 def import_if_safe(name: str) -> bool:
     """Import a module unless doing so would make forking unsafe.
 
-    With an NVIDIA driver present the import is first tried in a child, since a library may ask
-    CUDA for its devices while it loads, and a process that did can never fork again.
+    With a driver of GPUs present the import is first tried in a child, since a library may ask
+    for its devices while it loads, and a process that did can never fork again.
     """
-    if glob.glob("/dev/nvidiactl") and not _harmless_in_child(name):
+    if any(map(glob.glob, DRIVERS)) and not _harmless_in_child(name):
         return False
     return import_module(name)
 
@@ -168,13 +172,17 @@ def _harmless_in_child(name: str) -> bool:
     pid = os.fork()
     if pid == 0:
         import_module(name)
-        os._exit(1 if fork_hazard() else 0)
+        if trouble := fork_hazard():
+            sys.stderr.write(f"{name} is not imported ahead of the engines: {trouble}\n")
+            sys.stderr.flush()
+        os._exit(1 if trouble else 0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @dataclass
 class _Allowed:
     threads: int = 1
+    culprit: str = ""  # the module whose import began to use a GPU
 
 
 _allowed = _Allowed()
@@ -184,16 +192,35 @@ def _count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+FDS, MAPS = "/proc/self/fd", "/proc/self/maps"
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def opened_device() -> str:
+    """Return the device file by which this process has begun to use a GPU; empty: it has not.
+
+    Who only counts the GPUs (NVML) opens /dev/nvidiactl and under WSL2 /dev/dxg, and may fork.
+    """
+    for fd in os.listdir(FDS):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{FDS}/{fd}")
+            if target.startswith(("/dev/nvidia-uvm", "/dev/kfd")):
+                return target
+            if target == "/dev/dxg":
+                with open(MAPS) as maps:
+                    if "/libcuda.so" in maps.read():
+                        return target
+    return ""
+
+
 def fork_hazard() -> str | None:
     """Say what makes it unsafe to fork this process, or None."""
     threads = _count_threads()
     if threads > _allowed.threads:
         return f"{threads} threads are running"
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
-            if target.startswith("/dev/nvidia"):
-                return f"CUDA was initialised ({target} is open)"
+    if target := opened_device():
+        by = f" by {_allowed.culprit}" if _allowed.culprit else ""
+        return f"{'ROCm' if 'kfd' in target else 'CUDA'} was initialised{by} ({target} is open)"
     return "TensorFlow has run an operation" if _tensorflow_began() else None
 
 

@@ -98,7 +98,7 @@ def announce(
     label = fit_arguments.support(spec.framework).device_label
     workers = spec.world_size if context.entry.data_parallel else 1
     devices = spec.devices or (spec.device,) * len(spec.held)
-    labels = context.remote_devices or tuple(label(device) for device in devices)
+    labels = context.remote_devices or spec.labels or tuple(label(one) for one in devices)
     for rank, device in zip(spec.held, labels, strict=True):
         context.emit(
             events.RunStarted(

@@ -1,0 +1,529 @@
+"""Which worker gets which device.
+
+A cluster's GPUs are a list that only grows at its end (`DevicePool`): every engine sees this list,
+so `cuda:k` is the same GPU in every run, and `k` the local rank of its worker.
+
+`auto` never shares: with more workers than free GPUs it takes the CPU, and says so. Named GPUs and
+`cuda` are shared where there are fewer than workers, by the strategies that can do so
+(`Strategy.shares_gpu`): their groups are gloo's, which knows few operations on GPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import ClusterError, PlanError
+from . import limits
+from .discovery import PROVED_ON, Device, Survey, survey
+from .mask import KINDS
+from .reservations import Holder, Reservations, holders, trouble
+
+CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
+CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What one worker computes on.
+
+    Attributes:
+        device: As torch writes it in the engine: `cpu`, `cuda:0`. The number is the local rank of a
+            worker with a GPU of its own: engines see the leased GPUs only (`mask.py`).
+        label: For tables: `cpu`, `cuda:0 NVIDIA H200`.
+        gpu: Permanent name (UUID) of the GPU; empty for a CPU.
+        sharers: How many workers of the run compute on this GPU, this one included.
+        exclusive: Whether the GPU lets one process at a time in.
+    """
+
+    device: str
+    label: str
+    gpu: str = ""
+    sharers: int = 1
+    exclusive: bool = False
+
+
+@dataclass(frozen=True)
+class Leases:
+    """The devices of a run.
+
+    Attributes:
+        leases: By rank.
+        backend: Where every worker has a GPU of its own, `cpu:gloo,cuda:nccl`: tensors of both
+            kinds of memory travel. Else `gloo`, since NCCL refuses to share.
+        warning: What the user should know, or an empty text.
+        gpus: The GPUs that engines of this host see, in the order of their numbers there; MIG
+            instances, of which a process can use only one, are shown to their workers alone.
+        kind: What they are, a name in `mask.KINDS`; empty where there is none.
+        parts: Whether some are MIG instances.
+    """
+
+    leases: tuple[Lease, ...]
+    backend: str = "gloo"
+    warning: str = ""
+    gpus: tuple[str, ...] = ()
+    kind: str = ""
+    parts: bool = False
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the workers compute on GPUs; all do, or none."""
+        return bool(self.leases) and bool(self.leases[0].gpu)
+
+    def seen_by(self, lease: Lease | None) -> tuple[str, ...]:
+        """Return the GPUs that an engine with this lease is shown; None: it has none."""
+        if not self.parts:
+            return self.gpus
+        return (lease.gpu,) if lease is not None and lease.gpu else ()
+
+    def check_shared(self) -> None:
+        """Raise PlanError where a GPU would be shared that lets only one process in."""
+        for lease in self.leases:
+            if lease.sharers > 1 and lease.exclusive:
+                raise PlanError(
+                    f"{lease.sharers} workers cannot share {lease.label}: its compute mode is "
+                    "EXCLUSIVE_PROCESS, so only one process can use it.",
+                    seen=f"{len(self.leases)} workers",
+                    allowed=f"{len({one.gpu for one in self.leases})}",
+                    next_step="-n 1, --devices cpu, or an administrator's  nvidia-smi -c 0",
+                    code="WB-PLAN-161",
+                )
+
+
+def cpu_count() -> int:
+    """Return how many cores this process may use: its affinity, and its container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _cgroup_cores()
+    return max(1, cores if quota is None else min(cores, quota))
+
+
+def _cgroup_cores() -> int | None:
+    """Return the whole cores of the cgroup's CPU quota, or None where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = CGROUP_V2.read_text().split()
+        return None if quota == "max" else max(1, math.floor(int(quota) / int(period)))
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((CGROUP_V1 / "cpu.cfs_quota_us").read_text())
+        length = int((CGROUP_V1 / "cpu.cfs_period_us").read_text())
+        return None if limit <= 0 else max(1, math.floor(limit / length))
+    return None
+
+
+def threads_per_worker(workers: int, cores: int | None = None) -> int:
+    """Return the CPU threads each worker of a run gets: cores // workers, at least 1."""
+    return max(1, (cpu_count() if cores is None else cores) // max(1, workers))
+
+
+AUTO, CPU = "auto", "cpu"
+
+
+def parse_devices(devices: str | Sequence[int]) -> str | tuple[int, ...]:
+    """Return what the user wrote: `auto`, `cpu`, a kind of accelerator, or GPU numbers.
+
+    Raises:
+        PlanError: It was not understood.
+    """
+    if not isinstance(devices, str):
+        return tuple(int(index) for index in devices)
+    word = devices.strip().lower()
+    if word in (AUTO, CPU, *KINDS):
+        return word
+    parts = [part.strip().removeprefix("cuda:") for part in word.split(",")]
+    if all(part.isdecimal() and part.isascii() for part in parts):
+        return tuple(int(part) for part in parts)
+    raise PlanError(
+        "The devices were not understood.",
+        seen=devices,
+        allowed="auto, cpu, cuda, or GPU numbers such as 0,1",
+        code="WB-PLAN-025",
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The GPUs of a cluster, in the order in which its engines see them.
+
+    Attributes:
+        cpu: Whether so many workers compute on the CPU nevertheless.
+        why: What the user should know of it.
+    """
+
+    gpus: tuple[Device, ...] = ()
+    cpu: bool = False
+    why: str = ""
+
+
+def choose(
+    devices: str | Sequence[int],
+    workers: int,
+    found: Survey,
+    *,
+    taken: Mapping[str, Holder] | None = None,
+    first: Sequence[str] = (),
+    own: Iterable[int] = (),
+) -> Choice:
+    """Choose the GPUs for so many workers.
+
+    `auto` and `cuda` take the least used ones (those where nobody else computes, then those with
+    the least memory in use) and order them by number: neighbours stay neighbours.
+
+    Args:
+        devices: What `parse_devices` takes.
+        taken: GPUs that others hold; `auto` leaves them.
+        first: Those that the cluster has already; they stay the first.
+        own: Processes that do not count as others'.
+
+    Raises:
+        PlanError: A GPU is named that does not exist, or twice.
+        ClusterError: GPUs were asked for and there is none.
+    """
+    wanted = parse_devices(devices)
+    if wanted == CPU:
+        return Choice(cpu=True)
+    gpus = list(found.devices)
+    if wanted == AUTO:
+        gpus = [gpu for gpu in gpus if gpu.kind != "mps"]  # never run: only where it is asked for
+    elif isinstance(wanted, str):
+        gpus = [gpu for gpu in gpus if gpu.kind == wanted]
+    if not gpus and wanted == AUTO:
+        return Choice(cpu=True)
+    if not gpus:
+        raise ClusterError(
+            "GPUs were asked for, but none can be used.",
+            seen=devices,
+            allowed=f"GPUs that NVML reports, within CUDA_VISIBLE_DEVICES{_limit()}",
+            next_step=" ".join(found.notes)
+            or "--devices cpu trains on the CPU; nvidia-smi shows what the driver sees",
+            code="WB-CLUSTER-004",
+        )
+    if not isinstance(wanted, str):
+        return Choice(_numbered(wanted, gpus))
+    by_uuid = {gpu.uuid: gpu for gpu in gpus}
+    kept = [by_uuid[uuid] for uuid in first if uuid in by_uuid]
+    return _least_used(wanted, workers, gpus, kept, taken or {}, set(own))
+
+
+def _numbered(wanted: Sequence[int], gpus: Sequence[Device]) -> tuple[Device, ...]:
+    known = {gpu.index: gpu for gpu in gpus}
+    for position, index in enumerate(wanted):
+        if index not in known or index in wanted[:position]:
+            raise PlanError(
+                "There is no such GPU, or it was named twice.",
+                seen=index,
+                allowed=", ".join(map(str, known)) + _limit(),
+                next_step="numbers count within CUDA_VISIBLE_DEVICES; leave --devices out for auto",
+                code="WB-PLAN-024",
+            )
+    return tuple(known[index] for index in wanted)
+
+
+def _least_used(
+    wanted: str,
+    workers: int,
+    gpus: Sequence[Device],
+    kept: Sequence[Device],
+    taken: Mapping[str, Holder],
+    own: set[int],
+) -> Choice:
+    def use(gpu: Device) -> tuple[bool, bool, int, int, int]:
+        others = len(set(gpu.pids) - own)
+        return gpu.part >= 0, gpu.uuid in taken, others, gpu.used_bytes or 0, gpu.index
+
+    kind = kept[0].kind if kept else min(gpus, key=use).kind  # a group has one kind
+    rest = sorted((gpu for gpu in gpus if gpu.kind == kind and gpu not in kept), key=use)
+    if wanted == AUTO:
+        whole = [gpu for gpu in rest if gpu.part < 0]
+        fit = [
+            gpu for gpu in (whole if workers > 1 else rest)
+            if gpu.uuid not in taken and not (gpu.exclusive and set(gpu.pids) - own)
+        ]  # fmt: skip
+        if len(kept) + len(fit) < workers or (workers > 1 and any(g.part >= 0 for g in kept)):
+            return Choice(tuple(kept), cpu=True, why=_cpu_words(workers, gpus, taken))
+        rest = fit
+    fresh = sorted(rest[: max(0, workers - len(kept))], key=lambda gpu: gpu.index)
+    return Choice((*kept, *fresh))
+
+
+def _cpu_words(workers: int, gpus: Sequence[Device], taken: Mapping[str, Holder]) -> str:
+    held = {gpu.place: taken[gpu.uuid] for gpu in gpus if gpu.uuid in taken}
+    said = [f"{place} is held by {who}" for place, who in held.items()]
+    if any(gpu.part >= 0 for gpu in gpus) and workers > 1:
+        said.append("MIG instances cannot form an NCCL group")
+    count = f"{workers} worker{'s' if workers > 1 else ''}"
+    have = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+    ways = ["-n 1 takes one GPU"] if workers > 1 and len(held) < len(gpus) else []
+    ways.append("--devices cuda shares them" if workers > 1 else "--devices cuda takes it anyway")
+    because = f" ({'; '.join(said)})" if said else ""
+    return f"{count}, {have}{because}: so all compute on the CPU. {'; '.join(ways)}."
+
+
+def _limit() -> str:
+    """Return who else has a say, for the end of a sentence about what is allowed."""
+    source = limits.load().sources.get("devices")
+    return f", and the administrator's limit ({source})" if source else ""
+
+
+def give(choice: Choice, workers: int) -> Leases:
+    """Give each worker its device."""
+    gpus = tuple(gpu.uuid for gpu in choice.gpus)
+    kind = KINDS[choice.gpus[0].kind] if gpus else None
+    parts = any(gpu.part >= 0 for gpu in choice.gpus)
+    if choice.cpu or kind is None:
+        cpus = (Lease("cpu", "cpu"),) * workers
+        return Leases(cpus, "gloo", choice.why, gpus, kind.name if kind else "", parts)
+    chosen, leases = choice.gpus[:workers], []
+    for rank in range(workers):
+        place = rank % len(chosen)
+        gpu, sharers = chosen[place], len(range(place, workers, len(chosen)))
+        device = f"{kind.device}:{0 if parts else place}"
+        label = f"{device} {gpu.name} ({gpu.place})"
+        leases.append(Lease(device, label, gpu.uuid, sharers, gpu.exclusive))
+    warning = _sharing_words(workers, len(chosen))
+    alone = not warning and not (parts and workers > 1)
+    return Leases(tuple(leases), kind.backend if alone else "gloo", warning, gpus, kind.name, parts)
+
+
+def _sharing_words(workers: int, gpus: int) -> str:
+    if workers <= gpus:
+        return ""
+    return (
+        f"{workers} workers share {gpus} GPU{'s' if gpus > 1 else ''}: they take turns, so their "
+        "step times say little about real parallel training, and gloo is used instead of NCCL."
+    )
+
+
+def lease(devices: str | Sequence[int], workers: int, found: Survey | None = None) -> Leases:
+    """Decide what each worker of a run computes on, whoever else is there.
+
+    Args:
+        devices: What `parse_devices` takes.
+        found: What there is; by default what `survey` finds.
+
+    Raises:
+        PlanError: `devices` was not understood, or names a GPU that does not exist.
+        ClusterError: GPUs were asked for and there is none.
+    """
+    if parse_devices(devices) == CPU:
+        return give(Choice(cpu=True), workers)
+    return give(choose(devices, workers, survey() if found is None else found), workers)
+
+
+_said: set[str] = set()  # in this kernel: what is said once
+
+
+def once(text: str) -> str:
+    """Return the text the first time, then an empty one."""
+    if text in _said:
+        return ""
+    _said.add(text)
+    return text
+
+
+NOT_PROVED = "not yet proved on a GPU of this kind: run  workbench doctor --gpu-test"
+
+
+def held_words() -> list[str]:
+    """Return which GPUs of this machine are held, and by whom: a line each."""
+    others = holders()
+    found = {gpu.uuid: f"{gpu.place} {gpu.name}" for gpu in survey().devices} if others else {}
+    return sorted(f"{found.get(gpu, gpu)}: {who}" for gpu, who in others.items())
+
+
+class DevicePool:
+    """The GPUs of one cluster: chosen when first asked for, held from the first use on.
+
+    Until something runs on them the choice is open: whoever uses them first has them, and this
+    cluster chooses anew. From then on it stays, as variables live there.
+
+    Args:
+        asked: What `parse_devices` takes.
+        framework: Devices that it cannot use here do not count.
+        notebook: Whose cluster it is, for other users.
+        find: What there is; replaced in tests.
+
+    Attributes:
+        held: Whether they are reserved for this cluster now.
+
+    Raises:
+        PlanError: `asked` was not understood.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        framework: str = "",
+        notebook: str = "",
+        find: Callable[[str], Survey] = survey,
+    ) -> None:
+        self.asked, self.framework, self._find = asked, framework, find
+        self._wanted = parse_devices(asked)
+        self._gpus: tuple[str, ...] = ()  # settled, in the order in which engines see them
+        self._settled: dict[int, Leases] = {}
+        self._open: dict[int, Leases] = {}  # what would be given; not settled yet
+        self._told: dict[int, int] = {}  # engines that have been shown GPUs, and their pids
+        self._names: dict[str, str] = {}
+        self._notes: tuple[str, ...] = ()
+        self._found: tuple[Device, ...] = ()
+        self.reservations = Reservations(notebook)
+        self.held = False
+
+    def lease(self, workers: int, own: Iterable[int] = ()) -> Leases:
+        """Return which device each of so many workers gets, or would get.
+
+        Args:
+            own: Processes of this cluster, which do not count as others'.
+
+        Raises:
+            PlanError, ClusterError: As `choose`.
+        """
+        settled = self._settled.get(workers) or self._open.get(workers)
+        if settled is None:
+            settled = self._open[workers] = self._give(workers, own)
+        return replace(settled, gpus=max(self._gpus, settled.gpus, key=len))
+
+    def _give(self, workers: int, own: Iterable[int]) -> Leases:
+        if self._wanted == CPU:
+            return give(Choice(cpu=True), workers)
+        found = self._find(self.framework)
+        others = holders(self.reservations.files.values())
+        choice = choose(self.asked, workers, found, taken=others, first=self._gpus, own=own)
+        self._found = found.devices
+        busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
+        self._notes = found.notes + tuple(
+            f"{gpu.place} is in compute mode EXCLUSIVE_PROCESS and another process is on it (pid "
+            f"{gpu.pids[0]}), so it will let no engine in; nvidia-smi shows whose it is."
+            for gpu in busy
+        )
+        self._names |= {gpu.uuid: gpu.name for gpu in choice.gpus}
+        return give(choice, workers)
+
+    def hold(
+        self, workers: int, engines: Mapping[int, int], most: int = 0
+    ) -> tuple[Leases, list[str]]:
+        """Reserve the GPUs of so many workers; return them, and what is to be said.
+
+        Args:
+            engines: Pids of the living engines, by id.
+            most: How many workers a later run will have: each keeps its GPU then.
+
+        Raises:
+            ClusterError: Others have taken the GPUs that this cluster's engines are bound to.
+            PlanError: A GPU would be shared that cannot be.
+        """
+        bound = any(engines.get(engine) == pid for engine, pid in self._told.items())
+        own = tuple(engines.values())
+        if (before := self._settled.get(workers)) is not None and not before.on_gpus:
+            return self._settle(workers, before, ())  # variables live there
+        if not self.held and not bound and self._found:
+            self._forget()  # the machine may look otherwise by now
+        for _ in range(_CHOICES):
+            if not self._gpus and most > workers:
+                self._gpus = self.lease(most, own).gpus
+                self._open.clear()
+            leases = self.lease(workers, own)
+            leases.check_shared()
+            if not leases.on_gpus:
+                return self._settle(workers, leases, ())
+            explicit = self._wanted != AUTO
+            others = self.reservations.take(leases.gpus, partly=explicit)
+            notes = [f"{self._place(gpu, leases)} is held by {who}" for gpu, who in others.items()]
+            if not others or explicit:
+                self.held = True
+                return self._settle(workers, leases, notes)
+            if bound and set(others) & set(self._gpus):
+                break
+            self._gpus = self._gpus if self.held else ()
+            self._open.clear()
+        raise ClusterError(
+            f"Another notebook has GPUs that this cluster's engines need: {'; '.join(notes)}.",
+            allowed="the GPUs that the engines began with, once they are free again",
+            next_step="%cluster restart begins on free ones; variables are lost",
+            code="WB-CLUSTER-049",
+        )
+
+    def _settle(
+        self, workers: int, leases: Leases, held: Sequence[str]
+    ) -> tuple[Leases, list[str]]:
+        self._settled[workers] = leases
+        self._gpus = max(self._gpus, leases.gpus, key=len)
+        self._open.clear()
+        said = [once(note) for note in self._notes]
+        said += [f"{note}: memory may be short there, and times mean little." for note in held]
+        if not leases.on_gpus:
+            said.append(once(leases.warning))
+        else:
+            said.append(once(trouble()))
+            names = {self._names.get(one.gpu, "") for one in leases.leases}
+            said.append(once(NOT_PROVED) if names - set(PROVED_ON) else "")
+            said.append(leases.warning)
+        return leases, [text for text in said if text]
+
+    def told(self, engines: Mapping[int, int]) -> None:
+        """Note which engines (pids by id) have been shown the GPUs: they cannot change them."""
+        self._told |= engines
+
+    def free(self) -> None:
+        """Give the GPUs back; the next run takes them again, or others.
+
+        Variables are gone, so what computed on the CPU may have a GPU now.
+        """
+        self.reservations.drop()
+        self.held = False
+        self._settled = {n: one for n, one in self._settled.items() if one.on_gpus}
+
+    def _forget(self) -> None:
+        self.reservations.drop()
+        self._gpus, self._told, self.held = (), {}, False
+        self._settled = {n: one for n, one in self._settled.items() if not one.on_gpus}
+        self._open.clear()
+
+    def words(self, workers: int) -> list[str]:
+        """Return what to say below a table of so many workers: what is left out, who holds which.
+
+        Nothing where there are no GPUs.
+        """
+        given = self.lease(workers)
+        said = [*self._notes, *([] if given.on_gpus or not given.warning else [given.warning])]
+        if not self._found:
+            return said
+        found = {gpu.uuid: gpu.place for gpu in self._found}
+        mine = [found.get(gpu, gpu) for gpu in self.reservations.files]
+        who = [f"{', '.join(mine)}: this cluster"] if mine else []
+        others = holders(self.reservations.files.values())
+        who += [f"{found.get(gpu, gpu)}: {holder}" for gpu, holder in others.items()]
+        held = {*others, *self.reservations.files}
+        free = [place for gpu, place in found.items() if gpu not in held]
+        who += [f"{', '.join(free)}: nobody"] if free else []
+        return [*said, f"Reserved: {'; '.join(who)}."]
+
+    def _place(self, gpu: str, leases: Leases) -> str:
+        return next((one.label for one in leases.leases if one.gpu == gpu), gpu)
+
+    # -- for the next owner of a kept cluster ------------------------------------------------------
+
+    @property
+    def settled(self) -> dict[int, Leases]:
+        """What was leased, by number of workers."""
+        return dict(self._settled)
+
+    def restore(
+        self, leases: Mapping[int, Leases], files: Mapping[str, str], engines: Mapping[int, int]
+    ) -> None:
+        """Be as another kernel's pool of the same engines was."""
+        self._settled |= leases
+        self._gpus = max((one.gpus for one in leases.values()), key=len, default=())
+        self._open.clear()  # it was looked at as another cluster's
+        self._told = dict(engines) if self._gpus else {}
+        self.reservations.take_over(files)
+        self.held = bool(self.reservations.files)
+
+
+_CHOICES = 5
+"""So often a cluster chooses anew when others are quicker."""

@@ -1,0 +1,112 @@
+"""The kinds of accelerators, and how a process is shown some of them only.
+
+A mask is an environment variable, which a driver reads once, when it is initialised. Every engine
+of a host gets the same list, in the order of the local ranks: `cuda:k` is the k-th of it, so what
+other libraries take by `LOCAL_RANK` is what the engine was given. This module loads no framework.
+
+    cuda   NVIDIA. Counted through NVML. Masked by UUIDs, those of MIG instances too.
+    rocm   AMD; torch calls its devices `cuda`. Counted in /sys/class/kfd. Never run.
+    xpu    Intel. Not counted, so there is none to lease. Never run.
+    mps    Apple silicon: one GPU, which nothing masks; only by `--devices mps`. Never run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of accelerator.
+
+    Attributes:
+        name: What a found device says it is (`discovery.Device.kind`).
+        device: Torch's device type: `cuda`, `xpu`, `mps`.
+        mask: Environment variable that lists the devices a process sees; empty: there is none.
+        also: Further variables that are set with it, and to what.
+        clears: Variables that would mask a second time, counted within the first mask.
+        collectives: Backend of torch.distributed for its tensors; empty: gloo, through the host.
+    """
+
+    name: str
+    device: str
+    mask: str = ""
+    also: tuple[tuple[str, str], ...] = ()
+    clears: tuple[str, ...] = ()
+    collectives: str = ""
+
+    @property
+    def backend(self) -> str:
+        """The backend of a group whose workers have a device of this kind each."""
+        return f"cpu:gloo,{self.device}:{self.collectives}" if self.collectives else "gloo"
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "cuda",
+            "cuda",
+            "CUDA_VISIBLE_DEVICES",
+            # Else CUDA counts the fastest first, and NVML and nvidia-smi by bus.
+            also=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),),
+            collectives="nccl",
+        ),
+        Kind(
+            "rocm",
+            "cuda",
+            "ROCR_VISIBLE_DEVICES",
+            clears=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+            collectives="nccl",  # RCCL under its name
+        ),
+        Kind("xpu", "xpu", "ZE_AFFINITY_MASK", collectives="xccl"),
+        Kind("mps", "mps"),
+    )
+}
+"""By name."""
+
+
+def apply(
+    kind: str, gpus: Sequence[str], environment: MutableMapping[str, str] | None = None
+) -> None:
+    """Have this process see these devices only, in this order; of none nothing is changed.
+
+    It holds for what is initialised afterwards.
+
+    Args:
+        kind: A name in `KINDS`.
+        gpus: Permanent names (UUIDs), in the order of the local ranks.
+        environment: By default the process's.
+    """
+    about = KINDS[kind] if gpus else None
+    if about is None or not about.mask:
+        return
+    values = os.environ if environment is None else environment
+    for name in about.clears:
+        values.pop(name, None)
+    values[about.mask] = ",".join(gpus)
+    values.update(about.also)
+
+
+def fits(
+    kind: str,
+    gpus: Sequence[str],
+    environment: MutableMapping[str, str] | None = None,
+    uses: int | None = None,
+) -> bool:
+    """Whether a process whose devices are initialised can go on as it is.
+
+    It can where each number that it uses means what it would mean: a cluster's list grows at its
+    end, and the GPUs of others need not be visible to talk to them.
+
+    Args:
+        kind, gpus, environment: As `apply` takes them.
+        uses: How many of the first ones it computes on (`RunSpec.gpus_used`); by default all.
+    """
+    if not gpus or not KINDS[kind].mask:
+        return True
+    held = (os.environ if environment is None else environment).get(KINDS[kind].mask, "")
+    first = len(gpus) if uses is None else uses
+    return held.split(",")[:first] == list(gpus[:first])
