@@ -16,8 +16,10 @@ meet, with interrupts held back until it is done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
+import json
 import math
 import os
 import random
@@ -38,10 +40,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from ...errors import FitError, RunError
 from ...history.disk import weights_stem
+from ..debugging import stacks
+from ..debugging.stacks import DeviceWork
+from . import accelerator as accelerators
 from .data import map_batch
 from .group import destroy_group as destroy_group
 from .group import ensure_group as ensure_group
@@ -60,14 +65,49 @@ def setup(spec: RunSpec) -> None:
     """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
     torch.set_num_threads(max(1, spec.threads))
     let_cells_join(spec)
-    if spec.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(spec.device))
+    _take_device(spec)
     if spec.mode == "run":
         import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
+
+
+SHARED = 0.9
+"""The part of a device's memory that workers who share it may take together."""
+
+
+def _take_device(spec: RunSpec) -> None:
+    device = accelerators.of(spec.device)
+    device.make_current()
+    sharers = int(getattr(spec, "sharers", 1))
+    if sharers > 1:  # or the first one takes all of it, and another one runs out
+        device.limit_memory(SHARED / sharers)
+    _asked.close()
+    if not device.is_cpu:
+        _asked.callback(stacks.ask_device(functools.partial(collective_under_way, device)))
+
+
+_asked = contextlib.ExitStack()
+
+
+def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
+    """Return the collective that NCCL has begun on a device and not ended; None: there is none.
+
+    It is read from NCCL's flight recorder, which waits for nobody. The control thread asks on the
+    device itself, or the recorder's look at its events would make a context on the first GPU.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return None
+    with device.current():
+        entries = json.loads(dump(True, True)).get("entries", [])
+    begun = [one for one in entries if one.get("state") == "started"]
+    if not begun:
+        return None
+    name = str(begun[0].get("profiling_name", "")).rpartition(":")[2] or "a collective"
+    return DeviceWork(True, f"in {name}, on the device")
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
@@ -103,9 +143,7 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
 
 def device_label(device: str) -> str:
     """Return `cpu`, or `cuda:0 NVIDIA H200`."""
-    if not device.startswith("cuda"):
-        return device
-    return f"{device} {torch.cuda.get_device_name(torch.device(device))}"
+    return accelerators.of(device).label
 
 
 def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
@@ -388,14 +426,20 @@ def interrupts_held_back() -> Iterator[None]:
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
+_ACTIVITIES = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU", "mps": "MPS"}
+"""What the profiler calls the work of a kind of device; of a package's own kind it is
+`PrivateUse1`."""
+
+
 class TorchProfiler:
     """Collects operators on the CPU, and kernels where the worker has a GPU."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._device = accelerators.of(spec.device)
         activities = [ProfilerActivity.CPU]
-        if spec.device.startswith("cuda"):
-            activities.append(ProfilerActivity.CUDA)
-        self._cuda = len(activities) > 1
+        own = getattr(ProfilerActivity, _ACTIVITIES.get(self._device.kind, "PrivateUse1"), None)
+        if not self._device.is_cpu and own in supported_activities():
+            activities.append(own)
         self._profile = profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
@@ -424,8 +468,7 @@ class TorchProfiler:
         return path
 
     def _synchronise(self) -> None:
-        if self._cuda:  # kernels of the window, and no others
-            torch.cuda.synchronize()
+        self._device.synchronize()  # kernels of the window, and no others
 
 
 @contextlib.contextmanager
