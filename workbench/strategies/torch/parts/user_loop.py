@@ -147,7 +147,7 @@ class OwnLoop:
             self._start = now
 
     def epoch_ends(self) -> None:
-        """Count what the device has yet to do of the steps so far to training, not to what follows."""
+        """Wait for what the device has yet to do: it is training, and no part of what follows."""
         if self._under_way:
             return
         began = clock()
