@@ -133,9 +133,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, callbacks: Any = (), *, evaluate: b
     host = HostClock()
     device = FakeAccelerator(host)
     strategy = Strategy(device)
+    spec = RunSpec(mode="run", rank=0, world_size=1, ranks=(0,), strategy="one_device")
     context = RunContext(
-        RunSpec(mode="run", rank=0, world_size=1, ranks=(0,), strategy="one_device"), Recorder(0, 0), Gate(),
-        FaultInjector(0), lambda event: None, settle=device.synchronize,
+        spec, Recorder(0, 0), Gate(), FaultInjector(0), lambda event: None,
+        settle=device.synchronize,
     )  # fmt: skip
     monkeypatch.setattr(loop, "clock", host)
     monkeypatch.setattr(loop, "announce", lambda *_, **__: None)

@@ -437,8 +437,9 @@ class TorchProfiler:
     def __init__(self, spec: RunSpec) -> None:
         self._device = accelerators.of(spec.device)
         activities = [ProfilerActivity.CPU]
-        own = getattr(ProfilerActivity, _ACTIVITIES.get(self._device.kind, "PrivateUse1"), None)
-        if not self._device.is_cpu and own in supported_activities():
+        known: Any = supported_activities()  # type: ignore[no-untyped-call]
+        own: Any = getattr(ProfilerActivity, _ACTIVITIES.get(self._device.kind, "PrivateUse1"), 0)
+        if not self._device.is_cpu and own in known:
             activities.append(own)
         self._profile = profile(activities=activities, acc_events=True)
 

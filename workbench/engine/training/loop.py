@@ -319,7 +319,7 @@ class Logs(dict[str, Any]):
         self._fetch()
         return super().__eq__(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
