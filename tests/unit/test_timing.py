@@ -147,9 +147,10 @@ def test_clocks_that_drift_apart_are_no_wait(drain_every: int) -> None:
     assert ends[-1, 0] - ends[-1, 1] == pytest.approx(0.0, abs=5e-4)
 
 
-def test_a_device_that_is_never_idle_stays_within_what_the_host_saw() -> None:
+@pytest.mark.parametrize("ppm", [-1000.0, 1000.0])
+def test_a_device_that_is_never_idle_stays_within_what_the_host_saw(ppm: float) -> None:
     """Its clock cannot be read then; the end of a step lies where the host saw that it lies."""
-    worker = Worker(ppm=100.0, ahead=True)
+    worker = Worker(ppm=ppm, ahead=True)
     ends: list[float] = []
     parts: list[bytes] = []
     for step in range(3000):
@@ -161,7 +162,7 @@ def test_a_device_that_is_never_idle_stays_within_what_the_host_saw() -> None:
     worker.host.go_to(worker.device.free_s)
     rows = records_from(b"".join([*parts, worker.recorder.drain(final=True)]))
     assert rows["end_s"] == pytest.approx(np.array(ends), abs=0.1)
-    assert rows["exposed_s"] == pytest.approx(0.015, abs=1e-5)
+    assert rows["exposed_s"] == pytest.approx(0.015, abs=5e-5)
 
 
 def test_a_straggler_is_blamed_for_what_it_cost() -> None:

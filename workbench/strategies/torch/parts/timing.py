@@ -338,15 +338,20 @@ class DeviceStep:
     def __init__(self, steps: OpenSteps, marks: Marks, ended: Event) -> None:
         self._steps, self.ended = steps, ended
         self.marks: Marks | None = marks
-        self.seen_s: float | None = None  # when the host first saw that the device has passed it
+        self.open_s = marks.recorded_s  # when the host last saw that the device is not through
+        self.seen_s: float | None = None  # when the host first saw that it is
         self.known: dict[str, float] = {}
 
     def ready(self) -> bool:
         """Whether the device has passed the step; raises what the device failed with."""
         if self.known:
             return True
-        if self.seen_s is None and self.ended.query():
-            self.seen_s = self._steps.now()
+        if self.seen_s is None:
+            asked_s = self._steps.now()
+            if self.ended.query():
+                self.seen_s = self._steps.now()
+            else:
+                self.open_s = asked_s
         return self.seen_s is not None
 
     def values(self) -> dict[str, float]:
@@ -361,8 +366,8 @@ class OpenSteps:
 
     A step's times are the end of the one before plus what the device counted since, so the error
     of its clock stays small: it counts in single-precision milliseconds, by an oscillator of its
-    own. What is known on the host's side bounds it: a step ends after its last event was recorded,
-    and before the host saw it passed. About once a second the device's clock is read while the
+    own. What is known on the host's side bounds it: a step ends after its last event was recorded
+    and after the host saw it open, and before the host saw it passed. About once a second the device's clock is read while the
     device is idle, which is right to some 10 us.
 
     Attributes:
@@ -424,7 +429,7 @@ class OpenSteps:
         origin, ended = self._origin, step.ended
         counted_s = self._origin_s + origin.seconds_to(ended)
         latest_s = self.now() if step.seen_s is None else step.seen_s
-        end_s = min(max(counted_s, marks.recorded_s), latest_s)
+        end_s = min(max(counted_s, step.open_s), latest_s)
         base_s = self._origin_s + (end_s - counted_s)
 
         def at(event: Event) -> float:
