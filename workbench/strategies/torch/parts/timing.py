@@ -367,8 +367,8 @@ class OpenSteps:
     A step's times are the end of the one before plus what the device counted since, so the error
     of its clock stays small: it counts in single-precision milliseconds, by an oscillator of its
     own. What is known on the host's side bounds it: a step ends after its last event was recorded
-    and after the host saw it open, and before the host saw it passed. About once a second the device's clock is read while the
-    device is idle, which is right to some 10 us.
+    and after the host saw it open, and before the host saw it passed. About once a second the
+    device's clock is read while the device is idle, which is right to some 10 us.
 
     Attributes:
         marks: Of the step under way.
