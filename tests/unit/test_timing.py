@@ -266,6 +266,21 @@ def test_where_a_spinning_thread_waits_is_asked_of_the_device(
     assert not stacks._devices
 
 
+def test_a_device_that_computes_is_no_wait_whatever_is_queued_behind_it() -> None:
+    worker = Worker(ahead=True)
+    undo = stacks.ask_device(lambda: stacks.DeviceWork(True, "in all_reduce, on the device"))
+    stacks._devices.reverse()  # it was there before the timer, as a device's setup is
+    worker.timer.begin()
+    worker.device.run(60.0)
+    worker.timer._marks.ready.append((worker.device.event(), 0))
+    worker.device.run(1.0)
+    worker.host.go(5.0)
+    assert stacks._device_work() == (False, "step 0, on the device")
+    worker.host.go(55.5)
+    assert stacks._device_work() == (True, "in the communication of step 0, on the device")
+    undo()
+
+
 def test_rows_have_the_layout_of_every_other() -> None:
     assert trained(0.0, 1).dtype == RECORD
 

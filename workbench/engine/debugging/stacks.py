@@ -61,14 +61,12 @@ def ask_device(ask: Callable[[], DeviceWork | None]) -> Callable[[], None]:
 
 
 def _device_work() -> DeviceWork | None:
-    """Return what the device is at; that it waits goes before all else."""
-    found: DeviceWork | None = None
-    for ask in _devices:
+    """Return what the device is at; who came last knows it best (a step's own events)."""
+    for ask in reversed(_devices[:]):
         with contextlib.suppress(Exception):  # a device that has failed says nothing
-            work = ask()
-            if work is not None and (found is None or (work.waits and not found.waits)):
-                found = work
-    return found
+            if (work := ask()) is not None:
+                return work
+    return None
 
 
 def where() -> Whereabouts:

@@ -93,7 +93,7 @@ _asked = contextlib.ExitStack()
 
 
 def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
-    """Return the collective that NCCL has begun on a device and not ended; None: there is none.
+    """Return the collective that a device was given and has not done; None: there is none.
 
     It is read from NCCL's flight recorder, which waits for nobody. The control thread asks on the
     device itself, or the recorder's look at its events would make a context on the first GPU.
@@ -103,10 +103,11 @@ def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
         return None
     with device.current():
         entries = json.loads(dump(True, True)).get("entries", [])
-    begun = [one for one in entries if one.get("state") == "started"]
-    if not begun:
+    # Without TORCH_NCCL_ENABLE_TIMING one that has begun is still called scheduled.
+    open_ones = [one for one in entries if one.get("state") in ("started", "scheduled")]
+    if not open_ones:
         return None
-    name = str(begun[0].get("profiling_name", "")).rpartition(":")[2] or "a collective"
+    name = str(open_ones[0].get("profiling_name", "")).rpartition(":")[2] or "a collective"
     return DeviceWork(True, f"in {name}, on the device")
 
 

@@ -415,8 +415,8 @@ class OpenSteps:
             return None
         if marks.communicates():
             return DeviceWork(True, f"in the communication of step {marks.step}, on the device")
-        if marks.ended is None:
-            return None  # the host is in the midst of it
+        if marks.ended is None and all(event.query() for event, _ in marks.ready):
+            return None  # the host is in the midst of it, and the device may have nothing to do
         return DeviceWork(False, f"step {marks.step}, on the device")
 
     def _measure(self, step: DeviceStep) -> dict[str, float]:
