@@ -190,11 +190,12 @@ def test_an_engine_whose_driver_counts_others_is_spent(gpus, setup):
 
 
 def test_another_library_s_use_of_the_driver_counts_too(gpus, tmp_path, monkeypatch):
+    from workbench.devices import mask
     from workbench.engine.tensorflow import accelerator
     from workbench.errors import EngineSpentError
 
     (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
-    monkeypatch.setattr(accelerator, "OPEN_FILES", tmp_path)
+    monkeypatch.setattr(mask, "OPEN_FILES", tmp_path)
     with pytest.raises(EngineSpentError):
         accelerator.mask(one("cuda:0", gpus=("GPU-a",)))
     (tmp_path / "7").unlink()

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from workbench.devices import mask
 from workbench.engine.tensorflow import accelerator, support
 
 NAME = "NVIDIA H200"
@@ -65,7 +67,7 @@ class TensorFlowGpus:
             (more, "get_device_details", lambda gpu: {"device_name": NAME}),
             (more, "get_memory_info", lambda place: {"current": 3 * 10**9, "peak": 7 * 10**9}),
             (tf.test.experimental, "sync_devices", self._synchronise),
-            (accelerator, "OPEN_FILES", accelerator.Path("/nowhere")),
+            (mask, "OPEN_FILES", Path("/nowhere")),
         ):
             monkeypatch.setattr(owner, name, fake)
         module = importlib.import_module("tensorflow.python.eager.context")

@@ -36,6 +36,16 @@ def test_who_waits_in_what_and_where_the_others_are():
     )
 
 
+def test_ranks_whose_device_waits_are_told_from_the_one_that_keeps_them():
+    """Their main threads spin, and compute for all one can see."""
+    on_device = waits_in("in the communication of step 7, on the device")
+    places = {0: on_device, 1: busy(), 2: on_device}
+    assert said(places) == (
+        "ranks 0, 2 have waited 12 s in the communication of step 7, on the device; "
+        "rank 1 is at train.py:41 in load_batch"
+    )
+
+
 def test_what_a_library_does_for_the_line_is_said_too():
     places = {0: waits_in(), 1: busy("cell line 7", "Linear.forward")}
     assert said(places).endswith("rank 1 is at cell line 7, in Linear.forward")

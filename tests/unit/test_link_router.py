@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from workbench.engine.context import RunContext
 from workbench.engine.telemetry.control_link import ControlLink
 from workbench.engine.telemetry.recorder import Recorder, StepResult
 from workbench.engine.telemetry.step_gate import FaultInjector, Gate
-from workbench.shared.events import Evaluated, Noted
+from workbench.shared.events import Evaluated, Noted, Warned
 from workbench.shared.messages import (
     AskWhere,
     Halt,
@@ -23,6 +24,7 @@ from workbench.shared.messages import (
     Records,
 )
 from workbench.shared.protocol import RunSpec, records_from
+from workbench.shared.record import FLAG_UNMEASURED
 
 WAIT_S = 20
 
@@ -96,6 +98,47 @@ def test_dropped_rows_are_counted(router, link):
     row(run, 0)
     link.attach(run, None)
     assert next_of(router, Records).dropped == 7
+
+
+class Device:
+    """What a step's events say on a device that fails, or never comes to an end."""
+
+    def __init__(self, trouble: str) -> None:
+        self.trouble = trouble
+
+    def ready(self):
+        if self.trouble == "fails":
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return False
+
+    def values(self):
+        raise AssertionError("it is not ready")
+
+
+@pytest.mark.parametrize("trouble", ["fails", "hangs"])
+def test_a_device_that_fails_or_hangs_costs_neither_rows_nor_the_link(router, link, trouble):
+    run = context(link)
+    link.attach(run, None)
+    for step in range(3):
+        result = StepResult(8, 1.0, float("nan"), deferred=Device(trouble))
+        run.recorder.add_step(step, result, step, step + 0.5, data_wait_s=0.1)
+    assert router.questions.ask(AskWhere, [3], WAIT_S)
+    came_s = time.monotonic()
+    ended = threading.Thread(target=lambda: flushed.append(link.flush(2.0)))
+    flushed = []
+    ended.start()
+    assert router.questions.ask(AskWhere, [3], 0.5)  # also while the run's end waits for it
+    ended.join()
+    assert flushed == [True]
+    assert time.monotonic() - came_s < 1.8
+    rows = []
+    while len(rows) < 3:
+        rows += list(records_from(next_of(router, Records).rows))
+    assert all(row["flags"] & FLAG_UNMEASURED for row in rows)
+    said = event(router, Warned).event.text
+    assert said.startswith("The last 3 steps were not measured: the device ")
+    assert link.faults == 0
+    assert link._thread.is_alive()
 
 
 def test_a_halt_is_answered_with_the_step_and_a_named_step_ends_the_run(router, link):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import tracemalloc
 
 import numpy as np
 
 from workbench.engine.telemetry.recorder import Recorder, StepResult
 from workbench.shared.protocol import records_from
-from workbench.shared.record import COLUMNS, CURVES, MEASURED, RARE, RECORD
+from workbench.shared.record import COLUMNS, CURVES, FLAG_UNMEASURED, MEASURED, RARE, RECORD
 
 
 class Late:
@@ -80,9 +81,41 @@ def test_a_deferred_row_holds_back_those_after_it() -> None:
 
 
 def test_the_last_drain_waits_for_deferred_values() -> None:
-    recorder = Recorder(0, 0)
-    add(recorder, 0, deferred=Late(1.5))
+    recorder, late = Recorder(0, 0), Late(1.5)
+    add(recorder, 0, deferred=late)
+    timer = threading.Timer(0.02, lambda: setattr(late, "done", True))
+    timer.start()
     assert records_from(recorder.drain(final=True))["local_loss"].tolist() == [1.5]
+    timer.join()
+    assert recorder.unmeasured == 0
+
+
+def test_the_last_drain_ends_also_where_a_device_never_does() -> None:
+    recorder = Recorder(0, 0)
+    add(recorder, 0, has_loss=True, deferred=Late(1.5))
+    add(recorder, 1)
+    rows = records_from(recorder.drain(final=True, within_s=0.01))
+    assert rows["step"].tolist() == [0, 1]
+    assert rows["flags"].tolist() == [FLAG_UNMEASURED, 0]  # nobody saw the loss
+    assert recorder.unmeasured == 1
+
+
+def test_a_deferred_value_that_raises_costs_no_row_and_no_later_one_is_asked() -> None:
+    class Failed(Late):
+        asked = 0
+
+        def ready(self) -> bool:
+            Failed.asked += 1
+            raise RuntimeError("CUDA error: device-side assert triggered\nand more")
+
+    recorder = Recorder(0, 0)
+    for step in range(3):
+        add(recorder, step, deferred=Failed(1.5))
+    rows = records_from(recorder.drain())
+    assert rows["step"].tolist() == [0, 1, 2]
+    assert (rows["flags"] == FLAG_UNMEASURED).all()
+    assert (recorder.unmeasured, Failed.asked) == (3, 1)
+    assert recorder.trouble == "the device failed (CUDA error: device-side assert triggered)"
 
 
 def test_drain_returns_no_more_rows_than_asked_for() -> None:

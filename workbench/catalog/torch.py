@@ -80,7 +80,7 @@ TORCH: tuple[Strategy, ...] = (
             ),
             Option(
                 "sync_batchnorm", "bool", False,
-                help="compute BatchNorm statistics over all workers (CUDA devices only)",
+                help="compute BatchNorm statistics over all workers (GPUs only)",
             ),
         ),
     ),

@@ -12,9 +12,17 @@ other libraries take by `LOCAL_RANK` is what the engine was given. This module l
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import EngineSpentError
+
+OPEN_FILES = Path("/proc/self/fd")
+DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
+"""What a process has open once its driver counts devices; `nvidiactl` is open for NVML too."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +118,39 @@ def fits(
     held = (os.environ if environment is None else environment).get(KINDS[kind].mask, "")
     first = len(gpus) if uses is None else uses
     return held.split(",")[:first] == list(gpus[:first])
+
+
+def is_counted() -> bool:
+    """Whether a driver of this process has read its mask: what is set now comes too late."""
+    with contextlib.suppress(OSError):
+        for entry in list(OPEN_FILES.iterdir()):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(entry).startswith(DRIVERS):
+                    return True
+    return False
+
+
+def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) -> None:
+    """Have this engine see a run's devices, in their order; call it before they are used.
+
+    Args:
+        kind, gpus: As `apply` takes them; of none nothing is changed.
+        uses: How many of the first ones the run computes on (`RunSpec.gpus_used`).
+        counted: Whether the framework knows that its devices are initialised.
+
+    Raises:
+        EngineSpentError: They are, and numbers that the run uses mean other devices.
+    """
+    if not gpus or not KINDS[kind].mask:
+        return
+    if not (counted or is_counted()):
+        apply(kind, gpus)
+    elif not fits(kind, gpus, uses=uses):
+        name = KINDS[kind].mask
+        raise EngineSpentError(
+            "GPUs were used on this engine before, and others than this run's.",
+            seen=f"{name}={os.environ.get(name, '')}",
+            allowed=",".join(gpus),
+            next_step="%cluster restart",
+            code="WB-CLUSTER-050",
+        )

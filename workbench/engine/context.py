@@ -103,6 +103,7 @@ class RunContext:
             reads `wb.options`.
         initial_read: Whether a model was given the weights that `--init-from` names.
         failed: Whether the cell ended in an error or was interrupted; known once it has ended.
+        settle: Waits until the device has done all that it was given: where a phase ends.
         fetch_s: How long the batch under way took to fetch, for timers that read clocks later.
         links: To each server of the run, where the strategy has servers.
         hub: On a server: its links to the workers.
@@ -132,6 +133,7 @@ class RunContext:
     options_read: bool = False
     initial_read: bool = False
     failed: bool = False
+    settle: Callable[[], object] = lambda: None
     fetch_s: float = 0.0
     train_s: float = 0.0
     eval_s: float = 0.0

@@ -14,7 +14,8 @@ clock per host, times in seconds):
   latest R of the step. At least one rank waits 0. The wall time of backward cannot name a
   straggler, since everyone's backward ends when the slowest one's does.
 - transfer: exposed communication beyond the wait, `exposed - wait`.
-- across hosts, where clocks differ: `wait_r = exposed_r - min(exposed)` (the min rule).
+- across hosts, where clocks differ, and on accelerators, which have clocks of their own:
+  `wait_r = exposed_r - min(exposed)` (the min rule).
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
   A part that could not be measured is NaN, and its time is in the residual.
 - blame: the rank that a wait was for: the one whose gradient was ready last, or the one that the
@@ -40,6 +41,16 @@ FLAG_SKEWED_CLOCK = 1
 FLAG_LOSS_SEEN = 2
 """`local_loss` is what the model gave: where it is NaN, the loss is no number. Without it NaN may
 only say that nobody saw the loss."""
+
+FLAG_DEVICE_CLOCK = 4
+"""`ready_s` was read from an accelerator's own clock, which is right to a millisecond at best on
+the host's: waits use the min rule over `exposed_s`."""
+
+FLAG_UNMEASURED = 8
+"""The device never said when it had done the step: times are those at which the host gave it."""
+
+MIN_RULE_S = 2e-5
+"""The min rule compares durations of clocks of their own; less than this says nothing."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +180,16 @@ def sync_wait(
     derived = np.full((steps, ranks), 0.0 if alone else np.nan)
     last = np.full((steps, 1), -1, np.int32)
     comparable = ~np.isnan(ready).any(axis=1) & (ranks > 1)
-    skewed = comparable & (rows["flags"] & FLAG_SKEWED_CLOCK).any(axis=1)
+    own_clocks = FLAG_SKEWED_CLOCK | FLAG_DEVICE_CLOCK
+    skewed = comparable & (rows["flags"] & own_clocks).any(axis=1)
     plain = comparable & ~skewed
     if plain.any():
         derived[plain] = ready[plain].max(axis=1, keepdims=True) - ready[plain]
         last[plain, 0] = ready[plain].argmax(axis=1)
     if skewed.any():
         least = exposed[skewed].min(axis=1, keepdims=True)
-        derived[skewed] = exposed[skewed] - least
+        more = exposed[skewed] - least
+        derived[skewed] = np.where(more < MIN_RULE_S, 0.0, more)
         last[skewed, 0] = exposed[skewed].argmin(axis=1)
     # A rank cannot have waited longer than it was blocked, whatever the clocks say.
     derived = np.minimum(derived, np.where(np.isnan(exposed), derived, np.maximum(exposed, 0.0)))

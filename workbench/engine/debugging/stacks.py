@@ -7,16 +7,21 @@ What a thread waits in is read from its frames: collectives, links, a step of Te
 of ours say so themselves (`marks.waits_in`); those of other libraries are known by their modules. A
 collective blocks in C++, below the last frame of Python, where computing blocks too. So a frame
 that may mean both counts as a wait only while its thread stands still.
+
+A thread that waits for an accelerator spins, and computes for all one can see. What the device is
+at, those who gave it its work say (`ask_device`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +32,41 @@ from . import marks, stdin_bridge
 from .marks import RULES
 
 _PACKAGE = str(Path(__file__).parents[2])
+
+
+class DeviceWork(NamedTuple):
+    """What an accelerator is at.
+
+    Attributes:
+        waits: Whether it waits for other workers.
+        words: As in "has waited 12 s ...", or what it computes.
+    """
+
+    waits: bool
+    words: str
+
+
+_devices: list[Callable[[], DeviceWork | None]] = []
+
+
+def ask_device(ask: Callable[[], DeviceWork | None]) -> Callable[[], None]:
+    """Have `ask` say what the device is at, on the control thread; returns what ends that."""
+    _devices.append(ask)
+
+    def undo() -> None:
+        if ask in _devices:
+            _devices.remove(ask)
+
+    return undo
+
+
+def _device_work() -> DeviceWork | None:
+    """Return what the device is at; who came last knows it best (a step's own events)."""
+    for ask in reversed(_devices[:]):
+        with contextlib.suppress(Exception):  # a device that has failed says nothing
+            if (work := ask()) is not None:
+                return work
+    return None
 
 
 def where() -> Whereabouts:
@@ -43,6 +83,11 @@ def where() -> Whereabouts:
     if stdin_bridge.paused_by_user():
         return Whereabouts(state="paused", at=at, inside=inside, waits_in=waits_in)
     if found is None:
+        work = _device_work()
+        if work is not None and work.waits:
+            return Whereabouts(state="waits", at=at, inside=inside, waits_in=work.words)
+        if work is not None:
+            inside = ", ".join(filter(None, (inside, work.words)))
         return Whereabouts(state="busy", at=at, inside=inside)
     state: Literal["held", "waits"] = "held" if found.by_user else "waits"
     return Whereabouts(state=state, at=at, inside=inside, waits_in=waits_in)

@@ -22,6 +22,7 @@ import zmq
 
 from ...errors import WorkbenchError
 from ...history import disk
+from ...shared import events
 from ...shared.messages import (
     Advance,
     AskStacks,
@@ -46,14 +47,16 @@ from ...shared.protocol import Seal, Wakeup, decode_down, encode
 from ...shared.record import RECORD
 from ..debugging import stacks, stdin_bridge
 from ..transport import connection
+from .recorder import FINAL_S
 
 if TYPE_CHECKING:
-    from ...shared import events
     from ..context import RunContext
     from ..kernel_watch import Home
 
 log = logging.getLogger("workbench.engine")
 DRAIN_S = 0.1
+FLUSH_S = 0.005
+"""How often rows are looked for that a device has yet to finish, while somebody waits for them."""
 IDLE_S = 1.0
 WELCOME_S = 2.0
 MAX_EVENTS = 10_000
@@ -113,6 +116,8 @@ class ControlLink:
         self._welcomed = False
         self._flushed = threading.Event()
         self._flush_wanted = False
+        self._flush_to, self._flush_until_s = 0, 0.0
+        self._told_unmeasured = False
         self._wakeup = Wakeup()
         self.rejected = self._told_refused = self.faults = 0
         self.using_fallback = False
@@ -121,7 +126,7 @@ class ControlLink:
 
     def attach(self, context: RunContext, writer: Writer | None) -> None:
         """Begin to carry a run's records."""
-        self._lost = 0
+        self._lost, self._told_unmeasured = 0, False
         self._writer, self._run = writer, context
         self._wake()
 
@@ -150,8 +155,14 @@ class ControlLink:
         self._wake()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything recorded so far is sent."""
+        """Wait until everything recorded so far is sent.
+
+        Rows that a device has not finished by then are waited for, for a while, and then sent
+        without its times; what comes from the kernel meanwhile is obeyed.
+        """
         self._flushed.clear()
+        self._flush_to = 0 if self._run is None else self._run.recorder.written
+        self._flush_until_s = time.monotonic() + min(FINAL_S, 0.5 * timeout_s)
         self._flush_wanted = True
         self._wake()
         return self._flushed.wait(timeout_s)
@@ -220,6 +231,8 @@ class ControlLink:
         return socket
 
     def _interval(self) -> float:
+        if self._flush_wanted:
+            return FLUSH_S
         # Many workers together must not flood the kernel: 64 of them send 4 batches a second each.
         world = self._run.spec.world_size if self._run else 1
         return min(0.5, max(DRAIN_S, world / 250))
@@ -229,9 +242,13 @@ class ControlLink:
             return  # not known yet which way is open; what went the closed one would be lost
         run = self._run
         wanted = self._flush_wanted
+        held = False
         if run is not None:
-            while rows := run.recorder.drain(final=wanted):
+            overdue = wanted and time.monotonic() >= self._flush_until_s
+            while rows := run.recorder.drain(final=overdue, within_s=0.0):
                 self._send_rows(run, rows)
+            held = run.recorder.drained < self._flush_to and not overdue
+            self._tell_unmeasured(run, over=wanted and not held)
         if (count := self.rejected + connection.refused.count) != self._told_refused:
             self._told_refused = count
             self._send(Refused(engine=self._engine, count=count))
@@ -241,7 +258,7 @@ class ControlLink:
             number, event = self._events.popleft()
             self._write(partial(_append_event, name=event.name, fields=event.to_wire()))
             self._send(Happened(run=number, event=event))
-        if wanted:
+        if wanted and not held:
             self._flush_wanted = False
             self._flushed.set()
 
@@ -250,6 +267,22 @@ class ControlLink:
         dropped = run.recorder.dropped + self._lost
         if not self._send(Records(run=run.spec.run, dropped=dropped, rows=rows)):
             self._lost += len(rows) // RECORD.itemsize
+
+    def _tell_unmeasured(self, run: RunContext, *, over: bool) -> None:
+        """Say once, at the end of a run, that a device had not said all of its steps' times."""
+        recorder = run.recorder
+        if not (over and recorder.unmeasured) or self._told_unmeasured:
+            return
+        self._told_unmeasured = True
+        many = recorder.unmeasured
+        steps = "The last step was" if many == 1 else f"The last {many} steps were"
+        self.emit(
+            events.Warned(
+                rank=run.spec.rank,
+                text=f"{steps} not measured: {recorder.trouble}. Their times are those at which "
+                "the host began them.",
+            )
+        )
 
     def _write(self, write: Callable[[Writer], None]) -> None:
         """Write to the run's files; where that fails the run goes on without them."""

@@ -11,13 +11,21 @@ which something small that lived on was allocated behind it.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+import time
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
-from ...shared.record import FLAG_LOSS_SEEN, MEASURED, RECORD
+from ...shared.record import (
+    FLAG_DEVICE_CLOCK,
+    FLAG_LOSS_SEEN,
+    FLAG_UNMEASURED,
+    MEASURED,
+    RECORD,
+)
 
 _CODES = {"<u2": "H", "<u4": "I", "<i8": "q", "<f4": "f", "<f8": "d"}
 _ROW = struct.Struct("<" + "".join(_CODES[one.type] for one in MEASURED))
@@ -27,12 +35,17 @@ _rest = attrgetter(*(one.result or one.name for one in MEASURED[_AFTER:]))
 
 NAN = float("nan")
 
+FINAL_S = 5.0
+"""How long the last rows of a run are waited for: a device that hangs is done with none."""
+
+POLL_S = 1e-3
+
 
 class Deferred(Protocol):
-    """Values that are known only later (CUDA events, a loss that is still on the device)."""
+    """Values that are known only later (a device's events, a loss that is still there)."""
 
     def ready(self) -> bool:
-        """Whether `values` would return without waiting."""
+        """Whether `values` would return without waiting; may raise what the device failed with."""
 
     def values(self) -> dict[str, float]:
         """Return the fields of RECORD to overwrite."""
@@ -45,8 +58,9 @@ class StepResult:
     Attributes:
         loss: The worker's own mean loss, as a float; NaN if `deferred` will bring it.
         has_loss: Whether it is what the model gave; then NaN means that it is no number.
-        deferred: Completes the record later, off the training thread (CUDA events, losses that
-            live on the device).
+        device_clock: Whether its times come from the clock of an accelerator.
+        deferred: Completes the record later, off the training thread (a device's events, losses
+            that live on the device).
         replicas: One result per replica where this engine holds several; `samples` and `loss` are
             then those of the engine, and each replica has a row of its own.
         waited_for: The rank that `wait_s` was for, where the strategy knows it; -1 elsewhere.
@@ -71,6 +85,7 @@ class StepResult:
     set_up_s: float = 0.0
     aside_s: float = 0.0
     has_loss: bool = False
+    device_clock: bool = False
 
 
 class Recorder:
@@ -84,6 +99,11 @@ class Recorder:
         flags: Written into each row.
         first: Rows of earlier steps are left out.
         original_rank: Rank that the rows name, where it is another (see `RunSpec.original_rank`).
+
+    Attributes:
+        dropped: Rows that found no room.
+        unmeasured: Rows that were drained without what a device was to say of them.
+        trouble: Why; from the first of them on no device is asked any more.
     """
 
     def __init__(
@@ -105,7 +125,8 @@ class Recorder:
         self._deferred: dict[int, Deferred] = {}
         self._run, self._rank, self._flags = run, rank if row_rank is None else row_rank, flags
         self._shift, self._first = self._rank - rank, first
-        self.dropped = 0
+        self.dropped = self.unmeasured = 0
+        self.trouble = ""
 
     def add_step(
         self,
@@ -132,6 +153,8 @@ class Recorder:
             self._deferred[head] = result.deferred
         named = self._rank if rank is None else rank + self._shift
         flags = self._flags | (FLAG_LOSS_SEEN if result.has_loss else 0)
+        if result.device_clock:
+            flags |= FLAG_DEVICE_CLOCK
         _ROW.pack_into(
             self._buffer, (head & self._mask) * RECORD.itemsize,
             self._run, step, named, flags, result.samples, start_s, end_s, result.ready_s,
@@ -139,28 +162,69 @@ class Recorder:
         )  # fmt: skip
         self._head = head + 1  # last, so that a half-written row is never drained
 
-    def drain(self, limit: int = 4096, *, final: bool = False) -> bytes:
+    def drain(self, limit: int = 4096, *, final: bool = False, within_s: float = FINAL_S) -> bytes:
         """Return up to `limit` complete rows as packed bytes, oldest first.
+
+        A device that fails, or is not done in time, costs no row: it comes as it was recorded, with
+        `FLAG_UNMEASURED`, and so do those after it.
 
         Args:
             limit: Most rows to return.
             final: Wait for deferred values instead of stopping at the first that is not ready.
+            within_s: For so long in all.
         """
         tail, rows = self._tail, bytearray()
         size = RECORD.itemsize
         stop = min(self._head, tail + limit)
+        until_s = time.monotonic() + within_s if final else -math.inf
         while tail < stop:
             late = self._deferred.get(tail)
-            if late is not None and not final and not late.ready():
-                break
             at = (tail & self._mask) * size
             row: bytes | bytearray = self._buffer[at : at + size]
             if late is not None:
-                row = _overwrite(row, self._deferred.pop(tail).values())
+                values = self._values_of(late, until_s)
+                if values is None and not (final or self.trouble):
+                    break
+                del self._deferred[tail]
+                row = self._unmeasured(row) if values is None else _overwrite(row, values)
             rows += row
             tail += 1
         self._tail = tail
         return bytes(rows)
+
+    def _values_of(self, late: Deferred, until_s: float) -> dict[str, float] | None:
+        """Return what was deferred; None: it is not there, and `trouble` says if it never will."""
+        if self.trouble:
+            return None
+        try:
+            while not late.ready():
+                if time.monotonic() >= until_s:
+                    if until_s > -math.inf:
+                        self.trouble = "the device had not finished them when the run ended"
+                    return None
+                time.sleep(POLL_S)
+            return late.values()
+        except Exception as error:  # a device's error stays until the process ends
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            self.trouble = f"the device failed ({said})"
+            return None
+
+    def _unmeasured(self, row: bytes | bytearray) -> bytearray:
+        import numpy as np
+
+        self.unmeasured += 1
+        flags = int(np.frombuffer(row, RECORD)["flags"][0])
+        return _overwrite(row, {"flags": (flags | FLAG_UNMEASURED) & ~FLAG_LOSS_SEEN})
+
+    @property
+    def written(self) -> int:
+        """Rows written so far."""
+        return self._head
+
+    @property
+    def drained(self) -> int:
+        """Rows drained so far."""
+        return self._tail
 
     @property
     def pending(self) -> int:

@@ -5,7 +5,9 @@ the other in an all-reduce. So Stop and Pause are agreed: each rank answers with
 begun and starts no further one until the kernel names one common step. That is `max(c)`: nobody
 can have started a later one, and all are let through up to it.
 
-The delays that a teacher injected are spent here too, in the phase they were asked for.
+The delays that a teacher injected are spent here too, in the phase they were asked for. A device
+that the host is ahead of would hide them behind what it still has to do; so where there is a delay,
+and only there, it is let come to an end first.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...shared.faults import ON_LINKS, Fault, parse_fault
@@ -119,6 +121,7 @@ class FaultInjector:
         held: How many replicas the engine holds.
 
     Attributes:
+        settle: Waits until the device has done all that it was given.
         replicas: One injector per replica held here, where there are several; a delay of the
             `forward` or `backward` of one of them is spent by it.
     """
@@ -127,6 +130,7 @@ class FaultInjector:
         self._ranks = range(rank, rank + held)
         self.replicas = [FaultInjector(one) for one in self._ranks] if held > 1 else [self]
         self._random = random.Random(rank)
+        self.settle: Callable[[], object] = _at_once
         self._active: tuple[Fault, ...] = ()
         self.compute_s = 0.0  # the latest step's own compute without faults, for `slow=1:3x`
         self.set(faults)
@@ -163,6 +167,7 @@ class FaultInjector:
             return 0.0
         delay = sum(self._delay(fault) for fault in self._active if _phase(fault) == phase)
         if delay > 0:
+            self.settle()
             time.sleep(delay)
         return delay
 
@@ -175,6 +180,7 @@ class FaultInjector:
             elif fault.kind == "bandwidth":
                 delay += size_bytes / fault.bytes_per_s
         if delay > 0:
+            self.settle()
             time.sleep(delay)
         return delay
 
@@ -184,6 +190,10 @@ class FaultInjector:
         if fault.kind == "slow":
             return fault.delay_s + (fault.factor - 1.0) * self.compute_s
         return 0.0
+
+
+def _at_once() -> None:
+    """Do nothing: a CPU is done with all that it was given."""
 
 
 def _phase(fault: Fault) -> str:

@@ -30,12 +30,12 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from ... import catalog
+from ...devices import mask as masks
 from ...errors import ClusterError, EngineSpentError
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ TYPES = {"cuda": "GPU", "xpu": "XPU", "mps": "GPU"}
 
 MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
-OPEN_FILES = Path("/proc/self/fd")
-DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Device files that a process has open once its driver counts GPUs: NVIDIA's, AMD's."""
 
 GREEDY = (
     "TensorFlow had started before this run and takes nearly all memory of {gpus}, until the "
@@ -136,32 +133,8 @@ def mask(spec: RunSpec) -> None:
     Raises:
         EngineSpentError: They have not.
     """
-    held, gpus = os.environ.get(MASK, ""), spec.gpus
-    if not gpus or held == ",".join(gpus):
-        return
-    if not _driver_counts():
-        os.environ[MASK], os.environ[ORDER] = ",".join(gpus), "PCI_BUS_ID"
-        return
-    used = max((_number(device) + 1 for device in own(spec)), default=0)
-    if held.split(",")[:used] != list(gpus[:used]):
-        raise EngineSpentError(
-            "GPUs were used on this engine before, and others than this run's.",
-            seen=f"{MASK}={held}",
-            allowed=",".join(gpus),
-            next_step="%cluster restart",
-            code="WB-CLUSTER-050",
-        )
-
-
-def _driver_counts() -> bool:
-    if _process.listed or context()._physical_devices is not None:
-        return True
-    with contextlib.suppress(OSError):
-        for entry in list(OPEN_FILES.iterdir()):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
-                if os.readlink(entry).startswith(DRIVERS):
-                    return True
-    return False
+    counted = _process.listed or context()._physical_devices is not None
+    masks.show(spec.accelerator or "cuda", spec.gpus, spec.gpus_used, counted=counted)
 
 
 def check(devices: Sequence[str]) -> None:

@@ -89,6 +89,10 @@ class Accelerator:
         """Return an event at the present end of this thread's stream on the device."""
         return Event(self, timed)
 
+    def raw_event(self, *, timed: bool) -> Any:
+        """Return one of torch's events, which nobody has recorded yet; `Event` guards its calls."""
+        return torch.Event(self.device, enable_timing=timed)
+
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given, on every stream."""
         with self.current():
@@ -279,7 +283,7 @@ class Event:
         self._accelerator = accelerator
         # On the device's own stream, also within `torch.cuda.device(other)`.
         with accelerator.current():
-            self._event = torch.Event(accelerator.device, enable_timing=timed)
+            self._event = accelerator.raw_event(timed=timed)
             self._event.record(accelerator.current_stream())
 
     def query(self) -> bool:

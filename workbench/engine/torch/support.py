@@ -16,8 +16,10 @@ meet, with interrupts held back until it is done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
+import json
 import math
 import os
 import random
@@ -38,11 +40,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
+from ...devices import mask
 from ...errors import FitError, RunError
 from ...history.disk import weights_stem
-from . import accelerator
+from ..debugging import stacks
+from ..debugging.stacks import DeviceWork
+from . import accelerator as accelerators
 from .data import map_batch
 from .group import break_collectives as break_collectives
 from .group import destroy_group as destroy_group
@@ -66,13 +71,55 @@ def setup(spec: RunSpec) -> None:
     """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
     torch.set_num_threads(max(1, spec.threads))
     let_cells_join(spec)
-    accelerator.of(spec.device).make_current()
+    _take_device(spec)
     if spec.mode == "run":
         import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
         random.seed(seed)
         np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
+
+
+SHARED = 0.9
+"""The part of a device's memory that workers who share it may take together."""
+
+
+def _take_device(spec: RunSpec) -> None:
+    device = accelerators.of(spec.device)
+    mask.show(
+        spec.accelerator, spec.gpus, spec.gpus_used,
+        counted=not device.is_cpu and device.is_in_use(),
+    )  # fmt: skip
+    device.make_current()
+    if spec.sharers > 1 or _limited:  # or the first one takes all of it, and another one runs out
+        device.limit_memory(SHARED / spec.sharers if spec.sharers > 1 else 1.0)
+        _limited.add(str(device.device))
+    _asked.close()
+    if not device.is_cpu:
+        _asked.callback(stacks.ask_device(functools.partial(collective_under_way, device)))
+
+
+_asked = contextlib.ExitStack()
+_limited: set[str] = set()
+
+
+def collective_under_way(device: accelerators.Accelerator) -> DeviceWork | None:
+    """Return the collective that a device was given and has not done; None: there is none.
+
+    It is read from NCCL's flight recorder, which waits for nobody. The control thread asks on the
+    device itself, or the recorder's look at its events would make a context on the first GPU.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    if dump is None or not dist.is_initialized():
+        return None
+    with device.current():
+        entries = json.loads(dump(True, True)).get("entries", [])
+    # Without TORCH_NCCL_ENABLE_TIMING one that has begun is still called scheduled.
+    open_ones = [one for one in entries if one.get("state") in ("started", "scheduled")]
+    if not open_ones:
+        return None
+    name = str(open_ones[0].get("profiling_name", "")).rpartition(":")[2] or "a collective"
+    return DeviceWork(True, f"in {name}, on the device")
 
 
 def on_updates(watch: Any) -> Callable[[], None]:
@@ -98,7 +145,7 @@ def on_updates(watch: Any) -> Callable[[], None]:
 
 def device_is_lost(spec: RunSpec) -> bool:
     """Whether the engine's device has failed for good, or does not answer."""
-    return accelerator.of(spec.device).is_lost(LOST_S)
+    return accelerators.of(spec.device).is_lost(LOST_S)
 
 
 def names(spec: RunSpec) -> dict[str, Any]:
@@ -122,9 +169,7 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
 
 def device_label(device: str) -> str:
     """Return `cpu`, or `cuda:0 NVIDIA H200`."""
-    if not device.startswith("cuda"):
-        return device
-    return f"{device} {torch.cuda.get_device_name(torch.device(device))}"
+    return accelerators.of(device).label
 
 
 def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
@@ -407,14 +452,21 @@ def interrupts_held_back() -> Iterator[None]:
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
+_ACTIVITIES = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU", "mps": "MPS"}
+"""What the profiler calls the work of a kind of device; of a package's own kind it is
+`PrivateUse1`."""
+
+
 class TorchProfiler:
     """Collects operators on the CPU, and kernels where the worker has a GPU."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._device = accelerators.of(spec.device)
         activities = [ProfilerActivity.CPU]
-        if spec.device.startswith("cuda"):
-            activities.append(ProfilerActivity.CUDA)
-        self._cuda = len(activities) > 1
+        known: Any = supported_activities()  # type: ignore[no-untyped-call]
+        own: Any = getattr(ProfilerActivity, _ACTIVITIES.get(self._device.kind, "PrivateUse1"), 0)
+        if not self._device.is_cpu and own in known:
+            activities.append(own)
         self._profile = profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
@@ -443,8 +495,7 @@ class TorchProfiler:
         return path
 
     def _synchronise(self) -> None:
-        if self._cuda:  # kernels of the window, and no others
-            torch.cuda.synchronize()
+        self._device.synchronize()  # kernels of the window, and no others
 
 
 @contextlib.contextmanager

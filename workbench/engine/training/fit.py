@@ -67,8 +67,8 @@ def fit(
         shuffle: Whether the order of samples is drawn anew each epoch, from `seed`.
         seed: Seed of the order; the same whatever the number of workers.
         callbacks: Functions `(step, logs)`, or objects with `on_step_end(step, logs)`,
-            `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On CUDA a callback for steps makes
-            each step wait for the device, since it is shown the loss.
+            `on_epoch_end(epoch, logs)`, `on_train_end(logs)`. On a GPU a step waits for the
+            device only where a callback reads `logs["loss"]`.
 
     Returns:
         A small summary; the model itself is trained in place.

@@ -67,7 +67,7 @@ class Training:
         self.source, self.eval_source = sources
         self.result = FitResult(job.model)
         self.base = context.trained  # steps of an earlier fit in the same cell
-        self.logs: dict[str, float] = {}
+        self.logs = Logs()
         self.evaluated = -1
         self.weighing_s = self.saving_s = self.aside_s = 0.0
         self.checkpoints = checkpoints_of(context)
@@ -96,6 +96,7 @@ class Training:
             last = strategy.run_loop(self)
         else:
             last = self._steps(strategy, shares)
+            context.settle()  # what the device has yet to do is training too
             idle_s = context.gate.paused_s - paused_s + context.eval_s - eval_s
             idle_s += self.weighing_s + self.saving_s + self.aside_s
             context.train_s += clock() - began - idle_s
@@ -201,7 +202,7 @@ class Training:
     def _after_step(self, strategy: Strategy, done: int, end_s: float, result: StepResult) -> float:
         """Call hooks and evaluate; return when the next step begins."""
         if self.hooks.step_end or self.hooks.epoch_end:
-            self.logs["loss"] = _loss(result)
+            self.logs.take(result)
             for hook in self.hooks.step_end:
                 hook(self.context.step, self.logs)
         every = self.eval_every or self.job.steps_per_epoch
@@ -237,8 +238,10 @@ class Training:
     def evaluate(self, strategy: Strategy, epoch: int) -> None:
         """Evaluate, where there is data for it; its time is no part of a step."""
         context, spec = self.context, self.context.spec
+        context.settle()  # steps that the device has yet to do are no part of it
         began = clock()
         values = strategy.evaluate(self.eval_source.epoch(0, *strategy.eval_shard))
+        context.settle()
         seconds = clock() - began
         context.eval_s += seconds
         self.evaluated = context.step
@@ -250,6 +253,85 @@ class Training:
             context.emit(
                 events.Evaluated(step=context.step, epoch=epoch, values=values, seconds=seconds)
             )
+
+
+class Logs(dict[str, Any]):
+    """What callbacks are given: a dictionary of numbers.
+
+    The loss may still be on the device. It is fetched when somebody reads it: a callback that does
+    not costs no wait, and the host stays ahead of the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._result: StepResult | None = None
+
+    def take(self, result: StepResult) -> None:
+        """Hold a step's loss."""
+        self["loss"] = result.loss
+        self._result = result if result.deferred is not None else None
+
+    def _fetch(self) -> None:
+        if self._result is not None:
+            result, self._result = self._result, None
+            super().__setitem__("loss", _loss(result))
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "loss":
+            self._fetch()
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "loss":
+            self._result = None
+        super().__setitem__(name, value)
+
+    def __iter__(self) -> Iterator[str]:
+        # As it is, and here all the same: without it `dict(logs)` and `{**logs}` copy the memory.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a number, or `default`."""
+        if name == "loss":
+            self._fetch()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        """Return the names and numbers."""
+        self._fetch()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the numbers."""
+        self._fetch()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dictionary."""
+        return dict(self.items())
+
+    def pop(self, *given: Any) -> Any:
+        """Take a number out."""
+        self._fetch()
+        return super().pop(*given)
+
+    def __eq__(self, other: object) -> bool:
+        self._fetch()
+        return super().__eq__(other)
+
+    __hash__ = None
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
 
 
 def _loss(result: StepResult | None) -> float:

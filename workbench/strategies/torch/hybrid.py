@@ -29,7 +29,6 @@ Samples are counted by the worker that holds the last stage, so that they add up
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +49,6 @@ from .parts.replicas import broadcast
 if TYPE_CHECKING:
     from ...engine.contract import Job, Share
     from ...engine.telemetry.recorder import StepResult
-
-clock = time.perf_counter
 
 
 def naive_step(
@@ -140,7 +137,6 @@ class Hybrid(ModelSplit):
         result = super().step(share)
         assert self.sum is not None
         result.sent_bytes += self.sum.sent_bytes
-        result.ready_s = clock() - self.timeline.spent.blocked_s
         assert self.guard is not None
         result.aside_s = self.guard.tick()
         return result if self._pipeline.holds_last else replace(result, samples=0)
@@ -150,11 +146,10 @@ class Hybrid(ModelSplit):
         if self.sum is None:  # a stream: the model was laid out at the first batch
             self._begin()
         assert self.sum is not None
-        came_s = clock()
+        came_s = self.timeline.came()
         self.context.faults.travel(round(self.sum.sent_bytes))
         last_s = self.sum.all_reduce(share.samples / share.global_samples, came_s)
-        if self.pipelines > 1:
-            self.timeline.met(came_s, last_s)
+        self.timeline.met(came_s, last_s)
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; each pipeline scores its share."""

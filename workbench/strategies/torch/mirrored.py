@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +86,8 @@ class Mirrored(Strategy):
         """Copy rank 0's model to all workers and hook the all-reduce into backward."""
         self.trainer = trainer = Trainer(self.context, job)
         self.sync_batchnorm = SyncedBatchNorm(trainer.model, self.options, trainer.device)
+        if not job.compile:  # a compiled step has no Python between its kernels
+            self.sync_batchnorm.time(trainer.timer)
         reduction = self._average(trainer.model)
         trainer.wrap(trainer.model)
         if job.compile and job.step_fn is None and reduction.ddp is not None:
@@ -171,6 +174,7 @@ class Mirrored(Strategy):
             weighted=True,
             epoch_end=self._epoch_end,
         )
+        self.sync_batchnorm.time(self.loop.timer)
         return model, optimizer, self.loop.loader
 
     def wrap_another_loop(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -178,6 +182,7 @@ class Mirrored(Strategy):
         assert self.loop is not None
         model.to(self.context.spec.device)
         synced = SyncedBatchNorm(model, self.options, torch.device(self.context.spec.device))
+        synced.time(self.loop.timer)
         self._others.callback(synced.undo)
         self._average(model)
         self.loop.wrap_another_loop(model)
@@ -218,20 +223,27 @@ class Mirrored(Strategy):
 class SyncedBatchNorm:
     """BatchNorm over all workers for the time of a run (option `sync_batchnorm`).
 
+    Its workers meet in forward and in backward. These collectives are timed as communication, or a
+    worker that waits in them for a slow one would seem to compute.
+
     Raises:
-        FitError: The device is no CUDA device; PyTorch has SyncBatchNorm there only.
+        FitError: PyTorch has no SyncBatchNorm for the kind of device.
     """
 
     def __init__(
         self, model: torch.nn.Module, options: dict[str, Any], device: torch.device
     ) -> None:
         self._before: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        self._untime: list[tuple[str, Any]] = []
         if not options.get("sync_batchnorm", False):
             return
-        if device.type != "cuda":
+        # As its own forward says.
+        kinds = ("cuda", "xpu", "hpu", torch._C._get_privateuse1_backend_name())
+        if device.type not in kinds:
             raise FitError(
-                "BatchNorm can be synchronised on CUDA devices only.",
+                "BatchNorm can be synchronised on GPUs only.",
                 seen=str(device),
+                allowed="a device of kind cuda or xpu",
                 next_step="leave out -o sync_batchnorm=true",
                 code="WB-FIT-119",
             )
@@ -244,8 +256,52 @@ class SyncedBatchNorm:
                     synced = convert(child)
                     setattr(parent, name, synced)
 
+    def time(self, timer: Any) -> None:
+        """Time its collectives: its module calls those of `torch.distributed` by two names."""
+        if not self._before or isinstance(_batchnorm.dist, _Timed):
+            return
+        timed = _Timed(dist, timer)
+        for name, instead in (("dist", timed), ("torch", _With(torch, "distributed", timed))):
+            self._untime.append((name, getattr(_batchnorm, name)))
+            setattr(_batchnorm, name, instead)
+
     def undo(self) -> None:
         """Put the original modules back."""
+        for name, original in self._untime:
+            setattr(_batchnorm, name, original)
         for parent, name, child in self._before:
             setattr(parent, name, child)
         self._before.clear()
+        self._untime.clear()
+
+
+_batchnorm: Any = importlib.import_module("torch.nn.modules._functions")
+
+
+class _With:
+    """A module, but for one name."""
+
+    def __init__(self, module: Any, name: str, instead: Any) -> None:
+        self._module = module
+        setattr(self, name, instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Timed:
+    """`torch.distributed`, whose collectives count as time in which a worker is blocked."""
+
+    def __init__(self, module: Any, timer: Any) -> None:
+        self._module, self._timer = module, timer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if not name.startswith(("all_gather", "_all_gather", "all_reduce")):
+            return found
+
+        def timed(*args: Any, **given: Any) -> Any:
+            with self._timer.blocked():
+                return found(*args, **given)
+
+        return timed

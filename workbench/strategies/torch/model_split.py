@@ -31,8 +31,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...catalog import schedules
-from ...engine.contract import NAN, Job, Share, Strategy
-from ...engine.telemetry.recorder import StepResult
+from ...engine.contract import Job, Share, Strategy
 from ...engine.torch.data import batch_length, map_batch
 from ...engine.torch.group import backend_of, control_wire, data_wire
 from ...engine.torch.support import evaluating
@@ -55,10 +53,11 @@ from .pipeline.cut import Cut, cut
 from .pipeline.layers import batchnorm_warning
 from .pipeline.pipeline import Pipeline, adopt_share, share_names, uneven
 from .pipeline.program import program_of
-from .pipeline.stage import Timeline, autocast
+from .pipeline.stage import autocast, make_timeline
 from .pipeline.update import SharedGradients, norm_over_stages, own_optimizer, scale
 
-clock = time.perf_counter
+if TYPE_CHECKING:
+    from ...engine.telemetry.recorder import StepResult
 
 
 def naive_step(
@@ -178,17 +177,17 @@ class ModelSplit(Strategy):
         """Send the batch through the pipeline; each worker updates its own stages."""
         if self.pipeline is None:  # a stream shows its samples only now
             self._lay_out(share.data)
-        began = clock()
+        self.timeline.open()
         pipeline = self._pipeline
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         loss = pipeline.train(share.data, share.samples)
         self.gradients_done(share)
-        came_s = clock()
-        self.shared.add_up()
-        self.timeline.blocked(came_s)
+        with self.timeline.blocked():
+            self.shared.add_up()
         self._update()
-        return self._measured(share, began, loss)
+        sent_bytes = float(pipeline.sent_bytes() + self.shared.sent_bytes)
+        return self.timeline.finish(share.samples, loss, sent_bytes)
 
     def _lay_out(self, batch: Any) -> None:
         """Cut the model, keep the own stages and let go of the rest. Collective."""
@@ -212,7 +211,9 @@ class ModelSplit(Strategy):
             failed = error
         self._agree(failed)
         clocks = len(set(self.context.spec.hosts)) <= 1 and backend_of(None, self.device) == "gloo"
-        self.timeline = Timeline(self.context.faults, self.device, stamped=clocks)
+        self.timeline = make_timeline(
+            self.context, self.device, stamped=clocks, ends_together=self.pipelines > 1
+        )
         self.pipeline = Pipeline(
             decided, self.timeline, schedule=self.schedule, microbatches=self.microbatches,
             rank=self.place, workers=self.workers, device=self.device, around=self.around,
@@ -275,7 +276,7 @@ class ModelSplit(Strategy):
             grads = [p.grad for p in self._own if p.grad is not None]
             other = self.shared.counted_elsewhere
             counted = [p.grad for p in self._own if p.grad is not None and id(p) not in other]
-            came_s = clock()
+            came_s = self.timeline.came()
             norm, last_s = norm_over_stages(counted, came_s, self.workers, wire, self.group)
             self.timeline.met(came_s, last_s)
             scale(grads, norm, self.job.clip_norm)
@@ -283,24 +284,6 @@ class ModelSplit(Strategy):
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def _measured(self, share: Share, began: float, loss: torch.Tensor | None) -> StepResult:
-        value = NAN if loss is None else float(loss)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        spent, makespan_s = self.timeline.spent, clock() - began
-        compute_s = makespan_s - spent.blocked_s
-        self.context.faults.compute_s = compute_s - self.timeline.injected_s
-        return StepResult(
-            share.samples,
-            value,
-            compute_s,
-            exposed_s=spent.blocked_s,
-            wait_s=spent.idle_s,
-            sent_bytes=float(self._pipeline.sent_bytes() + self.shared.sent_bytes),
-            bubble_s=spent.blocked_s,
-            has_loss=loss is not None,
-        )
 
     def evaluate(self, shares: Any) -> dict[str, float]:
         """Return loss and metrics; the last stage scores, and tells the others."""

@@ -95,7 +95,7 @@ class Sharded(Partitioned):
         self.trainer.clip = clip_grad_norm
         self._hook = self.trainer.model.register_forward_pre_hook(self._enter)
         self.traffic = Traffic(self.trainer, self.root, self.context.faults)
-        if not self.traffic.measured:
+        if self.traffic.unmeasured:
             self.context.emit(events.Unmeasured(columns=self.traffic.unmeasured))
 
     def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -126,7 +126,7 @@ class Sharded(Partitioned):
             raise _passed_by(type(trainer.model)) from error
         traffic.gradients_ready()
         trainer.update()
-        return trainer.measured(share, traffic.sent_bytes if traffic.measured else NAN)
+        return trainer.measured(share, traffic.sent_bytes if traffic.counted else NAN)
 
     def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         self._entered = True
@@ -222,9 +222,14 @@ class Traffic:
     """Counts the bytes of FSDP's collectives and times how long this worker stood in them.
 
     Takes the place of FSDP's own all-gather and reduce-scatter through the hooks that PyTorch
-    offers for that. On CUDA they run on streams of their own beside the computation, where the
-    time spent in them says nothing about waiting: there, and in a PyTorch without the hooks, the
-    waits are not measured.
+    offers for that. On an accelerator they run on streams of their own beside the computation,
+    where the time spent in them says nothing about waiting. What the computation waits for them
+    lies between its own kernels, in backward too, where FSDP has no hook; a part of it would name
+    the wrong worker. So there waits are not measured, and in a PyTorch without the hooks nothing.
+
+    Attributes:
+        counted: Whether bytes are counted.
+        timed: Whether waits are measured.
     """
 
     def __init__(self, trainer: Trainer, root: FSDPModule, faults: FaultInjector) -> None:
@@ -232,13 +237,17 @@ class Traffic:
         self._faults = faults
         self.timer = trainer.timer
         hooks = hasattr(root, "set_custom_all_gather")
-        self.measured = hooks and trainer.device.type == "cpu"
-        why = "FSDP's collectives run beside the computation on CUDA"
-        if not hooks:
-            why = "this PyTorch does not let FSDP's collectives be timed"
-        self.unmeasured = dict.fromkeys(("sync_wait_s", "transfer_s", "sent_bytes"), why)
-        if not self.measured:
+        self.counted, self.timed = hooks, hooks and trainer.device.type == "cpu"
+        self.unmeasured = {}
+        if not self.timed:
+            why = f"FSDP's collectives run beside the computation on {trainer.device.type}"
+            columns: tuple[str, ...] = ("sync_wait_s", "transfer_s")
+            if not hooks:
+                why = "this PyTorch does not let FSDP's collectives be timed"
+                columns = (*columns, "sent_bytes")
+            self.unmeasured = dict.fromkeys(columns, why)
             self.timer.blind()
+        if not hooks:
             return
         every: Any = root
         for module in (m for m in every.modules() if isinstance(m, FSDPModule)):
@@ -247,16 +256,16 @@ class Traffic:
 
     def gradients_ready(self) -> None:
         """Note the end of this worker's part of the gradients."""
-        if self.measured:
+        if self.timed:
             self.timer.ready()
 
     @contextlib.contextmanager
     def count(self, whole: torch.Tensor, group: dist.ProcessGroup) -> Iterator[None]:
-        """Count and time a collective over the tensor `whole`."""
+        """Count a collective over the tensor `whole`, and time it where that can be."""
         workers = group.size()
         size_bytes = whole.numel() * whole.element_size() * (workers - 1) / workers
         self.sent_bytes += size_bytes
-        with self.timer.blocked():
+        with self.timer.blocked() if self.timed else contextlib.nullcontext():
             if self._faults.on_links:
                 self._faults.travel(round(size_bytes))
             yield
@@ -273,14 +282,16 @@ class _Collective:
 class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
-    ) -> None:
+    ) -> Any:
+        beside = async_op and not self._traffic.timed
         with self._traffic.count(output_tensor, group):
-            _all_gather(output_tensor, input_tensor, group=group)
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=beside)
 
 
 class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-    ) -> None:
+    ) -> Any:
+        beside = async_op and not self._traffic.timed
         with self._traffic.count(input_tensor, group):
-            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=beside)

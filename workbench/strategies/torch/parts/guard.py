@@ -57,6 +57,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ....engine.debugging.marks import ALL_REDUCE, MESSAGE, waits_in
+from ....engine.torch import accelerator as accelerators
 from ....engine.torch.group import control_wire
 from ....engine.transport.address import host_token
 from ....errors import FitError
@@ -229,7 +230,7 @@ class Guard:
 
     def _kind(self) -> tuple[Any, ...]:
         """Return what decides how an update is rounded."""
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        name = accelerators.of(self._device).name
         return host_token(), name, torch.get_num_threads(), torch.__version__
 
     # -- where digests differ ----------------------------------------------------------------------

@@ -39,6 +39,9 @@ class Loop(Protocol):
     def fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, its fetching measured."""
 
+    def epoch_ends(self) -> None:
+        """The last batch of a pass was trained on."""
+
     def epoch_end(self) -> None:
         """A pass over the data has ended."""
 
@@ -96,6 +99,7 @@ class SharedLoader(DataLoader[Any]):
                 break
             self._served += 1
             yield self._moved(share.data)
+        loop.epoch_ends()
         loop.epoch_end()
         loop.context.emit(
             events.EpochBegan(rank=spec.rank, epoch=epoch, step=loop.context.trained - 1)

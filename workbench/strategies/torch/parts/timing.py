@@ -17,8 +17,13 @@ which stands still while it waits. A straggler is thus named wherever its delay 
 
     own work ready = A - what was blocked before A
 
-On a CPU the callbacks read the clock. On CUDA they record events on the stream, which are read
-once the device has passed them; nothing on the way waits for the device.
+On a CPU the callbacks read the clock. On an accelerator they record events on the stream, which are
+read once the device has passed them; nothing on the way waits for the device.
+
+An accelerator counts time by its own oscillator, which runs 10 to 100 millionths faster or slower
+than the host's: 360 ms in an hour. So each step is put on the host's clock anew (`DeviceClock`),
+and what compares workers to the microsecond, the sync wait, is told from durations alone
+(`record.FLAG_DEVICE_CLOCK`).
 """
 
 from __future__ import annotations
@@ -26,17 +31,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....engine.contract import NAN
+from ....engine.debugging import stacks
+from ....engine.debugging.stacks import DeviceWork
 from ....engine.telemetry.recorder import StepResult
+from ....engine.torch import accelerator as accelerators
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext
-    from ....engine.telemetry.step_gate import FaultInjector
+    from ....engine.torch.accelerator import Accelerator, Event
 
 clock = time.perf_counter
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -129,27 +138,56 @@ class CpuTimer:
         )  # fmt: skip
 
 
-class CudaTimer:
-    """Times the steps of one worker on a CUDA device, by events on its stream."""
+ANCHOR_EVERY_S = 1.0
+"""How often a device's clock is read again, where the device has nothing to do at that moment."""
 
-    def __init__(self, context: RunContext, device: torch.device) -> None:
+ANCHOR_WITHIN_S = 1e-3
+"""An idle device passes an event in some 10 us; one that takes so long was not idle."""
+
+
+class DeviceTimer:
+    """Times the steps of one worker on an accelerator, by events on its stream.
+
+    Args:
+        now: The host's clock.
+    """
+
+    def __init__(
+        self, context: RunContext, device: Accelerator, now: Callable[[], float] = clock
+    ) -> None:
         self._context, self._faults, self._device = context, context.faults, device
+        self._now = now
         self._exposed_known = True
-        self._marks = _Marks()
-        anchor = _event()
-        torch.cuda.synchronize(device)
-        self._last: _Fixed | CudaStep = _Fixed(anchor, clock())
+        self.steps = OpenSteps(context, device, now)
+        self._marks = Marks()
+        self._last: DeviceStep | None = None
+        self._anchored_s = now()
+        context.settle = self._faults.settle = device.synchronize
+        context.closers.append(stacks.ask_device(self.steps.under_way))
 
     def begin(self) -> None:
         """Note that the step has its data."""
-        self._marks = _Marks()
-        self._marks.cpu_s = clock()
-        self._marks.began = _event()
+        self._marks = self.steps.marks = marks = Marks()
+        marks.step, marks.cpu_s = self._context.step, self._now()
+        if marks.cpu_s - self._anchored_s >= ANCHOR_EVERY_S:
+            self._anchor(marks)
+        marks.began = self._device.event()
+
+    def _anchor(self, marks: Marks) -> None:
+        """Read the device's clock where it stands idle, which takes some 10 us."""
+        if self._last is not None and not self._last.ready():
+            return
+        before_s, event = self._now(), self._device.event()
+        while not event.query():
+            if self._now() - before_s > ANCHOR_WITHIN_S:
+                return
+        after_s = self._now()
+        marks.anchor = event, (before_s + after_s) / 2
+        marks.cpu_s = self._anchored_s = after_s
 
     def spend(self, phase: str) -> None:
-        """Spend an injected delay; the device must be idle, or it would hide the delay."""
+        """Spend an injected delay, for which the device comes to an end."""
         if self._faults.active:
-            torch.cuda.synchronize(self._device)
             self._marks.injected_s += self._faults.spend(phase)
 
     def watch_backward(self, loss: torch.Tensor) -> Any:
@@ -162,142 +200,271 @@ class CudaTimer:
 
     def backward_begins(self, *unused: Any) -> None:
         """Note, from within backward, that it is under way and ends in communication."""
-        _engine.queue_callback(self._own_work_done)
+        _engine.queue_callback(self.own_work_done)
         self.spend("backward")
 
-    def _own_work_done(self) -> None:
-        self._marks.ready.append(_event())
-        _engine.queue_callback(self._reduced)
+    def own_work_done(self) -> None:
+        """Note that this worker's gradients are ready; what follows is communication."""
+        marks = self._marks
+        marks.ready.append((self._device.event(), len(marks.blocked)))
+        _engine.queue_callback(self.reduced)
 
-    def _reduced(self) -> None:
+    def reduced(self) -> None:
+        """Note that the gradients are averaged."""
         # DDP's callback has made this stream wait for the all-reduce: the event comes after it.
-        self._marks.reduced.append(_event())
+        self._marks.reduced.append(self._device.event())
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Time a stretch in which this worker's stream does nothing but communicate."""
-        marks, began = self._marks, _event()
+        stretch = self.block()
         try:
             yield
         finally:
-            marks.blocked.append((began, _event()))
+            stretch.ended = self._device.event()
+
+    def block(self) -> Stretch:
+        """Begin a stretch of communication; whoever asked ends it."""
+        stretch = Stretch(self._device.event())
+        self._marks.blocked.append(stretch)
+        return stretch
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Leave out a stretch that is neither computation nor communication of the strategy's."""
-        marks, began = self._marks, _event()
+        stretch = Stretch(self._device.event())
+        self._marks.aside.append(stretch)
         try:
             yield
         finally:
-            marks.aside.append((began, _event()))
+            stretch.ended = self._device.event()
 
     def ready(self) -> None:
         """Note that this worker's own part of the step, or of its gradients, is done."""
-        self._marks.done = _event(), len(self._marks.blocked)
+        self._marks.done = self._device.event(), len(self._marks.blocked)
 
     def blind(self) -> None:
         """Say that communication cannot be seen: what it takes stays in the computation."""
         self._exposed_known = False
 
     def finish(
-        self, samples: int, loss: torch.Tensor, sent_bytes: float, data_wait_s: float = 0.0
+        self,
+        samples: int,
+        loss: torch.Tensor | None,
+        sent_bytes: float,
+        data_wait_s: float = 0.0,
+        *,
+        complete: Callable[[Timed], dict[str, float]] | None = None,
     ) -> StepResult:
-        """Return what is known already; the times follow once the device has passed the step."""
+        """Return what is known already; the times follow once the device has passed the step.
+
+        Args:
+            loss: The worker's mean loss, detached; None where it computes none.
+            complete: Called with the times, for fields to add to them or to overwrite.
+        """
         marks = self._marks
-        marks.loss = loss.to("cpu", non_blocking=True)  # into pinned memory: does not wait
-        marks.ended = _event()
+        if loss is not None:
+            marks.loss = loss.to("cpu", non_blocking=True)  # into pinned memory: does not wait
+        marks.recorded_s = self._now()
+        marks.ended = self._device.event()
         marks.fetch_s, marks.late_fetch_s = self._context.fetch_s, data_wait_s
-        marks.exposed_known = self._exposed_known
-        step = CudaStep(marks, self._last, self._faults)
-        self._last = step
+        marks.exposed_known, marks.complete = self._exposed_known, complete
+        step = self._last = self.steps.add(marks)
+        has_loss = samples > 0 and loss is not None
         return StepResult(
             samples, NAN, NAN, exposed_s=NAN, sent_bytes=sent_bytes, deferred=step,
-            has_loss=samples > 0,
+            has_loss=has_loss, device_clock=True,
         )  # fmt: skip
 
 
-class _Marks:
+class Stretch:
+    """Two events of a stream, the second of which may be yet to come."""
+
+    __slots__ = ("began", "ended")
+
+    def __init__(self, began: Event) -> None:
+        self.began, self.ended = began, None
+
+    began: Event
+    ended: Event | None
+
+
+class Marks:
     """Events of one step."""
 
     def __init__(self) -> None:
-        self.cpu_s = self.fetch_s = self.late_fetch_s = self.injected_s = 0.0
+        self.step = 0
+        self.cpu_s = self.fetch_s = self.late_fetch_s = self.injected_s = self.recorded_s = 0.0
         self.exposed_known = True
-        self.began: Any = None
-        self.ready: list[Any] = []
-        self.reduced: list[Any] = []
-        self.blocked: list[tuple[Any, Any]] = []
-        self.aside: list[tuple[Any, Any]] = []
-        self.done: tuple[Any, int] | None = None  # own part done, stretches blocked before it
-        self.ended: Any = None
-        self.loss: Any = None
+        self.anchor: tuple[Event, float] | None = None  # and its time on the host's clock
+        self.began: Event | None = None
+        self.ready: list[tuple[Event, int]] = []  # and how many stretches were blocked before
+        self.reduced: list[Event] = []
+        self.blocked: list[Stretch] = []
+        self.aside: list[Stretch] = []
+        self.done: tuple[Event, int] | None = None  # own part done, stretches blocked before it
+        self.ended: Event | None = None
+        self.loss: torch.Tensor | None = None
+        self.complete: Callable[[Timed], dict[str, float]] | None = None
+
+    def communicates(self) -> bool:
+        """Whether the device is in a stretch of communication at this moment."""
+        ready = [event for event, _ in self.ready]
+        stretches = [(one.began, one.ended) for one in self.blocked]
+        stretches += zip(ready, [*self.reduced, *[None] * len(ready)], strict=False)
+        return any(a.query() and (b is None or not b.query()) for a, b in stretches)
 
 
-class _Fixed:
-    """An event whose time on the host's clock is known: the run's anchor."""
+class Timed:
+    """When the events of a step came to pass, on the host's clock.
 
-    def __init__(self, event: Any, at_s: float) -> None:
-        self.ended, self._at_s = event, at_s
-
-    def end_s(self) -> float:
-        return self._at_s
-
-
-class CudaStep:
-    """One step's record, completed when its events have passed (`recorder.Deferred`).
-
-    Steps are chained: each one's times are the previous one's end plus what the device measured,
-    which keeps the error of the event clock (it counts single-precision milliseconds) small.
+    Attributes:
+        fields: Of the record, as far as they are known.
     """
 
-    def __init__(self, marks: _Marks, previous: Any, faults: FaultInjector) -> None:
-        self.ended = marks.ended
-        self._faults = faults
-        self._marks: _Marks | None = marks
-        self._previous: Any = previous
-        self._lock = threading.Lock()
-        self._values: dict[str, float] = {}
+    def __init__(self, at: Callable[[Event], float], marks: Marks) -> None:
+        self.at, self.marks = at, marks
+        self.fields: dict[str, float] = {}
+
+    def seconds(self, stretch: Stretch) -> float:
+        """Return how long a stretch took."""
+        assert stretch.ended is not None
+        return self.at(stretch.ended) - self.at(stretch.began)
+
+
+class DeviceStep:
+    """One step's record, completed when its events have passed (`recorder.Deferred`)."""
+
+    def __init__(self, steps: OpenSteps, marks: Marks, ended: Event) -> None:
+        self._steps, self.ended = steps, ended
+        self.marks: Marks | None = marks
+        self.open_s = marks.recorded_s  # when the host last saw that the device is not through
+        self.seen_s: float | None = None  # when the host first saw that it is
+        self.known: dict[str, float] = {}
 
     def ready(self) -> bool:
-        """Whether the device has passed the step."""
-        return bool(self._values) or bool(self.ended.query())
-
-    def end_s(self) -> float:
-        """Return when the device ended the step, on the host's clock."""
-        return self.values()["end_s"]
+        """Whether the device has passed the step; raises what the device failed with."""
+        if self.known:
+            return True
+        if self.seen_s is None:
+            asked_s = self._steps.now()
+            if self.ended.query():
+                self.seen_s = self._steps.now()
+            else:
+                self.open_s = asked_s
+        return self.seen_s is not None
 
     def values(self) -> dict[str, float]:
         """Return the fields of the record, waiting for the device when it must."""
+        if not self.known:
+            self._steps.resolve(self)
+        return self.known
+
+
+class OpenSteps:
+    """The steps that nobody has seen the device pass yet, oldest first; and the device's clock.
+
+    A step's times are the end of the one before plus what the device counted since, so the error
+    of its clock stays small: it counts in single-precision milliseconds, by an oscillator of its
+    own. What is known on the host's side bounds it: a step ends after its last event was recorded
+    and after the host saw it open, and before the host saw it passed. About once a second the
+    device's clock is read while the device is idle, which is right to some 10 us.
+
+    Attributes:
+        marks: Of the step under way.
+        now: The host's clock.
+    """
+
+    def __init__(self, context: RunContext, device: Accelerator, now: Callable[[], float]) -> None:
+        self._faults, self._device, self.now = context.faults, device, now
+        self.marks: Marks | None = None
+        self._lock = threading.Lock()
+        self._open: deque[DeviceStep] = deque()
+        device.synchronize()
+        before_s = now()
+        self._origin = device.event()
+        self._origin.wait()
+        self._origin_s = (before_s + now()) / 2
+
+    def add(self, marks: Marks) -> DeviceStep:
+        """Take a step whose events are all recorded."""
+        assert marks.ended is not None
+        step = DeviceStep(self, marks, marks.ended)
+        self._open.append(step)
+        return step
+
+    def resolve(self, last: DeviceStep) -> None:
+        """Complete all steps up to `last`, waiting for the device when it must."""
+        for step in list(self._open):  # whoever waits keeps nobody else from what is done
+            if step is last or last.known:
+                break
+            step.ended.wait()
+        last.ended.wait()
         with self._lock:
-            if not self._values:
-                self._values = self._measure()
-                self._marks = self._previous = None
-            return self._values
+            while not last.known:
+                step = self._open[0]
+                step.known = self._measure(step)
+                step.marks = None
+                self._open.popleft()
 
-    def _measure(self) -> dict[str, float]:
-        marks = self._marks
+    def under_way(self) -> DeviceWork | None:
+        """Return what the device is at, where the host is ahead of it; asked by any thread."""
+        open_steps = list(self._open)
+        marks = next((one.marks for one in open_steps if not one.ready()), self.marks)
+        if marks is None or (marks.ended is not None and marks.ended.query()):
+            return None
+        if marks.communicates():
+            return DeviceWork(True, f"in the communication of step {marks.step}, on the device")
+        if marks.ended is None and all(event.query() for event, _ in marks.ready):
+            return None  # the host is in the midst of it, and the device may have nothing to do
+        return DeviceWork(False, f"step {marks.step}, on the device")
+
+    def _measure(self, step: DeviceStep) -> dict[str, float]:
+        marks = step.marks
         assert marks is not None
-        self.ended.synchronize()
-        origin = self._previous
-        base_s = origin.end_s()
+        assert marks.began is not None
+        previous_s = self._origin_s
+        if marks.anchor is not None:
+            self._origin, self._origin_s = marks.anchor
+        origin, ended = self._origin, step.ended
+        counted_s = self._origin_s + origin.seconds_to(ended)
+        latest_s = self.now() if step.seen_s is None else step.seen_s
+        end_s = min(max(counted_s, step.open_s), latest_s)
+        base_s = self._origin_s + (end_s - counted_s)
 
-        def at(event: Any) -> float:
-            return float(base_s + origin.ended.elapsed_time(event) * 1e-3)
+        def at(event: Event) -> float:
+            return base_s + origin.seconds_to(event)
 
-        began_s, end_s = at(marks.began), at(marks.ended)
+        timed = Timed(at, marks)
+        timed.fields = fields = self._fields(timed, previous_s, end_s)
+        if marks.complete is not None:
+            fields |= marks.complete(timed)
+        self._faults.compute_s = fields["compute_s"] - marks.injected_s
+        self._origin, self._origin_s = ended, end_s
+        return fields
+
+    @staticmethod
+    def _fields(timed: Timed, previous_s: float, end_s: float) -> dict[str, float]:
+        at, marks = timed.at, timed.marks
+        assert marks.began is not None
+        began_s = at(marks.began)
         # The host may run ahead of the device: a step begins there when the previous one ends.
-        start_s = min(max(base_s, marks.cpu_s - marks.fetch_s), began_s)
-        reduced_s = [at(b) - at(a) for a, b in zip(marks.ready, marks.reduced, strict=True)]
-        blocked_s = [at(b) - at(a) for a, b in marks.blocked]
+        start_s = min(max(previous_s, marks.cpu_s - marks.fetch_s), began_s)
+        ready = [event for event, _ in marks.ready]
+        reduced_s = [at(b) - at(a) for a, b in zip(ready, marks.reduced, strict=True)]
+        blocked_s = [timed.seconds(one) for one in marks.blocked]
         exposed_s = sum(reduced_s) + sum(blocked_s)
-        ready_s = at(marks.ready[-1]) - sum(reduced_s[:-1]) if marks.ready else NAN
+        ready_s = NAN
+        if marks.ready:
+            event, before = marks.ready[-1]
+            ready_s = at(event) - sum(reduced_s[:-1]) - sum(blocked_s[:before])
         if marks.done is not None:
             event, before = marks.done
             ready_s = at(event) - sum(blocked_s[:before])
+        aside_s = sum(timed.seconds(one) for one in marks.aside)
         # Fetching counts as far as the device had nothing to do meanwhile.
         data_wait_s = min(marks.fetch_s, began_s - start_s) + marks.late_fetch_s
-        aside_s = sum(at(b) - at(a) for a, b in marks.aside)
         compute_s = end_s - began_s - exposed_s - aside_s - marks.late_fetch_s
-        self._faults.compute_s = compute_s - marks.injected_s
         return {
             "start_s": start_s + aside_s,
             "end_s": end_s,
@@ -305,16 +472,12 @@ class CudaStep:
             "data_wait_s": data_wait_s,
             "compute_s": compute_s,
             "exposed_s": exposed_s if marks.exposed_known else NAN,
-            "local_loss": float(marks.loss),
+            "local_loss": NAN if marks.loss is None else float(marks.loss),
         }
 
 
-def _event() -> Any:
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def make_timer(context: RunContext, device: torch.device) -> CpuTimer | CudaTimer:
+def make_timer(context: RunContext, device: torch.device) -> CpuTimer | DeviceTimer:
     """Return the timer for a device."""
-    return CudaTimer(context, device) if device.type == "cuda" else CpuTimer(context)
+    if device.type == "cpu":
+        return CpuTimer(context)
+    return DeviceTimer(context, accelerators.of(device))

@@ -146,6 +146,16 @@ class OwnLoop:
                 self.context.eval_s += now - self._start
             self._start = now
 
+    def epoch_ends(self) -> None:
+        """Wait for what the device has yet to do: it is training, and no part of what follows."""
+        if self._under_way:
+            return
+        began = clock()
+        self.context.settle()
+        spent_s = clock() - began
+        self.context.train_s += spent_s
+        self._start += spent_s
+
     def fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, timed; StopIteration when there is none.
 
@@ -410,6 +420,7 @@ class OwnLoop:
                 try:
                     batch = loop.fetch(batches)
                 except StopIteration:
+                    loop.epoch_ends()
                     return
                 yield batch
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,12 +40,18 @@ from torch.distributed.pipelining import PipelineStage
 
 from ....engine.contract import NAN
 from ....engine.debugging.marks import RECEIVE, waits_in
+from ....engine.telemetry.recorder import StepResult
+from ....engine.torch import accelerator as accelerators
 from ....engine.torch.group import backend_of
 from ....errors import FitError
 from ..parts.replica import PRECISIONS
+from ..parts.timing import DeviceTimer
 
 if TYPE_CHECKING:
+    from ....engine.context import RunContext
     from ....engine.telemetry.step_gate import FaultInjector
+    from ....engine.torch.accelerator import Accelerator
+    from ..parts.timing import Stretch, Timed
     from .measure import Form
 
 
@@ -324,21 +330,29 @@ class Timeline:
 
     Args:
         stamped: Whether the sender's clock travels with messages and can be compared.
+        ends_together: Whether all workers meet at the end of a step, so that the one with the most
+            work of its own is to blame for what the others waited.
     """
 
-    def __init__(self, faults: FaultInjector, device: torch.device, *, stamped: bool) -> None:
-        self.stamped = stamped
-        self._faults, self._device = faults, device
-        self._last = 0.0
+    def __init__(
+        self, faults: FaultInjector, *, stamped: bool, ends_together: bool = False
+    ) -> None:
+        self.stamped, self._ends_together = stamped, ends_together
+        self._faults = faults
+        self._opened = self._last = 0.0
         self._delayed: set[str] = set()
-        self.injected_s = 0.0
+        self._injected_s = 0.0
         self.spent = Spent()
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """A step begins."""
+        self._opened = clock()
+
+    def begin(self) -> None:
+        """The schedule begins."""
         self._last = clock()
         self._delayed.clear()
-        self.injected_s = 0.0
+        self._injected_s = 0.0
         self.spent = Spent(idle_s=0.0 if self.stamped else NAN)
 
     def work(self, phase: str, sent_s: float | None) -> None:
@@ -354,9 +368,12 @@ class Timeline:
         if sent_s is not None and self.stamped:
             self.spent.idle_s += min(max(sent_s - self._last, 0.0), gap)
         self._last = now
+        self._delay(phase)
+
+    def _delay(self, phase: str) -> None:
         if self._faults.active and phase not in self._delayed:
             self._delayed.add(phase)
-            self.injected_s += self._faults.spend(phase)
+            self._injected_s += self._faults.spend(phase)
 
     def travel(self, size_bytes: int) -> None:
         """Let a message take as long as the simulated link would; it has been stamped already."""
@@ -365,8 +382,6 @@ class Timeline:
 
     def rest(self) -> None:
         """Work ends."""
-        if self._device.type == "cuda":  # else the clock would show when it was enqueued
-            torch.cuda.synchronize(self._device)
         now = clock()
         self.spent.busy_s += now - self._last
         self._last = now
@@ -375,11 +390,145 @@ class Timeline:
         """The schedule is done; what followed the last work was sending."""
         self.spent.blocked_s += clock() - self._last
 
-    def blocked(self, came_s: float) -> None:
-        """Since `came_s` this worker has exchanged messages with others."""
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Meanwhile this worker exchanges messages with others."""
+        came_s = clock()
+        yield
         self.spent.blocked_s += clock() - came_s
+
+    def came(self) -> float:
+        """This worker has come to where all meet; return when."""
+        return clock()
 
     def met(self, came_s: float, last_s: float) -> None:
         """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
         self.spent.blocked_s += clock() - came_s
         self.spent.idle_s += last_s - came_s  # NaN stays NaN
+
+    def finish(self, samples: int, loss: torch.Tensor | None, sent_bytes: float) -> StepResult:
+        """Return what the step measured; call it last.
+
+        Args:
+            loss: None where it is not computed here.
+        """
+        value = NAN if loss is None else float(loss)
+        spent, now = self.spent, clock()
+        compute_s = now - self._opened - spent.blocked_s
+        self._faults.compute_s = compute_s - self._injected_s
+        return StepResult(
+            samples,
+            value,
+            compute_s,
+            ready_s=now - spent.blocked_s if self._ends_together else NAN,
+            exposed_s=spent.blocked_s,
+            wait_s=spent.idle_s,
+            sent_bytes=sent_bytes,
+            bubble_s=spent.blocked_s,
+            has_loss=loss is not None,
+        )
+
+
+class DeviceTimeline(Timeline):
+    """The same on an accelerator, by events on the stream that computes.
+
+    A message that comes by the device's own backend stops the stream and not the host, which is
+    ahead of it. So events stand where a gap begins and ends, and are read when the device has
+    passed the step; nothing waits for the device, and what is sent goes on beside the work.
+    """
+
+    def __init__(
+        self,
+        faults: FaultInjector,
+        timer: DeviceTimer,
+        device: Accelerator,
+        *,
+        stamped: bool,
+        ends_together: bool = False,
+    ) -> None:
+        super().__init__(faults, stamped=stamped, ends_together=ends_together)
+        self._timer, self._device = timer, device
+        self._gap: Stretch | None = None
+        self._gaps: list[tuple[Stretch, float]] = []  # and when the message was sent
+        self._idle_s = 0.0
+
+    def open(self) -> None:
+        """A step begins."""
+        self._timer.begin()
+        self._gaps, self._idle_s = [], 0.0
+
+    def begin(self) -> None:
+        """The schedule begins."""
+        self._delayed.clear()
+        self._gap = self._timer.block()
+
+    def work(self, phase: str, sent_s: float | None) -> None:
+        """Work begins; since the last work there was a gap."""
+        gap = self._close()
+        if sent_s is not None and self.stamped and gap is not None:
+            self._gaps.append((gap, sent_s))
+        self._delay(phase)
+
+    def _delay(self, phase: str) -> None:
+        if self._faults.active and phase not in self._delayed:
+            self._delayed.add(phase)
+            self._timer.spend(phase)
+
+    def _close(self) -> Stretch | None:
+        gap, self._gap = self._gap, None
+        if gap is not None:
+            gap.ended = self._device.event()
+        return gap
+
+    def rest(self) -> None:
+        """Work ends."""
+        self._gap = self._timer.block()
+
+    def end(self) -> None:
+        """The schedule is done; what followed the last work was sending."""
+        self._close()
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Meanwhile this worker exchanges messages with others."""
+        with self._timer.blocked():
+            yield
+
+    def came(self) -> float:
+        """This worker has come to where all meet; return when."""
+        if self.stamped:  # the others compare it with theirs
+            self._device.synchronize_stream()
+        self._gap = self._timer.block()
+        return clock()
+
+    def met(self, came_s: float, last_s: float) -> None:
+        """All workers met in a collective: this one came at `came_s`, the last at `last_s`."""
+        self._close()
+        self._idle_s += last_s - came_s
+
+    def finish(self, samples: int, loss: torch.Tensor | None, sent_bytes: float) -> StepResult:
+        """Return what is known already; the times follow once the device has passed the step."""
+        gaps, idle_s = self._gaps, self._idle_s if self.stamped else NAN
+
+        def complete(timed: Timed) -> dict[str, float]:
+            idle = idle_s
+            for gap, sent_s in gaps:
+                idle += min(max(sent_s - timed.at(gap.began), 0.0), timed.seconds(gap))
+            bubble_s = timed.fields["exposed_s"]
+            own = {"ready_s": timed.fields["end_s"] - bubble_s} if self._ends_together else {}
+            return {"bubble_s": bubble_s, "wait_s": idle, **own}
+
+        result = self._timer.finish(samples, loss, sent_bytes, complete=complete)
+        result.has_loss = loss is not None
+        return result
+
+
+def make_timeline(
+    context: RunContext, device: torch.device, *, stamped: bool, ends_together: bool = False
+) -> Timeline:
+    """Return the timeline of a worker on a device."""
+    given = {"stamped": stamped, "ends_together": ends_together}
+    if device.type == "cpu":
+        return Timeline(context.faults, **given)
+    timer = DeviceTimer(context, accelerators.of(device))
+    return DeviceTimeline(context.faults, timer, accelerators.of(device), **given)

@@ -122,7 +122,7 @@ def norm_over_stages(
         came_s: When this worker was ready.
         wire: Where messages lie when they are sent.
     """
-    square = sum(float(g.double().square().sum()) for g in grads)
+    square = float(sum(g.double().square().sum() for g in grads))
     mine = torch.tensor([square, came_s], dtype=torch.float64, device=wire)
     every = [torch.empty_like(mine) for _ in range(workers)]
     dist.all_gather(every, mine, group=group)

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....engine.torch import accelerator as accelerators
 from ....errors import FitError
 from ....shared import events
 
@@ -403,8 +404,8 @@ class Staging:
         return as_bytes(own if own is not None else tensor.contiguous())
 
     def _wait(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._device is not None:
+            accelerators.of(self._device).synchronize_stream()
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
