@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from workbench.engine.debugging import stacks
 from workbench.engine.torch import accelerator, support
+from workbench.shared.protocol import RunSpec
 
 pytestmark = pytest.mark.torch
 
@@ -48,11 +49,11 @@ def test_a_worker_computes_on_its_device_and_takes_its_part_of_a_shared_one(
 ) -> None:
     limits: list[float] = []
     monkeypatch.setattr(device, "limit_memory", limits.append)
-    spec: Any = SimpleNamespace(device="fakegpu:0")
+    spec = RunSpec("run", 0, 1, (0,), device="fakegpu:0")
     support._take_device(spec)
     assert device.is_current()
     assert limits == []
-    spec.sharers = 3
+    spec = replace(spec, sharers=3)
     support._take_device(spec)
     assert limits == [pytest.approx(0.3)]
     assert len(stacks._devices) == 1
@@ -72,7 +73,7 @@ def test_the_profiler_sees_the_work_of_the_kind_of_device(
     monkeypatch.setattr(support, "supported_activities", lambda: {ProfilerActivity.CPU, own})
     made: list[Any] = []
     monkeypatch.setattr(support, "profile", lambda **given: made.append(given))
-    spec: Any = SimpleNamespace(device="fakegpu:0")
+    spec = RunSpec("run", 0, 1, (0,), device="fakegpu:0")
     profiler = support.TorchProfiler(spec)
     assert made[0]["activities"] == [ProfilerActivity.CPU, own]
     syncs = device.syncs
@@ -97,7 +98,7 @@ def test_a_main_thread_that_spins_for_the_device_waits_in_its_collective(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(monkeypatch, {"profiling_name": "nccl:all_gather", "state": "started"})
-    spec: Any = SimpleNamespace(device="fakegpu:0")
+    spec = RunSpec("run", 0, 1, (0,), device="fakegpu:0")
     support._take_device(spec)
     monkeypatch.setattr(stacks, "_main_thread", lambda: [stacks.Place(__file__, 3, "step")])
     found = stacks.where()

@@ -141,7 +141,7 @@ def show(kind: str, gpus: Sequence[str], uses: int, *, counted: bool = False) ->
     Raises:
         EngineSpentError: They are, and numbers that the run uses mean other devices.
     """
-    if not gpus or not KINDS[kind].mask:
+    if not gpus or kind not in KINDS or not KINDS[kind].mask:
         return
     if not (counted or is_counted()):
         apply(kind, gpus)

@@ -50,7 +50,8 @@ const std::vector<std::string>& seen() {  // for the life of the process, from i
   return all;
 }
 std::atomic<bool> initialised{false};
-int count() { return static_cast<int>(seen().size()); }
+void initialise() { if (!initialised.exchange(true)) seen(); }
+int count() { return static_cast<int>((initialised ? seen() : visible()).size()); }
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -104,7 +105,7 @@ void check() {
 }
 // The host waits for the device: in C, where no signal of Python's is handled, as CUDA's calls do.
 void drain(int device) {
-  initialised = true;
+  initialise();
   contexts[device] = true;
   auto left = snapshot(device);
   if (!left.empty() || hung) {
@@ -162,7 +163,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& s) const override { check(); return snapshot(s.device_index()).empty() && !hung; }
   void synchronizeStream(const c10::Stream& s) const override { drain(s.device_index()); }
   void synchronizeEvent(void* event) const override {
-    pybind11::gil_scoped_release free;
+    std::unique_ptr<pybind11::gil_scoped_release> free;
+    if (Py_IsInitialized() && PyGILState_Check()) free = std::make_unique<pybind11::gil_scoped_release>();
     while (hung) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     if (event) for (auto& one : static_cast<Mark*>(event)->before) one->wait();
     check();
@@ -189,7 +191,7 @@ struct Allocator final : c10::Allocator {
   static int64_t capacity() { return std::atoll(variable("FAKEGPU_MEMORY", "8589934592")); }
   c10::DataPtr allocate(size_t n) override {
     TORCH_CHECK(current >= 0 && current < count(), "CUDA error: invalid device ordinal (a fake one)");
-    initialised = true;
+    initialise();
     contexts[current] = true;
     auto device = c10::Device(kType, static_cast<c10::DeviceIndex>(current));
     if (!n) return {nullptr, nullptr, &release, device};
@@ -689,10 +691,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
-  m.def("set_device", [](int i) { TORCH_CHECK(i >= 0 && i < count(), "CUDA error: invalid device ordinal (a fake one)"); current = i; initialised = true; contexts[i] = true; });
+  m.def("set_device", [](int i) { TORCH_CHECK(i >= 0 && i < count(), "CUDA error: invalid device ordinal (a fake one)"); current = i; initialise(); contexts[i] = true; });
+  m.def("exchange_device", [](int i) { int was = current; current = i; return was; });
   m.def("current_device", [] { return current; });
   m.def("device_count", &count);
-  m.def("identity", [](int i) { return seen().at(i); });
+  m.def("identity", [](int i) { initialise(); return seen().at(i); });
   m.def("is_initialized", [] { return initialised.load(); });
   m.def("has_context", [](int i) { return contexts[i].load(); });
   m.def("synchronize", [](int i) { drain(i); });

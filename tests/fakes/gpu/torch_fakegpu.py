@@ -26,11 +26,17 @@ class device:  # noqa: N801 - as torch.cuda.device
         self._wanted = _index(wanted)
 
     def __enter__(self) -> None:
-        self._before = native.current_device()
-        native.set_device(self._wanted)
+        self._before = native.exchange_device(self._wanted)
 
     def __exit__(self, *_: object) -> None:
-        native.set_device(self._before)
+        native.exchange_device(self._before)
+
+
+def _set_device(wanted: Any) -> None:
+    new = not native.is_initialized()
+    native.set_device(_index(wanted))
+    if new and _asked:
+        _seed_all(_asked[0])
 
 
 def _stream(wanted: Any = None, priority: int = 0, **_: Any) -> Any:
@@ -48,7 +54,7 @@ def _module() -> types.ModuleType:
     module.is_initialized = native.is_initialized
     module.device_count = native.device_count
     module.current_device = native.current_device
-    module.set_device = lambda wanted: native.set_device(_index(wanted))
+    module.set_device = _set_device
     module.synchronize = lambda wanted=None: native.synchronize(_index(wanted))
     module.get_device_name = lambda wanted=None: f"Fake {native.identity(_index(wanted))}"
     module.mem_get_info = lambda wanted=None: native.memory(_index(wanted))
@@ -60,7 +66,7 @@ def _module() -> types.ModuleType:
         f"fakegpu:{_index(wanted)}"
     )
     module.empty_cache = lambda: None
-    module.has_context = native.has_context
+    module.has_context, module.identity = native.has_context, native.identity
     module.fail = native.fail
     module.hang = native.hang
     module._is_in_bad_fork = lambda: False
@@ -80,7 +86,14 @@ def _set_rng_state(state: torch.Tensor, wanted: Any = None) -> None:
     native.set_rng_state(state, _index(wanted))
 
 
+_asked: list[int] = []
+
+
 def _seed_all(seed: int) -> None:
+    """Seed every device; one that is not initialised yet is seeded when it is."""
+    _asked[:] = [seed]
+    if not native.is_initialized():
+        return
     for index in range(native.device_count()):
         native.seed(index, seed)
 

@@ -1,0 +1,202 @@
+"""A cluster whose engines have GPUs of the tests' own: ends of all kinds cost what they must.
+
+Their collectives are ended by nothing but an abort, as NCCL's are (tests/fakes/gpu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fakes import gpu
+
+import workbench as wb
+from workbench.devices import discovery, leases, mask, reservations
+from workbench.devices.discovery import Device
+from workbench.errors import RunError
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.torch,
+    pytest.mark.leaks("the cluster of all tests holds its GPUs"),
+]
+WAIT_S = 60
+AT_THE_PROMPT_S = 15.0
+"""How long it may take until the notebook can be used again."""
+GPUS = [Device(i, "Fake", 8 << 30, 0, f"FAKE-{i}", number=i, kind="fakegpu") for i in range(3)]
+KIND = mask.Kind("fakegpu", "fakegpu", "FAKEGPU_VISIBLE_DEVICES", collectives="fakenccl")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Cluster]:
+    if lacking := gpu.missing():
+        pytest.skip(f"a GPU for tests cannot be built: {lacking} is missing")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in gpu.install(tmp_path_factory.mktemp("backend"), 3).items():
+            patch.setenv(name, value)
+        patch.setattr(discovery, "FINDERS", {"fakegpu": lambda framework: (GPUS, [])})
+        patch.setitem(mask.KINDS, "fakegpu", KIND)
+        patch.setenv(reservations.VARIABLE, str(tmp_path_factory.mktemp("g") / "gpus"))
+        patch.setattr(leases, "_said", set())
+        with wb.Cluster(2) as cluster:
+            yield cluster
+
+
+def run(cluster: wb.Cluster, source: str, then: Callable[[Any], object] | None = None) -> str:
+    """Run a cell on all engines; return what it came to."""
+    task = cluster.execute(source)
+    if then is not None:
+        then(task)
+    assert task.over.wait(WAIT_S)
+    error = task.failure()
+    return "" if error is None else str(error)
+
+
+def pids(cluster: wb.Cluster) -> dict[int, int]:
+    return {engine.id: engine.pid for engine in cluster.engines if engine.state != "dead"}
+
+
+PROOF = """
+import contextlib
+import os
+import torch
+mine = torch.full((2,), float(rank + 1), device=device)
+dist.all_reduce(mine)
+also = torch.full((2,), float(rank + 1))
+dist.all_reduce(also)
+proof = [mine.tolist(), also.tolist(), str(device), os.environ["LOCAL_RANK"],
+         torch.fakegpu.identity(mine.device.index), torch.fakegpu.has_context(1 - rank)]
+"""
+
+
+def check_all_is_well(cluster: wb.Cluster) -> None:
+    assert run(cluster, PROOF) == ""
+    found = cluster.pull(["proof"])
+    assert [found[engine]["proof"] for engine in sorted(found)] == [
+        [[3.0, 3.0], [3.0, 3.0], f"fakegpu:{rank}", str(rank), f"FAKE-{rank}", False]
+        for rank in range(2)
+    ]
+
+
+def kept(cluster: wb.Cluster) -> list[Any]:
+    found = cluster.pull(["kept"])
+    return [found[engine].get("kept") for engine in sorted(found)]
+
+
+@pytest.fixture
+def unharmed(cluster: wb.Cluster) -> Iterator[None]:
+    """The engines of before with what they held, and collectives that are right."""
+    assert run(cluster, "kept = rank") == ""
+    before = pids(cluster)
+    yield
+    assert pids(cluster) == before
+    assert kept(cluster) == [0, 1]
+    check_all_is_well(cluster)
+
+
+def test_each_engine_has_its_gpu_under_its_local_rank_and_a_context_nowhere_else(cluster):
+    check_all_is_well(cluster)
+
+
+HANGS = """
+import time
+if rank == 1:
+    EVENT
+x = torch.ones(4, device=device)
+dist.all_reduce(x)
+print(x.sum().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ("raise ValueError('rank 1 has had enough')", "rank 1 has had enough"),
+        ("torch.empty(1 << 40, device=device)", "OutOfMemoryError"),
+    ],
+    ids=["an error", "out of memory"],
+)
+def test_a_rank_that_fails_in_a_cell_ends_it_alone(cluster, unharmed, event, words):
+    began = time.monotonic()
+    assert words in run(cluster, HANGS.replace("EVENT", event))
+    assert time.monotonic() - began < AT_THE_PROMPT_S
+
+
+def test_an_interrupt_while_a_collective_waits_on_the_device(cluster, unharmed):
+    began = time.monotonic()
+    pressed = threading.Event()
+
+    def press(task: Any) -> None:
+        pressed.wait(1.5)
+        task.interrupt()
+
+    run(cluster, HANGS.replace("EVENT", "time.sleep(1000)"), press)
+    assert time.monotonic() - began < AT_THE_PROMPT_S
+
+
+TRAIN = """
+import torch
+from torch import nn
+torch.manual_seed(1)
+def on_step_end(step, logs):
+    EVENT
+result = wb.fit(nn.Linear(8, 2), wb.data.synthetic(64, shape=(8,), classes=2), batch_size=8,
+       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), steps=STEPS,
+       callbacks=[on_step_end])
+"""
+
+
+def trained(cluster: wb.Cluster, event: str = "pass", steps: int = 12, **how: Any) -> Any:
+    source = TRAIN.replace("EVENT", event).replace("STEPS", str(steps))
+    run = cluster.run(source, strategy="mirrored", workers=2, **how)
+    with contextlib.suppress(RunError):
+        run.wait(WAIT_S)
+    return run
+
+
+def test_a_run_that_fails_in_mid_step_costs_no_engine(cluster, unharmed):
+    run = trained(cluster, "if step == 5 and rank == 1: raise ValueError('enough')")
+    assert run.state == "failed"
+    assert "enough" in str(run.error)
+    assert trained(cluster).state == "finished"
+
+
+def test_a_device_that_failed_costs_its_own_engine(cluster):
+    assert run(cluster, "kept = rank") == ""
+    before = pids(cluster)
+    said = run(cluster, HANGS.replace("EVENT", "torch.fakegpu.fail(710)"))
+    assert "device-side assert" in said
+    deadline = time.monotonic() + WAIT_S
+    while pids(cluster).get(1) in (before[1], None) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check_all_is_well(cluster)
+    assert kept(cluster) == [0, None]
+    assert pids(cluster)[0] == before[0]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on_from_whole_weights(
+    cluster, tmp_path
+):
+    truth = trained(cluster)
+    event = "import time; time.sleep(0.05)"
+    source = TRAIN.replace("EVENT", event).replace("STEPS", "12")
+    before = pids(cluster)
+    run = cluster.run(
+        source, strategy="mirrored", workers=2, on_failure="replace", checkpoint=str(tmp_path)
+    )
+    deadline = time.monotonic() + WAIT_S
+    while run.history.totals.steps < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(before[1], signal.SIGKILL)
+    run.wait(WAIT_S)
+    assert run.state == "finished", run.error
+    assert pids(cluster)[0] == before[0]
+    weights, same = run.weights(), truth.weights()
+    assert all(abs(weights[name] - same[name]).max() < 1e-6 for name in same)
+    check_all_is_well(cluster)
