@@ -1,0 +1,198 @@
+"""`workbench doctor --gpu-test`: ten minutes that say whether all of this works on these GPUs.
+
+Each stage is a process with a time box: what hangs or crashes costs its own stage, and is itself
+the result. After each stage the report is written anew, so nothing is lost where the test ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import children
+from .report import MARKS, Line, Report, line_text
+
+TOTAL_S = 600.0
+STAGES_MODULE = "workbench.doctor.stages"
+FAULTS_MODULE = "workbench.doctor.faults"
+WANTED = ("torch", "ipyparallel", "ipykernel", "zmq", "psutil", "numpy", "cloudpickle")
+"""Packages without which no engine trains."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the test.
+
+    Attributes:
+        name: Of the function in its module.
+        limit_s: Its time box; `quick_s` that of a short test.
+        quick: Whether a short test does it too.
+        engines: Whether it starts engines, so that it needs `WANTED`.
+    """
+
+    name: str
+    title: str
+    limit_s: float
+    quick: bool = False
+    quick_s: float = 40.0
+    engines: bool = True
+    module: str = STAGES_MODULE
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("surroundings", "What is installed, and what the driver says", 60, True, 30, False),
+    Stage("devices", "Each device computes as the CPU does", 60, True, 30, False),
+    Stage("group", "The smallest run: two processes, one all-reduce", 45, True, 30, False),
+    Stage("collectives", "Collectives in cells, CPU and device tensors", 60, True),
+    Stage("strategies", "Each strategy against one device", 150, True),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the test is to do.
+
+    Attributes:
+        device: The kind that engines use: `cuda`, `cpu`, or another that torch knows.
+        gpus: How many there are.
+        quick: The shortest form of each stage, fewer stages.
+        only: Names of stages; empty: all.
+        total_s: When no further stage is begun.
+    """
+
+    out: Path
+    device: str
+    gpus: int
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    total_s: float = TOTAL_S
+
+
+def missing(packages: Sequence[str] = WANTED) -> list[str]:
+    """Return which packages cannot be imported, without importing them."""
+    from importlib.util import find_spec
+
+    return [name for name in packages if find_spec(name) is None]
+
+
+def run(
+    asked: Asked, tell: Callable[[str], object] = print, stages: Sequence[Stage] = STAGES
+) -> Report:
+    """Do the stages one after the other; return the report, which is also written to `asked.out`.
+
+    Args:
+        tell: Gets each line as it is known.
+    """
+    folder = asked.out
+    logs = folder / "stages"
+    logs.mkdir(parents=True, exist_ok=True)
+    report = Report("gpu-test")
+    report.about |= {"device": asked.device, "gpus": asked.gpus}
+    began = time.perf_counter()
+    lacking = missing()
+    for stage in stages:
+        if (asked.only and stage.name not in asked.only) or (
+            asked.quick and not stage.quick and not asked.only
+        ):
+            continue
+        lines = _stage(stage, asked, logs, began, lacking)
+        for line in lines:
+            tell(line_text(line))
+        report.add(lines)
+        report.seconds = time.perf_counter() - began
+        _write(report, folder)
+    _write(report, folder)
+    tell("")
+    tell(report.verdict())
+    return report
+
+
+def _stage(
+    stage: Stage, asked: Asked, logs: Path, began: float, lacking: Sequence[str]
+) -> list[Line]:
+    """Do one stage; its last line says how the stage as a whole went."""
+
+    def whole(status: Any, found: str, step: str = "", seconds: float = 0.0) -> Line:
+        return Line(f"stage.{stage.name}", status, stage.title, found, step, round(seconds, 2))
+
+    if stage.engines and lacking:
+        names = " ".join(lacking)
+        return [whole("unknown", f"not installed: {names}", f"pip install {names}")]
+    left_s = asked.total_s - (time.perf_counter() - began)
+    limit_s = min(stage.quick_s if asked.quick else stage.limit_s, left_s)
+    if limit_s < 5:
+        return [
+            whole("unknown", f"not begun: {asked.total_s:g} s are over", "--only does it alone")
+        ]
+    told = {
+        "device": asked.device, "gpus": asked.gpus, "quick": asked.quick, "limit_s": limit_s,
+        "out": str(asked.out),
+    }  # fmt: skip
+    ended = children.run(stage.module, stage.name, told, limit_s, logs)
+    return [*ended.lines, _judge(whole, ended, limit_s)]
+
+
+def _judge(whole: Callable[..., Line], ended: children.Ended, limit_s: float) -> Line:
+    log = "the log of the stage says where it stood"
+    last = ended.lines[-1].what if ended.lines else "nothing"
+    if ended.late:
+        return whole(
+            "fail", f"hangs: not over within {limit_s:.0f} s; the last thing done was: {last}",
+            f"{log}:\n{_stacks(ended.tail)}", ended.seconds,
+        )  # fmt: skip
+    if ended.status:
+        what = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
+        return whole("fail", f"crashed ({what}) after: {last}", _last_line(ended.tail) or log,
+                     ended.seconds)  # fmt: skip
+    if ended.garbage:
+        return whole("fail", "wrote something that is no line of a report", log, ended.seconds)
+    if not ended.lines:
+        return whole("unknown", "ended without a word", log, ended.seconds)
+    bad = sum(line.status == "fail" for line in ended.lines)
+    found = f"{len(ended.lines) - bad} of {len(ended.lines)} as it should be"
+    return whole("fail" if bad else "ok", f"{found}, {ended.seconds:.1f} s", "", ended.seconds)
+
+
+def _stacks(tail: str, most: int = 30) -> str:
+    at = max(tail.rfind("Current thread"), tail.rfind("Thread 0x"), 0)
+    return "\n".join(tail[min(at, max(0, len(tail) - 3000)):].splitlines()[:most])  # fmt: skip
+
+
+def _last_line(tail: str) -> str:
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _write(report: Report, folder: Path) -> None:
+    """Write the report, and all of the folder as one file that can be attached to an issue."""
+    report.files = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".zip"
+    )  # fmt: skip
+    report.write(folder)
+    packed = folder.parent / f".{folder.name}.{os.getpid()}"
+    made = Path(shutil.make_archive(str(packed), "zip", folder))
+    made.replace(folder.parent / f"{folder.name}.zip")
+
+
+def said_by(command: Sequence[str], limit_s: float = 20.0) -> str:
+    """Return what a command prints; empty where it is not there, fails or hangs."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def summary(report: Report) -> str:
+    """Return the failures and warnings once more, for the end of the output."""
+    bad = [line for line in report.lines if line.status in ("fail", "warn")]
+    return "\n".join(f"{MARKS[line.status]:<5} {line.id}: {line.found}" for line in bad)
