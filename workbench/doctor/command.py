@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .report import Report
+
 ABOUT = """\
 Checks this machine for Workbench: each line is ok, a warning, a failure, or cannot be checked here,
 and says what to do next. Exit status: 0 ok or warnings, 1 something failed."""
@@ -50,8 +52,28 @@ def run_doctor(given: argparse.Namespace) -> int:
     """Do what the line asks for; return the exit status."""
     if given.gpu_test:
         return _gpu_test(given)
-    print("only --gpu-test is there yet", file=sys.stderr)
-    return 1
+    report = examine(given.on)
+    _print(report.json() if given.json else report.text())
+    return report.exit_status
+
+
+def examine(on: str = "") -> Report:
+    """Make all checks; return what they found.
+
+    Args:
+        on: Hosts to check too, separated by commas.
+    """
+    from . import gpus, hosts, machine
+
+    report = Report("doctor")
+    began = time.perf_counter()
+    report.add(machine.look())
+    report.add(gpus.look())
+    names = [name.strip() for name in on.split(",") if name.strip()]
+    if names:
+        report.add(hosts.look(names))
+    report.seconds = time.perf_counter() - began
+    return report
 
 
 def _gpu_test(given: argparse.Namespace) -> int:

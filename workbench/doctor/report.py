@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -125,10 +125,10 @@ class Report:
         said = ", ".join(f"{counts[s]} {words[s]}" for s in STATUSES if counts[s])
         return f"{len(self.lines)} checks in {self.seconds:.0f} s: {said or 'none'}"
 
-    def text(self, width: int = 100) -> str:
+    def text(self) -> str:
         """Return it for a terminal, a line for each check and one for each next step."""
         out, group = [], ""
-        for line in self.lines:
+        for line in together(self.lines):
             first = line.id.partition(".")[0]
             if first != group and group:
                 out.append("")
@@ -145,8 +145,9 @@ class Report:
             Column("", "left"), Column("checked", "left", 28), Column("found", "left", 60),
             Column("next step", "left", 40),
         ]  # fmt: skip
-        rows = [[MARKS[one.status], one.what, one.found, one.next_step] for one in self.lines]
-        strong = frozenset(i for i, one in enumerate(self.lines) if one.status == "fail")
+        lines = together(self.lines)
+        rows = [[MARKS[one.status], one.what, one.found, one.next_step] for one in lines]
+        strong = frozenset(i for i, one in enumerate(lines) if one.status == "fail")
         return Table(columns, rows, f"Doctor: {self.verdict()}", (), strong)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -159,6 +160,24 @@ class Report:
         """Write `report.json` and `report.txt` there."""
         (folder / "report.json").write_text(self.json() + "\n", "utf-8")
         (folder / "report.txt").write_text(self.text() + "\n", "utf-8")
+
+
+def together(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines for a reader: what cannot be checked for the same reason is one line."""
+    same: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.status == "unknown":
+            same.setdefault(line.found, []).append(line)
+    shown = []
+    for line in lines:
+        alike = same.get(line.found, []) if line.status == "unknown" else []
+        if len(alike) < 2:
+            shown.append(line)
+        elif line is alike[0]:
+            what = ", ".join(one.what for one in alike)
+            found = f"{line.found}, so not checked: {what}"
+            shown.append(Line(line.id, "unknown", f"{len(alike)} checks", found, line.next_step))
+    return shown
 
 
 def line_text(line: Line) -> str:
