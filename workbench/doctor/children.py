@@ -1,4 +1,4 @@
-"""A process with a time box: what it says comes line by line, so a hang costs only what it had left.
+"""A process with a time box: what it says comes line by line, so a hang loses nothing said before.
 
 The parent starts `python -m MODULE NAME LINES ASKED`; the child appends a JSON object per line to
 the file LINES. Where the time is up, the stacks of all its threads are written to its log, and all
@@ -133,11 +133,17 @@ def read(lines: Path) -> tuple[list[Line], bool]:
     garbage = False
     with contextlib.suppress(OSError):
         for text in lines.read_text("utf-8", "replace").splitlines():
-            try:
-                found.append(Line.from_dict(json.loads(text)))
-            except (ValueError, TypeError):
-                garbage = True
+            line = _parse(text)
+            found += [] if line is None else [line]
+            garbage = garbage or line is None
     return found, garbage
+
+
+def _parse(text: str) -> Line | None:
+    try:
+        return Line.from_dict(json.loads(text))
+    except (ValueError, TypeError):
+        return None
 
 
 def _tail(log: Path, most: int = 4000) -> str:

@@ -30,7 +30,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON document, for programs")
     add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
     add("--gpu-test", action="store_true",
-        help="ten minutes with real engines: collectives, strategies, faults; leaves a report")  # fmt: skip
+        help="ten minutes with real engines; leaves a report")  # fmt: skip
     add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
     add("--quick", action="store_true", help="--gpu-test in its shortest form")
     add("--only", metavar="STAGE[,STAGE]", default="", help="only these stages of --gpu-test")

@@ -56,9 +56,10 @@ def facts(asked):
     except OSError:
         net = ""
     return {
-        "python": platform.python_version(), "system": platform.system(), "hostname": socket.gethostname(),
+        "python": platform.python_version(), "hostname": socket.gethostname(),
         "boot_id": text("/proc/sys/kernel/random/boot_id"), "net": net, "uid": os.getuid(),
-        "home": os.path.expanduser("~"), "free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        "free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+        "executable": sys.executable,
         "versions": {name: version(name) for name in asked["packages"]},
         "workbench": bool(__import__("importlib.util").util.find_spec("workbench")),
     }
@@ -325,7 +326,12 @@ def _versions(here: Host, host: Host) -> tuple[Any, ...]:
     other = [f"{n} {theirs[n] or 'missing'} (here {ours[n]})" for n in ours
              if ours[n] and ours[n] != theirs.get(n)]  # fmt: skip
     if other:
-        return "fail", ", ".join(other), "install the same versions there", {"versions": theirs}
+        return (
+            "fail",
+            ", ".join(other),
+            f"install the same versions for {host.facts['executable']} there",
+            {"versions": theirs},
+        )
     shown = ", ".join(f"{n} {v}" for n, v in theirs.items() if v)
     return "ok", shown, "", {"versions": theirs}
 
@@ -344,7 +350,8 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
     if host.address:
         here.address = here.ask("towards", address=host.address)["address"]
     back = found.get((host.called, mine), [])
-    words = f"{name} is {', '.join(known) or 'not known here'}; there {mine} is {', '.join(back) or 'not known'}"
+    words = f"{name} is {', '.join(known) or 'not known here'}; "
+    words += f"there {mine} is {', '.join(back) or 'not known'}"
     if back and all(one.startswith("127.") for one in back):
         return "fail", words, f"in /etc/hosts of {name}, give {mine} the address {here.address}"
     if any(one.startswith("127.") for one in known) and name not in ("localhost", "127.0.0.1"):
@@ -469,7 +476,7 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                                   "engines of one machine need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each a name of its own: gloo looks for itself by it"))  # fmt: skip
+                                  "give each its own name: gloo looks itself up by it"))  # fmt: skip
             else:
                 words = "one kernel, two networks (containers)" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))

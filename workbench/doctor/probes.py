@@ -6,6 +6,7 @@ They say lines, and facts (`facts.*`) that `gpus.py` judges.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -171,7 +172,8 @@ def _copies(child: Child, torch: Any, gpus: int) -> None:
                       "turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1")  # fmt: skip
         else:
             child.say("ok", "gpu.p2p", what, f"right, {direct} of {pairs} pairs directly, "
-                      f"{min(rates):.1f} to {max(rates):.1f} GB/s", direct=direct, pairs=pairs)  # fmt: skip
+                      f"{min(rates):.1f} to {max(rates):.1f} GB/s",
+                      direct=direct, pairs=pairs)  # fmt: skip
 
 
 def _events(child: Child, torch: Any) -> None:
@@ -181,7 +183,7 @@ def _events(child: Child, torch: Any) -> None:
         for event in events:
             event.record()
         torch.cuda.synchronize()
-        steps = [a.elapsed_time(b) * 1e3 for a, b in zip(events, events[1:], strict=False)]
+        steps = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
         least = min(step for step in steps if step > 0)
         child.say("ok" if least < 50 else "warn", "gpu.events", what, f"{least:.1f} us between two",
                   resolution_us=round(least, 2))  # fmt: skip
@@ -369,7 +371,7 @@ def _contexts(child: Child, pids: list[int]) -> None:
             return
         many = [i for i, here in on_gpu.items() if len(set(pids) & set(here)) > 1]
         child.say("fail" if many else "ok", "gpu.contexts", what,
-                  f"both ranks are on GPU {many}" if many else "one process for each GPU")  # fmt: skip
+                  f"both ranks are on GPU {many}" if many else "one process each")  # fmt: skip
 
 
 # -- frameworks and engines ------------------------------------------------------------------------
@@ -437,7 +439,7 @@ def warm(child: Child) -> None:
     elif opened:
         child.say("warn", "machine.warm", what, f"importing torch opens {opened[0]}", **figures)
     else:
-        child.say("ok", "machine.warm", what, "importing torch touches no GPU, and children compute",
+        child.say("ok", "machine.warm", what, "importing torch touches no GPU, and forks compute",
                   **figures)  # fmt: skip
 
 
