@@ -21,6 +21,7 @@ from .report import MARKS, Line, Report, line_text
 TOTAL_S = 600.0
 STAGES_MODULE = "workbench.doctor.stages"
 FAULTS_MODULE = "workbench.doctor.faults"
+TRIALS_MODULE = "workbench.doctor.trials"
 WANTED = ("torch", "ipyparallel", "ipykernel", "zmq", "psutil", "numpy", "cloudpickle")
 """Packages without which no engine trains."""
 
@@ -46,11 +47,20 @@ class Stage:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("surroundings", "What is installed, and what the driver says", 60, True, 30, False),
-    Stage("devices", "Each device computes as the CPU does", 60, True, 30, False),
-    Stage("group", "The smallest run: two processes, one all-reduce", 45, True, 30, False),
-    Stage("collectives", "Collectives in cells, CPU and device tensors", 60, True),
-    Stage("strategies", "Each strategy against one device", 150, True),
+    Stage("surroundings", "what is installed, and what the driver says", 45, True, 30, False),
+    Stage("devices", "each device computes as the CPU does", 45, True, 30, False),
+    Stage("group", "the smallest run: two processes, one all-reduce", 45, True, 30, False),
+    Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
+    Stage("strategies", "each strategy against one device", 120, True),
+    Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
+    Stage("telemetry", "delays are read back", 60, module=TRIALS_MODULE),
+    Stage("memory", "memory is given back", 40, module=TRIALS_MODULE),
+    Stage("speed", "speed against torchrun, time to the first step", 75, module=TRIALS_MODULE),
+    Stage("ways", "precision, compile, accumulation, loaders", 90, module=TRIALS_MODULE),
+    Stage("checkpoints", "checkpoint and resume", 40, module=TRIALS_MODULE),
+    Stage("refusals", "what cannot be is refused", 20, module=TRIALS_MODULE),
+    Stage("tensorflow", "TensorFlow's strategies, then PyTorch", 75, module=TRIALS_MODULE),
+    Stage("labs", "cells of the first labs", 90, module=TRIALS_MODULE),
 )
 
 

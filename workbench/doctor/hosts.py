@@ -476,7 +476,7 @@ def _twins(ends: Sequence[Host]) -> list[Line]:
                                   "engines of one machine need no ssh"))  # fmt: skip
             elif same_name:
                 lines.append(Line(id, "warn", what, f"both are called {a.facts['hostname']}",
-                                  "give each its own name: gloo looks itself up by it"))  # fmt: skip
+                                  "give each its own name: gloo finds itself by it"))  # fmt: skip
             else:
                 words = "one kernel, two networks (containers)" if same_boot else "yes"
                 lines.append(Line(id, "ok", what, words))

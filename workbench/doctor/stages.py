@@ -261,34 +261,35 @@ found = [one["rank"] for one in gathered] == list(range(world_size))
 def collectives(child: Child) -> None:
     """Cells without a strategy: collectives of CPU and of device tensors."""
     for place in places(child):
-        trying = child.trying(f"collectives.{_slug(place)}", f"cells on {place.title}")
+        trying = child.trying(f"collectives.{slug(place)}", f"cells on {place.title}")
         with trying, cluster_of(child, place) as cluster:
             _collectives(child, place, cluster)
 
 
 def _collectives(child: Child, place: Place, cluster: Any) -> None:
-    slug = _slug(place)
-    with child.trying(f"collectives.{slug}.where", f"{place.title}: device of each rank"):
+    named = slug(place)
+    with child.trying(f"collectives.{named}.where", f"{place.title}: device of each rank"):
         seen = cell(cluster, WHERE)
         right = place.devices == "cpu" or all(
             one["device"] in ("cuda", f"cuda:{one['local_rank']}") or place.title == "2 on one GPU"
             for one in seen.values()
         )
-        child.say("ok" if right else "fail", f"collectives.{slug}.where",
+        child.say("ok" if right else "fail", f"collectives.{named}.where",
                   f"{place.title}: device of each rank", str(list(seen.values())))  # fmt: skip
     kinds = ["'cpu'"] if place.devices == "cpu" else ["'cpu'", "device"]
     cells = [(f"tensors on {kind}", ON_TENSORS.format(device=kind)) for kind in kinds]
     cells += [(f"send and recv on {kind}", SEND.format(device=kind)) for kind in kinds]
     cells += [("gathered objects", OBJECTS)]
     for title, source in cells:
-        id = f"collectives.{slug}.{title.replace(' ', '_').replace(chr(39), '')}"
+        id = f"collectives.{named}.{title.replace(' ', '_').replace(chr(39), '')}"
         with child.trying(id, f"{place.title}: {title}"):
             found = cell(cluster, source)
             child.say("ok" if all(found.values()) else "fail", id, f"{place.title}: {title}",
                       "right" if all(found.values()) else f"wrong: {found}")  # fmt: skip
 
 
-def _slug(place: Place) -> str:
+def slug(place: Place) -> str:
+    """Return how ids call a place."""
     return place.title.lower().replace(" ", "_")
 
 
@@ -316,7 +317,7 @@ def train(steps=20, kind="float64", **more):  # type: ignore[no-untyped-def,unus
 def strategies(child: Child) -> None:
     """Each strategy of torch trains as one device does."""
     for place in places(child):
-        with child.trying(f"strategies.{_slug(place)}", f"strategies on {place.title}"):
+        with child.trying(f"strategies.{slug(place)}", f"strategies on {place.title}"):
             _strategies(child, place)
 
 
@@ -334,7 +335,7 @@ def _strategies(child: Child, place: Place) -> None:
                 continue
             if child.asked["quick"] and entry.name not in ("mirrored", "model_split"):
                 continue
-            id = f"strategies.{_slug(place)}.{entry.name}"
+            id = f"strategies.{slug(place)}.{entry.name}"
             what = f"{place.title}: {entry.name}, {steps} steps"
             began = time.perf_counter()
             try:
