@@ -22,7 +22,8 @@ PROMPT_S = 15.0
 START = "import torch, torch.distributed as dist, time, os\nkept = 41 + rank\n"
 WAIT = "x = torch.ones(4, device=device)\ndist.all_reduce(x)\n"
 AFTER = (
-    "import torch, torch.distributed as dist\nx = torch.full((4,), float(rank + 1), device=device)\ndist.all_reduce(x)\n"
+    "import torch, torch.distributed as dist\n"
+    "x = torch.full((4,), float(rank + 1), device=device)\ndist.all_reduce(x)\n"
     "found = x.tolist() == [3.0] * 4\n"
 )
 

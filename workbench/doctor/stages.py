@@ -88,7 +88,7 @@ def cell(cluster: Any, source: str, limit_s: float = STEP_S, **how: Any) -> dict
     error = task.failure()
     if error is not None:
         raise error
-    return {e: values["found"] for e, values in cluster.pull(["found"]).items()}
+    return {e: values["found"] for e, values in cluster.pull(["found"], task.ids).items()}
 
 
 # -- what needs no engine --------------------------------------------------------------------------

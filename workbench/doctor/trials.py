@@ -139,7 +139,8 @@ def ways(child: Child) -> None:
 
     from workbench.errors import WorkbenchError
 
-    for place in several(child):
+    fitting = [p for p in places(child) if p.devices == child.asked["device"]]
+    for place in fitting[:1] if child.asked["quick"] else fitting:
         with (
             child.trying(f"ways.{slug(place)}", f"ways to train on {place.title}"),
             cluster_of(child, place) as cluster,
@@ -213,7 +214,7 @@ def memory(child: Child) -> None:
         idle = [psutil.Process(engine.pid).memory_full_info() for engine in cluster.engines]
         own = [getattr(one, "pss", one.uss) / 1e6 for one in idle]
         child.say("ok", "memory.idle", "memory of an idle engine",
-                  f"{statistics.mean(own):.0f} MB each", pss_mb=[round(mb) for mb in own])  # fmt: skip
+                  f"{statistics.mean(own):.0f} MB each", pss_mb=list(map(round, own)))  # fmt: skip
         cell(cluster, ALLOCATE)
         cluster.free()
         held = cell(cluster, HELD)
