@@ -6,12 +6,12 @@ import json
 import resource
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 
 import workbench as wb
 from workbench.doctor import children, command, gpu_test, gpus, hosts, machine, probes
@@ -98,14 +98,18 @@ def test_every_check_of_a_machine_says_something_here() -> None:
 
 def test_the_versions_asked_for_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"].values()
+    asked = [*project["dependencies"], *(one for extra in extras for one in extra)]
     for name, least in {**machine.LEAST, **machine.FRAMEWORKS}.items():
         assert any(one.split(",")[0] == f"{name}>={least}" for one in asked), name
 
 
 @pytest.mark.parametrize(
     ("found", "least", "older"),
-    [("9.0.9", "9.1", True), ("9.1", "9.1", False), ("10.0", "9.1", False), ("2.13.0+cpu", "2.6", False)],
+    [
+        ("9.0.9", "9.1", True), ("9.1", "9.1", False), ("10.0", "9.1", False),
+        ("2.13.0+cpu", "2.6", False),
+    ],
 )  # fmt: skip
 def test_versions_are_compared_by_number(found: str, least: str, older: bool) -> None:
     assert machine.older(found, least) is older

@@ -23,20 +23,25 @@ FACTS = "facts."
 """Lines of children whose ids begin so are for us, not for the reader."""
 
 
+# The one place that names what discovers and leases.
+DISCOVERY = LEASES = "workbench.cluster.devices"
+LIMITS = "workbench.cluster.limits"
+
+
 def devices() -> Any:
-    """Return the module that discovers and leases devices: the one place that names it."""
-    return importlib.import_module("workbench.cluster.devices")
+    """Return the module that leases devices."""
+    return importlib.import_module(LEASES)
 
 
 def limits_module() -> Any:
     """Return the module with the administrator's limits."""
-    return importlib.import_module("workbench.cluster.limits")
+    return importlib.import_module(LIMITS)
 
 
 def found() -> list[Any]:
     """Return the GPUs that runs would choose from."""
-    seen = devices().discover()
-    return list(getattr(seen, "devices", seen))
+    module = importlib.import_module(DISCOVERY)
+    return list(module.survey().devices if hasattr(module, "survey") else module.discover())
 
 
 def count() -> int:
@@ -182,7 +187,7 @@ def judge(facts: Mapping[str, Mapping[str, Any]], env: Mapping[str, str]) -> lis
         lines["gpu.mig"] = mig(gpus)
         lines["gpu.mode"] = mode(gpus)
         lines["gpu.health"] = health(gpus, nvml.get("xid", ()))
-        lines["gpu.pids"] = pids(nvml)
+        lines["gpu.pids"] = pids(facts.get("pids", {}))
         lines["gpu.visible"] = visible(gpus, cuda, env)
         lines["gpu.iommu"] = iommu(gpus)
     lines["gpu.auto"] = auto(len(gpus))
@@ -328,9 +333,9 @@ def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Statu
     return "ok", "no GPU lost, no uncorrected memory errors", ""
 
 
-def pids(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
+def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
     """Whether NVML counts processes as this system does."""
-    seen = nvml.get("sees_own_pid")
+    seen = said.get("sees_own_pid")
     if seen is None:
         return "unknown", "no process of ours was on a GPU", ""
     if seen:

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def nvml(child: Child, library: Any = None, dev: Path = Path("/dev")) -> None:
         child.say("ok", "facts.nvml", "", "", **facts, error=f"{type(error).__name__}: {error}")
         return
     facts["driver"] = _text(library.nvmlSystemGetDriverVersion())
-    version = int(_try(library.nvmlSystemGetCudaDriverVersion, default=0) or 0)
+    version = int(_try(library, "nvmlSystemGetCudaDriverVersion", default=0) or 0)
     facts["cuda_driver"] = [version // 1000, version % 1000 // 10]
     facts["gpus"] = [_gpu(library, i) for i in range(int(library.nvmlDeviceGetCount()))]
     child.say("ok", "facts.nvml", "", "", **facts)
@@ -62,20 +61,21 @@ def _gpu(library: Any, index: int) -> dict[str, Any]:
         found["error"] = str(error)
         return found
     # What comes now is not known of every GPU, and worth no error.
-    cut = _try(library.nvmlDeviceGetMigMode, handle, default=(0, 0))
+    cut = _try(library, "nvmlDeviceGetMigMode", handle, default=(0, 0))
     found["mig"] = int(cut[0])
-    found["mode"] = int(_try(library.nvmlDeviceGetComputeMode, handle, default=0))
-    found["ecc"] = int(_try(library.nvmlDeviceGetTotalEccErrors, handle, 1, 0, default=0))
-    capability = _try(library.nvmlDeviceGetCudaComputeCapability, handle, default=None)
+    found["mode"] = int(_try(library, "nvmlDeviceGetComputeMode", handle, default=0))
+    found["ecc"] = int(_try(library, "nvmlDeviceGetTotalEccErrors", handle, 1, 0, default=0))
+    capability = _try(library, "nvmlDeviceGetCudaComputeCapability", handle, default=None)
     found["capability"] = None if capability is None else [int(part) for part in capability]
-    processes = _try(library.nvmlDeviceGetComputeRunningProcesses, handle, default=[])
+    processes = _try(library, "nvmlDeviceGetComputeRunningProcesses", handle, default=[])
     found["pids"] = [int(process.pid) for process in processes]
     return found
 
 
-def _try(call: Callable[..., Any], *args: Any, default: Any) -> Any:
+def _try(library: Any, name: str, *args: Any, default: Any) -> Any:
+    """Call what older bindings, drivers and some GPUs do not have."""
     try:
-        return call(*args)
+        return getattr(library, name)(*args)
     except Exception:
         return default
 
@@ -112,9 +112,21 @@ def cuda(child: Child) -> None:
                   "torch sees no GPU", "see the line about driver and torch")  # fmt: skip
         return
     _matmul(child, torch, len(seen))
+    _own_pid(child)
     _pinned(child, torch)
     _copies(child, torch, len(seen))
     _events(child, torch)
+
+
+def _own_pid(child: Child) -> None:
+    """Say whether NVML lists this process, which has used every GPU, by its number here."""
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        pids = [one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        child.say("ok", "facts.pids", "", "", sees_own_pid=os.getpid() in pids)
 
 
 def _matmul(child: Child, torch: Any, gpus: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -188,10 +189,9 @@ def line_text(line: Line) -> str:
 
 def about_here() -> dict[str, Any]:
     """Return what a report says of the machine it is of; no name of it or of its user."""
-    from .. import __version__
-
+    package = sys.modules[__name__.partition(".")[0]]
     return {
-        "workbench": __version__,
+        "workbench": getattr(package, "__version__", ""),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "when": time.strftime("%Y-%m-%d %H:%M"),
