@@ -16,7 +16,6 @@ import tomllib
 import workbench as wb
 from workbench.doctor import children, command, gpu_test, gpus, hosts, machine, probes
 from workbench.doctor.report import SCHEMA, STATUSES, Check, Line, Report, together
-from workbench.errors import PlanError
 
 ROOT = Path(__file__).parents[2]
 
@@ -421,7 +420,7 @@ def test_other_versions_users_and_equal_names_are_told() -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b"])
 def test_a_name_that_would_be_an_option_of_ssh_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="no name of a host"):
+    with pytest.raises(hosts.HostError, match="no name of a host"):
         hosts.start(name)
 
 

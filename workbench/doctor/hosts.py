@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PlanError
 from .report import Line, Status
 
 CONNECT_S = 5.0
@@ -241,12 +240,10 @@ def start(name: str) -> Host:
     """Start the program on a host; an empty name is this machine.
 
     Raises:
-        PlanError: The name cannot be one of a host.
-        HostError: ssh is not installed.
+        HostError: ssh is not installed, or this cannot be the name of a host.
     """
     if name and (name.startswith("-") or any(c.isspace() for c in name)):
-        raise PlanError("This is no name of a host.", seen=name, allowed="HOST or USER@HOST",
-                        code="WB-PLAN-260")  # fmt: skip
+        raise HostError("this is no name of a host; write HOST or USER@HOST")
     command = command_for(name) if name else [sys.executable, "-u", "-c", BOOT]
     pipe = subprocess.PIPE
     try:
@@ -285,8 +282,6 @@ def _begin(
         host.boot()
         host.facts = host.ask("facts", CONNECT_S + ANSWER_S, packages=PACKAGES)
     except (HostError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
         lines.append(Line(f"host.{name}.ssh", "fail", what, str(error),
                           f"try: ssh -o BatchMode=yes {name} python3 --version"))  # fmt: skip
         return None

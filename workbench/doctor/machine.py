@@ -403,7 +403,7 @@ def widgets(roots: Sequence[Path] | None = None) -> Found:
         places = [sys.prefix, sys.base_prefix, "/usr/local", "/usr"]
         roots = [Path(place) / "share/jupyter/labextensions" for place in places]
         roots.append(Path.home() / ".local/share/jupyter/labextensions")
-    found = {}
+    found: dict[str, str] = {}
     for name in MANAGERS:
         for root in roots:
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -100,9 +100,9 @@ def cuda(child: Child) -> None:
     """What torch sees, and whether it computes, copies and measures rightly."""
     import torch
 
-    build = {"version": torch.__version__, "cuda": torch.version.cuda,
+    build: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda,
              "archs": torch.cuda.get_arch_list()}  # fmt: skip
-    child.say("ok", "facts.build", "", "", **build)
+    child.say("ok", "facts.build", "", "", "", **build)
     seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     child.say("ok", "facts.cuda", "", "", gpus=[
         {"name": one.name, "uuid": str(getattr(one, "uuid", ""))} for one in seen
@@ -212,7 +212,7 @@ def drift(child: Child) -> None:
         best: tuple[Any, float, float] | None = None
         with torch.cuda.device(device):
             for _ in range(50):
-                event = torch.cuda.Event(enable_timing=True)
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 before = time.perf_counter()
                 event.record()
                 event.synchronize()
@@ -433,7 +433,7 @@ def warm(child: Child) -> None:
     if not pid:
         try:
             if int(child.asked["gpus"]):
-                torch.cuda.init()
+                torch.cuda.init()  # type: ignore[no-untyped-call]
                 float(torch.ones(2, device="cuda").sum())
             else:
                 float(torch.ones(64, 64).mm(torch.ones(64, 64)).sum())
@@ -444,7 +444,7 @@ def warm(child: Child) -> None:
     os.close(ask)
     answer = os.read(ready, 1000).decode()
     os.waitpid(pid, 0)
-    figures = {"libcuda_mapped": mapped, "device_files": opened}
+    figures: dict[str, Any] = {"libcuda_mapped": mapped, "device_files": opened}
     if answer != "ok":
         child.say("fail", "machine.warm", what, f"a forked child cannot compute: {answer}",
                   "a module that is imported early touches the GPU", **figures)  # fmt: skip
@@ -459,10 +459,10 @@ def cluster(child: Child) -> None:
     """How long until two engines have added up in a cell."""
     what = "two engines start, and add up"
     with child.trying("machine.cluster", what, "workbench ps, and the log in the error"):
-        import workbench as wb
+        from ..session.cluster import Cluster
 
         began = time.perf_counter()
-        engines = wb.Cluster(2, devices="cpu", framework="torch")
+        engines = Cluster(2, devices="cpu", framework="torch")
         try:
             ready_s = time.perf_counter() - began
             child.on_late = lambda: print(engines.stacks(), flush=True)

@@ -49,9 +49,9 @@ def places(child: Child) -> list[Place]:
 @contextlib.contextmanager
 def cluster_of(child: Child, place: Place, framework: str = "torch") -> Iterator[Any]:
     """A cluster for a stage; where it is late, the log has its engines' stacks."""
-    import workbench as wb
+    from ..session.cluster import Cluster
 
-    cluster = wb.Cluster(place.workers, devices=place.devices, framework=framework)
+    cluster = Cluster(place.workers, devices=place.devices, framework=framework)
     child.on_late = lambda: print(cluster.stacks(), flush=True)
     try:
         yield cluster
@@ -296,11 +296,12 @@ def slug(place: Place) -> str:
 # -- strategies ------------------------------------------------------------------------------------
 
 
+wb: Any = None  # of the engine on which the function runs
+
+
 def train(steps=20, kind="float64", **more):  # type: ignore[no-untyped-def,unused-ignore]
     """Train a small network; its source travels to the engines, without names of this module."""
     import torch
-
-    import workbench as wb
 
     torch.manual_seed(3)
     dtype = getattr(torch, kind)
@@ -322,8 +323,8 @@ def strategies(child: Child) -> None:
 
 
 def _strategies(child: Child, place: Place) -> None:
-    from workbench import catalog
-    from workbench.errors import WorkbenchError
+    from .. import catalog
+    from ..errors import WorkbenchError
 
     steps = 5 if child.asked["quick"] else 20
     with contextlib.ExitStack() as stack:

@@ -91,11 +91,13 @@ def _telemetry(child: Child, place: Place, cluster: Any) -> None:
 # -- ways to train ---------------------------------------------------------------------------------
 
 
+wb: Any = None
+device: Any = None  # both of the engine on which the function runs
+
+
 def train_with(steps=8, precision=None, compiled=False, accumulate=1, processes=0, norm=False):  # type: ignore[no-untyped-def,unused-ignore]
     """Train in some special way; its source travels to the engines."""
     import torch
-
-    import workbench as wb
 
     torch.manual_seed(3)
     x, y = torch.randn(128, 8), torch.randint(0, 3, (128,))
@@ -103,15 +105,15 @@ def train_with(steps=8, precision=None, compiled=False, accumulate=1, processes=
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 16), *middle, torch.nn.Tanh(), torch.nn.Linear(16, 3)
     )
-    data = torch.utils.data.TensorDataset(x, y)
+    data: Any = torch.utils.data.TensorDataset(x, y)
     if processes:
         data = torch.utils.data.DataLoader(
             data,
             batch_size=32,
             num_workers=processes,
-            pin_memory=torch.device(device).type == "cuda",  # noqa: F821
+            pin_memory=torch.device(device).type == "cuda",
         )
-    more = {} if processes else {"batch_size": 32}
+    more: Any = {} if processes else {"batch_size": 32}
     if precision:
         more["precision"] = precision
     if compiled:
@@ -137,7 +139,7 @@ def ways(child: Child) -> None:
     """Mixed precision, compile, accumulation, loaders with processes: the loss stays a number."""
     import math
 
-    from workbench.errors import WorkbenchError
+    from ..errors import WorkbenchError
 
     fitting = [p for p in places(child) if p.devices == child.asked["device"]]
     for place in fitting[:1] if child.asked["quick"] else fitting:
@@ -169,7 +171,7 @@ def checkpoints(child: Child) -> None:
     """A run that goes on from a checkpoint ends where one ends that was not cut."""
     import numpy as np
 
-    import workbench as wb
+    from ..notebook.resume import resume
 
     place = places(child)[0] if int(child.asked["gpus"]) != 1 else places(child)[1]
     what = f"{place.title}: checkpoint at step 10, resumed to 20"
@@ -182,7 +184,7 @@ def checkpoints(child: Child) -> None:
         whole = cluster.run(train, (20,), **about).wait(STEP_S).weights()
         cluster.run(train, (10,), checkpoint=folder, checkpoint_every=10, **about).wait(STEP_S)
         path = sorted(Path(folder).glob("step-*"))[-1]
-        resumed = wb.resume(path, args=(20,), cluster=cluster, checkpoint=f"{folder}/more")
+        resumed = resume(path, args=(20,), cluster=cluster, checkpoint=f"{folder}/more")
         again = resumed.wait(STEP_S).weights()
         worst = max(float(np.abs(whole[name] - again[name]).max()) for name in whole)
         child.say("ok" if worst <= 1e-12 else "fail", "checkpoints.resume", what,
@@ -251,21 +253,22 @@ def gpu_used() -> dict[int, int]:
 
 def refusals(child: Child) -> None:
     """What cannot be is refused at once, with a sentence and a code."""
-    import workbench as wb
+    from ..errors import WorkbenchError
+    from ..session.cluster import Cluster
 
     device, gpus = child.asked["device"], int(child.asked["gpus"])
     asks: dict[str, Callable[[], Any]] = {
-        "a GPU that is not there": lambda: wb.Cluster(1, devices="99"),
-        "devices that are no devices": lambda: wb.Cluster(1, devices="fast ones"),
+        "a GPU that is not there": lambda: Cluster(1, devices="99"),
+        "devices that are no devices": lambda: Cluster(1, devices="fast ones"),
     }
     if device == "cpu" and not gpus:
-        asks["GPUs where there are none"] = lambda: wb.Cluster(1, devices="cuda")
+        asks["GPUs where there are none"] = lambda: Cluster(1, devices="cuda")
     for what, ask in asks.items():
         id = f"refusals.{what.replace(' ', '_')}"
         began = time.perf_counter()
         try:
             ask().stop()
-        except wb.WorkbenchError as error:
+        except WorkbenchError as error:
             took = time.perf_counter() - began
             fine = bool(error.code) and took < 5
             child.say("ok" if fine else "fail", id, what,
@@ -290,8 +293,8 @@ def tensorflow(child: Child) -> None:
     """TensorFlow's strategies train, then PyTorch in the same cluster."""
     from importlib.util import find_spec
 
-    from workbench import catalog
-    from workbench.errors import WorkbenchError
+    from .. import catalog
+    from ..errors import WorkbenchError
 
     if find_spec("tensorflow") is None:
         child.say("unknown", "tensorflow.all", "TensorFlow's strategies", "it is not installed")
@@ -460,7 +463,7 @@ def labs(child: Child) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
-    shell = InteractiveShell.instance()
+    shell: Any = InteractiveShell.instance()
     for name in names:
         cells = json.loads((solved / name).read_text("utf-8"))["cells"]
         code = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
