@@ -34,8 +34,10 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
     add("--quick", action="store_true", help="--gpu-test in its shortest form")
     add("--only", metavar="STAGE[,STAGE]", default="", help="only these stages of --gpu-test")
+    add("--minutes", type=float, default=10.0, help="most for --gpu-test (default 10)")
     add("--out", type=Path, help="folder for the report (default: workbench-gpu-test-DATE)")
-    add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know
+    add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know,
+    add("--gpus", type=int, help=argparse.SUPPRESS)  # and how many of it there are
 
 
 def run_alone(argv: list[str]) -> int:
@@ -79,7 +81,7 @@ def examine(on: str = "") -> Report:
 def _gpu_test(given: argparse.Namespace) -> int:
     from . import gpu_test, gpus
 
-    gpus_here = 0 if given.on_cpu else gpus.count()
+    gpus_here = 0 if given.on_cpu else gpus.count() if given.gpus is None else given.gpus
     device = given.device or ("cuda" if gpus_here else "cpu")
     if not given.on_cpu and not gpus_here and not given.device:
         print("No GPU was found, so all stages run on CPU engines (as with --on-cpu).",
@@ -92,7 +94,7 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(f"There is no stage {', '.join(unknown)}; there are: {known}", file=sys.stderr)
         return 2
     out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))
-    asked = gpu_test.Asked(out.resolve(), device, gpus_here, given.quick, only)
+    asked = gpu_test.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)
     tell = (lambda text: print(text, file=sys.stderr)) if given.json else _print
     report = gpu_test.run(asked, tell)
     if given.json:

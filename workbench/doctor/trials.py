@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .children import Child, main
-from .stages import STEP_S, Place, cell, cluster_of, places, slug, train
+from .stages import ON_ONE, STEP_S, Place, cell, cluster_of, losses_of, places, slug, train
 
 FAULT_MS, NEAR_MS = 50.0, 5.0
 FALSE_WAIT_MS = 0.5
@@ -154,6 +154,9 @@ def ways(child: Child) -> None:
                 if place.devices == "cpu" and name in ("fp16", "sync_batchnorm"):
                     child.say("unknown", id, what, "needs a GPU")
                     continue
+                if place.title == ON_ONE and name == "sync_batchnorm":
+                    child.say("unknown", id, what, "needs a GPU for each worker")
+                    continue
                 with child.trying(id, what):
                     limit_s = 3 * STEP_S if name == "compile" else STEP_S
                     try:
@@ -173,7 +176,7 @@ def checkpoints(child: Child) -> None:
 
     from ..notebook.resume import resume
 
-    place = places(child)[0] if int(child.asked["gpus"]) != 1 else places(child)[1]
+    place = places(child)[0]
     what = f"{place.title}: checkpoint at step 10, resumed to 20"
     with (
         child.trying("checkpoints.resume", what),
@@ -284,8 +287,8 @@ def refusals(child: Child) -> None:
 KERAS = """
 import keras
 model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10)])
-model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-model.fit(*wb.data.digits("train", arrays=True), epochs=1, batch_size=128, verbose=0)
+model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+model.fit(*wb.data.digits("train", arrays=True), epochs=2, batch_size=64, verbose=0)
 """
 
 
@@ -321,10 +324,10 @@ def tensorflow(child: Child) -> None:
             except WorkbenchError as error:
                 child.say("fail", id, what, str(error)[:300])
                 continue
-            losses = run.snapshot().loss_curve.mean
-            fell = len(losses) > 1 and float(losses[-1]) < float(losses[0])
+            first, last = losses_of(run)
+            fell = last < first
             child.say("ok" if fell else "fail", id, what,
-                      f"loss {float(losses[0]):.2f} to {float(losses[-1]):.2f}")  # fmt: skip
+                      f"loss {first:.2f} to {last:.2f}")  # fmt: skip
         found = cell(cluster, "import torch\nfound = float(torch.ones(2, device=device).sum())",
                      3 * STEP_S, framework="torch")  # fmt: skip
         child.say("ok" if set(found.values()) == {2.0} else "fail", "tensorflow.then_torch",
