@@ -11,8 +11,14 @@ def main() -> int:
         from .doctor.command import run_alone
 
         return run_alone(sys.argv[2:])
-    from .cli import main as all_commands
-
+    try:
+        from .cli import main as all_commands
+    except ModuleNotFoundError as error:
+        print(
+            f"{error.name} is not installed. `python -m workbench doctor` lists all that is missing.",
+            file=sys.stderr,
+        )
+        return 1
     return all_commands()
 
 

@@ -455,3 +455,21 @@ def test_a_notebook_has_the_report_as_a_table() -> None:
 def test_a_stage_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.run_alone(["--gpu-test", "--on-cpu", "--only", "nonsense"]) == 2
     assert "There is no stage nonsense" in capsys.readouterr().err
+
+
+def bare(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a Python that has no packages at all."""
+    return subprocess.run(
+        [sys.executable, "-S", "-m", "workbench", *words], capture_output=True, text=True,
+        timeout=60, check=False, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_a_checkout_without_packages_is_told_which_are_missing() -> None:
+    said = json.loads(bare("doctor", "--json").stdout)
+    found = {line["id"]: line for line in said["lines"]}
+    assert "ipyparallel is missing" in found["machine.versions"]["found"]
+    assert found["machine.cluster"]["found"] == "torch is not installed"
+    assert bare("ps").stderr == (
+        "psutil is not installed. `python -m workbench doctor` lists all that is missing.\n"
+    )

@@ -62,7 +62,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "report"
 
     def run(*names: str, limit_s: float = 20, total_s: float = 600, **asked):
-        stages = [Stage(name, name, limit_s, engines=False, module="bad_stages") for name in names]
+        stages = [Stage(name, name, limit_s, needs=(), module="bad_stages") for name in names]
         told: list[str] = []
         report = gpu_test.run(Asked(out, "cpu", 0, total_s=total_s, **asked), told.append, stages)
         return report, {line.id: line for line in report.lines}, told
@@ -119,7 +119,7 @@ def test_no_stage_begins_when_the_time_is_over(run) -> None:
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_test, "missing", lambda: ["ipyparallel"])
+    monkeypatch.setattr(gpu_test, "missing", lambda modules: ["ipyparallel"])
     stages = [Stage("strategies", "strategies", 20)]
     report = gpu_test.run(Asked(tmp_path / "r", "cpu", 0), lambda text: None, stages)
     (line,) = report.lines

@@ -22,8 +22,12 @@ TOTAL_S = 600.0
 STAGES_MODULE = "workbench.doctor.stages"
 FAULTS_MODULE = "workbench.doctor.faults"
 TRIALS_MODULE = "workbench.doctor.trials"
-WANTED = ("torch", "ipyparallel", "ipykernel", "zmq", "psutil", "numpy", "cloudpickle")
-"""Packages without which no engine trains."""
+WANTED = (
+    "torch", "ipyparallel", "ipykernel", "zmq", "psutil", "numpy", "cloudpickle", "platformdirs"
+)  # fmt: skip
+"""Modules without which no engine trains."""
+CALLED = {"zmq": "pyzmq"}
+"""What pip calls a module that is called otherwise."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Stage:
         name: Of the function in its module.
         limit_s: Its time box; `quick_s` that of a short test.
         quick: Whether a short test does it too.
-        engines: Whether it starts engines, so that it needs `WANTED`.
+        needs: Modules that must be installed; of stages that start engines: `WANTED`.
     """
 
     name: str
@@ -42,14 +46,14 @@ class Stage:
     limit_s: float
     quick: bool = False
     quick_s: float = 40.0
-    engines: bool = True
+    needs: tuple[str, ...] = WANTED
     module: str = STAGES_MODULE
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("surroundings", "what is installed, and what the driver says", 45, True, 30, False),
-    Stage("devices", "each device computes as the CPU does", 45, True, 30, False),
-    Stage("group", "the smallest run: two processes, one all-reduce", 45, True, 30, False),
+    Stage("surroundings", "what is installed, and what the driver says", 45, True, 30, ()),
+    Stage("devices", "each device computes as the CPU does", 45, True, 30, ("torch",)),
+    Stage("group", "the smallest run: two processes, one all-reduce", 45, True, 30, ("torch",)),
     Stage("collectives", "collectives in cells, CPU and device tensors", 60, True),
     Stage("strategies", "each strategy against one device", 120, True),
     Stage("faults", "interrupts, errors, deaths", 120, True, module=FAULTS_MODULE),
@@ -84,11 +88,11 @@ class Asked:
     total_s: float = TOTAL_S
 
 
-def missing(packages: Sequence[str] = WANTED) -> list[str]:
-    """Return which packages cannot be imported, without importing them."""
+def missing(modules: Sequence[str] = WANTED) -> list[str]:
+    """Return which modules cannot be imported, as pip calls them; none is imported."""
     from importlib.util import find_spec
 
-    return [name for name in packages if find_spec(name) is None]
+    return [CALLED.get(name, name) for name in modules if find_spec(name) is None]
 
 
 def run(
@@ -105,13 +109,12 @@ def run(
     report = Report("gpu-test")
     report.about |= {"device": asked.device, "gpus": asked.gpus}
     began = time.perf_counter()
-    lacking = missing()
     for stage in stages:
         if (asked.only and stage.name not in asked.only) or (
             asked.quick and not stage.quick and not asked.only
         ):
             continue
-        lines = _stage(stage, asked, logs, began, lacking)
+        lines = _stage(stage, asked, logs, began)
         for line in lines:
             tell(line_text(line))
         report.add(lines)
@@ -123,15 +126,13 @@ def run(
     return report
 
 
-def _stage(
-    stage: Stage, asked: Asked, logs: Path, began: float, lacking: Sequence[str]
-) -> list[Line]:
+def _stage(stage: Stage, asked: Asked, logs: Path, began: float) -> list[Line]:
     """Do one stage; its last line says how the stage as a whole went."""
 
     def whole(status: Any, found: str, step: str = "", seconds: float = 0.0) -> Line:
         return Line(f"stage.{stage.name}", status, stage.title, found, step, round(seconds, 2))
 
-    if stage.engines and lacking:
+    if lacking := missing(stage.needs):
         names = " ".join(lacking)
         return [whole("unknown", f"not installed: {names}", f"pip install {names}")]
     left_s = asked.total_s - (time.perf_counter() - began)

@@ -213,7 +213,7 @@ def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
         return "fail", f"there is {files[0]}, but: {why}", (
             "in a container: docker run --gpus all; after an update of the driver: restart"
         )  # fmt: skip
-    return "unknown", "no GPU of NVIDIA here", ""
+    return "unknown", "no GPU here", ""
 
 
 def runtime(

@@ -142,12 +142,12 @@ class Report:
         """Return it as a table for a notebook."""
         from ..views.table import Column, Table
 
-        columns = [
-            Column("", "left"), Column("checked", "left", 28), Column("found", "left", 60),
-            Column("next step", "left", 40),
-        ]  # fmt: skip
+        columns = [Column("", "left"), Column("checked", "left", 28), Column("found", "left", 60)]
         lines = together(self.lines)
-        rows = [[MARKS[one.status], one.what, one.found, one.next_step] for one in lines]
+        rows = [[MARKS[one.status], one.what, one.found] for one in lines]
+        if any(one.next_step for one in lines):
+            columns.append(Column("next step", "left", 40))
+            rows = [[*row, one.next_step] for row, one in zip(rows, lines, strict=True)]
         strong = frozenset(i for i, one in enumerate(lines) if one.status == "fail")
         return Table(columns, rows, f"Doctor: {self.verdict()}", (), strong)
 
