@@ -15,7 +15,8 @@ def main() -> int:
         from .cli import main as all_commands
     except ModuleNotFoundError as error:
         print(
-            f"{error.name} is not installed. `python -m workbench doctor` lists all that is missing.",
+            f"{error.name} is not installed. "
+            "`python -m workbench doctor` lists all that is missing.",
             file=sys.stderr,
         )
         return 1
