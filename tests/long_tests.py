@@ -491,6 +491,10 @@ RULES: list[Rule] = [
         ("test_a_run_whose_kernel_was_killed_can_be_read_back", ["test_without_the_control*"]),
     ),
     *_rules(
+        "cluster/test_doctor.py",
+        ("test_the_whole_gpu_test*", ["test_a_short_gpu_test*"]),
+    ),
+    *_rules(
         "cluster/test_soak.py",
         (
             "test_nothing_grows_over_mixed_runs_with_faults",

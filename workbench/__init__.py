@@ -22,6 +22,7 @@ uses all of them:
     panels/      the workbench with the mouse
     magics       what does each magic's line ask for
     labs/        the exercises: made, checked, graded
+    doctor/      does this machine, its GPUs, another host work
     cli          the `workbench` command of a shell
 """
 
@@ -50,6 +51,7 @@ _LAZY = {
     "calibrate": "workbench.notebook.calibrate",
     "diagram": "workbench.notebook.compare",
     "panel": "workbench.panels.show",
+    "doctor": "workbench",
     # engines
     "fit": "workbench.engine.training.fit",
     "prepare": "workbench.engine.training.user_loops",
@@ -91,8 +93,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     if _LAZY[name] != "workbench.errors":
         need_a_system_that_works()
-    if name == "data":
-        return importlib.import_module("workbench.data")
+    if _LAZY[name] == "workbench":
+        return importlib.import_module(f"workbench.{name}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -1,8 +1,9 @@
-"""`workbench demo`, `lab`, `labs`, `grade`, `ps` and `stop`: the main job from a shell.
+"""`workbench demo`, `lab`, `labs`, `grade`, `ps`, `stop` and `doctor`: the main job from a shell.
 
 `ps` and `stop` are about the clusters of this user on this machine; `labs` makes labs from their
 sources, `grade` runs what students hand in. `lab`, which opens JupyterLab, is one letter away: who
 mixes them up is led to the other. Where the package's notebooks are is known here as well.
+`doctor` is a package of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import folders
 from .devices.leases import held_words
+from .doctor.command import add_doctor_command, run_doctor
 from .errors import ClusterError, PlanError, WorkbenchError
 from .session.keeping import idle_words
 from .views.table import COMPARISON, SHOWS
@@ -46,11 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("lab", help="open JupyterLab on the notebooks; other flags are passed on")
     add_cluster_commands(commands)
     add_lab_commands(commands)
+    add_doctor_command(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
         hint = f" ({OPENS})" if given.command == "labs" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
+        if given.command == "doctor":
+            return run_doctor(given)
         if given.command in ("ps", "stop"):
             return run_clusters(given)
         if given.command in COMMANDS:

@@ -1,0 +1,57 @@
+"""The doctor and the GPU test as users call them, with real engines, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from needs import need
+
+pytestmark = [pytest.mark.cluster, pytest.mark.torch]
+need("torch")
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*flags: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "workbench", "doctor", *flags], cwd=ROOT, capture_output=True,
+        text=True, timeout=timeout_s, check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+def test_the_doctor_finds_this_machine_well_and_says_what_it_cannot_check() -> None:
+    done = doctor("--json")
+    said = json.loads(done.stdout)
+    found = {line["id"]: line for line in said["lines"]}
+    assert done.returncode == int(said["failed"]) == 0, [
+        line for line in said["lines"] if line["status"] == "fail"
+    ]
+    for id in ("machine.cluster", "machine.gloo", "machine.warm", "machine.loopback"):
+        assert found[id]["status"] == "ok", found[id]
+    assert found["gpu.matmul"]["status"] == "unknown"
+    assert said["seconds"] < 45  # 9 s where nothing runs beside it
+
+
+def test_a_short_gpu_test_on_the_cpu_passes_and_leaves_a_report(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    done = doctor("--gpu-test", "--on-cpu", "--quick", "--out", str(out))
+    said = json.loads((out / "report.json").read_text())
+    assert done.returncode == 0, done.stdout
+    stages = {line["id"] for line in said["lines"] if line["id"].startswith("stage.")}
+    assert {"stage.collectives", "stage.strategies", "stage.faults"} <= stages
+    assert (tmp_path / "report.zip").exists()
+    assert "torch" in (out / "collect_env.txt").read_text()
+
+
+def test_the_whole_gpu_test_on_the_cpu_passes(tmp_path: Path) -> None:
+    """Left to `--long`: every stage, as on a machine with GPUs."""
+    out = tmp_path / "report"
+    done = doctor("--gpu-test", "--on-cpu", "--out", str(out), timeout_s=640)
+    said = json.loads((out / "report.json").read_text())
+    assert done.returncode == 0, done.stdout
+    assert said["counts"]["ok"] > 40

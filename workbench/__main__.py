@@ -1,0 +1,27 @@
+"""`python -m workbench`: the `workbench` command, from a checkout too that nobody installed."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Run the command line; return its exit status."""
+    if sys.argv[1:2] == ["doctor"]:  # it works also where the rest of the package cannot be loaded
+        from .doctor.command import run_alone
+
+        return run_alone(sys.argv[2:])
+    try:
+        from .cli import main as all_commands
+    except ModuleNotFoundError as error:
+        print(
+            f"{error.name} is not installed. "
+            "`python -m workbench doctor` lists all that is missing.",
+            file=sys.stderr,
+        )
+        return 1
+    return all_commands()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""`workbench doctor`: what of this machine, its GPUs and other hosts works, and what to do next.
+
+In a notebook, `wb.doctor()` is this package called. Nothing here loads a framework: what needs one
+is done in processes of their own, each with a time box, so that a hang is an answer too.
+
+    command    `workbench doctor` and `wb.doctor()`: what is checked, in which order
+    report     what a check found: ok, warn, fail, cannot be checked; as text, JSON, a table
+    children   a process with a time box, and what it says while it lives
+    machine    checks of this machine that need no framework
+    gpus       checks that need a driver, a GPU or a framework
+    hosts      checks between this machine and others
+    gpu_test   the stages of `--gpu-test`, one after the other, and their report
+    probes     (in a process of its own) what touches devices for the doctor
+    stages     (in a process of its own) what `--gpu-test` does with real engines
+    trials     (in a process of its own) what it measures, keeps and gives back
+    faults     (in a process of its own) what it breaks on purpose
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .report import Report
+
+
+class _Doctor(ModuleType):
+    """This package, which can be called: `wb.doctor()` is its main job."""
+
+    def __call__(self, on: str = "") -> Report:
+        """Check this machine; takes at most about 30 seconds.
+
+        Args:
+            on: Hosts to check too, over ssh, separated by commas.
+
+        Returns:
+            What was found: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.
+        """
+        from .command import examine
+
+        return examine(on)
+
+
+sys.modules[__name__].__class__ = _Doctor

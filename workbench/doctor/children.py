@@ -1,0 +1,213 @@
+"""A process with a time box: what it says comes line by line, so a hang loses nothing said before.
+
+The parent starts `python -m MODULE NAME LINES ASKED`; the child appends a JSON object per line to
+the file LINES. Where the time is up, the stacks of all its threads are written to its log, and all
+processes that it has started are killed by pid: they are known by a word in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report import Line, Status
+
+MARK = "WORKBENCH_DOCTOR_CHILD"
+STACKS_S = 2.0
+"""How long a process that is late has to write its stacks."""
+LEAVE_S = 4.0
+"""How long what it has started has to leave by itself."""
+_PACKAGES = str(Path(__file__).parents[2])
+
+
+# -- the parent's side -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        status: Its exit status; negative: the signal that ended it.
+        late: Whether its time was up.
+        lines: What it said.
+        garbage: Whether it wrote something that is no line.
+        tail: The end of what it printed: errors, and the stacks of one that was late.
+    """
+
+    status: int
+    seconds: float
+    late: bool
+    lines: list[Line]
+    garbage: bool
+    tail: str
+
+
+def run(
+    module: str,
+    name: str,
+    asked: Mapping[str, Any],
+    limit_s: float,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run `name` of a module in a process of its own, for at most `limit_s` seconds.
+
+    Args:
+        asked: What the child is told, as JSON.
+        folder: Where its log `NAME.log` and its lines `NAME.jsonl` are left.
+        env: Added to its environment.
+    """
+    log, lines = folder / f"{name}.log", folder / f"{name}.jsonl"
+    lines.unlink(missing_ok=True)
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", module, name, str(lines), json.dumps(dict(asked))]
+    path = os.pathsep.join(p for p in (_PACKAGES, os.environ.get("PYTHONPATH", "")) if p)
+    around = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(env or {}), MARK: mark}
+    began = time.perf_counter()
+    late = False
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=around,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            late = True
+            _write_stacks(process)
+        finally:
+            _end(process, mark, 0 if late else LEAVE_S)
+    said, garbage = read(lines)
+    seconds = time.perf_counter() - began
+    return Ended(process.returncode, seconds, late, said, garbage, _tail(log))
+
+
+def _write_stacks(process: subprocess.Popen[bytes]) -> None:
+    """Have it write where its threads are; one that cannot is as good as dead."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGUSR1)
+        process.wait(STACKS_S)
+
+
+def _end(process: subprocess.Popen[bytes], mark: str, leave_s: float) -> None:
+    """Kill it, and after `leave_s` what it has started and left."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    until = time.monotonic() + leave_s
+    while (left := marked(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment has the mark; only Linux tells."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def read(lines: Path) -> tuple[list[Line], bool]:
+    """Return the lines of a file, and whether it holds anything else."""
+    found: list[Line] = []
+    garbage = False
+    with contextlib.suppress(OSError):
+        for text in lines.read_text("utf-8", "replace").splitlines():
+            line = _parse(text)
+            found += [] if line is None else [line]
+            garbage = garbage or line is None
+    return found, garbage
+
+
+def _parse(text: str) -> Line | None:
+    try:
+        return Line.from_dict(json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def _tail(log: Path, most: int = 4000) -> str:
+    try:
+        return log.read_bytes()[-most:].decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+# -- the child's side ------------------------------------------------------------------------------
+
+
+class Child:
+    """What a process with a time box is told, and where it says what it found.
+
+    Attributes:
+        asked: What the parent told it.
+        on_late: Called shortly before the time is up, by a thread; prints what is known then.
+    """
+
+    def __init__(self, name: str, lines: Path, asked: Mapping[str, Any]) -> None:
+        self.name, self.asked = name, dict(asked)
+        self._lines = lines
+        self._lock = threading.Lock()
+        self._began = time.perf_counter()
+        self.on_late: Callable[[], object] = lambda: None
+
+    def say(
+        self, status: Status, id: str, what: str, found: str, next_step: str = "", **figures: Any
+    ) -> None:
+        """Say what a check found; the time since the last one counts as its."""
+        now = time.perf_counter()
+        line = Line(id, status, what, found, next_step, round(now - self._began, 3), figures)
+        self._began = now
+        with self._lock, self._lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line.to_dict(), default=str) + "\n")
+
+    @contextlib.contextmanager
+    def trying(self, id: str, what: str, next_step: str = "") -> Iterator[None]:
+        """Say what failed where something is raised; what comes after goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.say("fail", id, what, f"{type(error).__name__}: {_first(str(error))}", next_step)
+
+    def watch(self, limit_s: float) -> None:
+        """Call `on_late` a little before the time is up."""
+        timer = threading.Timer(max(0.5, limit_s - 3.0), lambda: self.on_late())
+        timer.daemon = True
+        timer.start()
+
+
+def _first(text: str, most: int = 400) -> str:
+    return " ".join(text.split())[:most]
+
+
+def main(functions: Mapping[str, Callable[[Child], object]]) -> None:
+    """Be the child that the command line names; called by the modules that have functions."""
+    name, lines, asked = sys.argv[1:4]
+    faulthandler.enable()
+    with contextlib.suppress(AttributeError, ValueError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    child = Child(name, Path(lines), json.loads(asked))
+    child.watch(float(child.asked.get("limit_s", 3600)))
+    functions[name](child)
+    sys.stdout.flush()

@@ -1,0 +1,109 @@
+"""The command line of `workbench doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .report import Report
+
+ABOUT = """\
+Checks this machine for Workbench: each line is ok, a warning, a failure, or cannot be checked here,
+and says what to do next. Exit status: 0 ok or warnings, 1 something failed."""
+
+
+def add_doctor_command(commands: Any) -> None:
+    """Add `doctor` to the parser of `workbench`."""
+    doctor = commands.add_parser(
+        "doctor", help="check this machine, its GPUs, and other hosts", description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_arguments(doctor)
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add = doctor.add_argument
+    add("--json", action="store_true", help="one JSON document, for programs")
+    add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
+    add("--gpu-test", action="store_true",
+        help="ten minutes with real engines; leaves a report")  # fmt: skip
+    add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
+    add("--quick", action="store_true", help="--gpu-test in its shortest form")
+    add("--only", metavar="STAGE[,STAGE]", default="", help="only these stages of --gpu-test")
+    add("--minutes", type=float, default=10.0, help="most for --gpu-test (default 10)")
+    add("--out", type=Path, help="folder for the report (default: workbench-gpu-test-DATE)")
+    add("--device", default="", help=argparse.SUPPRESS)  # a kind that discovery does not know,
+    add("--gpus", type=int, help=argparse.SUPPRESS)  # and how many of it there are
+
+
+def run_alone(argv: list[str]) -> int:
+    """Run `python -m workbench doctor`; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="workbench doctor", description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_arguments(parser)
+    return run_doctor(parser.parse_args(argv))
+
+
+def run_doctor(given: argparse.Namespace) -> int:
+    """Do what the line asks for; return the exit status."""
+    if given.gpu_test:
+        return _gpu_test(given)
+    report = examine(given.on)
+    _print(report.json() if given.json else report.text())
+    return report.exit_status
+
+
+def examine(on: str = "") -> Report:
+    """Make all checks; return what they found.
+
+    Args:
+        on: Hosts to check too, separated by commas.
+    """
+    from . import gpus, hosts, machine
+
+    report = Report("doctor")
+    began = time.perf_counter()
+    report.add(machine.look())
+    report.add(gpus.look())
+    names = [name.strip() for name in on.split(",") if name.strip()]
+    if names:
+        report.add(hosts.look(names))
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _gpu_test(given: argparse.Namespace) -> int:
+    from . import gpu_test, gpus
+
+    gpus_here = 0 if given.on_cpu else gpus.count() if given.gpus is None else given.gpus
+    device = given.device or ("cuda" if gpus_here else "cpu")
+    if not given.on_cpu and not gpus_here and not given.device:
+        print("No GPU was found, so all stages run on CPU engines (as with --on-cpu).",
+              file=sys.stderr)  # fmt: skip
+    stages = gpu_test.STAGES
+    only = tuple(name for name in given.only.split(",") if name)
+    unknown = sorted(set(only) - {stage.name for stage in stages})
+    if unknown:
+        known = ", ".join(stage.name for stage in stages)
+        print(f"There is no stage {', '.join(unknown)}; there are: {known}", file=sys.stderr)
+        return 2
+    out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))
+    asked = gpu_test.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)
+    tell = (lambda text: print(text, file=sys.stderr)) if given.json else _print
+    report = gpu_test.run(asked, tell)
+    if given.json:
+        print(report.json())
+    elif report.failed:
+        print("\n" + gpu_test.summary(report))
+    tell(f"The report: {out}/report.txt; all of it in one file, for an issue: {out}.zip")
+    return report.exit_status
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,370 @@
+"""Checks that need a driver, a GPU or a framework: what children saw is judged here.
+
+Nothing here touches a device: `probes.py` does, in processes with time boxes, and says what it saw
+as facts (plain JSON). So each judgement can be tested with made-up facts.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..devices.discovery import Device, survey
+from ..devices.leases import lease
+from . import children
+from .report import Line, Status
+
+PROBES = "workbench.doctor.probes"
+FACTS = "facts."
+"""Lines of children whose ids begin so are for us, not for the reader."""
+
+
+def found() -> list[Device]:
+    """Return the GPUs that runs would choose from."""
+    return list(survey().devices)
+
+
+def count() -> int:
+    """Return how many GPUs this process may use."""
+    return len(found())
+
+
+# -- what is asked of children ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A child of the doctor.
+
+    Attributes:
+        says: Ids and titles of the lines that it says, for where it cannot.
+        gpu: How many GPUs it needs.
+        package: What must be installed for it.
+    """
+
+    name: str
+    limit_s: float
+    says: Mapping[str, str]
+    gpu: int = 0
+    package: str = ""
+    env: Mapping[str, str] | None = None
+
+
+PROBED: tuple[Probe, ...] = (
+    Probe("nvml", 10, {}),
+    Probe("cuda", 25, {
+        "gpu.matmul": "products and convolutions on each GPU",
+        "gpu.pinned": "256 MB of pinned memory",
+        "gpu.p2p": "copies between GPUs",
+        "gpu.events": "resolution of GPU events",
+    }, 1, "torch"),
+    Probe("drift", 25, {"gpu.drift": "GPU clock against the machine's"}, 1, "torch"),
+    Probe("nccl", 25, {
+        "gpu.nccl": "NCCL all-reduce of two ranks",
+        "gpu.abort": "giving up an NCCL collective",
+        "gpu.contexts": "contexts on GPU 0 after two ranks",
+    }, 2, "torch", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}),
+    Probe("tensorflow", 25, {"gpu.tensorflow": "TensorFlow on the GPUs"}, 1, "tensorflow"),
+    Probe("warm", 20, {"machine.warm": "the warm parent can be forked"}, 0, "torch"),
+    Probe("gloo", 20, {"machine.gloo": "gloo all-reduce of two processes"}, 0, "torch"),
+    Probe("cluster", 28, {"machine.cluster": "two engines start, and add up"}, 0, "torch"),
+)  # fmt: skip
+
+JUDGED: Mapping[str, str] = {
+    "gpu.driver": "driver",
+    "gpu.runtime": "driver and torch fit each other",
+    "gpu.order": "order of the GPUs",
+    "gpu.mig": "MIG",
+    "gpu.mode": "compute mode",
+    "gpu.health": "health of the GPUs",
+    "gpu.pids": "processes on GPUs can be told apart",
+    "gpu.visible": "CUDA_VISIBLE_DEVICES",
+    "gpu.iommu": "IOMMU",
+    "gpu.auto": "what --devices auto chooses",
+}
+"""Ids and titles of what is judged from facts."""
+
+
+def look(probes: Sequence[Probe] = PROBED, at_once: int = 0) -> list[Line]:
+    """Run the children and judge what they saw; at most about 30 seconds."""
+    gpus = count()
+    with tempfile.TemporaryDirectory(prefix="wb-doctor-") as folder:
+        wanted = [p for p in probes if gpus >= p.gpu and _installed(p.package)]
+        # One at a time on a small machine: two imports of torch would measure each other.
+        jobs = at_once or max(2, min(4, (os.cpu_count() or 1) // 2))
+        with ThreadPoolExecutor(jobs) as pool:
+            ended = dict(zip((p.name for p in wanted), pool.map(
+                lambda p: children.run(PROBES, p.name, {"limit_s": p.limit_s, "gpus": gpus},
+                                       p.limit_s, Path(folder), p.env),
+                wanted), strict=True))  # fmt: skip
+    facts = _facts(ended)
+    lines = judge(facts, os.environ)
+    for probe in probes:
+        lines += _said(probe, ended.get(probe.name), gpus)
+    return sorted(lines, key=lambda line: line.id.partition(".")[0], reverse=True)
+
+
+def _installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return not package or find_spec(package) is not None
+
+
+def _facts(ended: Mapping[str, children.Ended]) -> dict[str, Mapping[str, Any]]:
+    return {
+        line.id.removeprefix(FACTS): line.figures
+        for one in ended.values() for line in one.lines if line.id.startswith(FACTS)
+    }  # fmt: skip
+
+
+def _said(probe: Probe, ended: children.Ended | None, gpus: int) -> list[Line]:
+    """Return a line for each thing a child should have said, also where it did not."""
+    if ended is None:
+        why = _why_not(probe, gpus)
+        return [Line(id, "unknown", what, why) for id, what in probe.says.items()]
+    said = [line for line in ended.lines if not line.id.startswith(FACTS)]
+    silent = {id: what for id, what in probe.says.items() if id not in {one.id for one in said}}
+    for id, what in silent.items():
+        if ended.late:
+            found = f"hangs: no answer within {probe.limit_s:g} s"
+            step = "see `dmesg` for Xid errors; a reset of the GPU or a restart may be needed"
+            said.append(Line(id, "fail", what, found, step if probe.gpu else _where(ended)))
+        elif ended.status:
+            said.append(Line(id, "fail", what, f"the check crashed: {_last(ended.tail)}"))
+        else:
+            said.append(Line(id, "unknown", what, "the check said nothing"))
+    return said
+
+
+def _why_not(probe: Probe, gpus: int) -> str:
+    if not _installed(probe.package):
+        return f"{probe.package} is not installed"
+    return "no GPU here" if not gpus else f"needs {probe.gpu} GPUs, and there is {gpus}"
+
+
+def _last(tail: str) -> str:
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "without a word"
+
+
+def _where(ended: children.Ended) -> str:
+    at = ended.tail.rfind("(most recent call first)")
+    return " ".join(ended.tail[at:].split())[24:200] if at >= 0 else ""
+
+
+# -- judgements ------------------------------------------------------------------------------------
+
+
+def judge(facts: Mapping[str, Mapping[str, Any]], env: Mapping[str, str]) -> list[Line]:
+    """Return the lines of `JUDGED` from what NVML and torch said."""
+    nvml, cuda = facts.get("nvml", {}), facts.get("cuda", {})
+    gpus = list(nvml.get("gpus", []))
+    lines: dict[str, tuple[Status, str, str]] = {"gpu.driver": driver(nvml)}
+    if nvml.get("driver"):
+        lines["gpu.runtime"] = runtime(nvml, facts.get("build", cuda), gpus)
+    if gpus:
+        lines["gpu.order"] = order(gpus, cuda, env)
+        lines["gpu.mig"] = mig(gpus)
+        lines["gpu.mode"] = mode(gpus)
+        lines["gpu.health"] = health(gpus, nvml.get("xid", ()))
+        lines["gpu.pids"] = pids(facts.get("pids", {}))
+        lines["gpu.visible"] = visible(gpus, cuda, env)
+        lines["gpu.iommu"] = iommu(gpus)
+    lines["gpu.auto"] = auto(len(gpus))
+    return [
+        Line(id, *lines.get(id, ("unknown", "no GPU here", ""))[:1], JUDGED[id],
+             *lines.get(id, ("unknown", "no GPU here", ""))[1:])
+        for id in JUDGED
+    ]  # fmt: skip
+
+
+def driver(nvml: Mapping[str, Any]) -> tuple[Status, str, str]:
+    """Whether a driver answers, and for which GPUs."""
+    files = nvml.get("device_files", [])
+    if nvml.get("driver"):
+        names = [gpu.get("name", "?") for gpu in nvml.get("gpus", [])]
+        cuda = ".".join(map(str, nvml.get("cuda_driver", [])))
+        status: Status = "ok" if names else "fail"
+        return status, f"{nvml['driver']}, CUDA up to {cuda}, GPUs: {', '.join(names) or 'none'}", (
+            "" if names else "nvidia-smi -L lists none either: look at dmesg"
+        )  # fmt: skip
+    why = nvml.get("error", "NVML does not answer")
+    if files:
+        return "fail", f"there is {files[0]}, but: {why}", (
+            "in a container: docker run --gpus all; after an update of the driver: restart"
+        )  # fmt: skip
+    return "unknown", "no GPU here", ""
+
+
+def runtime(
+    nvml: Mapping[str, Any], build: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]
+) -> tuple[Status, str, str]:
+    """Whether the wheel of torch runs with this driver, on these GPUs."""
+    if not build:
+        return "unknown", "torch is not installed", "pytorch.org/get-started has the command"
+    if not build.get("cuda"):
+        return "fail", f"torch {build.get('version')} is built without CUDA", (
+            "pytorch.org/get-started has the command for a build with CUDA"
+        )  # fmt: skip
+    wants = [int(part) for part in str(build["cuda"]).split(".")[:2]]
+    has = [int(part) for part in nvml.get("cuda_driver", [0, 0])]
+    said = f"torch {build['version']} for CUDA {build['cuda']}, driver up to {has[0]}.{has[1]}"
+    if has[0] < wants[0]:
+        return "fail", said, f"a newer driver, or a torch built for CUDA {has[0]}"
+    unfit = [
+        f"{gpu['name']} (sm_{gpu['capability'][0]}{gpu['capability'][1]})"
+        for gpu in gpus if gpu.get("capability") and not fits(gpu["capability"], build["archs"])
+    ] if build.get("archs") else []  # fmt: skip
+    if unfit:
+        return "fail", f"{said}; no code for {', '.join(unfit)}", (
+            f"a torch whose list has it; this one has {', '.join(build['archs'])}"
+        )  # fmt: skip
+    if has < wants:
+        return "ok", f"{said} (minor versions are compatible)", ""
+    return "ok", said, ""
+
+
+def fits(capability: Sequence[int], archs: Sequence[str]) -> bool:
+    """Whether a build has code for a GPU: its own, an older one of its major, or PTX."""
+    major, minor = capability
+    for arch in archs:
+        kind, _, number = arch.partition("_")
+        digits = "".join(c for c in number if c.isdigit())
+        if not digits:
+            continue
+        a_major, a_minor = int(digits[:-1] or 0), int(digits[-1])
+        if kind == "sm" and a_major == major and a_minor <= minor:
+            if number[-1].isalpha() and (a_major, a_minor) != (major, minor):
+                continue  # sm_90a runs on 9.0 alone
+            return True
+        if kind == "compute" and (a_major, a_minor) <= (major, minor):
+            return True
+    return False
+
+
+def order(
+    gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[Status, str, str]:
+    """Whether NVML and torch mean the same GPU by a number."""
+    theirs = [_bare(one.get("uuid", "")) for one in cuda.get("gpus", [])]
+    if not theirs:
+        return "unknown", "torch did not say its GPUs", ""
+    ours = [_bare(gpu["uuid"]) for gpu in gpus]
+    strange = [uuid for uuid in theirs if uuid not in ours and not uuid.startswith("MIG")]
+    if strange:
+        return "warn", f"torch has a GPU that NVML does not: {strange[0]}", (
+            "MIG instances, or a container that shows other GPUs to each"
+        )  # fmt: skip
+    places = [ours.index(uuid) for uuid in theirs if uuid in ours]
+    if places == sorted(places):
+        return "ok", f"as NVML counts: {places}", ""
+    return "warn", f"torch counts NVML's GPUs as {places}", (
+        "engines see GPUs by UUID, so ours agree; for other programs: "
+        "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    )  # fmt: skip
+
+
+def _bare(uuid: str) -> str:
+    return uuid.removeprefix("GPU-").lower()
+
+
+def mig(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
+    """Which GPUs are cut into instances."""
+    cut = [gpu["index"] for gpu in gpus if gpu.get("mig")]
+    if not cut:
+        return "ok", "off", ""
+    return "warn", f"on for GPU {', '.join(map(str, cut))}", (
+        "an instance serves one worker; NCCL cannot join instances (docs: GPUs, MIG)"
+    )  # fmt: skip
+
+
+MODES = {0: "default", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
+
+
+def mode(gpus: Sequence[Mapping[str, Any]]) -> tuple[Status, str, str]:
+    """Whether more than one process may use a GPU."""
+    odd = {gpu["index"]: MODES.get(gpu.get("mode", 0), "?") for gpu in gpus if gpu.get("mode")}
+    if not odd:
+        return "ok", "default: several processes may share a GPU", ""
+    words = ", ".join(f"GPU {i} {word}" for i, word in odd.items())
+    if "PROHIBITED" in odd.values():
+        return "fail", words, "an administrator sets it back: nvidia-smi -c 0"
+    return "warn", f"{words}: one process at a time", (
+        "each worker needs a GPU of its own; to share: nvidia-smi -c 0"
+    )  # fmt: skip
+
+
+def health(gpus: Sequence[Mapping[str, Any]], xid: Sequence[str]) -> tuple[Status, str, str]:
+    """Whether a GPU is lost, or has errors of memory that were not corrected."""
+    lost = [f"GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error")]
+    if lost:
+        return "fail", "; ".join(lost), (
+            "leave it out (CUDA_VISIBLE_DEVICES), and have an administrator reset it or restart"
+        )  # fmt: skip
+    ecc = [f"GPU {g['index']}: {g['ecc']} errors" for g in gpus if g.get("ecc")]
+    if ecc:
+        return "fail", f"memory errors that were not corrected: {'; '.join(ecc)}", (
+            "results may be wrong: leave it out, and have an administrator reset it"
+        )  # fmt: skip
+    if xid:
+        return "warn", f"the kernel's log has Xid errors: {xid[-1][-160:]}", (
+            "docs.nvidia.com/deploy/xid-errors says what the number means"
+        )  # fmt: skip
+    return "ok", "no GPU lost, no uncorrected memory errors", ""
+
+
+def pids(said: Mapping[str, Any]) -> tuple[Status, str, str]:
+    """Whether NVML counts processes as this system does."""
+    seen = said.get("sees_own_pid")
+    if seen is None:
+        return "unknown", "no process of ours was on a GPU", ""
+    if seen:
+        return "ok", "yes", ""
+    return "warn", "NVML lists other numbers than this container's", (
+        "use of a GPU is shown for the GPU as a whole; docker run --pid=host changes that"
+    )  # fmt: skip
+
+
+def visible(
+    gpus: Sequence[Mapping[str, Any]], cuda: Mapping[str, Any], env: Mapping[str, str]
+) -> tuple[Status, str, str]:
+    """What the environment hides."""
+    words = [f"{n}={env[n]}" for n in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if n in env]
+    said = ", ".join(words) or "not set"
+    left = count()
+    if left == len(gpus):
+        return "ok", said, ""
+    if not left:
+        return "warn", f"{said}: none of {len(gpus)} GPUs is left", (
+            "unset CUDA_VISIBLE_DEVICES, or name GPUs that nvidia-smi -L lists"
+        )  # fmt: skip
+    return "ok", f"{said}: {left} of {len(gpus)} GPUs", ""
+
+
+def iommu(
+    gpus: Sequence[Mapping[str, Any]], root: Path = Path("/sys/class/iommu")
+) -> tuple[Status, str, str]:
+    """Whether an IOMMU stands between the GPUs, which can corrupt their copies."""
+    on = root.is_dir() and any(root.iterdir())
+    if not on or len(gpus) < 2:
+        return "ok", "none" if not on else "on; one GPU, so nothing is copied between", ""
+    return "warn", "on, and there are several GPUs", (
+        "where gpu.p2p fails, turn off ACS or the IOMMU, or export NCCL_P2P_DISABLE=1"
+    )  # fmt: skip
+
+
+def auto(gpus: int) -> tuple[Status, str, str]:
+    """What `--devices auto` would choose for 1, 2 and as many workers as there are GPUs."""
+    said, warnings = [], []
+    for workers in sorted({1, 2, max(1, gpus)}):
+        given = lease("auto", workers)
+        kinds = ", ".join(dict.fromkeys(one.label for one in given.leases))
+        said.append(f"{workers} worker{'s' * (workers > 1)}: {kinds} ({given.backend})")
+        if given.warning:
+            warnings.append(given.warning)
+    return "ok", "; ".join(said), " ".join(dict.fromkeys(warnings))

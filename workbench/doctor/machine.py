@@ -1,0 +1,427 @@
+"""Checks of this machine that need neither a framework nor a GPU, and take no time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import locale
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..devices import limits
+from ..devices.leases import cpu_count
+from .report import Check, Line, Status
+
+Found = tuple[Any, ...]
+"""Status, what was found, and maybe the next step and the figures."""
+
+GB = 1 << 30
+LEAST: dict[str, str] = {
+    "ipykernel": "6.29", "ipyparallel": "9.1", "ipywidgets": "8.1", "anywidget": "0.9.21",
+    "pyzmq": "26", "numpy": "1.26", "cloudpickle": "3", "psutil": "5.9", "nvidia-ml-py": "12.535",
+}  # fmt: skip
+"""Packages that are needed, and the oldest version that is; as pyproject.toml says."""
+FRAMEWORKS: dict[str, str] = {"torch": "2.6", "tensorflow": "2.18"}
+SHM_BYTES, MEMORY_BYTES, DISK_BYTES = 256 << 20, 2 * GB, GB
+LEAST_FILES, LEAST_TASKS = 1024, 256
+SOCKET_PATH = 107
+"""Most characters of a Unix socket's path."""
+UNDER_TMP = 50
+"""How many of them our sockets need below the temporary folder."""
+
+
+def checks() -> list[Check]:
+    """Return what is looked at, in the order of the report."""
+    return [
+        Check("machine.python", "Python", python),
+        Check("machine.system", "system", system),
+        Check("machine.versions", "packages", versions),
+        Check("machine.frameworks", "frameworks", frameworks),
+        Check("machine.cores", "processor cores", cores),
+        Check("machine.memory", "memory", memory),
+        Check("machine.shm", "shared memory (/dev/shm)", shm),
+        Check("machine.files", "open files", open_files),
+        Check("machine.tasks", "processes and threads", tasks),
+        Check("machine.memlock", "memory that may be locked", memlock),
+        Check("machine.loopback", "connections on this machine", loopback),
+        Check("machine.fork", "starting processes by fork", fork),
+        Check("machine.tmp", "temporary folder", temporary),
+        Check("machine.runs", "folder of runs", runs),
+        Check("machine.locale", "encoding", encoding),
+        Check("machine.clock", "clock", clock),
+        Check("machine.limits", "administrator's limits", limits),
+        Check("machine.widgets", "widgets in JupyterLab", widgets),
+    ]
+
+
+def look() -> list[Line]:
+    """Make all checks of this module."""
+    return [check.run() for check in checks()]
+
+
+# -- what is installed -----------------------------------------------------------------------------
+
+
+def python() -> Found:
+    """Which Python this is."""
+    found = f"{platform.python_implementation()} {platform.python_version()}"
+    return "ok", found  # an older Python than is needed cannot import this
+
+
+def system() -> Found:
+    """Whether this is a system on which it was tried."""
+    found = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform == "win32":
+        return "fail", found, "Windows needs WSL2: run `wsl --install`, and install Workbench there"
+    if sys.platform != "linux":
+        return "warn", found, "tests run on Linux only; please report what does not work"
+    return "ok", found
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package; None: there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def older(found: str, least: str) -> bool:
+    """Whether one version is older than another, by their numbers."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:4]]
+
+    return numbers(found) < numbers(least)
+
+
+def versions(found: dict[str, str | None] | None = None) -> Found:
+    """Whether what is needed is installed, and new enough."""
+    have = {name: version(name) for name in LEAST} if found is None else found
+    lacking = [name for name, one in have.items() if one is None]
+    old = [f"{n} {one} < {LEAST[n]}" for n, one in have.items() if one and older(one, LEAST[n])]
+    if lacking or old:
+        seen = "; ".join([*(f"{name} is missing" for name in lacking), *old])
+        wanted = [n for n in LEAST if n in lacking or any(o.startswith(f"{n} ") for o in old)]
+        names = " ".join(f"'{name}>={LEAST[name]}'" for name in wanted)
+        return "fail", seen, f"{sys.executable} -m pip install {names}"
+    shown = ("ipyparallel", "ipykernel", "pyzmq", "numpy")
+    return "ok", ", ".join(f"{name} {have[name]}" for name in shown), "", dict(have)
+
+
+def frameworks(found: dict[str, str | None] | None = None) -> Found:
+    """Whether there is a framework to train with."""
+    have = {name: version(name) for name in FRAMEWORKS} if found is None else found
+    old = [f"{n} {v} < {FRAMEWORKS[n]}" for n, v in have.items() if v and older(v, FRAMEWORKS[n])]
+    if old:
+        return "fail", "; ".join(old), "a newer one is needed", dict(have)
+    if not any(have.values()):
+        return "fail", "neither torch nor tensorflow", (
+            "pytorch.org/get-started has the command that installs torch for your driver"
+        ), dict(have)  # fmt: skip
+    words = [f"{name} {one}" if one else f"no {name}" for name, one in have.items()]
+    return "ok", ", ".join(words), "", dict(have)
+
+
+# -- what there is of everything -------------------------------------------------------------------
+
+
+def cores() -> Found:
+    """How many cores may be used: of the machine, the affinity, a container's quota."""
+    usable, all_cores = cpu_count(), os.cpu_count() or 1
+    figures = {"usable": usable, "all": all_cores}
+    found = f"{usable} of {all_cores} may be used" if usable < all_cores else str(all_cores)
+    if usable < 2:
+        return (
+            "warn",
+            found,
+            "workers share one core, so nothing is gained by more of them",
+            figures,
+        )
+    return "ok", found, "", figures
+
+
+def memory(limit_bytes: int | None = None, free_bytes: int | None = None) -> Found:
+    """How much memory there is, for this container too."""
+    import psutil
+
+    total, available = _cgroup_memory()
+    system = psutil.virtual_memory()
+    limit = (
+        min(int(system.total), total or int(system.total)) if limit_bytes is None else limit_bytes
+    )
+    free = free_bytes
+    if free is None:
+        free = min(int(system.available), available if available is not None else limit)
+    found = f"{free / GB:.1f} of {limit / GB:.1f} GB are free"
+    if total and total < int(system.total):
+        found += f" (the container's limit; the machine has {system.total / GB:.1f} GB)"
+    figures = {"limit_bytes": limit, "free_bytes": free}
+    if free < MEMORY_BYTES:
+        return (
+            "warn",
+            found,
+            "an engine with torch needs about 0.4 GB: use fewer, or free some",
+            figures,
+        )
+    return "ok", found, "", figures
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int | None]:
+    """Return the control group's limit and what is left of it; None: it has none."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            most = int((root / limit).read_text())
+            if most < 1 << 60:
+                return most, max(0, most - int((root / used).read_text()))
+    return None, None
+
+
+def shm(folder: Path = Path("/dev/shm")) -> Found:
+    """Whether DataLoader's workers, servers and NCCL have room to share memory."""
+    if not folder.is_dir():
+        return ("unknown" if sys.platform != "linux" else "fail"), f"there is no {folder}", (
+            "mount a tmpfs there"
+        )  # fmt: skip
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.free / GB:.2f} of {usage.total / GB:.2f} GB are free"
+    figures = {"free_bytes": usage.free, "total_bytes": usage.total}
+    step = "docker run --shm-size=8g (Kubernetes: an emptyDir with medium: Memory)"
+    if not os.access(folder, os.W_OK):
+        return "fail", "it cannot be written to", step, figures
+    if usage.free < SHM_BYTES:
+        return "warn", f"{found}: DataLoader workers and NCCL need more", step, figures
+    return "ok", found, "", figures
+
+
+def open_files(soft: int | None = None) -> Found:
+    """How many files and sockets a process may have open."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = limit if soft is None else soft
+    figures = {"soft": limit, "hard": hard}
+    if 0 <= limit < LEAST_FILES:
+        return (
+            "warn",
+            f"{limit} at most",
+            f"ulimit -n {max(4096, LEAST_FILES)} before JupyterLab is started",
+            figures,
+        )
+    return "ok", f"{_count(limit)} at most", "", figures
+
+
+def tasks(most: int | None = None) -> Found:
+    """How many processes and threads there may be."""
+    if most is None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        found = [] if soft == resource.RLIM_INFINITY else [soft]
+        for path in ("pids.max", "pids/pids.max"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int((Path("/sys/fs/cgroup") / path).read_text()))
+        most = min(found, default=-1)
+    if 0 <= most < LEAST_TASKS:
+        return (
+            "warn",
+            f"{most} at most",
+            "each engine has about 20 threads: docker run --pids-limit -1",
+            {"most": most},
+        )
+    return "ok", f"{_count(most)} at most", "", {"most": most}
+
+
+def memlock() -> Found:
+    """How much memory may be locked, which InfiniBand needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    infiniband = Path("/dev/infiniband").is_dir()
+    figures = {"soft_bytes": soft, "infiniband": infiniband}
+    words = "no limit" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KB"
+    if infiniband and soft != resource.RLIM_INFINITY:
+        return (
+            "warn",
+            f"{words}, and there is InfiniBand",
+            "ulimit -l unlimited, or NCCL cannot use it",
+            figures,
+        )
+    return "ok", words, "", figures
+
+
+def _count(number: int) -> str:
+    return "any number" if number in (-1, resource.RLIM_INFINITY) else str(number)
+
+
+# -- what works ------------------------------------------------------------------------------------
+
+
+def loopback(host: str = "127.0.0.1", timeout_s: float = 5.0) -> Found:
+    """Whether a process can be reached on this machine."""
+    began = time.perf_counter()
+    with socket.socket() as server:
+        server.settimeout(timeout_s)
+        server.bind((host, 0))
+        server.listen(1)
+        with socket.create_connection(server.getsockname(), timeout_s) as client:
+            taken, _ = server.accept()
+            with taken:
+                client.sendall(b"ping")
+                answer = taken.recv(4)
+    took_ms = 1e3 * (time.perf_counter() - began)
+    if answer != b"ping":
+        return "fail", f"something else answers on {host}", "look for a proxy or a firewall"
+    name_ms = _name_ms(host)
+    figures = {"connect_ms": round(took_ms, 2), "name_ms": round(name_ms, 1)}
+    if name_ms > 500:
+        return "warn", f"{host} works, but asking for its name took {name_ms / 1e3:.1f} s", (
+            "add `127.0.0.1 localhost` to /etc/hosts, or export RES_OPTIONS=timeout:1"
+        ), figures  # fmt: skip
+    return "ok", f"{host} answers in {took_ms:.1f} ms", "", figures
+
+
+def _name_ms(host: str) -> float:
+    began = time.perf_counter()
+    with contextlib.suppress(OSError):
+        socket.gethostbyaddr(host)
+    return 1e3 * (time.perf_counter() - began)
+
+
+FORK = "import os, sys; pid = os.fork() or os._exit(0); sys.exit(os.waitpid(pid, 0)[1])"
+
+
+def fork() -> Found:
+    """Whether a process can fork; tried in one that has no threads."""
+    import subprocess
+
+    if not hasattr(os, "fork"):
+        return "warn", "there is no fork here", "engines are started one by one, in seconds each"
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=10, check=False
+    )
+    if done.returncode:
+        return "fail", f"it failed: {done.stderr.strip()[-200:]}", "look at the limit of processes"
+    return "ok", "works"
+
+
+def temporary(folder: Path | None = None) -> Found:
+    """Whether the temporary folder can be used, and its name leaves room for sockets."""
+    folder = folder or Path(tempfile.gettempdir())
+    step = "export TMPDIR=/tmp, or another short path with room"
+    status, found, figures = _place(folder)
+    if status == "ok" and len(str(folder)) + UNDER_TMP > SOCKET_PATH:
+        return "fail", f"{folder}: its name is too long for sockets below it", step, figures
+    return status, found, "" if status == "ok" else step, figures
+
+
+def runs() -> Found:
+    """Whether runs can be kept."""
+    from ..history import folders
+
+    status, found, figures = _place(folders.runs_root())
+    return status, found, "" if status == "ok" else (
+        "make room there, or export WORKBENCH_HOME=/another/folder"
+    ), figures  # fmt: skip
+
+
+def _place(folder: Path) -> tuple[Status, str, dict[str, Any]]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return "fail", f"{folder} cannot be written to: {error.strerror}", {}
+    free = shutil.disk_usage(folder).free
+    found = f"{folder}, {free / GB:.1f} GB are free"
+    return ("warn" if free < DISK_BYTES else "ok"), found, {"free_bytes": free}
+
+
+def encoding() -> Found:
+    """Whether text outside ASCII survives."""
+    files, preferred = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
+    found = f"files {files}, text {preferred}"
+    if {name.lower().replace("-", "") for name in (files, preferred)} != {"utf8"}:
+        return "warn", found, "export LC_ALL=C.UTF-8 before JupyterLab is started"
+    return "ok", found
+
+
+CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "pit")
+
+
+def clock(source: str | None = None) -> Found:
+    """Whether reading the clock is cheap: each step is timed."""
+    if source is None:
+        try:
+            source = CLOCK.read_text().strip()
+        except OSError:
+            source = ""
+    began = time.perf_counter()
+    for _ in range(10_000):
+        time.perf_counter()
+    each_ns = (time.perf_counter() - began) / 10_000 * 1e9
+    found = f"{source or 'source not known'}, {each_ns:.0f} ns for each look"
+    figures = {"source": source, "each_ns": round(each_ns, 1)}
+    if source in SLOW_CLOCKS or each_ns > 5_000:
+        return (
+            "warn",
+            found,
+            "a slow clock makes short steps longer; ask for tsc or kvm-clock",
+            figures,
+        )
+    return "ok", found, "", figures
+
+
+def limits() -> Found:
+    """What an administrator, or the user's environment, limits."""
+    found = limits.load()
+    if not found.sources:
+        return "ok", "none"
+    words = [f"{name} ({where})" for name, where in sorted(found.sources.items())]
+    return "ok", ", ".join(words), "", dict(found.sources)
+
+
+MANAGERS = ("@jupyter-widgets/jupyterlab-manager", "anywidget")
+
+
+def widgets(roots: Sequence[Path] | None = None) -> Found:
+    """Whether JupyterLab on this machine can show the dashboard."""
+    import json
+
+    if roots is None:
+        places = [sys.prefix, sys.base_prefix, "/usr/local", "/usr"]
+        roots = [Path(place) / "share/jupyter/labextensions" for place in places]
+        roots.append(Path.home() / ".local/share/jupyter/labextensions")
+    found: dict[str, str] = {}
+    for name in MANAGERS:
+        for root in roots:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found.setdefault(
+                    name, json.loads((root / name / "package.json").read_text())["version"]
+                )
+    lab = version("jupyterlab")
+    words = ", ".join(
+        [
+            f"jupyterlab {lab}" if lab else "no jupyterlab here",
+            *(f"{n} {v}" for n, v in found.items()),
+        ]
+    )
+    lacking = [name for name in MANAGERS if name not in found]
+    if not lacking:
+        return "ok", words, "", {"jupyterlab": lab, **found}
+    if lab is None:
+        return "unknown", f"{words}; {', '.join(lacking)} not found", (
+            "where JupyterLab runs elsewhere, install ipywidgets and anywidget there too"
+        )  # fmt: skip
+    return "warn", f"{words}; {', '.join(lacking)} not found", (
+        "pip install -U ipywidgets anywidget, then reload the page; text is shown until then"
+    )  # fmt: skip

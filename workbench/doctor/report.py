@@ -1,0 +1,223 @@
+"""What checks found: lines that are ok, warnings, failures, or could not be checked.
+
+The JSON form is for programs and for issues: `schema` changes when a field changes its meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from ..views.table import Table
+
+Status = Literal["ok", "warn", "fail", "unknown"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+SCHEMA = 1
+MARKS: Mapping[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "unknown": "not known"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one check found.
+
+    Attributes:
+        id: Stable name for programs: `gpu.matmul`.
+        status: `unknown`: it cannot be checked here, and `found` says why.
+        what: What was looked at, in a few words.
+        found: What was seen, with its values.
+        next_step: What the user can do now; empty where there is nothing to do.
+        seconds: How long the check took.
+        figures: What was measured, by name with the unit: `{"bandwidth_gb_s": 12.5}`.
+    """
+
+    id: str
+    status: Status
+    what: str
+    found: str
+    next_step: str = ""
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, said: Mapping[str, Any]) -> Line:
+        """Read a line that another process wrote.
+
+        Raises:
+            ValueError: It is none.
+        """
+        known = {name: said[name] for name in cls.__dataclass_fields__ if name in said}
+        if known.get("status") not in STATUSES or not {"id", "what", "found"} <= set(known):
+            raise ValueError(f"not a line of a report: {str(said)[:200]}")
+        return cls(**known)
+
+
+@dataclass
+class Report:
+    """All lines of a doctor or of a GPU test.
+
+    Attributes:
+        kind: `doctor` or `gpu-test`.
+        about: Of the machine: system, Python, when.
+        seconds: How long all of it took.
+        files: Names of what lies beside the report.
+    """
+
+    kind: str
+    lines: list[Line] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=lambda: about_here())
+    seconds: float = 0.0
+    files: list[str] = field(default_factory=list)
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Take in what checks found."""
+        self.lines += lines
+
+    def counts(self) -> dict[str, int]:
+        """Return how many lines there are of each status."""
+        return {s: sum(line.status == s for line in self.lines) for s in STATUSES}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check failed."""
+        return any(line.status == "fail" for line in self.lines)
+
+    @property
+    def exit_status(self) -> int:
+        """For a shell: 0 all ok or warnings, 1 something failed."""
+        return int(self.failed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "about": self.about,
+            "seconds": round(self.seconds, 2),
+            "counts": self.counts(),
+            "failed": self.failed,
+            "lines": [line.to_dict() for line in self.lines],
+            "files": self.files,
+        }
+
+    def json(self) -> str:
+        """Return it as one JSON document."""
+        return json.dumps(self.to_dict(), indent=1, default=str)
+
+    def verdict(self) -> str:
+        """Return one sentence about all lines."""
+        words = {
+            "ok": "ok",
+            "warn": "to look at",
+            "fail": "failed",
+            "unknown": "not checkable here",
+        }
+        counts = self.counts()
+        said = ", ".join(f"{counts[s]} {words[s]}" for s in STATUSES if counts[s])
+        return f"{len(self.lines)} checks in {self.seconds:.0f} s: {said or 'none'}"
+
+    def text(self) -> str:
+        """Return it for a terminal, a line for each check and one for each next step."""
+        out, group = [], ""
+        for line in together(self.lines):
+            first = line.id.partition(".")[0]
+            if first != group and group:
+                out.append("")
+            group = first
+            out.append(line_text(line))
+        where = ", ".join(f"{key} {value}" for key, value in self.about.items() if key != "when")
+        return "\n".join([*out, "", self.verdict(), f"({where})"])
+
+    def table(self) -> Table:
+        """Return it as a table for a notebook."""
+        from ..views.table import Column, Table
+
+        columns = [Column("", "left"), Column("checked", "left", 28), Column("found", "left", 60)]
+        lines = together(self.lines)
+        rows = [[MARKS[one.status], one.what, one.found] for one in lines]
+        if any(one.next_step for one in lines):
+            columns.append(Column("next step", "left", 40))
+            rows = [[*row, one.next_step] for row, one in zip(rows, lines, strict=True)]
+        strong = frozenset(i for i, one in enumerate(lines) if one.status == "fail")
+        return Table(columns, rows, f"Doctor: {self.verdict()}", (), strong)
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/html": self.table().html(), "text/plain": self.text()}
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def write(self, folder: Path) -> None:
+        """Write `report.json` and `report.txt` there."""
+        (folder / "report.json").write_text(self.json() + "\n", "utf-8")
+        (folder / "report.txt").write_text(self.text() + "\n", "utf-8")
+
+
+def together(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines for a reader: what cannot be checked for the same reason is one line."""
+    same: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.status == "unknown":
+            same.setdefault(line.found, []).append(line)
+    shown = []
+    for line in lines:
+        alike = same.get(line.found, []) if line.status == "unknown" else []
+        if len(alike) < 2:
+            shown.append(line)
+        elif line is alike[0]:
+            what = ", ".join(one.what for one in alike)
+            found = f"{line.found}, so not checked: {what}"
+            shown.append(Line(line.id, "unknown", f"{len(alike)} checks", found, line.next_step))
+    return shown
+
+
+def line_text(line: Line) -> str:
+    """Return a line for a terminal."""
+    text = f"{MARKS[line.status]:<9} {line.what}: {line.found}"
+    return text + (f"\n{'':<9}   next: {line.next_step}" if line.next_step else "")
+
+
+def about_here() -> dict[str, Any]:
+    """Return what a report says of the machine it is of; no name of it or of its user."""
+    package = sys.modules[__name__.partition(".")[0]]
+    return {
+        "workbench": getattr(package, "__version__", ""),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "when": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check that runs in this process and takes no time to speak of.
+
+    Attributes:
+        look: Returns status, what was found, and maybe the next step and figures.
+    """
+
+    id: str
+    what: str
+    look: Callable[[], tuple[Any, ...]]
+
+    def run(self) -> Line:
+        """Return what it found; a check that breaks is one that could not be made."""
+        began = time.perf_counter()
+        try:
+            status, found, *rest = self.look()
+        except Exception as error:
+            status, found, rest = "unknown", f"the check broke: {type(error).__name__}: {error}", []
+        step = rest[0] if rest else ""
+        figures = rest[1] if len(rest) > 1 else {}
+        seconds = round(time.perf_counter() - began, 3)
+        return Line(self.id, status, self.what, found, step, seconds, figures)
