@@ -20,6 +20,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ class FakeAccelerator(Accelerator):
         self, host: HostClock, *, ppm: float = 0.0, index: int = 0, lag_s: float = 1e-6
     ) -> None:
         self.device, self.kind = torch.device("cuda", index), "fakegpu"
+        self._room: Any = SimpleNamespace()  # what torch's module of that kind would have
         self.host, self.ppm, self.lag_s = host, ppm, lag_s
         self.free_s = 0.0  # when the stream has done all that it was given
         self.error = ""

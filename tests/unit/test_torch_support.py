@@ -103,8 +103,7 @@ def test_a_main_thread_that_spins_for_the_device_waits_in_its_collective(
     monkeypatch.setattr(stacks, "_main_thread", lambda: [stacks.Place(__file__, 3, "step")])
     found = stacks.where()
     assert (found.state, found.waits_in) == ("waits", "in all_gather, on the device")
-    spec.device = "cpu"
-    support._take_device(spec)
+    support._take_device(replace(spec, device="cpu"))
     assert stacks.where().state == "busy"
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..devices import limits
+from ..devices import limits as administrators
 from ..devices.leases import cpu_count
 from .report import Check, Line, Status
 
@@ -383,7 +383,7 @@ def clock(source: str | None = None) -> Found:
 
 def limits() -> Found:
     """What an administrator, or the user's environment, limits."""
-    found = limits.load()
+    found = administrators.load()
     if not found.sources:
         return "ok", "none"
     words = [f"{name} ({where})" for name, where in sorted(found.sources.items())]
