@@ -6,11 +6,13 @@ Their collectives are ended by nothing but an abort, as NCCL's are (tests/fakes/
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,9 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.leaks("the cluster of all tests holds its GPUs"),
 ]
+WORKERS = 3
+LABS = Path(__file__).parents[2] / "notebooks" / "solutions"
+PLAIN = "%%distributed"
 WAIT_S = 60
 AT_THE_PROMPT_S = 15.0
 """How long it may take until the notebook can be used again."""
@@ -44,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[wb.Cluster]:
         patch.setitem(mask.KINDS, "fakegpu", KIND)
         patch.setenv(reservations.VARIABLE, str(tmp_path_factory.mktemp("g") / "gpus"))
         patch.setattr(leases, "_said", set())
-        with wb.Cluster(2) as cluster:
+        with wb.Cluster(WORKERS) as cluster:
             yield cluster
 
 
@@ -64,6 +69,7 @@ def pids(cluster: wb.Cluster) -> dict[int, int]:
 
 PROOF = """
 import contextlib
+import json
 import os
 import torch
 mine = torch.full((2,), float(rank + 1), device=device)
@@ -71,7 +77,8 @@ dist.all_reduce(mine)
 also = torch.full((2,), float(rank + 1))
 dist.all_reduce(also)
 proof = [mine.tolist(), also.tolist(), str(device), os.environ["LOCAL_RANK"],
-         torch.fakegpu.identity(mine.device.index), torch.fakegpu.has_context(1 - rank)]
+         torch.fakegpu.identity(mine.device.index),
+         torch.fakegpu.has_context((rank + 1) % world_size)]
 """
 
 
@@ -79,8 +86,8 @@ def check_all_is_well(cluster: wb.Cluster) -> None:
     assert run(cluster, PROOF) == ""
     found = cluster.pull(["proof"])
     assert [found[engine]["proof"] for engine in sorted(found)] == [
-        [[3.0, 3.0], [3.0, 3.0], f"fakegpu:{rank}", str(rank), f"FAKE-{rank}", False]
-        for rank in range(2)
+        [[6.0, 6.0], [6.0, 6.0], f"fakegpu:{rank}", str(rank), f"FAKE-{rank}", False]
+        for rank in range(WORKERS)
     ]
 
 
@@ -96,12 +103,21 @@ def unharmed(cluster: wb.Cluster) -> Iterator[None]:
     before = pids(cluster)
     yield
     assert pids(cluster) == before
-    assert kept(cluster) == [0, 1]
+    assert kept(cluster) == [0, 1, 2]
     check_all_is_well(cluster)
 
 
 def test_each_engine_has_its_gpu_under_its_local_rank_and_a_context_nowhere_else(cluster):
     check_all_is_well(cluster)
+
+
+@pytest.mark.parametrize("lab", [1, 2, 3, 4])
+def test_the_cells_of_a_lab_that_run_on_all_ranks(cluster, lab):
+    notebook = json.loads((LABS / f"lab_{lab}_solved.ipynb").read_text(encoding="utf-8"))
+    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+    cells = [body for line, _, body in (s.partition("\n") for s in sources) if line == PLAIN]
+    assert cells
+    assert [said for said in (run(cluster, cell) for cell in cells) if said] == []
 
 
 HANGS = """
@@ -154,7 +170,7 @@ result = wb.fit(nn.Linear(8, 2), wb.data.synthetic(64, shape=(8,), classes=2), b
 
 def trained(cluster: wb.Cluster, event: str = "pass", steps: int = 12, **how: Any) -> Any:
     source = TRAIN.replace("EVENT", event).replace("STEPS", str(steps))
-    run = cluster.run(source, strategy="mirrored", workers=2, **how)
+    run = cluster.run(source, strategy="mirrored", workers=WORKERS, **how)
     with contextlib.suppress(RunError):
         run.wait(WAIT_S)
     return run
@@ -176,7 +192,7 @@ def test_a_device_that_failed_costs_its_own_engine(cluster):
     while pids(cluster).get(1) in (before[1], None) and time.monotonic() < deadline:
         time.sleep(0.05)
     check_all_is_well(cluster)
-    assert kept(cluster) == [0, None]
+    assert kept(cluster) == [0, None, 2]
     assert pids(cluster)[0] == before[0]
 
 
@@ -188,7 +204,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on_from_whole_weig
     source = TRAIN.replace("EVENT", event).replace("STEPS", "12")
     before = pids(cluster)
     run = cluster.run(
-        source, strategy="mirrored", workers=2, on_failure="replace", checkpoint=str(tmp_path)
+        source, strategy="mirrored", workers=WORKERS, on_failure="replace", checkpoint=str(tmp_path)
     )
     deadline = time.monotonic() + WAIT_S
     while run.history.totals.steps < 5 and time.monotonic() < deadline:
