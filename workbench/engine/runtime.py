@@ -291,6 +291,14 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
         if engine.group:
             framework.destroy_group()
             engine.group = ""
+        give_back(framework)
+
+
+def give_back(framework: Any) -> None:
+    """Hand what the framework keeps of the device's memory back; not every framework can."""
+    hand = getattr(framework, "give_back", None)
+    if hand is not None:
+        hand()
 
 
 def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
@@ -365,6 +373,8 @@ def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> CellOu
     """Run the cell; where its error has a well-known cause, say it below the traceback."""
     error = shell.execute(request["source"], request["number"])
     postmortem.keep(error)
+    if error is not None:  # others may need what a failed cell has left over: it may be an OOM
+        give_back(framework)
     explain = getattr(framework, "explain", None)
     if error is not None and explain is not None:
         with contextlib.suppress(Exception):  # a guess must not hide the error itself

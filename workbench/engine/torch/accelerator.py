@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 
 POLL_S = 2e-4
@@ -324,6 +327,118 @@ def _of(device: torch.device) -> Accelerator:
 
 
 CPU = Cpu(torch.device("cpu"))
+
+
+def in_use() -> Accelerator | None:
+    """Return this thread's current device, where this process has begun to use such devices."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    kind = of(found)
+    if not kind.is_in_use():
+        return None
+    # That of number 0 may be another worker's: to make it current, even for a moment, begins it.
+    ask = getattr(kind._room, "current_device", None)
+    return kind if ask is None else of(torch.device(found.type, int(ask())))
+
+
+def give_back() -> None:
+    """Hand memory that torch keeps for later back, so that other processes have it; never raises.
+
+    A device that has failed says so in every call: there is nothing to hand back then.
+    """
+    with contextlib.suppress(Exception):
+        if (own := in_use()) is not None:
+            own.give_back()
+
+
+# -- what leaves the process -----------------------------------------------------------------------
+
+
+class _Leaving(pickle.Pickler):
+    """Packs a value with every tensor of a device as one of the CPU.
+
+    Attributes:
+        met: Whether there was such a tensor.
+    """
+
+    met = False
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how a tensor of a device is packed; all else is packed as ever."""
+        if not _is_away(value):
+            return NotImplemented
+        self.met = True
+        return _on_cpu(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+class _Lent(cloudpickle.Pickler):  # type: ignore[misc]
+    """Packs a value for another engine, which puts the tensors on a device of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how a tensor of a device is packed; all else is packed as ever."""
+        if not _is_away(value):
+            return super().reducer_override(value)
+        return _arrived, (_on_cpu(value),)
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a value for a process that has no such device: a copy, its tensors on the CPU.
+
+    What has no tensor on a device, or cannot be packed, is returned as it is.
+    """
+    if in_use() is None:
+        return value
+    packed = io.BytesIO()
+    leaving = _Leaving(packed, pickle.HIGHEST_PROTOCOL)
+    try:
+        leaving.dump(value)
+    except Exception:  # objects raise what they like; it is said where they are sent
+        return value
+    return pickle.loads(packed.getvalue()) if leaving.met else value
+
+
+def pack(value: Any) -> bytes:
+    """Pack a value for another engine (`settle`)."""
+    packed = io.BytesIO()
+    _Lent(packed).dump(value)
+    return packed.getvalue()
+
+
+_arrivals: list[torch.Tensor] = []
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    _arrivals.append(tensor)
+    return tensor
+
+
+def settle(device: str | torch.device) -> None:
+    """Bring tensors that lay on a lender's device to this worker's; they stay the same objects.
+
+    What is borrowed comes before the engine knows its device.
+    """
+    if _arrivals and torch.device(device).type != "cpu":
+        for tensor in _arrivals:
+            _bring(tensor, device)
+    _arrivals.clear()
+
+
+def _bring(tensor: torch.Tensor, device: str | torch.device) -> None:
+    tensor.data = tensor.data.to(device)
+
+
+def _is_away(value: Any) -> bool:
+    # Without `__reduce_ex__` of its own: DTensors and their like are packed as they say.
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and value.device.type not in ("cpu", "meta")
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().to("cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

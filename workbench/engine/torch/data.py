@@ -133,7 +133,7 @@ class IndexedSource(Source):
     def peek(self) -> Any:
         state = random.getstate(), np.random.get_state()
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):  # else it asks, and so begins, every GPU
                 return self._fetch([0])
         finally:
             random.setstate(state[0])

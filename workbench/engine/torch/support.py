@@ -42,6 +42,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...errors import FitError, RunError
 from ...history.disk import weights_stem
+from . import accelerator
+from .accelerator import give_back as give_back
 from .data import map_batch
 from .group import destroy_group as destroy_group
 from .group import ensure_group as ensure_group
@@ -62,6 +64,7 @@ def setup(spec: RunSpec) -> None:
     let_cells_join(spec)
     if spec.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(spec.device))
+    accelerator.settle(spec.device)
     if spec.mode == "run":
         import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
@@ -103,9 +106,7 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
 
 def device_label(device: str) -> str:
     """Return `cpu`, or `cuda:0 NVIDIA H200`."""
-    if not device.startswith("cuda"):
-        return device
-    return f"{device} {torch.cuda.get_device_name(torch.device(device))}"
+    return accelerator.of(device).label
 
 
 def save_weights(folder: Path, rank: int, arrays: dict[str, Any]) -> str:
@@ -392,10 +393,12 @@ class TorchProfiler:
     """Collects operators on the CPU, and kernels where the worker has a GPU."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._device = accelerator.of(spec.device)
         activities = [ProfilerActivity.CPU]
-        if spec.device.startswith("cuda"):
+        if self._device.kind == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._cuda = len(activities) > 1
+        elif self._device.kind == "xpu":
+            activities.append(ProfilerActivity.XPU)
         self._profile = profile(activities=activities, acc_events=True)
 
     def start(self) -> None:
@@ -424,8 +427,7 @@ class TorchProfiler:
         return path
 
     def _synchronise(self) -> None:
-        if self._cuda:  # kernels of the window, and no others
-            torch.cuda.synchronize()
+        self._device.synchronize()  # kernels of the window, and no others
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ....engine.torch import accelerator
 from ....errors import FitError
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ def measure(
         FitError: A layer cannot be computed; names it and what it was given.
     """
     costs: list[Cost] = []
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with accelerator.own_random(device):
         trained = evaluated = tuple(value.to(device) for value in inputs)
         for layer in layers:
             module = _working_copy(layer.training, device)
@@ -196,6 +196,5 @@ def _time(
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.of(device).synchronize()
     return clock()
