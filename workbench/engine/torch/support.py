@@ -250,6 +250,12 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
         )
 
 
+def forms(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that have no memory (device `meta`)."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta]
+
+
 def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter and buffer, in the model's order."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

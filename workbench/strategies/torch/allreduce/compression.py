@@ -191,8 +191,10 @@ class PowerSGD(Compression):
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def message_like(text: str, shapes: list[torch.Size], dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor as large as the message in which the gradients will be reduced."""
+def message_like(
+    text: str, shapes: list[torch.Size], dtype: torch.dtype
+) -> tuple[int, torch.dtype]:
+    """Return how many numbers the message has in which gradients are reduced, and their type."""
     kind, _, amount = text.partition(":")
     numbers = sum(shape.numel() for shape in shapes)
     if kind == "powersgd":
@@ -202,7 +204,7 @@ def message_like(text: str, shapes: list[torch.Size], dtype: torch.dtype) -> tor
             m = shape[0] if shape else 1
             k = shape.numel() // max(m, 1)
             numbers += min(rank * m, shape.numel()) if rank * (m + k) < m * k else shape.numel()
-    return torch.empty(numbers, dtype=_HALF.get(kind, dtype))
+    return numbers, _HALF.get(kind, dtype)
 
 
 def make_compression(
