@@ -10,8 +10,8 @@ world_size = 1
 
 
 def language_model(
-    built="function", precision=None, adapted=False, recomputed=False, compiled="", wide=32, steps=4,
-    tied=True,
+    built="function", precision=None, adapted=False, recomputed=False, compiled="", wide=32,
+    steps=4, tied=True,
 ):  # fmt: skip
     """Train a small Llama; return its losses and what became of it.
 

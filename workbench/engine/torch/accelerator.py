@@ -14,6 +14,7 @@ the process ends), so what must not raise asks `is_lost`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import pickle
@@ -247,7 +248,20 @@ class Cpu(Accelerator):
         """Do nothing."""
 
     def give_back(self) -> None:
-        """Do nothing."""
+        """Hand the pages of what was freed back to the system, where malloc can (glibc)."""
+        trim = getattr(_libc(), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def free_at_once(self, on: bool) -> None:
+        """Have large tensors take memory of their own, which is the system's when they are freed.
+
+        As malloc learns from them, it keeps their memory for later ones and gives it to small ones
+        in between: layers that are gathered and freed in turn then take that of the whole model.
+        """
+        option = getattr(_libc(), "mallopt", None)
+        if option is not None:
+            option(_MMAP_THRESHOLD, OWN_BYTES if on else _MOST_LEARNT_BYTES)
 
     def limit_memory(self, fraction: float) -> None:
         """Do nothing."""
@@ -273,6 +287,19 @@ class Cpu(Accelerator):
     def forked(self) -> list[torch.device]:
         """Return nothing: the CPU's generator is always kept."""
         return []
+
+
+OWN_BYTES = 4 << 20
+_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+_MOST_LEARNT_BYTES = 32 << 20  # what malloc raises it to by itself, as large blocks are freed
+
+
+@functools.cache
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # not on a Unix
+        return None
 
 
 class Event:
@@ -348,6 +375,7 @@ def give_back() -> None:
     A device that has failed says so in every call: there is nothing to hand back then.
     """
     with contextlib.suppress(Exception):
+        CPU.give_back()
         if (own := in_use()) is not None:
             own.give_back()
 

@@ -42,6 +42,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import vector_to_parameters
 
 from ...engine.contract import NAN, Job, Share
+from ...engine.torch import accelerator
 from ...errors import FitError
 from ...shared import events
 from .parts.filling import Filling, is_form_somewhere
@@ -121,6 +122,8 @@ class Sharded(Partitioned):
             if filling is not None:
                 filling.fill()
 
+        if self.device.type == "cpu":
+            accelerator.CPU.free_at_once(True)
         self.layout = Layout(model, job.optimizer, shard)
 
     def finish(self) -> None:
@@ -156,6 +159,7 @@ class Sharded(Partitioned):
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+        accelerator.CPU.free_at_once(False)
         super().close()
 
     @contextlib.contextmanager

@@ -106,7 +106,7 @@ class TensorParallel(Partitioned):
         def lay_out(model: torch.nn.Module) -> None:
             self.layout = Layout(model, job.optimizer, lambda m: apply_plan(m, plan, self.mesh))
 
-        self.trainer = trainer = Trainer(self.context, job, lay_out=lay_out)
+        self.trainer = trainer = Trainer(self.context, job, lay_out=lay_out, divided=True)
         trainer.clip = clip_grad_norm
         one_by_one(trainer.optimizer)
         self.waits = Waits(trainer.timer, self.context.faults)

@@ -161,6 +161,8 @@ class PowerSGD(Compression):
         for (at, m, k), factor, own, mean in zip(self._cuts, p, own_q, self._q, strict=True):
             error[at : at + m * k] -= (factor @ own.T).view(-1)
             flat[at : at + m * k] = (factor @ mean.T).view(-1)
+            # Nor must an overflow stay in the factors, which the next step begins with.
+            torch.nan_to_num_(mean, nan=0.0, posinf=0.0, neginf=0.0)
         for part, values in zip(
             self._whole, torch.split(rest, [part.numel() for part in whole]), strict=True
         ):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ....engine.contract import NAN, Job, Share
@@ -42,6 +43,8 @@ class Trainer:
         lay_out: Re-partitions the model's parameters in place before the optimizer is made.
         even: Whether all workers must do equally many forward passes (communication happens in
             them): a worker with fewer samples then does some that do not count.
+        divided: Whether workers hold gradients of different parameters, so that they must agree
+            which steps of fp16 are passed over.
 
     Attributes:
         model: The user's module, moved in place.
@@ -56,6 +59,7 @@ class Trainer:
         *,
         lay_out: Callable[[torch.nn.Module], None] | None = None,
         even: bool = False,
+        divided: bool = False,
     ) -> None:
         self.job = job
         self.device = torch.device(context.spec.device)
@@ -71,8 +75,9 @@ class Trainer:
         self._on_cpu = self.device.type == "cpu"
         self._dtype = PRECISIONS.get(job.precision or "")
         self.scaler: Any = None
-        if job.precision == "fp16" and not self._on_cpu:
-            self.scaler = torch.amp.GradScaler(self.device.type)
+        if job.precision == "fp16" and needs_scaling(self.device):
+            kind = AgreedScaler if divided else torch.amp.GradScaler
+            self.scaler = kind(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
         several = self._workers > 1 and job.step_fn is not None
@@ -241,6 +246,32 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         load_parts(self, state)
+
+
+def needs_scaling(device: torch.device) -> bool:
+    """Whether losses are scaled under fp16: on a CPU it is there to try a recipe out."""
+    return device.type != "cpu"
+
+
+class AgreedScaler(torch.amp.GradScaler):
+    """Scales losses where parameters are divided over the workers.
+
+    What lies here of each gradient is looked at (whole tensors and parts cannot be looked at in one
+    call), and a step is passed over by all workers where any of them met an overflow.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for gradient in (p.grad for p in group["params"] if p.grad is not None):
+                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                kinds.setdefault(own.dtype, []).append(own)
+        for gradients in kinds.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
 
 
 class _NoBackward:
