@@ -30,6 +30,7 @@ from ..shared.record import FLAG_SKEWED_CLOCK
 from . import context as run_context
 from .checkpoints import memory_snapshot
 from .context import RunContext
+from .contract import WeightsTooLargeError, weights_up_to
 from .debugging import marks, postmortem
 from .debugging.marks import begins_cell, doing, machinery
 from .debugging.tracebacks import advice, plain
@@ -319,10 +320,15 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     """
     if run.weights is None or not run.spec.run_dir:
         return None
-    arrays = run.weights()
-    if not arrays:
+    arrays: dict[str, Any] = {}
+    try:
+        with weights_up_to(MAX_WEIGHTS_BYTES):
+            arrays = run.weights()
+        size_bytes = sum(array.nbytes for array in arrays.values())
+    except WeightsTooLargeError as large:
+        size_bytes = large.size_bytes
+    if not size_bytes:
         return None
-    size_bytes = sum(array.nbytes for array in arrays.values())
     if size_bytes > MAX_WEIGHTS_BYTES:
         run.emit(
             events.Noted(

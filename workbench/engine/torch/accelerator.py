@@ -20,7 +20,7 @@ import io
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -289,7 +289,9 @@ class Cpu(Accelerator):
         return []
 
 
-OWN_BYTES = 4 << 20
+CHUNK_BYTES = 64 << 20
+ALIGNED_BYTES = 512
+OWN_BYTES = 1 << 20
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
 _MOST_LEARNT_BYTES = 32 << 20  # what malloc raises it to by itself, as large blocks are freed
 
@@ -334,6 +336,105 @@ class Event:
         """Return how long the device took from here to a later event; both have passed."""
         with self._accelerator.current():
             return float(self._event.elapsed_time(later._event)) * 1e-3
+
+
+class Staged:
+    """Copies between a device and the host's ordinary memory, through two pinned chunks.
+
+    A chunk crosses on a stream of its own while the host copies the other one. Pinned memory is
+    taken in powers of two and never given back: of a whole model it would be up to twice the model.
+
+        device --- chunk 1 ---> host memory
+               --- chunk 2 ---> host memory
+    """
+
+    def __init__(self, accelerator: Accelerator, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._accelerator, self._bytes = accelerator, chunk_bytes
+        self._stream = accelerator.side_stream()
+        self._chunks = [
+            torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=accelerator.pins)
+            for _ in range(2)
+        ]
+        self._busy: list[Event | None] = [None, None]  # until the copy of a chunk has crossed
+        self._turn = 0
+
+    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy tensors of the device to tensors of the host; they are there on return."""
+        self._follow()
+        waiting: list[tuple[torch.Tensor, int, list[_Piece]]] = []
+        for pieces in self._cut(pairs):
+            place, chunk = self._next()
+            with self._accelerator.on(self._stream):
+                for source, _, at in pieces:
+                    chunk[at : at + len(source)].copy_(source, non_blocking=True)
+                self._busy[place] = self._accelerator.event(timed=False)
+            if waiting:
+                self._unload(*waiting.pop())
+            waiting.append((chunk, place, pieces))
+        if waiting:
+            self._unload(*waiting.pop())
+
+    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy tensors of the host to tensors of the device; its work from now on finds them."""
+        self._follow()
+        last: Event | None = None
+        for pieces in self._cut(pairs):
+            place, chunk = self._next()
+            for source, _, at in pieces:
+                chunk[at : at + len(source)].copy_(source)
+            with self._accelerator.on(self._stream):
+                for source, target, at in pieces:
+                    target.copy_(chunk[at : at + len(source)], non_blocking=True)
+                last = self._busy[place] = self._accelerator.event(timed=False)
+        if last is not None and self._stream is not None:
+            self._accelerator.current_stream().wait_event(last._event)
+
+    def _follow(self) -> None:
+        """Have the copies begin after what the device was given so far."""
+        if self._stream is not None:
+            now = self._accelerator.event(timed=False)
+            self._stream.wait_event(now._event)
+
+    def _next(self) -> tuple[int, torch.Tensor]:
+        self._turn = 1 - self._turn
+        busy, self._busy[self._turn] = self._busy[self._turn], None
+        if busy is not None:
+            busy.wait()
+        return self._turn, self._chunks[self._turn]
+
+    def _unload(self, chunk: torch.Tensor, place: int, pieces: list[_Piece]) -> None:
+        busy, self._busy[place] = self._busy[place], None
+        if busy is not None:
+            busy.wait()
+        for source, target, at in pieces:
+            target.copy_(chunk[at : at + len(source)])
+
+    def _cut(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[_Piece]]:
+        """Yield what fits one chunk: parts of large tensors, several small ones."""
+        pieces: list[_Piece] = []
+        at = 0
+        for source, target in pairs:
+            if not source.numel():
+                continue
+            sent, taken = (_as_bytes(tensor) for tensor in (source, target))
+            begin = 0
+            while begin < len(sent):
+                size = min(len(sent) - begin, self._bytes - at)
+                pieces.append((sent[begin : begin + size], taken[begin : begin + size], at))
+                begin, at = begin + size, at + -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+                if at >= self._bytes:
+                    yield pieces
+                    pieces, at = [], 0
+        if pieces:
+            yield pieces
+
+
+_Piece = tuple[torch.Tensor, torch.Tensor, int]
+"""Bytes of the source and of the target, and where in the chunk they are on their way."""
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def of(device: str | torch.device) -> Accelerator:
@@ -397,7 +498,8 @@ class _Leaving(pickle.Pickler):
         if not _is_away(value):
             return NotImplemented
         self.met = True
-        return _on_cpu(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        copy: Any = _on_cpu(value)
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 class _Lent(cloudpickle.Pickler):  # type: ignore[misc]

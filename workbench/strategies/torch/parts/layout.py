@@ -126,7 +126,7 @@ class Layout:
     @property
     def whole_bytes(self) -> int:
         """Bytes of the whole: parameters, and what the optimizer keeps for each of them."""
-        every = [*self._exchanged.values()]
+        every: list[torch.Tensor] = [*self._exchanged.values()]
         if self.optimizer is not None:
             for new in self._exchanged.values():
                 values = self.optimizer.state.get(new, {}).values()

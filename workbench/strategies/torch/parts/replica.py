@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ....engine.contract import NAN, Job, Share
+from ....engine.contract import NAN, Job, Share, check_weights
+from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch, slice_batch
 from ....engine.torch.support import check_closure, evaluating
 from ....errors import FitError
@@ -306,17 +307,36 @@ def _add(total: torch.Tensor | None, loss: torch.Tensor, fraction: float) -> tor
 
 
 def to_numpy(tensors: dict[str, Any]) -> dict[str, NDArray[np.generic]]:
-    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32."""
-    arrays = {}
+    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32.
+
+    Raises:
+        WeightsTooLargeError: They are more than is wanted; nothing was copied.
+    """
+    plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
-            plain = tensor.detach()
-            if hasattr(plain, "to_local"):  # a DTensor: this worker's part of it
-                plain = plain.to_local()
-            if plain.dtype == torch.bfloat16:
-                plain = plain.float()
-            arrays[name] = plain.cpu().numpy().copy()
-    return arrays
+            own: Any = tensor.detach()  # of a DTensor this worker's part
+            plain[name] = own.to_local() if hasattr(own, "to_local") else own
+    wide = {torch.bfloat16: torch.float32}
+    check_weights(sum(t.numel() * wide.get(t.dtype, t.dtype).itemsize for t in plain.values()))
+    copies = on_host(plain)
+    return {name: t.float().numpy() if t.dtype in wide else t.numpy() for name, t in copies.items()}
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies on the CPU."""
+    copies: dict[str, torch.Tensor] = {}
+    away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach()
+        if own.device.type == "cpu" or not own.is_contiguous():
+            copies[name] = own.to("cpu", copy=True)
+        else:
+            copies[name] = torch.empty(own.shape, dtype=own.dtype)
+            away.setdefault(own.device, []).append((own, copies[name]))
+    for device, pairs in away.items():
+        accelerator.Staged(accelerator.of(device)).to_host(pairs)
+    return copies
 
 
 def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
