@@ -1,6 +1,6 @@
 """Host memory of a model that no worker builds whole: a Llama of 1 GB under `sharded`.
 
-    python benchmarks/bench_large_model.py [--workers 4] [--way adapters|all] [--quick]
+    python benchmarks/bench_large_model.py [--workers 2] [--way adapters|all] [--quick]
 
 The model is a function: rank 0 builds it, the others know its form. All processes' PSS is sampled,
 and counted from what they take before the run; in sizes of the model, for each phase:
@@ -145,14 +145,15 @@ def measure(workers: int, way: str, shape: dict[str, int]) -> dict[str, Any]:
 def main() -> None:
     """Print a row of JSON for each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--way", choices=("adapters", "all"), default="adapters")
     parser.add_argument("--quick", action="store_true", help="a model of 60 MB")
     asked = parser.parse_args()
     row = measure(asked.workers, asked.way, QUICK if asked.quick else WHOLE)
-    print(json.dumps(row))
+    print(json.dumps({"what": "host memory of a large model", **row, "goal": GOAL}))
     counted = ("build", "train", "gather") if asked.way == "adapters" else ("build", "gather")
-    sys.exit(max(row["peaks"][phase] for phase in counted) > GOAL)
+    over = max(row["peaks"][phase] for phase in counted) > GOAL
+    sys.exit(over and not asked.quick)  # of a small model most is what the run takes besides
 
 
 if __name__ == "__main__":

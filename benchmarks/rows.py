@@ -37,6 +37,7 @@ COMMANDS = (
     "bench_checkpoint.py",
     "bench_parity.py",
     "bench_models.py",
+    "bench_large_model.py",
     "bench_parameter_server.py",
     "bench_central_storage.py",
     "bench_allreduce.py",

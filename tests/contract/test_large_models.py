@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import bench_large_model
 import large_cells
 import numpy as np
 import pytest
@@ -108,3 +109,9 @@ def test_only_rank_0_gets_the_whole(workers: Workers) -> None:
     first, second = clean(run(workers, large_cells.language_model, options=options))
     assert first.value["devices"] == ["cpu"]
     assert "meta" in second.value["devices"]
+
+
+def test_the_host_holds_a_model_of_a_gigabyte_once() -> None:
+    row = bench_large_model.measure(2, "adapters", bench_large_model.WHOLE)
+    assert row["model_bytes"] > 1e9
+    assert max(row["peaks"].values()) <= bench_large_model.GOAL, row
