@@ -154,9 +154,10 @@ class Layout:
                 own.resize_(0)
             return kept if keep else None
 
+        for new in self._exchanged.values():
+            new.grad = None
         final: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for old, new in self._exchanged.items():
-            new.grad = None
             values = whole(new.detach())
             if values is None:
                 final[old] = _form(new)
