@@ -38,6 +38,8 @@ COMMANDS = (
     "bench_parity.py",
     "bench_models.py",
     "bench_large_model.py",
+    "bench_large_model.py --way all",
+    "bench_large_model.py --workers 4",
     "bench_parameter_server.py",
     "bench_central_storage.py",
     "bench_allreduce.py",

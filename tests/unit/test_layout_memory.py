@@ -197,3 +197,15 @@ def test_choosing_an_all_reduce_allocates_nothing_on_the_device() -> None:
     links = SimpleNamespace(size=2)
     message = auto.Message(10**12, torch.float32, torch.device("cuda:0"))
     assert auto.choose(message, links, None).name == auto.BACKEND  # type: ignore[arg-type]
+
+
+def test_objects_travel_on_the_host_where_the_group_has_a_half_for_it() -> None:
+    backend = "cpu:gloo,cuda:fake"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        told: list[Any] = [None]
+        dist.all_gather_object(told, "OutOfMemoryError")  # there is no GPU that it could go over
+        assert told == ["OutOfMemoryError"]
+        assert dist.distributed_c10d._get_object_coll_device() == "cpu"
+    finally:
+        dist.destroy_process_group()
