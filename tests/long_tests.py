@@ -52,6 +52,13 @@ RULES: list[Rule] = [
         ("test_stop_ends_all_workers_at_the_agreed_step[*", ["test_stop_ends*-2]"]),
     ),
     *_rules(
+        "contract/test_large_models.py",
+        ("test_the_host_holds_a_model_of_a_gigabyte_once", ["test_only_rank_0*"]),
+        ("test_a_language_model*[compiled-rank 0]", ["test_a_language_model*compiled-function]"]),
+        ("test_a_language_model*[adapters*-rank 0]", ["test_a_language_model*adapters*function]"]),
+        ("test_a_language_model*[activations*-rank 0]", ["test_a_lang*activations*function]"]),
+    ),
+    *_rules(
         "contract/test_checkpoints.py",
         ("test_the_same_workers_go_on_bit_for_bit[*-*", ["test_the_same_workers*-]"]),
         ("test_another_number_of_workers*", ["test_another_number*-2-3]"]),

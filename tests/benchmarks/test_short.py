@@ -102,6 +102,11 @@ ON_WORKERS = {
         "--epochs 1 --seeds 1 --mean-ms 0.1 --only staleness_aware_lr --no-goals",
         {"staleness": (0.0, 100.0), "one_device_loss": (0.0, 10.0), "loss_at_1x": (0.0, 10.0)},
     ),
+    "bench_large_model.py": Short(
+        "--quick",
+        {"model_bytes": SIZE, "before_bytes": SIZE, "samples": (1, 1e6)},
+        needs=("torch", "transformers"),
+    ),
     "bench_central_storage.py": Short(
         "--mb 1 --workers 2 --steps 5 --turns 1",
         {"ratio": RATIO, "steps_per_s": RATE, "rival_steps_per_s": RATE},

@@ -150,6 +150,8 @@ class Strategy:
             of the steps is lost.
         whole: Whether every worker ends with the whole model; else each has its share of it, and
             builds no more than that where the model is given as a function.
+        fills: Whether it gives a model without memory (device `meta`) its weights, each worker its
+            part of them; one given as a function is built for real by rank 0 alone.
         loses: What is lost at most when a run goes on from its last checkpoint.
         rules: `package.module:function` of (options, workers, batch size or None), pure: raises
             PlanError where options do not fit each other, before an engine is touched.
@@ -190,6 +192,7 @@ class Strategy:
     replicated: bool = False
     spares_workers: bool = False
     whole: bool = True
+    fills: bool = False
     loses: str = "the steps since the last checkpoint"
     rules: str = ""
     messages: str = ""

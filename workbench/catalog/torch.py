@@ -171,8 +171,9 @@ TORCH: tuple[Strategy, ...] = (
         source="Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023",
         aliases=("fsdp", "zero"),
         links=True,
+        fills=True,
         ways=("fit",),
-        supports=FIT_FEATURES - {"compile", "sparse_gradients"},
+        supports=FIT_FEATURES - {"sparse_gradients"},
         options=(
             Option(
                 "unit_mb", "float", 1.0, minimum=0, maximum=65536,

@@ -7,7 +7,10 @@ everything it needs (`context`); it opens nothing it does not close in `close`.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +76,38 @@ class Share:
     global_samples: int
     step: int
     epoch: int
+
+
+class WeightsTooLargeError(Exception):
+    """Weights are not brought to the host: they are more than was asked for.
+
+    Attributes:
+        size_bytes: What they would take there.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(f"{size_bytes} bytes")
+        self.size_bytes = size_bytes
+
+
+_most_bytes: ContextVar[int | None] = ContextVar("most_bytes", default=None)
+
+
+@contextlib.contextmanager
+def weights_up_to(most_bytes: int) -> Iterator[None]:
+    """Have `Strategy.weights` raise `WeightsTooLargeError` for more, before anything is copied."""
+    token = _most_bytes.set(most_bytes)
+    try:
+        yield
+    finally:
+        _most_bytes.reset(token)
+
+
+def check_weights(size_bytes: int) -> None:
+    """Raise WeightsTooLargeError where so many bytes of weights are not wanted."""
+    most = _most_bytes.get()
+    if most is not None and size_bytes > most:
+        raise WeightsTooLargeError(size_bytes)
 
 
 class Strategy(ABC):

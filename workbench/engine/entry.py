@@ -51,7 +51,7 @@ from .debugging.marks import machinery
 from .interrupt import InterruptWatch, leave_signals_to_us
 from .kernel_watch import Home, KeptHome, LastHome
 from .output import held_back
-from .runtime import Engine, run_cell, support
+from .runtime import Engine, give_back, run_cell, support
 from .telemetry.control_link import ControlLink
 
 machinery(__name__)
@@ -243,15 +243,31 @@ def push(values: Mapping[str, Any]) -> None:
 
 
 def pull(names: list[str]) -> dict[str, Any]:
-    """Return names of the cells' namespace; missing ones are left out."""
+    """Return names of the cells' namespace; missing ones are left out.
+
+    Tensors leave as the CPU's: where they go nobody may have such a device.
+    """
     namespace = IPythonShell().namespace
-    return {name: namespace[name] for name in names if name in namespace}
+    return {name: _leaving(namespace[name]) for name in names if name in namespace}
 
 
 def take(names: list[str]) -> dict[str, Any]:
     """Return names of the cells' namespace and forget them there."""
     namespace = IPythonShell().namespace
-    return {name: namespace.pop(name) for name in names if name in namespace}
+    return {name: _leaving(namespace.pop(name)) for name in names if name in namespace}
+
+
+def _leaving(value: Any) -> Any:
+    for one in _with_devices():
+        value = one.on_cpu(value)
+    return value
+
+
+def _with_devices() -> list[Any]:
+    """Return the modules that speak for devices, of the frameworks that are imported here."""
+    names = [f"workbench.engine.{framework}.accelerator" for framework in imported()]
+    loaded = [sys.modules[name] for name in names if name in sys.modules]
+    return [module for module in loaded if hasattr(module, "on_cpu")]
 
 
 def variables() -> list[str]:
@@ -283,6 +299,9 @@ def free() -> int:
     names = [n for n in shell.user_ns if n not in keep and not n.startswith("_")]
     shell.reset(new_session=False, aggressive=False)
     gc.collect()
+    for framework in imported():
+        if (loaded := sys.modules.get(f"workbench.engine.{framework}.support")) is not None:
+            give_back(loaded)
     return len(names)
 
 
@@ -482,7 +501,7 @@ def lend(source: str) -> dict[str, bytes]:
         if wanted and name not in wanted:
             continue
         try:
-            data = cloudpickle.dumps(space[name])
+            data = _packed(space[name])
         except Exception:  # a lock, a file, a generator: objects raise what they like
             data = b""
         packed[name] = data if len(data) <= left_bytes else b""
@@ -490,8 +509,19 @@ def lend(source: str) -> dict[str, bytes]:
     return packed
 
 
+def _packed(value: Any) -> bytes:
+    for one in _with_devices():
+        packed: bytes = one.pack(value)
+        return packed
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
 def borrow(packed: Mapping[str, bytes]) -> list[str]:
-    """Take over variables that another engine lent; return the names that could not be."""
+    """Take over variables that another engine lent; return the names that could not be.
+
+    Tensors of a device come to this engine's own when its next cell tells which that is.
+    """
     space, missing = IPythonShell().namespace, []
     for name, data in packed.items():
         try:

@@ -31,6 +31,7 @@ from ..shared.record import FLAG_SKEWED_CLOCK
 from . import context as run_context
 from .checkpoints import memory_snapshot
 from .context import RunContext
+from .contract import WeightsTooLargeError, weights_up_to
 from .debugging import marks, postmortem
 from .debugging.marks import begins_cell, doing, machinery
 from .debugging.tracebacks import advice, plain
@@ -317,6 +318,14 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
         if engine.group:
             framework.destroy_group()
             engine.group = ""
+        give_back(framework)
+
+
+def give_back(framework: Any) -> None:
+    """Hand what the framework keeps of the device's memory back; not every framework can."""
+    hand = getattr(framework, "give_back", None)
+    if hand is not None:
+        hand()
 
 
 def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
@@ -337,10 +346,15 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     """
     if run.weights is None or not run.spec.run_dir:
         return None
-    arrays = run.weights()
-    if not arrays:
+    arrays: dict[str, Any] = {}
+    try:
+        with weights_up_to(MAX_WEIGHTS_BYTES):
+            arrays = run.weights()
+        size_bytes = sum(array.nbytes for array in arrays.values())
+    except WeightsTooLargeError as large:
+        size_bytes = large.size_bytes
+    if not size_bytes:
         return None
-    size_bytes = sum(array.nbytes for array in arrays.values())
     if size_bytes > MAX_WEIGHTS_BYTES:
         run.emit(
             events.Noted(
@@ -391,6 +405,8 @@ def _execute(shell: Shell, framework: Any, request: Mapping[str, Any]) -> CellOu
     """Run the cell; where its error has a well-known cause, say it below the traceback."""
     error = shell.execute(request["source"], request["number"])
     postmortem.keep(error)
+    if error is not None:  # others may need what a failed cell has left over: it may be an OOM
+        give_back(framework)
     explain = getattr(framework, "explain", None)
     if error is not None and explain is not None:
         with contextlib.suppress(Exception):  # a guess must not hide the error itself

@@ -147,7 +147,7 @@ class Checkpoints:
                 code="WB-FIT-003",
             ) from error
         if whole and own is not None:
-            self._format.set_random_state(own["random"])
+            self._format.set_random_state(own["random"], spec.device)
 
     def _without_own(self, path: Path) -> str:
         rank = self.context.spec.rank
@@ -218,7 +218,8 @@ class Checkpoints:
             "strategy": strategy.snapshot(),
             "kept": [self._format.copied(thing.state_dict()) for thing in self._kept],
         }
-        own = {"strategy": strategy.own_state(), "random": self._format.random_state()}
+        random = self._format.random_state(spec.device)
+        own = {"strategy": strategy.own_state(), "random": random}
         about = self._about(step)
         stall_s = clock() - began
         self.stalled_s += stall_s

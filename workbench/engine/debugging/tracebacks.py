@@ -400,7 +400,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
     (
         r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|invalid device ordinal",
-        "use the name device, which is this worker's: x.to(device)",
+        "use the name device, which is this worker's: x.to(device); an engine sees no GPUs but "
+        "those that it was given, numbered from 0",
     ),
     (
         r"^ResourceExhaustedError[\s\S]*(?:GPU|failed to allocate memory)",
@@ -443,8 +444,44 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "newest CUDA that the driver runs; a newer driver, or a TensorFlow built for it, helps",
     ),
     (
-        r"CUDA out of memory|CUDNN_STATUS_ALLOC_FAILED|OOM when allocating",
-        "use a smaller batch, or a strategy that spreads the model: sharded, model_split",
+        r"device-side assert",
+        "a kernel was given a value out of range: most often a class label or the index of an "
+        "embedding; print y.min(), y.max() and the number of classes. The GPU's part of this "
+        "engine is lost with it. To see the line, run it once under --devices cpu, or start the "
+        "cluster with CUDA_LAUNCH_BLOCKING=1 set",
+    ),
+    (
+        r"Duplicate GPU detected",
+        "two workers were given one GPU, which NCCL refuses: use as many workers as there are GPUs "
+        "(-n), or --devices cpu",
+    ),
+    (
+        r"no kernel image is available",
+        "this torch was built for other GPUs than this one: install a wheel for its CUDA version "
+        "(https://pytorch.org/get-started/locally), or use --devices cpu",
+    ),
+    (
+        r"driver version is insufficient|NVIDIA driver on your system is too old",
+        "the GPU's driver is older than this framework's CUDA: update the driver, install a wheel "
+        "for an older CUDA, or use --devices cpu",
+    ),
+    (
+        r"CUDA_ERROR_ALREADY_MAPPED|resource already mapped",
+        "another process shares this memory by CUDA IPC and has not let go of it: "
+        "%cluster restart, then send tensors between processes as CPU tensors",
+    ),
+    (
+        r"ncclUnhandledCudaError|unhandled cuda error",
+        "NCCL met an error of CUDA: most often the GPU was out of memory, or the shared memory "
+        "was (docker run --shm-size=2g); the engine's log says which after NCCL_DEBUG=WARN was set "
+        "where the cluster starts",
+    ),
+    (
+        r"(?:CUDA|HIP|XPU|MPS)(?: backend)? out of memory|\bOutOfMemoryError"
+        r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|OOM when allocating",
+        "use a smaller batch, or a strategy that spreads the model: sharded, model_split. The "
+        "failed cell's variables and activations stay for %cluster debug until the next cell "
+        "begins, which frees them; %cluster free frees the earlier cells' too",
     ),
     (
         r"can't allocate memory|Cannot allocate memory|^MemoryError",
@@ -501,7 +538,8 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "end a cell early with raise, or put the rest under if",
     ),
     (
-        r"shared memory\(shm\)|insufficient shared memory|Unexpected bus error",
+        r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
+        r"|Error while creating shared memory segment",
         f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
         "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
         "--shm-size=2g)",

@@ -61,11 +61,11 @@ def copied(state: Any) -> Any:
     return state
 
 
-def random_state() -> dict[str, Any]:
+def random_state(device: str) -> dict[str, Any]:
     """Return the states of Python's and NumPy's generators; Keras' are variables of the model."""
     return files.random_state()
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any], device: str) -> None:
     """Let the generators go on from where `random_state` was taken."""
     files.set_random_state(state)

@@ -14,13 +14,17 @@ the process ends), so what must not raise asks `is_lost`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import io
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 
 POLL_S = 2e-4
@@ -248,7 +252,20 @@ class Cpu(Accelerator):
         """Do nothing."""
 
     def give_back(self) -> None:
-        """Do nothing."""
+        """Hand the pages of what was freed back to the system, where malloc can (glibc)."""
+        trim = getattr(_libc(), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def free_at_once(self, on: bool) -> None:
+        """Have large tensors take memory of their own, which is the system's when they are freed.
+
+        As malloc learns from them, it keeps their memory for later ones and gives it to small ones
+        in between: layers that are gathered and freed in turn then take that of the whole model.
+        """
+        option = getattr(_libc(), "mallopt", None)
+        if option is not None:
+            option(_MMAP_THRESHOLD, OWN_BYTES if on else _MOST_LEARNT_BYTES)
 
     def limit_memory(self, fraction: float) -> None:
         """Do nothing."""
@@ -274,6 +291,21 @@ class Cpu(Accelerator):
     def forked(self) -> list[torch.device]:
         """Return nothing: the CPU's generator is always kept."""
         return []
+
+
+CHUNK_BYTES = 64 << 20
+ALIGNED_BYTES = 512
+OWN_BYTES = 1 << 20
+_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+_MOST_LEARNT_BYTES = 32 << 20  # what malloc raises it to by itself, as large blocks are freed
+
+
+@functools.cache
+def _libc() -> Any:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # not on a Unix
+        return None
 
 
 class Event:
@@ -310,6 +342,105 @@ class Event:
             return float(self._event.elapsed_time(later._event)) * 1e-3
 
 
+class Staged:
+    """Copies between a device and the host's ordinary memory, through two pinned chunks.
+
+    A chunk crosses on a stream of its own while the host copies the other one. Pinned memory is
+    taken in powers of two and never given back: of a whole model it would be up to twice the model.
+
+        device --- chunk 1 ---> host memory
+               --- chunk 2 ---> host memory
+    """
+
+    def __init__(self, accelerator: Accelerator, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._accelerator, self._bytes = accelerator, chunk_bytes
+        self._stream = accelerator.side_stream()
+        self._chunks = [
+            torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=accelerator.pins)
+            for _ in range(2)
+        ]
+        self._busy: list[Event | None] = [None, None]  # until the copy of a chunk has crossed
+        self._turn = 0
+
+    def to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy tensors of the device to tensors of the host; they are there on return."""
+        self._follow()
+        waiting: list[tuple[torch.Tensor, int, list[_Piece]]] = []
+        for pieces in self._cut(pairs):
+            place, chunk = self._next()
+            with self._accelerator.on(self._stream):
+                for source, _, at in pieces:
+                    chunk[at : at + len(source)].copy_(source, non_blocking=True)
+                self._busy[place] = self._accelerator.event(timed=False)
+            if waiting:
+                self._unload(*waiting.pop())
+            waiting.append((chunk, place, pieces))
+        if waiting:
+            self._unload(*waiting.pop())
+
+    def to_device(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy tensors of the host to tensors of the device; its work from now on finds them."""
+        self._follow()
+        last: Event | None = None
+        for pieces in self._cut(pairs):
+            place, chunk = self._next()
+            for source, _, at in pieces:
+                chunk[at : at + len(source)].copy_(source)
+            with self._accelerator.on(self._stream):
+                for source, target, at in pieces:
+                    target.copy_(chunk[at : at + len(source)], non_blocking=True)
+                last = self._busy[place] = self._accelerator.event(timed=False)
+        if last is not None and self._stream is not None:
+            self._accelerator.current_stream().wait_event(last._event)
+
+    def _follow(self) -> None:
+        """Have the copies begin after what the device was given so far."""
+        if self._stream is not None:
+            now = self._accelerator.event(timed=False)
+            self._stream.wait_event(now._event)
+
+    def _next(self) -> tuple[int, torch.Tensor]:
+        self._turn = 1 - self._turn
+        busy, self._busy[self._turn] = self._busy[self._turn], None
+        if busy is not None:
+            busy.wait()
+        return self._turn, self._chunks[self._turn]
+
+    def _unload(self, chunk: torch.Tensor, place: int, pieces: list[_Piece]) -> None:
+        busy, self._busy[place] = self._busy[place], None
+        if busy is not None:
+            busy.wait()
+        for source, target, at in pieces:
+            target.copy_(chunk[at : at + len(source)])
+
+    def _cut(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[list[_Piece]]:
+        """Yield what fits one chunk: parts of large tensors, several small ones."""
+        pieces: list[_Piece] = []
+        at = 0
+        for source, target in pairs:
+            if not source.numel():
+                continue
+            sent, taken = (_as_bytes(tensor) for tensor in (source, target))
+            begin = 0
+            while begin < len(sent):
+                size = min(len(sent) - begin, self._bytes - at)
+                pieces.append((sent[begin : begin + size], taken[begin : begin + size], at))
+                begin, at = begin + size, at + -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+                if at >= self._bytes:
+                    yield pieces
+                    pieces, at = [], 0
+        if pieces:
+            yield pieces
+
+
+_Piece = tuple[torch.Tensor, torch.Tensor, int]
+"""Bytes of the source and of the target, and where in the chunk they are on their way."""
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def of(device: str | torch.device) -> Accelerator:
     """Return what speaks for a device.
 
@@ -328,6 +459,120 @@ def _of(device: torch.device) -> Accelerator:
 
 
 CPU = Cpu(torch.device("cpu"))
+
+
+def in_use() -> Accelerator | None:
+    """Return this thread's current device, where this process has begun to use such devices."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return None
+    kind = of(found)
+    if not kind.is_in_use():
+        return None
+    # That of number 0 may be another worker's: to make it current, even for a moment, begins it.
+    ask = getattr(kind._room, "current_device", None)
+    return kind if ask is None else of(torch.device(found.type, int(ask())))
+
+
+def give_back() -> None:
+    """Hand memory that torch keeps for later back, so that other processes have it; never raises.
+
+    A device that has failed says so in every call: there is nothing to hand back then.
+    """
+    with contextlib.suppress(Exception):
+        CPU.give_back()
+        if (own := in_use()) is not None:
+            own.give_back()
+
+
+# -- what leaves the process -----------------------------------------------------------------------
+
+
+class _Leaving(pickle.Pickler):
+    """Packs a value with every tensor of a device as one of the CPU.
+
+    Attributes:
+        met: Whether there was such a tensor.
+    """
+
+    met = False
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how a tensor of a device is packed; all else is packed as ever."""
+        if not _is_away(value):
+            return NotImplemented
+        self.met = True
+        copy: Any = _on_cpu(value)
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+class _Lent(cloudpickle.Pickler):  # type: ignore[misc]
+    """Packs a value for another engine, which puts the tensors on a device of its own."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Say how a tensor of a device is packed; all else is packed as ever."""
+        if not _is_away(value):
+            return super().reducer_override(value)
+        return _arrived, (_on_cpu(value),)
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a value for a process that has no such device: a copy, its tensors on the CPU.
+
+    What has no tensor on a device, or cannot be packed, is returned as it is.
+    """
+    if in_use() is None:
+        return value
+    packed = io.BytesIO()
+    leaving = _Leaving(packed, pickle.HIGHEST_PROTOCOL)
+    try:
+        leaving.dump(value)
+    except Exception:  # objects raise what they like; it is said where they are sent
+        return value
+    return pickle.loads(packed.getvalue()) if leaving.met else value
+
+
+def pack(value: Any) -> bytes:
+    """Pack a value for another engine (`settle`)."""
+    packed = io.BytesIO()
+    _Lent(packed).dump(value)
+    return packed.getvalue()
+
+
+_arrivals: list[torch.Tensor] = []
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    _arrivals.append(tensor)
+    return tensor
+
+
+def settle(device: str | torch.device) -> None:
+    """Bring tensors that lay on a lender's device to this worker's; they stay the same objects.
+
+    What is borrowed comes before the engine knows its device.
+    """
+    if _arrivals and torch.device(device).type != "cpu":
+        for tensor in _arrivals:
+            _bring(tensor, device)
+    _arrivals.clear()
+
+
+def _bring(tensor: torch.Tensor, device: str | torch.device) -> None:
+    tensor.data = tensor.data.to(device)
+
+
+def _is_away(value: Any) -> bool:
+    # Without `__reduce_ex__` of its own: DTensors and their like are packed as they say.
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and value.device.type not in ("cpu", "meta")
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().to("cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

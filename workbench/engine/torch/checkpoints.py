@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ...errors import RunError
 from ..checkpoints import files
 from ..checkpoints.files import arrays_in, decode, encode, write_text
+from . import accelerator
 from .data import map_batch
 
 SKELETON = "state.json"
@@ -143,18 +144,20 @@ def copied(state: Any) -> Any:
     return map_batch(lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-def random_state() -> dict[str, Any]:
-    """Return the states of all generators that a step may draw from."""
+def random_state(device: str) -> dict[str, Any]:
+    """Return the states of all generators that a step of this worker may draw from.
+
+    Of the devices' generators it is the worker's own, whatever its number: the rank goes on from it
+    on another device too. Those of the others are other workers'.
+    """
     state = {**files.random_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    own = accelerator.of(device).random_state()
+    return state if own is None else {**state, "device": own}
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any], device: str) -> None:
     """Let every generator go on from where `random_state` was taken."""
     files.set_random_state(state)
     torch.set_rng_state(state["torch"])
-    cuda = state.get("cuda")
-    if cuda and torch.cuda.is_available() and torch.cuda.device_count() == len(cuda):
-        torch.cuda.set_rng_state_all(cuda)
+    if state.get("device") is not None:
+        accelerator.of(device).set_random_state(state["device"])

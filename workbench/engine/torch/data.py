@@ -33,6 +33,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ...errors import FitError
 from ..contract import Share
@@ -44,6 +45,10 @@ from ..training.shares import (
     share_bounds,
     skewed_order,
 )
+from . import accelerator
+
+PART_OF_DEVICE = 0.1
+"""Of a device's free memory, what a data set may take to stay there."""
 
 KINDS = "a torch Dataset, (x, y) arrays or tensors, or a DataLoader"
 
@@ -76,6 +81,20 @@ class TensorSource(Source):
             chosen = places[begin + start : begin + stop] if samples else places[begin : begin + 1]
             yield Share(self._take(chosen), samples, total, step, epoch)
 
+    def stay_on(self, device: str) -> None:
+        """Keep the samples on the device where they take little of it: nothing crosses in a step.
+
+        There they are indexed, so that a batch need not be brought either.
+        """
+        own = accelerator.of(device)
+        room = own.memory()
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        if own.is_cpu or self._device.type != "cpu" or room is None:
+            return
+        if size_bytes <= PART_OF_DEVICE * room.free_bytes:
+            self.tensors = tuple(tensor.to(own.device) for tensor in self.tensors)
+            self._device = own.device
+
     def _take(self, places: torch.Tensor) -> Any:
         taken = tuple(tensor.index_select(0, places) for tensor in self.tensors)
         if self._collated:
@@ -103,9 +122,13 @@ class IndexedSource(Source):
         if not batches:
             return
         if self.loader is None or not self.loader.num_workers:
+            pins = self.loader is not None and self.loader.pin_memory and _can_pin()
             for step, batch in enumerate(batches, first):
                 chosen, samples = _share_of(batch, rank, workers)
-                yield Share(self._fetch(chosen), samples, len(batch), step, epoch)
+                data = self._fetch(chosen)
+                if pins:  # the user's loader would
+                    data = pin_memory(data)  # type: ignore[no-untyped-call]
+                yield Share(data, samples, len(batch), step, epoch)
             return
         chosen_of, samples_of = zip(*(_share_of(b, rank, workers) for b in batches), strict=True)
         fetched = self._processes(self.loader, list(chosen_of))
@@ -133,7 +156,7 @@ class IndexedSource(Source):
     def peek(self) -> Any:
         state = random.getstate(), np.random.get_state()
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):  # else it asks, and so begins, every GPU
                 return self._fetch([0])
         finally:
             random.setstate(state[0])
@@ -279,6 +302,12 @@ def _sampled(sampler: Any, seed: int) -> Callable[[int], Any]:
             np.random.set_state(state[1])
 
     return indices
+
+
+def _can_pin() -> bool:
+    """Whether a device is in use that copies from pinned memory beside the host's work."""
+    own = accelerator.in_use()
+    return own is not None and own.pins
 
 
 def _fetcher(dataset: Any, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -48,6 +48,7 @@ from ...history.disk import weights_stem
 from ..debugging import stacks
 from ..debugging.stacks import DeviceWork
 from . import accelerator as accelerators
+from .accelerator import give_back as give_back
 from .data import map_batch
 from .group import break_collectives as break_collectives
 from .group import destroy_group as destroy_group
@@ -72,6 +73,7 @@ def setup(spec: RunSpec) -> None:
     torch.set_num_threads(max(1, spec.threads))
     let_cells_join(spec)
     _take_device(spec)
+    accelerators.settle(spec.device)
     if spec.mode == "run":
         import_for_optimizers()
         seed = int(spec.overrides.get("seed", 0))
@@ -311,6 +313,12 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             allowed="a scheduler, or a function of the optimizer that returns one",
             code="WB-FIT-066",
         )
+
+
+def forms(model: torch.nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that have no memory (device `meta`)."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in tensors if tensor.is_meta]
 
 
 def weight_shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -133,13 +133,14 @@ def _model(
 ) -> tuple[Any, Callable[[], Any] | None]:
     """Return the checked model, and what builds it where it has no memory yet."""
     support = fit_arguments.support(context.spec.framework)
-    if context.entry.whole:
+    if context.entry.whole and not context.entry.fills:
         module, build = support.build_module(model), None
     else:
         module, build = support.sketch_module(model)
     sample.make_real(support, module)
     if build is None:
-        initialise(context, module)
+        if not fit_arguments.lacks_memory(context.entry, module):
+            initialise(context, module)
     else:
         make, build = build, lambda: _initialised(context, sample.make_real(support, make()))
     support.check_optimizer(optimizer, module)

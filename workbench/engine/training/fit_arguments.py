@@ -236,6 +236,29 @@ def check_sparse(entry: catalog.Strategy, model: Any) -> None:
         )
 
 
+def lacks_memory(entry: catalog.Strategy, model: Any) -> bool:
+    """Whether a part of a built model has no memory yet, which the strategy gives it.
+
+    Raises:
+        FitError: The strategy cannot.
+    """
+    find = getattr(support(entry.framework), "forms", None)  # not every framework has any
+    lacking = [] if find is None else find(model)
+    if lacking and not entry.fills:
+        able = [e.name for e in catalog.strategies(entry.framework) if e.fills]
+        share = [e.name for e in catalog.strategies(entry.framework) if not e.whole]
+        raise FitError(
+            f"The model has no memory (device meta), and strategy {entry.name} gives it none.",
+            seen=f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""),
+            allowed=f"a model with weights; under {', '.join(able)} also one without memory",
+            next_step=f"build it without torch.device('meta'), or use {able[0]}"
+            if entry.name not in share
+            else "pass the function that builds it: wb.fit(lambda: make_model(), ...)",
+            code="WB-FIT-162",
+        )
+    return bool(lacking)
+
+
 def check_closure(entry: catalog.Strategy, optimizer: Any) -> None:
     """Raise FitError when the optimizer asks for a closure, where the framework knows those."""
     check = getattr(support(entry.framework), "check_closure", None)

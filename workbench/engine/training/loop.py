@@ -81,6 +81,10 @@ class Training:
         strategy.seed = self.job.seed
         source = strategy.shard_source(self.source)
         strategy.prepare(self.job)
+        if context.entry.data_parallel:  # what is left beside the model
+            for each in (source, self.eval_source):
+                if hasattr(each, "stay_on"):
+                    each.stay_on(spec.device)
         shares = self._begin(strategy, source)
         if spec.rank == 0 or not context.entry.whole:
             context.weights = strategy.weights  # replicas are equal: rank 0's stand for all

@@ -142,6 +142,9 @@ class Source(ABC):
                 yield share
             first = 0
 
+    def stay_on(self, device: str) -> None:  # noqa: B027 - most read their samples as they go
+        """Keep the samples on the worker's device, where that suits them."""
+
     def peek(self) -> Any:
         """Return a batch of one sample without moving any random state; None for streams."""
         return None

@@ -153,6 +153,7 @@ def check_pair(context: RunContext, model: Any, optimizer: Any, source: Any = No
     support.check_optimizer(optimizer, module)
     fit_arguments.check_sparse(context.entry, module)
     fit_arguments.warn_if_trained(context, module)
+    fit_arguments.lacks_memory(context.entry, module)
     initialise(context, module)
     return module
 

@@ -242,7 +242,11 @@ class ModelSplit(Strategy):
         adopt_share(model, decided, self.place, self.workers)
 
     def _agree(self, failed: Exception | None) -> None:
-        """Raise on every rank when one could not take its share. Collective."""
+        """Raise on every rank when one could not take its share. Collective.
+
+        Objects travel on the host, over the group's half for the CPU: a device that has just run
+        out of memory has none for them.
+        """
         every: list[Any] = [None] * self.world_size
         dist.all_gather_object(every, failed and f"{type(failed).__name__}: {failed}")
         if failed is not None:

@@ -17,6 +17,10 @@ Memory for parameters, gradients and Adam's two moments falls from 16 to 16/n by
 parameter, plus one gathered layer; bytes sent rise by half. `reshard=false` keeps gathered layers
 from forward to backward: fewer bytes, more memory.
 
+A model given as a function is built by rank 0 alone; the other workers know its form (device
+`meta`). Its values are sent row by row into the parts (`parts/filling.py`), so that the host holds
+the model once, and no worker's device ever holds the whole.
+
 A unit is what is gathered at once: an element of a Sequential or ModuleList, or a plain layer, of
 at least `unit_mb`; what is smaller travels with the whole.
 
@@ -38,11 +42,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import vector_to_parameters
 
 from ...engine.contract import NAN, Job, Share
+from ...engine.torch import accelerator
 from ...errors import FitError
 from ...shared import events
+from .parts.filling import Filling, is_form_somewhere
 from .parts.layout import Layout, Partitioned, clip_grad_norm, make_mesh
 from .parts.replica import Trainer
-from .parts.replicas import begin_equal
+from .parts.replicas import broadcast, check_alike
 
 if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
@@ -90,26 +96,43 @@ class Sharded(Partitioned):
     def prepare(self, job: Job) -> None:
         """Keep this worker's shard of every unit; the optimizer holds shards only."""
         self.trainer = Trainer(
-            self.context, job, lay_out=lambda model: self._lay_out(model, job.optimizer), even=True
+            self.context, job, lay_out=lambda model: self._lay_out(model, job), even=True
         )
+        self.trainer.wrap(self.trainer.model)
         self.trainer.clip = clip_grad_norm
         self._hook = self.trainer.model.register_forward_pre_hook(self._enter)
         self.traffic = Traffic(self.trainer, self.root, self.context.faults)
         if self.traffic.unmeasured:
             self.context.emit(events.Unmeasured(columns=self.traffic.unmeasured))
 
-    def _lay_out(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def _lay_out(self, model: torch.nn.Module, job: Job) -> None:
         found = units(model, self.options["unit_mb"] * 1e6)
         check_types(model, found)
-        begin_equal(model, self.device)
+        check_alike(model, self.device)
+        fills = is_form_somewhere(model, self.device)
+        if not fills:
+            broadcast([*model.parameters(), *model.buffers()], self.device)
         self.mesh = mesh = make_mesh(self.device, (self.world_size,), ("shard",))
 
         def shard(model: torch.nn.Module) -> None:
+            filling = Filling(self.context, model, job.build) if fills else None
             for unit in found:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=self.options["reshard"])
             fully_shard(model, mesh=mesh)
+            if filling is not None:
+                filling.fill()
 
-        self.layout = Layout(model, optimizer, shard)
+        if self.device.type == "cpu":
+            accelerator.CPU.free_at_once(True)
+        self.layout = Layout(model, job.optimizer, shard)
+
+    def finish(self) -> None:
+        """Gather the trained model, when what was gathered for a forward pass is freed."""
+        if self.layout is not None and self.layout.laid_out:
+            for module in self._trainer.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        super().finish()
 
     def step(self, share: Share) -> StepResult:
         """Gather, compute, scatter layer by layer; update the own shard."""
@@ -136,6 +159,7 @@ class Sharded(Partitioned):
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+        accelerator.CPU.free_at_once(False)
         super().close()
 
     @contextlib.contextmanager

@@ -18,7 +18,8 @@ well: the heads are divided (q, k, v by columns, the output by rows).
 
 Which layers pair is seen in a Sequential, and guessed from usual names elsewhere (fc1/fc2,
 q_proj/../o_proj, ..). Guesses are put to the proof before training: loss and gradient norm of one
-sample must be what they are on one device, else those layers are gathered.
+sample must be what they are on one device, else those layers are gathered. So they are where the
+model has no room on one device to be tried there.
 
 Workers wait for each other inside forward and backward; the wait is read from the clock of a
 worker's own work (`parts/timing.py`). Bytes sent are counted by intercepting the first step's
@@ -38,12 +39,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.contract import NAN, Job, Share
+from ...engine.torch import accelerator
 from ...engine.torch.data import map_batch
 from ...engine.torch.support import evaluating
 from ...shared import events
 from .parts.guard import Guard
 from .parts.layout import Layout, Partitioned, clip_grad_norm, grad_norm, make_mesh
-from .parts.replica import Trainer
+from .parts.replica import Trainer, bytes_of
 from .parts.replicas import begin_equal
 from .parts.tensor_plan import Plan, apply_plan, describe, find_plan, given_plan
 
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from ...engine.telemetry.recorder import StepResult
 
 TOLERANCE = 1e-3
+TRIAL = 3
+"""Times the model's bytes that its trial takes on one device: with gradients and activations."""
 
 
 def naive_step(
@@ -102,7 +106,7 @@ class TensorParallel(Partitioned):
         def lay_out(model: torch.nn.Module) -> None:
             self.layout = Layout(model, job.optimizer, lambda m: apply_plan(m, plan, self.mesh))
 
-        self.trainer = trainer = Trainer(self.context, job, lay_out=lay_out)
+        self.trainer = trainer = Trainer(self.context, job, lay_out=lay_out, divided=True)
         trainer.clip = clip_grad_norm
         one_by_one(trainer.optimizer)
         self.waits = Waits(trainer.timer, self.context.faults)
@@ -146,6 +150,12 @@ class TensorParallel(Partitioned):
         found, safe = find_plan(job.model, self.world_size)
         if found == safe or self.sample is None or self.world_size == 1:
             return safe
+        if not self._everywhere(self._has_room(job.model)):
+            if self.rank == 0:
+                text = "The model has no room on one device, so the layers that pair by their "
+                text += "names were not tried; they are gathered. Say it with -o plan=NAME=col,.."
+                self.context.emit(events.Noted(rank=0, text=text))
+            return safe
         model = job.model.to(self.device)
         truth = self._trial(model, job)
         layout = Layout(model, None, lambda m: apply_plan(m, found, self.mesh))
@@ -155,9 +165,19 @@ class TensorParallel(Partitioned):
         except (RuntimeError, ValueError, NotImplementedError, AssertionError):
             same = False  # the guess does not suit the model's code
         layout.gather()
-        verdict = torch.tensor([float(same)], device=self.device)
+        return found if self._everywhere(same) else safe
+
+    def _has_room(self, model: torch.nn.Module) -> bool:
+        """Whether the whole model can be tried on this worker's device."""
+        room = accelerator.of(self.device).memory()
+        needed_bytes = TRIAL * bytes_of([*model.parameters(), *model.buffers()])
+        return room is None or room.free_bytes > needed_bytes
+
+    def _everywhere(self, true: bool) -> bool:
+        """Whether something is true on all workers. Collective."""
+        verdict = torch.tensor([float(true)], device=self.device)
         dist.all_reduce(verdict, dist.ReduceOp.MIN)
-        return found if verdict.item() else safe
+        return bool(verdict > 0)
 
     def _trial(self, model: torch.nn.Module, job: Job) -> torch.Tensor:
         """Return loss and gradient norm of one sample, without touching anything."""

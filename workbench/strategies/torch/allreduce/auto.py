@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,12 +65,25 @@ class Choice:
         )
 
 
+class Message(NamedTuple):
+    """What is sent: so many numbers of a type, from a device; nothing is allocated for it."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of it."""
+        return self.numel * self.dtype.itemsize
+
+
 _known: dict[tuple[object, ...], Choice] = {}
 
 
 @waits_in(ALL_REDUCE)
-def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
-    """Return the fastest algorithm for tensors like `flat`; all workers call it together.
+def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = False) -> Choice:
+    """Return the fastest algorithm for a message; all workers call it together.
 
     Only gloo on CPUs is raced: NCCL picks its algorithm itself, and CUDA tensors would have to be
     staged for the others.
@@ -80,15 +93,15 @@ def choose(flat: torch.Tensor, links: Links, aside: Aside, *, simulated: bool = 
         simulated: Whether faults hold messages back: then the backend, whose messages are out of
             reach, does not take part, and the result is not remembered.
     """
-    if links.size == 1 or (flat.device.type != "cpu" and not simulated):
+    if links.size == 1 or (message.device.type != "cpu" and not simulated):
         return Choice(BACKEND)
-    size_bytes = min(flat.numel() * flat.element_size(), LARGEST_BYTES)
-    probe = torch.zeros(size_bytes // flat.element_size(), dtype=flat.dtype)
+    size_bytes = min(message.size_bytes, LARGEST_BYTES)
+    probe = torch.zeros(size_bytes // message.dtype.itemsize, dtype=message.dtype)
     if simulated:
         names = [name for name in ALGORITHMS if name != BACKEND]
         return fastest(race(probe, links, aside, names, rounds=1))
     near = links.peers is not None
-    key = (links.size, tuple(links.hosts), near, flat.dtype, size_bytes.bit_length())
+    key = (links.size, tuple(links.hosts), near, message.dtype, size_bytes.bit_length())
     choice = _recall(key, links)
     if choice is None:
         choice = _known[key] = fastest(race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS))

@@ -161,6 +161,8 @@ class PowerSGD(Compression):
         for (at, m, k), factor, own, mean in zip(self._cuts, p, own_q, self._q, strict=True):
             error[at : at + m * k] -= (factor @ own.T).view(-1)
             flat[at : at + m * k] = (factor @ mean.T).view(-1)
+            # Nor must an overflow stay in the factors, which the next step begins with.
+            torch.nan_to_num_(mean, nan=0.0, posinf=0.0, neginf=0.0)
         for part, values in zip(
             self._whole, torch.split(rest, [part.numel() for part in whole]), strict=True
         ):
@@ -191,8 +193,10 @@ class PowerSGD(Compression):
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def message_like(text: str, shapes: list[torch.Size], dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor as large as the message in which the gradients will be reduced."""
+def message_like(
+    text: str, shapes: list[torch.Size], dtype: torch.dtype
+) -> tuple[int, torch.dtype]:
+    """Return how many numbers the message has in which gradients are reduced, and their type."""
     kind, _, amount = text.partition(":")
     numbers = sum(shape.numel() for shape in shapes)
     if kind == "powersgd":
@@ -202,7 +206,7 @@ def message_like(text: str, shapes: list[torch.Size], dtype: torch.dtype) -> tor
             m = shape[0] if shape else 1
             k = shape.numel() // max(m, 1)
             numbers += min(rank * m, shape.numel()) if rank * (m + k) < m * k else shape.numel()
-    return torch.empty(numbers, dtype=_HALF.get(kind, dtype))
+    return numbers, _HALF.get(kind, dtype)
 
 
 def make_compression(

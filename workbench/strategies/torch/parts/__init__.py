@@ -12,5 +12,6 @@ In reading order:
     guard                are the copies still equal
     parameter_averaging  how do copies that train apart meet again
     layout               how is a model divided in place, and put together again
+    filling              how does a model that no worker has whole get its weights
     tensor_plan          which layers are divided over the workers, and how
 """

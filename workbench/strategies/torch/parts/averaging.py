@@ -117,11 +117,11 @@ class Averaging:
         ]
         parameters = max(kinds, key=size_bytes)
         shapes = [parameter.shape for parameter in parameters]
-        message = message_like(self._compress, shapes, parameters[0].dtype)
-        message = message.to(parameters[0].device)
+        numel, dtype = message_like(self._compress, shapes, parameters[0].dtype)
+        message = auto.Message(numel, dtype, parameters[0].device)
         choice = auto.choose(message, self.links, self._aside, simulated=simulated)
         if self.links.rank == 0 and choice.name != BACKEND and choice.seconds:
-            text = choice.explain(message.numel() * message.element_size())
+            text = choice.explain(message.size_bytes)
             topic = Topic.ALLREDUCE_CHOSEN
             self._context.emit(events.Noted(rank=0, text=text, topic=topic, value=choice.name))
         return choice.name

@@ -9,7 +9,12 @@ is put back as it was when the run ends:
                the plain parameter is freed
     gather:    DTensor -> the same plain parameter, filled again; classes and hooks as before
 
-So the user's module, optimizer and scheduler keep their identity throughout.
+So the user's module, optimizer and scheduler keep their identity throughout. Only a parameter that
+had no memory before (device `meta`, see `filling.py`) is another one after.
+
+The whole is gathered tensor by tensor, each part freed as soon as its whole is there. Where the
+whole does not fit the workers' devices it is gathered on the host, and where that has no room for a
+copy for each worker, on rank 0 alone.
 
 What strategies have in common that lay one model out so, is here as well.
 """
@@ -20,6 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -27,10 +33,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ....engine.contract import Strategy
+from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch
 from ....errors import FitError
+from ....shared import events
 from .replica import Trainer, held_bytes, parts_state
 from .replicas import broadcast
+
+ROOM = 1.1
+"""Times its bytes that must be free where a whole model is put: allocators round up."""
 
 
 def make_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -112,44 +123,80 @@ class Layout:
         """Whether the model is still laid out."""
         return bool(self._modules)
 
-    def gather(self, *, everywhere: bool = True) -> None:
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole: parameters, and what the optimizer keeps for each of them."""
+        every: list[torch.Tensor] = [*self._exchanged.values()]
+        if self.optimizer is not None:
+            for new in self._exchanged.values():
+                values = self.optimizer.state.get(new, {}).values()
+                every += [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in every)
+
+    def gather(self, *, everywhere: bool = True, to: torch.device | None = None) -> None:
         """Give the model its plain parameters back, with the trained values; collective.
+
+        Tensor by tensor: beside the parts a device holds one whole tensor at a time, or as many as
+        it keeps.
 
         Args:
             everywhere: Whether all workers get the values; otherwise only rank 0 does, and the
                 other workers' parameters end on the meta device.
+            to: Where the whole is to be; by default where the parts are.
         """
         keep = everywhere or dist.get_rank() == 0
+
+        def whole(part: torch.Tensor) -> torch.Tensor | None:
+            full = gathered(part)
+            kept = full if to is None else full.to(to)
+            own = local(part).untyped_storage()
+            if own._cdata != kept.untyped_storage()._cdata:
+                own.resize_(0)
+            return kept if keep else None
+
+        for new in self._exchanged.values():
+            new.grad = None
+        final: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for old, new in self._exchanged.items():
-            full = gathered(new.detach())
-            if keep:
-                old.data = full
+            values = whole(new.detach())
+            if values is None:
+                final[old] = _form(new)
+            elif old.is_meta:
+                final[old] = torch.nn.Parameter(values, new.requires_grad)
+            else:
+                old.data = values
         if self.optimizer is not None:
-            back = {new: old for old, new in self._exchanged.items()}
-            exchange(self.optimizer, back, lambda value, new: gathered(value))
-        self._undo(emptied=not keep)
+            back = {new: final.get(old, old) for old, new in self._exchanged.items()}
+            exchange(self.optimizer, back, lambda value, new: whole(value))
+        self._undo(final)
 
     def abandon(self) -> None:
         """Give the modules back after a failure: what was spread cannot be gathered alone.
 
         The parameters end on the meta device, where any use of them says so.
         """
+        final = {old: _form(new) for old, new in self._exchanged.items()}
         if self.optimizer is not None and self.laid_out:
-            back = {new: old for old, new in self._exchanged.items()}
+            back = {new: final[old] for old, new in self._exchanged.items()}
             exchange(self.optimizer, back, lambda value, new: None)
-        self._undo(emptied=True)
+        self._undo(final)
 
-    def _undo(self, *, emptied: bool) -> None:
-        shapes = {old: new.shape for old, new in self._exchanged.items()}
+    def _undo(self, final: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
+        """Put modules back as they were, with other parameters where `final` says so."""
         for before in self._modules:
             before.undo()
             for name, old in before.parameters.items():
-                if emptied and old in shapes:
-                    empty = torch.empty(shapes[old], dtype=old.dtype, device="meta")
-                    before.module._parameters[name] = torch.nn.Parameter(empty)
-        for old in shapes:
+                if old is not None and old in final:
+                    before.module._parameters[name] = final[old]
+        for old in self._exchanged:
             old.grad = None
         self._modules, self._exchanged = [], {}
+
+
+def _form(like: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a parameter without memory: any use of it says so."""
+    empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
+    return torch.nn.Parameter(empty, like.requires_grad)
 
 
 def check_exchangeable(optimizer: torch.optim.Optimizer) -> None:
@@ -308,7 +355,43 @@ class Partitioned(Strategy):
         """Gather the trained model: on every worker, or on rank 0 (`gather=first`)."""
         if self.layout is not None and self.layout.laid_out:
             self.equal_buffers()
-            self.layout.gather(everywhere=self.options["gather"] == "all")
+            everywhere, to = self._place_of_whole(self.layout.whole_bytes)
+            self.layout.gather(everywhere=everywhere, to=to)
+            for module in self._trainer.model.modules() if to is not None else ():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(to)
+
+    def _place_of_whole(self, size_bytes: int) -> tuple[bool, torch.device | None]:
+        """Agree on where the whole model has room: who gets it, and on which device. Collective.
+
+        Returns:
+            Whether all workers get it; where it goes, None for where the parts are.
+        """
+        asked = self.options["gather"] == "all"
+        hosts = self.context.spec.hosts
+        here = hosts.count(hosts[self.rank]) if hosts else self.world_size
+        keepers = here if asked else 1
+        device, needed_bytes = accelerator.of(self.device), ROOM * size_bytes
+        room, host_bytes = device.memory(), psutil.virtual_memory().available
+        fits_device = not device.is_cpu and (room is None or room.free_bytes > needed_bytes)
+        fits_host = host_bytes > needed_bytes * keepers
+        fits = torch.tensor([float(fits_device), float(fits_host)], device=self.device)
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        on_device, on_host = (bool(value) for value in fits.tolist())
+        if on_device or (device.is_cpu and on_host):
+            return asked, None
+        if self.rank == 0 and (asked or not device.is_cpu):
+            place = "the workers' devices; it is on the CPU now"
+            if asked and not on_host:
+                place = "every worker; rank 0 alone has it, as under -o gather=first"
+            self.context.emit(
+                events.Noted(
+                    rank=0,
+                    text=f"The whole model with its optimizer's state ({size_bytes / 1e9:.1f} GB) "
+                    f"has no room on {place}.",
+                )
+            )
+        return asked and on_host, None if device.is_cpu else torch.device("cpu")
 
     def weights(self) -> dict[str, NDArray[np.generic]]:
         """Return the gathered parameters and buffers by name; nothing before `finish`."""

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ....engine.contract import NAN, Job, Share
+from ....engine.contract import NAN, Job, Share, check_weights
+from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch, slice_batch
 from ....engine.torch.support import check_closure, evaluating
 from ....errors import FitError
@@ -42,6 +44,8 @@ class Trainer:
         lay_out: Re-partitions the model's parameters in place before the optimizer is made.
         even: Whether all workers must do equally many forward passes (communication happens in
             them): a worker with fewer samples then does some that do not count.
+        divided: Whether workers hold gradients of different parameters, so that they must agree
+            which steps of fp16 are passed over.
 
     Attributes:
         model: The user's module, moved in place.
@@ -56,6 +60,7 @@ class Trainer:
         *,
         lay_out: Callable[[torch.nn.Module], None] | None = None,
         even: bool = False,
+        divided: bool = False,
     ) -> None:
         self.job = job
         self.device = torch.device(context.spec.device)
@@ -71,8 +76,9 @@ class Trainer:
         self._on_cpu = self.device.type == "cpu"
         self._dtype = PRECISIONS.get(job.precision or "")
         self.scaler: Any = None
-        if job.precision == "fp16" and not self._on_cpu:
-            self.scaler = torch.amp.GradScaler(self.device.type)
+        if job.precision == "fp16" and needs_scaling(self.device):
+            kind = AgreedScaler if divided else torch.amp.GradScaler
+            self.scaler = kind(self.device.type)
         self._clipped = [p for p in self.model.parameters() if p.requires_grad]
         self._loss: torch.Tensor = torch.tensor(NAN)
         several = self._workers > 1 and job.step_fn is not None
@@ -243,6 +249,32 @@ class Trainer:
         load_parts(self, state)
 
 
+def needs_scaling(device: torch.device) -> bool:
+    """Whether losses are scaled under fp16: on a CPU it is there to try a recipe out."""
+    return device.type != "cpu"
+
+
+class AgreedScaler(torch.amp.GradScaler):
+    """Scales losses where parameters are divided over the workers.
+
+    What lies here of each gradient is looked at (whole tensors and parts cannot be looked at in one
+    call), and a step is passed over by all workers where any of them met an overflow.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for gradient in (p.grad for p in group["params"] if p.grad is not None):
+                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                kinds.setdefault(own.dtype, []).append(own)
+        for gradients in kinds.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
 class _NoBackward:
     """Refuses a backward meanwhile: its gradients would be one worker's, and nobody's average."""
 
@@ -275,17 +307,36 @@ def _add(total: torch.Tensor | None, loss: torch.Tensor, fraction: float) -> tor
 
 
 def to_numpy(tensors: dict[str, Any]) -> dict[str, NDArray[np.generic]]:
-    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32."""
-    arrays = {}
+    """Return copies as NumPy; bfloat16, which NumPy lacks, is widened to float32.
+
+    Raises:
+        WeightsTooLargeError: They are more than is wanted; nothing was copied.
+    """
+    plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
-            plain = tensor.detach()
-            if hasattr(plain, "to_local"):  # a DTensor: this worker's part of it
-                plain = plain.to_local()
-            if plain.dtype == torch.bfloat16:
-                plain = plain.float()
-            arrays[name] = plain.cpu().numpy().copy()
-    return arrays
+            own: Any = tensor.detach()  # of a DTensor this worker's part
+            plain[name] = own.to_local() if hasattr(own, "to_local") else own
+    wide = {torch.bfloat16: torch.float32}
+    check_weights(sum(t.numel() * wide.get(t.dtype, t.dtype).itemsize for t in plain.values()))
+    copies = on_host(plain)
+    return {name: t.float().numpy() if t.dtype in wide else t.numpy() for name, t in copies.items()}
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies on the CPU."""
+    copies: dict[str, torch.Tensor] = {}
+    away: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach()
+        if own.device.type == "cpu" or not own.is_contiguous():
+            copies[name] = own.to("cpu", copy=True)
+        else:
+            copies[name] = torch.empty(own.shape, dtype=own.dtype)
+            away.setdefault(own.device, []).append((own, copies[name]))
+    for device, pairs in away.items():
+        accelerator.Staged(accelerator.of(device)).to_host(pairs)
+    return copies
 
 
 def build_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -69,6 +69,7 @@ class OwnLoop:
         backward_ended: Called after each backward.
         stepped: Called after each step of an optimizer that trains the model.
         exchanged: Called before a step of such an optimizer that is not the one prepared.
+        scaled: Called when a loss is scaled.
         complete: Given what a step measured before it is recorded, to add to it.
     """
 
@@ -90,6 +91,7 @@ class OwnLoop:
         backward_ended: Callable[[], object] = lambda: None,
         stepped: Callable[[], object] = lambda: None,
         exchanged: Callable[[], object] = lambda: None,
+        scaled: Callable[[], object] = lambda: None,
         complete: Callable[[StepResult], object] = lambda result: None,
     ) -> None:
         self.context, self.model, self.optimizer = context, model, optimizer
@@ -99,7 +101,8 @@ class OwnLoop:
         self.loader = None if source is None else SharedLoader(self, source)
         self.epoch_end = epoch_end
         self._backward_ended, self._complete = backward_ended, complete
-        self._stepped, self._exchanged = stepped, exchanged
+        self._stepped, self._exchanged, self._scales = stepped, exchanged, scaled
+        self._stepping = 0  # steps that optimizers began
         self._reductions, self._guard = reductions, guard
         overlapped = reductions is not None and reductions.overlapped
         self._sent_bytes, self._weighted = sent_bytes, weighted
@@ -304,6 +307,7 @@ class OwnLoop:
         return known
 
     def _before_step(self, optimizer: Any, *unused: Any) -> None:
+        self._stepping += 1
         under_way = self._under_way_steps
         if optimizer in under_way:  # its last step has failed
             del under_way[under_way.index(optimizer) :]
@@ -397,18 +401,35 @@ class OwnLoop:
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
 
     def _patch_scaler(self) -> None:
-        """Keep the loss from before a GradScaler multiplied it."""
-        original = torch.amp.GradScaler.scale
+        """Keep the loss from before a GradScaler multiplied it; see the steps that it passes over.
+
+        Such a step ends as any other: it has a row of its own, and where workers meet after their
+        steps, a worker that passes one over is not waited for in the next.
+        """
+        kind: Any = torch.amp.GradScaler
+        original, original_step = kind.scale, kind.step
         loop = self
 
+        @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
+            if scaler.is_enabled():
+                loop._scales()
             scaled = original(scaler, outputs)
             if isinstance(outputs, torch.Tensor):
                 loop._scaled = (scaled, outputs.detach())
             return scaled
 
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign,assignment]
-        self._undo.append(lambda: setattr(torch.amp.GradScaler, "scale", original))
+        @functools.wraps(original_step)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = loop._stepping
+            result = original_step(scaler, optimizer, *args, **kwargs)
+            if loop._stepping == before:
+                loop._after_step(optimizer)
+            return result
+
+        kind.scale, kind.step = scale, step
+        self._undo.append(lambda: setattr(kind, "scale", original))
+        self._undo.append(lambda: setattr(kind, "step", original_step))
 
     def _time_loader(self, loader: Any) -> None:
         cls, loop = type(loader), self
@@ -438,7 +459,7 @@ class OwnLoop:
             undo()
         self._undo.clear()
         self.epoch_end = self._backward_ended = lambda: None
-        self._stepped = self._exchanged = lambda: None
+        self._stepped = self._exchanged = self._scales = lambda: None
         self._complete, self._sent_bytes = lambda result: None, NAN
         self._reductions = self._guard = None
         self.others.clear()

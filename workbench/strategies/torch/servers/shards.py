@@ -18,7 +18,8 @@ Where several servers must act as one, they are told so here: gradients are clip
 the whole, pushes are counted in one order by all servers, parameters are read in one version.
 
 Parameters and gradients travel from and to where they lie, without a copy in between, where they
-are contiguous in the CPU's memory; those on a GPU pass through pinned memory.
+are contiguous in the CPU's memory; those on a device have a copy on the host, to and from which
+they pass through two pinned chunks.
 
 An optimizer's class and hyper-parameters travel to a server too.
 """
@@ -37,7 +38,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ....engine.torch import accelerator as accelerators
+from ....engine.torch.accelerator import Staged
 from ....errors import FitError
 from ....shared import events
 
@@ -359,11 +360,12 @@ Bytes = NDArray[np.uint8]
 
 
 class Staging:
-    """The bytes of each parameter: its own memory, or pinned memory on the host for a GPU's."""
+    """The bytes of each parameter: its own memory, or a copy on the host for a device's."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._device = next((p.device for p in parameters if p.device.type != "cpu"), None)
+        device = next((p.device for p in parameters if p.device.type != "cpu"), None)
+        self._staged = None if device is None else Staged(accelerators.of(device))
         self._own: list[torch.Tensor | None] = []
         for parameter in parameters:
             direct = parameter.device.type == "cpu" and parameter.is_contiguous()
@@ -372,7 +374,6 @@ class Staging:
 
     def landing(self) -> list[Bytes]:
         """Return where each parameter arrives: its own memory, or a copy on the host."""
-        self._wait()  # the last copies to the device must have left the host's memory
         return [
             as_bytes(parameter.detach() if own is None else own)
             for parameter, own in zip(self._parameters, self._own, strict=True)
@@ -380,18 +381,27 @@ class Staging:
 
     def scatter(self, parameters: Sequence[torch.Tensor]) -> None:
         """Bring what arrived in host copies to where the parameters are."""
+        away = []
         with torch.no_grad():
             for parameter, own in zip(parameters, self._own, strict=True):
-                if own is not None:
-                    parameter.copy_(own, non_blocking=True)
+                if own is not None and self._is_staged(parameter):
+                    away.append((own, parameter))
+                elif own is not None:
+                    parameter.copy_(own)
+            if self._staged is not None:
+                self._staged.to_device(away)
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> list[Bytes]:
         """Return the bytes of tensors that lie like the parameters; zeros for those missing."""
-        self._wait()
+        away = []
         for tensor, own in zip(tensors, self._own, strict=True):
             if own is not None and tensor is not None:
-                own.copy_(tensor, non_blocking=True)
-        self._wait()
+                if self._is_staged(tensor):
+                    away.append((tensor, own))
+                else:
+                    own.copy_(tensor)
+        if self._staged is not None:
+            self._staged.to_host(away)
         return [self._bytes_of(i, tensor) for i, tensor in enumerate(tensors)]
 
     def _bytes_of(self, index: int, tensor: torch.Tensor | None) -> Bytes:
@@ -403,14 +413,12 @@ class Staging:
             return self._zeros[index]
         return as_bytes(own if own is not None else tensor.contiguous())
 
-    def _wait(self) -> None:
-        if self._device is not None:
-            accelerators.of(self._device).synchronize_stream()
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        return self._staged is not None and tensor.device.type != "cpu" and tensor.is_contiguous()
 
 
 def _host_copy(parameter: torch.Tensor) -> torch.Tensor:
-    pinned = parameter.device.type == "cuda"
-    return torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
+    return torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
 def importable(cls: type) -> str:
@@ -453,7 +461,7 @@ def _plain_value(name: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
+        return value.tolist() if not value.dim() else value.reshape(()).tolist()
     if isinstance(value, (tuple, list)):
         return [_plain_value(name, part) for part in value]
     raise FitError(

@@ -78,12 +78,7 @@ class Served(Strategy):
         own = replace(job, clip_norm=None) if sync else job
         self.trainer = trainer = Trainer(self.context, own)
         if trainer.scaler is not None:
-            raise FitError(
-                "Loss scaling and servers do not go together: each worker would skip other steps.",
-                seen="precision='fp16'",
-                next_step="use precision='bf16'",
-                code="WB-FIT-128",
-            )
+            self._refuse_scaling("precision='fp16'")
         trainer.wrap(trainer.model)
         self._model, self._timer = trainer.model, trainer.timer
         self._join(trainer.optimizer, job.clip_norm if sync else None)
@@ -115,6 +110,7 @@ class Served(Strategy):
             adds_up=sync,
             epoch_end=self._epoch_end,
             exchanged=self._refuse_another,
+            scaled=lambda: self._refuse_scaling("a GradScaler"),
             backward_ended=lambda: self.remote.backward_ended() if self.remote else None,
             complete=self._complete,
         )
@@ -126,6 +122,16 @@ class Served(Strategy):
         if self.guard is not None and self._model is not None:
             self.guard.settle(last=False)
             broadcast_buffers(self._model)
+
+    def _refuse_scaling(self, seen: str) -> None:
+        raise FitError(
+            "Loss scaling and servers do not go together: each worker would skip other steps.",
+            seen=seen,
+            allowed="bf16, which needs none; fp16 under mirrored, sharded, local_sgd, gossip",
+            next_step="use precision='bf16', in a loop torch.autocast(..., dtype=torch.bfloat16), "
+            "without a GradScaler",
+            code="WB-FIT-128",
+        )
 
     def _refuse_another(self) -> None:
         raise FitError(
