@@ -75,7 +75,9 @@ def places(found: Callable[[ast.AST], bool], under: tuple[str, ...] = ("",)) -> 
 
 
 def test_one_module_speaks_to_devices() -> None:
-    assert not places(_speaks_to_one_kind), "\n".join(places(_speaks_to_one_kind))
+    found = places(_speaks_to_one_kind)
+    # The doctor asks CUDA itself what the others rely on.
+    assert not [place for place in found if not place.startswith("doctor/")]
 
 
 def test_generators_that_are_kept_are_named() -> None:

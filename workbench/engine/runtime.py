@@ -315,7 +315,8 @@ def _undo(engine: Engine, run: RunContext, framework: Any) -> None:
         run.closers.clear()
         run_context.set_current(None)
         engine.link.detach()
-        if engine.group:
+        keeps = bool(run.spec.group) and not (run.failed or engine.watch.broke_out)
+        if engine.group and not (keeps and framework.rest_group()):
             framework.destroy_group()
             engine.group = ""
         give_back(framework)
@@ -329,13 +330,13 @@ def give_back(framework: Any) -> None:
 
 
 def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
-    if engine.group == spec.prefix:
+    if engine.group == spec.group_name:
         return
     # Also where there should be none: joining may have been interrupted half-way.
     framework.destroy_group()
     engine.group = ""
     framework.ensure_group(spec)
-    engine.group = spec.prefix
+    engine.group = spec.group_name
 
 
 @doing("writing the final weights")

@@ -173,6 +173,7 @@ class EngineAllocator:
         leases: device_pool.Leases,
         prefix: str,
         framework: str,
+        group: str = "",
     ) -> Specs:
         """Return what each engine is told; of a cell without a strategy where `plan` is None."""
         hosts = {i: self.engines.engines[i].host for i in ids}
@@ -183,6 +184,7 @@ class EngineAllocator:
             store=self.engines.store() if framework in catalog.MEET_IN_STORE else None,
             framework=framework,
             prefix=prefix,
+            group=group,
             one_engine=plan is not None and plan.entry.one_engine,
             helpers=() if plan is None else plan.helpers,
             remote_workers=plan is not None and plan.entry.remote_workers,
@@ -192,6 +194,28 @@ class EngineAllocator:
         pids = self._pids()
         self.devices.told({i: pids.get(i, 0) for i, spec in specs.items() if spec.gpus})
         return specs
+
+    def _group_of(
+        self, members: Sequence[int], leases: device_pool.Leases, framework: str
+    ) -> tuple[str, bool]:
+        """Return the name of the group of these workers, and whether there is none yet."""
+        devices = [lease.device for lease in leases.leases]
+        key: tuple[str | int, ...] = (framework, *members, *devices)
+        fresh = self._group[1] != key or not self._group[0]
+        if fresh:
+            self._group = (self.new_prefix("group"), key)
+        return self._group[0], fresh
+
+    def run_group(self, members: Sequence[int], leases: device_pool.Leases, framework: str) -> str:
+        """Return the group in which a run's workers meet; empty: in one of the run's own.
+
+        One with collectives on GPUs takes NCCL up to seconds to make. It is kept from cell to cell
+        and from run to run, while all goes well.
+        """
+        if leases.backend == "gloo" or framework not in catalog.MEET_IN_STORE:
+            self.drop_group()
+            return ""
+        return self._group_of(members, leases, framework)[0]
 
     def cell_specs(
         self,
@@ -205,11 +229,8 @@ class EngineAllocator:
         Raises:
             RunError: The group could not be made.
         """
-        key: tuple[str | int, ...] = (framework, *members)
-        fresh = self._group[1] != key or not self._group[0]
-        if fresh:
-            self._group = (self.new_prefix("spmd"), key)
-        specs = self.specs(members, None, leases, self._group[0], framework)
+        group, fresh = self._group_of(members, leases, framework)
+        specs = self.specs(members, None, leases, group, framework)
         if fresh and set(targets) != set(members):
             # A collective on some ranks needs a group that all ranks have joined.
             task = Task(self.engines, cell_requests(Recipe(""), specs, specs, 0, ""), {})

@@ -89,10 +89,11 @@ class RunExecution:
             pool.engines.call(run.members, PUSH, ({ARGS: run.plan.recipe.args},))
         prefix = pool.new_prefix(f"run-{run.number}")
         self._token = checkpoints.token(prefix)
-        specs = pool.specs(ids, self.plan, self.leases, prefix, run.plan.framework)
+        framework = run.plan.framework
+        group = pool.run_group(ids[: self.plan.workers], self.leases, framework)
+        specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = with_original_ranks(specs, run.engines)
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
-        pool.drop_group()
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
         pool.on_task(task_record(asked, members_of(specs), **about))
@@ -129,6 +130,8 @@ class RunExecution:
     def _settle(self, task: Task) -> None:
         run = self.run
         run.begin(task)
+        if task.group_broken:
+            self.pool.drop_group()
         if self._replace(task.outcomes) or self._recoverer.begin(task):
             return
         shutil.rmtree(run.folder / RESCUED, ignore_errors=True)

@@ -44,6 +44,7 @@ def make_specs(
     store: tuple[str, int] | None,
     framework: str,
     prefix: str,
+    group: str = "",
     one_engine: bool = False,
     helpers: Sequence[str] = (),
     remote_workers: bool = False,
@@ -55,6 +56,7 @@ def make_specs(
         hosts: Host of each engine that takes part, by engine id, in the order of the ranks; those
             beyond the workers' engines are servers.
         prefix: Keeps this process group apart from others in the store.
+        group: Name of one that may be there already, and stays; empty: there is none.
         one_engine: Whether the first engine holds all replicas.
         helpers: What the engines beyond the workers' are called.
         remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
@@ -89,6 +91,7 @@ def make_specs(
             framework=framework,
             store=store,
             prefix=prefix,
+            group=group,
             backend=leases.backend,
             hosts=tuple(hosts[one] for one in places),
             replicas=each if worker else 1,

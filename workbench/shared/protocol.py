@@ -188,6 +188,7 @@ class RunSpec(RunSettings):
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
+        group: Name of the process group, where it outlives the run; by default `prefix`.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
             Its rank is world_size + its index among the engines that run no cell.
@@ -205,6 +206,7 @@ class RunSpec(RunSettings):
     framework: str = "torch"
     store: tuple[str, int] | None = None
     prefix: str = ""
+    group: str = ""
     run: int = 0
     run_id: str = ""
     run_dir: str = ""
@@ -229,6 +231,11 @@ class RunSpec(RunSettings):
     accelerator: str = ""
     sharers: int = 1
     reserved: tuple[str, ...] = ()
+
+    @property
+    def group_name(self) -> str:
+        """What keeps this process group apart from others in the store."""
+        return self.group or self.prefix
 
     @property
     def host_ranks(self) -> list[int]:

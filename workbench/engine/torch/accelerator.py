@@ -461,6 +461,26 @@ def _of(device: torch.device) -> Accelerator:
 CPU = Cpu(torch.device("cpu"))
 
 
+_own: Accelerator = CPU
+
+
+def take(device: str | torch.device) -> Accelerator:
+    """Make a device this engine's own, and this thread's current one."""
+    global _own
+    _own = of(device)
+    _own.make_current()
+    return _own
+
+
+def own() -> Accelerator:
+    """Return the device that this engine was given last; the CPU before.
+
+    Other threads begin on the first GPU, and what asks there for "the current stream" would make a
+    context on it: `with own().current()` around what is not ours.
+    """
+    return _own
+
+
 def in_use() -> Accelerator | None:
     """Return this thread's current device, where this process has begun to use such devices."""
     found = torch.accelerator.current_accelerator()

@@ -107,7 +107,7 @@ def write_state(folder: Path, state: Any) -> int:
     folder.mkdir(parents=True)
     if tensors:
         writer = FileSystemWriter(folder, sync_files=True)
-        with _plain_errors():
+        with _plain_errors(), accelerator.own().current():  # it is a thread that writes
             save(tensors, storage_writer=writer, no_dist=True)
     write_text(folder / SKELETON, json.dumps(skeleton))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -128,7 +128,7 @@ def ensure_group(spec: RunSpec) -> None:
         EngineSpentError: A group of before does not go.
     """
     if dist.is_initialized():
-        if (spec.prefix, spec.rank, spec.world_size) == _made:
+        if (spec.group_name, spec.rank, spec.world_size) == _made:
             return
         destroy_group()
     if dist.is_initialized():
@@ -137,7 +137,7 @@ def ensure_group(spec: RunSpec) -> None:
             seen=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             code="WB-CLUSTER-281",
         )
-    _make_group(spec, spec.prefix, spec.backend)
+    _make_group(spec, spec.group_name, spec.backend)
 
 
 @waits_in(GROUP)
@@ -166,10 +166,13 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
     finally:
         # torch wraps the hook of before in one of its own with every group, and keeps them all.
         sys.excepthook = hook
-    _made = spec.prefix, spec.rank, spec.world_size
+    _made = spec.group_name, spec.rank, spec.world_size
     device = torch.device(spec.device)
     if device.type != "cpu" and backend_of(None, device) != "gloo":
         _watch_updates(device)
+        # The communicator is made with the first collective: before a step's clock runs.
+        dist.all_reduce(torch.zeros(1, device=device))
+        verify()
 
 
 def backend_of(group: Any, device: str | torch.device) -> str:
@@ -263,6 +266,18 @@ def destroy_group() -> None:
             worker.join(GROUP_GONE_S)
     finally:
         _watch_updates(None)
+
+
+def rest_group() -> bool:
+    """Leave the group as the next run is to find it; return False where it must be made anew.
+
+    Groups that a strategy has made of some ranks go with it.
+    """
+    c10d: Any = dist.distributed_c10d
+    if not dist.is_initialized() or len(c10d._world.pg_map) > 1:
+        return False
+    _retire_wrappers()
+    return True
 
 
 def _retire_wrappers() -> None:
@@ -460,7 +475,7 @@ _cell: _Cell | None = None
 def let_cells_join(spec: RunSpec) -> None:
     """Have the cell that begins find its group when it calls `init_process_group`."""
     global _cell
-    same = _cell is not None and _cell.spec.prefix == spec.prefix
+    same = _cell is not None and _cell.spec.group_name == spec.group_name
     _cell = _Cell(spec, made=_cell.made if same and _cell is not None else 0)
     rooms: tuple[Any, Any] = dist, dist.distributed_c10d
     for room in rooms:
@@ -493,7 +508,7 @@ def init(*args: Any, **keywords: Any) -> None:
     cell.made += 1
     settings = {k: v for k, v in asked.items() if k in ("timeout", "pg_options", "device_id")}
     settings = {k: v for k, v in settings.items() if v is not None}
-    prefix = f"{cell.spec.prefix}again-{cell.made}/"
+    prefix = f"{cell.spec.group_name}again-{cell.made}/"
     return _make_group(cell.spec, prefix, name or cell.spec.backend, **settings)
 
 

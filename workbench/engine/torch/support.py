@@ -57,6 +57,7 @@ from .group import environ as environ
 from .group import has_group as has_group
 from .group import let_cells_join, verify
 from .group import open_store as open_store
+from .group import rest_group as rest_group
 from .group import shutdown_group_sockets as shutdown_group_sockets
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _take_device(spec: RunSpec) -> None:
         spec.accelerator, spec.gpus, spec.gpus_used,
         counted=not device.is_cpu and device.is_in_use(),
     )  # fmt: skip
-    device.make_current()
+    accelerators.take(spec.device)
     if spec.sharers > 1 or _limited:  # or the first one takes all of it, and another one runs out
         device.limit_memory(SHARED / spec.sharers if spec.sharers > 1 else 1.0)
         _limited.add(str(device.device))

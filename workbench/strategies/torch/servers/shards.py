@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ....engine.torch import accelerator as accelerators
 from ....engine.torch.accelerator import Staged
 from ....errors import FitError
 from ....shared import events
