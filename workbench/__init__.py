@@ -24,6 +24,7 @@ uses all of them:
     labs/        the exercises: made, checked, graded
     doctor/      does this machine, its GPUs, another host work
     cli          the `workbench` command of a shell
+    __main__     the same as `python -m workbench`
 """
 
 from __future__ import annotations

@@ -205,7 +205,10 @@ def test_every_all_reduce_is_a_wait_for_the_others(name, call):
     leave = threading.Event()
     work = SimpleNamespace(wait=leave.wait)
     links = object.__new__(Links)
-    group = SimpleNamespace(send=lambda *a: work, recv=lambda *a: work, rank=lambda: 0)
+    gloo = SimpleNamespace(name=lambda: "gloo")
+    group = SimpleNamespace(
+        send=lambda *a: work, recv=lambda *a: work, rank=lambda: 0, _get_backend=lambda device: gloo
+    )
     links.group, links.peers, links._travel, links._members = group, None, len_of, [0, 1]
     links.rank, links.size, links.hosts, links.sent_bytes = 0, 2, ["", ""], 0.0
     links._parent, links._parts, links._buffers, links._gloo = None, {}, {}, True
@@ -456,13 +459,14 @@ def test_what_an_engine_does_around_the_cell_is_marked(name, words):
 
         run = SimpleNamespace(
             strategy=SimpleNamespace(close=stuck), closers=[], weights=stuck,
-            spec=SimpleNamespace(run_dir="x"),
+            spec=SimpleNamespace(run_dir="x", group=""),
+            failed=False,
         )  # fmt: skip
         engine = SimpleNamespace(
             group="", link=SimpleNamespace(detach=lambda: None, emit=lambda *a, **k: None)
         )
         framework = SimpleNamespace(destroy_group=lambda: None, ensure_group=stuck)
-        spec = SimpleNamespace(prefix="p")
+        spec = SimpleNamespace(group_name="p")
         args = {
             "_undo": (engine, run, framework),
             "_save_weights": (run, framework),

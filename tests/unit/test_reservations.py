@@ -91,9 +91,9 @@ def test_freed_gpus_are_for_others_and_engines_that_used_one_get_the_same_again(
     assert pool.hold(2, engines)[0].gpus == ("GPU-0", "GPU-1")
     pool.free()
     assert other.hold(2, {})[0].gpus == ("GPU-0", "GPU-1")
-    with pytest.raises(ClusterError, match=r"WB-CLUSTER-049[\s\S]*%cluster restart"):
+    with pytest.raises(ClusterError, match=r"WB-CLUSTER-056[\s\S]*%cluster restart"):
         pool.hold(2, engines)
-    with pytest.raises(ClusterError, match="WB-CLUSTER-049"):  # not GPU 2: they see 0 and 1
+    with pytest.raises(ClusterError, match="WB-CLUSTER-056"):  # not GPU 2: they see 0 and 1
         pool.hold(1, engines)
     other.free()
     assert pool.hold(2, engines)[0].gpus == ("GPU-0", "GPU-1")

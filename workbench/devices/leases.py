@@ -445,7 +445,7 @@ class DevicePool:
             f"Another notebook has GPUs that this cluster's engines need: {'; '.join(notes)}.",
             allowed="the GPUs that the engines began with, once they are free again",
             next_step="%cluster restart begins on free ones; variables are lost",
-            code="WB-CLUSTER-049",
+            code="WB-CLUSTER-056",
         )
 
     def _settle(

@@ -135,7 +135,7 @@ def ensure_group(spec: RunSpec) -> None:
         raise EngineSpentError(
             "A process group of before does not go.",
             seen=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            code="WB-CLUSTER-281",
+            code="WB-CLUSTER-055",
         )
     _make_group(spec, spec.group_name, spec.backend)
 
@@ -406,9 +406,10 @@ class Updates:
                 "This step's collectives were ended before they were done.",
                 seen="half-summed gradients",
                 next_step="nothing of them was used; run the cell again",
-                code="WB-CLUSTER-280",
+                code="WB-CLUSTER-054",
             )
 
+    @doing("leaving the process group")
     def is_idle(self, within_s: float) -> bool:
         """Whether the device has done all that it was given, or does so in time."""
         try:
