@@ -7,13 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import cells
 import gpu_cells
 import pytest
 from fakes import gpu
 from needs import need
-from worker_reports import clean
+from worker_reports import assert_same, clean
 from workers import Workers
+
+from workbench.errors import EngineSpentError
+from workbench.shared.protocol import RunSpec
 
 pytestmark = pytest.mark.torch
 need("torch")
@@ -95,3 +100,81 @@ def test_a_device_that_failed_asks_for_another_engine() -> None:
         pool.close()
     assert "device-side assert" in (report.error or "")
     assert report.replace
+
+
+FORMS = ["ring", "recursive_doubling", "hierarchical", "reduce_to_one", "library"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_all_reduce_ends_where_messages_begin_in_order(
+    gpus: Workers, form: str
+) -> None:
+    truth = gpus.truth(cells.train)
+    reports = gpus.run("mirrored", cells.train, workers=3, options={"allreduce": form})
+    assert_same(clean(reports), truth, 1e-10)
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential"])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_neighbours_that_send_and_receive_at_once_do_not_wait_for_each_other(
+    gpus: Workers, graph: str, workers: int
+) -> None:
+    reports = gpus.run("gossip", cells.train, workers=workers, options={"graph": graph})
+    assert all(report.trained for report in clean(reports))
+
+
+def spec(**told: Any) -> RunSpec:
+    about = {"mode": "spmd", "rank": 0, "world_size": 1, "ranks": (0,), "prefix": "one/", **told}
+    return RunSpec(**about)
+
+
+def test_what_would_end_a_waiting_process_is_off_unless_the_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from workbench.engine.torch.group import environ
+
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    found = environ(spec(device="cuda:0", backend="cpu:gloo,cuda:nccl"))
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert found["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in found
+    two_hosts = spec(world_size=2, ranks=(0, 1), hosts=("a", "b"), backend="cpu:gloo,cuda:nccl")
+    assert "NCCL_SOCKET_IFNAME" not in environ(two_hosts)
+    assert not [name for name in environ(spec()) if "NCCL" in name]
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[str, int]]:
+    import torch.distributed as dist
+
+    from workbench.engine.torch import group
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield "127.0.0.1", server.port
+    group.destroy_group()
+
+
+def test_a_group_of_another_run_is_not_taken_for_this_ones(store: tuple[str, int]) -> None:
+    import torch.distributed as dist
+
+    from workbench.engine.torch import group
+
+    group.ensure_group(spec(store=store))
+    first = dist.group.WORLD
+    group.ensure_group(spec(store=store))
+    assert dist.group.WORLD is first
+    group.ensure_group(spec(store=store, prefix="two/"))
+    assert dist.group.WORLD is not first
+
+
+def test_a_group_that_does_not_go_spends_its_engine(
+    store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workbench.engine.torch import group
+
+    group.ensure_group(spec(store=store))
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "_torch_destroy", lambda *_: None)
+        with pytest.raises(EngineSpentError, match="does not go"):
+            group.ensure_group(spec(store=store, prefix="two/"))

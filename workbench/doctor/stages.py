@@ -231,8 +231,9 @@ def free_port() -> int:
 WHERE = """
 import torch, torch.distributed as dist
 found = {"device": str(device), "local_rank": __import__("os").environ.get("LOCAL_RANK", "")}
+found["which"] = (str(torch.cuda.get_device_properties(device).uuid)
+                  if torch.device(device).type == "cuda" else found["device"])
 if torch.device(device).type == "cuda":
-    found["uuid"] = str(torch.cuda.get_device_properties(device).uuid)
     found["count"] = torch.cuda.device_count()
 """
 ON_TENSORS = """
@@ -275,11 +276,11 @@ def _collectives(child: Child, place: Place, cluster: Any) -> None:
     with child.trying(f"collectives.{named}.where", f"{place.title}: device of each rank"):
         seen = cell(cluster, WHERE)
         right = place.devices == "cpu" or all(
-            one["device"] in ("cuda", f"cuda:{one['local_rank']}") or place.title == ON_ONE
+            one["device"] == f"{place.devices}:{one['local_rank']}" or place.title == ON_ONE
             for one in seen.values()
         )
         if place.title.endswith("GPUs"):
-            right = right and len({one.get("uuid") for one in seen.values()}) == place.workers
+            right = right and len({one["which"] for one in seen.values()}) == place.workers
         child.say("ok" if right else "fail", f"collectives.{named}.where",
                   f"{place.title}: device of each rank", str(list(seen.values())))  # fmt: skip
     kinds = ["'cpu'"] if place.devices == "cpu" else ["'cpu'", "device"]

@@ -59,13 +59,36 @@ def build() -> Path:
     return folder
 
 
-def install(root: Path, devices: int = 2) -> dict[str, str]:
-    """Write the package into a folder; return the environment in which torch finds it."""
+KIND = """
+try:
+    from workbench.devices import discovery, mask
+except ImportError:
+    pass
+else:
+    mask.KINDS["fakegpu"] = mask.Kind(
+        "fakegpu", "fakegpu", "FAKEGPU_VISIBLE_DEVICES", collectives="fakenccl"
+    )
+    found = [
+        discovery.Device(i, "Fake", 8 << 30, 0, f"FAKE-{i}", number=i, kind="fakegpu")
+        for i in range(DEVICES)
+    ]
+    discovery.FINDERS = {"fakegpu": lambda framework: (found, [])}
+"""
+
+
+def install(root: Path, devices: int = 2, *, leased: bool = False) -> dict[str, str]:
+    """Write the package into a folder; return the environment in which torch finds it.
+
+    Args:
+        leased: Whether processes in that environment also lease these GPUs, and no others.
+    """
     folder = build()
     about = root / "torch_fakegpu-1.0.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-fakegpu\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[torch.backends]\nfakegpu = torch_fakegpu:start\n")
     shutil.copy(HERE / "torch_fakegpu.py", root)
+    if leased:
+        (root / "sitecustomize.py").write_text(KIND.replace("DEVICES)", f"{devices})"))
     path = [str(root), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path), "FAKEGPU_COUNT": str(devices)}

@@ -274,6 +274,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   void resizePrivateUse1Bytes(const c10::Storage& s, size_t n) const override {
     OnDevice there(s.device());
+    drain(s.device().index());  // what is freed is free for what comes later on the stream only
     auto fresh = allocator.allocate(n);
     if (n && s.nbytes()) std::memcpy(fresh.get(), s.data(), std::min(n, s.nbytes()));
     s.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
