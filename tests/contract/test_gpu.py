@@ -102,7 +102,7 @@ def test_a_device_that_failed_asks_for_another_engine() -> None:
     assert report.replace
 
 
-FORMS = ["ring", "recursive_doubling", "hierarchical", "reduce_to_one", "library"]
+FORMS = ["ring", "recursive_doubling", "hierarchical", "reduce_to_one", "backend"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -412,7 +412,8 @@ def test_nobody_else_asks_tensorflow_about_devices():
         for path in PACKAGE.rglob("*.py")
         if asks.search(path.read_text(encoding="utf-8"))
     }
-    assert found == {"engine/tensorflow/accelerator.py"}
+    # The doctor asks TensorFlow itself, in a process of its own.
+    assert found - {"doctor/probes.py"} == {"engine/tensorflow/accelerator.py"}
 
 
 # -- when the devices are waited for ---------------------------------------------------------------

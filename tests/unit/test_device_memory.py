@@ -124,7 +124,10 @@ def test_memory_is_given_back_at_the_end_of_a_run_and_after_an_error(device: Dev
     runtime._execute(shell, support, {"source": "", "number": 1})
     assert device.given_back == 1
     engine = SimpleNamespace(link=SimpleNamespace(detach=lambda: True), group="")
-    run = SimpleNamespace(strategy=None, closers=[], weights=None, copies=None)
+    run = SimpleNamespace(
+        strategy=None, closers=[], weights=None, copies=None,
+        spec=SimpleNamespace(group=""), failed=False,
+    )  # fmt: skip
     runtime._undo(engine, run, support)
     assert device.given_back == 2
 

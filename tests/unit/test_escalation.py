@@ -10,8 +10,10 @@ from workbench.shared.events import (
     BREAK_OUT_S,
     CLEARING_S,
     GROUP_GONE_S,
+    HEARD_S,
     KILL_ON_DEVICE_S,
     KILL_S,
+    SETTLE_S,
 )
 
 
@@ -29,6 +31,10 @@ def test_an_engine_that_does_what_it_can_is_not_ended_for_it() -> None:
     assert 2 * GROUP_GONE_S < KILL_S
     assert CLEARING_S < KILL_S
     assert GROUP_GONE_S + 2 * GROUP_GONE_S + LOST_S < KILL_ON_DEVICE_S
+
+
+def test_the_notebook_waits_for_an_engine_on_a_gpu_that_nothing_reaches() -> None:
+    assert KILL_ON_DEVICE_S + HEARD_S < SETTLE_S
 
 
 def test_what_blocks_is_broken_before_the_interrupt_comes_again() -> None:

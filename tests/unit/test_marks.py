@@ -292,6 +292,7 @@ BLOCKING = {
 ELSEWHERE = {
     "open_store": "sets up what `links.address.look_up` waits for",
     "_own_address": "a socket of datagrams: looks up a route",
+    "_is_done": "for the device, for a moment, while the group is left",
     "naive_all_reduce": "shows the algorithm; tests alone call it",
 }
 

@@ -103,7 +103,8 @@ def wrong(name: str) -> str:
     """Return what is wrong with a name: `module`, `module:name`, `module.name`; empty: nothing."""
     module, colon, attribute = name.partition(":")
     if file_of(module) is not None:
-        missing = attribute and attribute not in names_in(module)
+        known = attribute in names_in(module) or file_of(f"{module}.{attribute}") is not None
+        missing = attribute and not known
         return f"{module} has no {attribute}" if missing else ""
     if colon:
         return f"there is no module {module}"

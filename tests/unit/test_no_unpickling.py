@@ -20,6 +20,8 @@ KNOWN = {
     "cluster/calls.py": ["pickle"],
     # Cells' variables from one engine to another, in ipyparallel's signed calls.
     "engine/entry.py": ["pickle", "cloudpickle"],
+    # The same variables, written with tensors as the CPU's; it reads only what it has just written.
+    "engine/torch/accelerator.py": ["pickle", "cloudpickle"],
 }
 
 

@@ -26,6 +26,8 @@ def parts(done: list[str]) -> tuple[Any, Any, Any]:
         watch=SimpleNamespace(shielded=contextlib.nullcontext),
     )
     run = SimpleNamespace(
+        spec=SimpleNamespace(group=""),
+        failed=False,
         strategy=SimpleNamespace(close=lambda: done.append("strategy")),
         closers=[lambda: done.append("first closer"), lambda: done.append("second closer")],
         weights=None,

@@ -350,7 +350,7 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     arrays: dict[str, Any] = {}
     try:
         with weights_up_to(MAX_WEIGHTS_BYTES):
-            arrays = run.weights()
+            arrays = run.weights() or {}
         size_bytes = sum(array.nbytes for array in arrays.values())
     except WeightsTooLargeError as large:
         size_bytes = large.size_bytes

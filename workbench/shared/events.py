@@ -406,6 +406,6 @@ KILL_ON_DEVICE_S = 20.0
 CLEARING_S = 5.0
 GROUP_GONE_S = 3.0
 HEARD_S = 3.0
-SETTLE_S = CLEAR_S + KILL_ON_DEVICE_S + HEARD_S + 3.0
+SETTLE_S = CLEAR_S + KILL_S + HEARD_S + 3.0
 """Longer than it takes to end an engine that no interrupt reaches, nor its answer us: also one that
 has left its cell and is given time to clear away."""

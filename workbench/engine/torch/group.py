@@ -255,7 +255,7 @@ def destroy_group() -> None:
         return
     _retire_wrappers()
     try:
-        if _updates is not None and not _updates.is_idle(GROUP_GONE_S):
+        if _updates is not None and not _is_done(_updates, GROUP_GONE_S):
             abort_groups()
             return
         worker = threading.Thread(target=_destroy, name="workbench-destroy", daemon=True)
@@ -278,6 +278,13 @@ def rest_group() -> bool:
         return False
     _retire_wrappers()
     return True
+
+
+def _is_done(updates: Updates, within_s: float) -> bool:
+    try:
+        return updates.event().wait(within_s)
+    except Exception:  # the device failed, and with it what was on it
+        return False
 
 
 def _retire_wrappers() -> None:
@@ -398,7 +405,7 @@ class Updates:
         Raises:
             ClusterError: It is not: collectives were aborted meanwhile.
         """
-        event = self._accelerator.event(timed=False)
+        event = self.event()
         while not (event.query() or self._aborted.is_set()):
             time.sleep(accelerator.POLL_S)
         if self._aborted.is_set():
@@ -409,13 +416,9 @@ class Updates:
                 code="WB-CLUSTER-054",
             )
 
-    @doing("leaving the process group")
-    def is_idle(self, within_s: float) -> bool:
-        """Whether the device has done all that it was given, or does so in time."""
-        try:
-            return self._accelerator.event(timed=False).wait(within_s)
-        except Exception:  # it failed, and with it what was on it
-            return False
+    def event(self) -> accelerator.Event:
+        """Return where the device will have done all that it was given."""
+        return self._accelerator.event(timed=False)
 
 
 _updates: Updates | None = None
