@@ -171,6 +171,9 @@ result = wb.fit(nn.Linear(8, 2), wb.data.synthetic(64, shape=(8,), classes=2), b
 """
 
 
+DEEP = "nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))"
+
+
 def trained(cluster: wb.Cluster, event: str = "pass", steps: int = 12, **how: Any) -> Any:
     source = TRAIN.replace("EVENT", event).replace("STEPS", str(steps))
     run = cluster.run(source, strategy="mirrored", workers=WORKERS, **how)
@@ -219,6 +222,14 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on_from_whole_weig
     weights, same = run.weights(), truth.weights()
     assert all(abs(weights[name] - same[name]).max() < 1e-6 for name in same)
     check_all_is_well(cluster)
+
+
+def test_a_run_that_made_groups_of_some_ranks_leaves_a_whole_one_for_the_next(cluster):
+    for strategy in ("hybrid", "tensor_parallel"):
+        source = TRAIN.replace("nn.Linear(8, 2)", DEEP).replace("EVENT", "pass")
+        run = cluster.run(source.replace("STEPS", "4"), strategy=strategy, workers=2)
+        run.wait(WAIT_S)
+        assert run.state == "finished"
 
 
 def test_runs_and_cells_keep_their_group_while_all_goes_well(cluster):

@@ -125,6 +125,7 @@ def run_cell(engine: Engine, shell: Shell, request: Mapping[str, Any]) -> CellOu
             outcome = _after_failure(engine, spec, framework, outcome)
     engine.injected.update(injected)
     lost = bool(engine.group) and not framework.has_group()  # the cell destroyed it
+    lost = lost or bool(spec.group and engine.group != spec.group)  # or it could not stay
     return replace(
         outcome,
         reassigned=tuple(k for k, v in injected.items() if shell.namespace.get(k, v) is not v),
