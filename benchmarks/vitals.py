@@ -48,7 +48,7 @@ def main() -> None:
             for i, p in enumerate(started)
         ]
         ids = list(range(count))
-        lease = SimpleNamespace(leases=[SimpleNamespace(label="cpu")] * count)
+        lease = SimpleNamespace(leases=[SimpleNamespace(label="cpu", gpu="")] * count)
         cluster = SimpleNamespace(
             engines=infos, ids=ids, worker_ids=ids, lease=lambda n: lease, last_task=None,
             busy=None, pool=SimpleNamespace(given={}),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from fakes import gpu
 from harness import run_here
 from notebook_shell import soon
@@ -82,10 +83,18 @@ class Workers:
         kind: What each worker of a run has one of: `cpu`, the tests' `fakegpu`, or `cuda`.
     """
 
+    kind_of_all = ""
+
     def __init__(self, count: int, kind: str = "cpu") -> None:
         import torch.distributed as dist
 
         self.kind = kind
+        # A process has one fork server, whose environment is that of the pool that came first.
+        if Workers.kind_of_all not in ("", kind):
+            pytest.skip(
+                f"needs a process of its own: the workers here have a {Workers.kind_of_all}"
+            )
+        Workers.kind_of_all = kind
         self._starter = multiprocessing.get_context("forkserver")
         self._starter.set_forkserver_preload(PRELOAD)
         self.pipes: list[Any] = []
