@@ -111,6 +111,19 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, moved)
 
 
+_module_apply = torch.nn.Module._apply
+
+
+def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """Keep parameters the same objects when a module moves, as on CUDA."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return _module_apply(module, fn, recurse)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
 def _make_nccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
     import torch.distributed as dist
 
@@ -124,8 +137,7 @@ def start() -> None:
     torch._register_device_module("fakegpu", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.Tensor.data = property(_data.__get__, _set_data)  # type: ignore[assignment]
-    # Parameters stay the same objects when a module moves, as they do on CUDA.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
     import torch.distributed as dist
 
     dist.Backend.register_backend("fakenccl", _make_nccl, devices=["fakegpu"])
