@@ -147,7 +147,8 @@ def test_a_rank_that_fails_in_a_cell_ends_it_alone(cluster, unharmed, event, wor
     assert time.monotonic() - began < AT_THE_PROMPT_S
 
 
-def test_an_interrupt_while_a_collective_waits_on_the_device(cluster, unharmed):
+@pytest.mark.parametrize("place", ["device", "'cpu'"])
+def test_an_interrupt_while_a_collective_waits(cluster, unharmed, place):
     began = time.monotonic()
     pressed = threading.Event()
 
@@ -155,7 +156,8 @@ def test_an_interrupt_while_a_collective_waits_on_the_device(cluster, unharmed):
         pressed.wait(1.5)
         task.interrupt()
 
-    run(cluster, HANGS.replace("EVENT", "time.sleep(1000)"), press)
+    source = HANGS.replace("device=device", f"device={place}")
+    run(cluster, source.replace("EVENT", "time.sleep(1000)"), press)
     assert time.monotonic() - began < AT_THE_PROMPT_S
 
 

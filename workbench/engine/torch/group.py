@@ -315,12 +315,16 @@ def _destroy() -> None:
 def break_collectives(*, store: bool = False) -> None:
     """End a collective in which this process is blocked; callable from any thread.
 
+    Where groups are aborted that is all, the first time: what was blocked goes on meanwhile, and
+    sockets that are shut after that could be those of the next group.
+
     Args:
         store: End a wait in the store as well.
     """
     if _updates is not None and dist.is_initialized():
         abort_groups()
-    shutdown_group_sockets(store=store)
+    else:
+        shutdown_group_sockets(store=store)
 
 
 def shutdown_group_sockets(*, store: bool = False) -> int:
