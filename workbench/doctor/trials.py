@@ -466,6 +466,7 @@ def labs(child: Child) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output
 
+    os.chdir(child.asked["out"])  # they write the work that students hand in
     shell: Any = InteractiveShell.instance()
     for name in names:
         cells = json.loads((solved / name).read_text("utf-8"))["cells"]
