@@ -7,6 +7,7 @@ Nothing here knows what a run is. The modules, from the machine up to the cluste
     controller   ipyparallel's controller, as a program that ends by itself
     hub          how is a controller started, and how does this kernel talk to it
     forkserver/  the warm parent, which forks engines with the framework loaded
+    hosts/       how are engines started on other machines
     services     how is all that made ready before anybody asks for engines
     progress     how far is a start
     engines      how are engines started, watched, called and stopped

@@ -1,0 +1,60 @@
+"""What a user may ask of engines on other machines: where, how many, for how long, set up how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LOCAL, SSH, SLURM, MPI = "local", "ssh", "slurm", "mpi"
+OURS = (SSH, SLURM, MPI)
+"""Launchers that start agents; any other name is one of ipyparallel's."""
+START_TIMEOUT_S = 120.0
+QUEUE_TIMEOUT_S = 24 * 3600.0
+"""A job may wait long for its turn; Interrupt cancels it."""
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host that was named, as `user@name:slots`; 0 slots: as many as are needed."""
+
+    name: str
+    slots: int = 0
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Where engines are started, checked.
+
+    Attributes:
+        launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
+        on: The hosts, for ssh.
+        nodes: How many nodes a job takes; 0: as many as the scheduler finds best.
+        gpus_per_node: GPUs of each node; 0: none are asked for.
+        time: The job's time limit as Slurm writes it; empty: the partition's.
+        setup: Lines of a shell before the agent starts; those that begin with `#SBATCH` are the
+            job's options.
+        options: Further options of the launcher: of `sbatch`, `ssh` or `mpiexec` by their long
+            names; `python`, the interpreter on the hosts; `profile`, ipyparallel's.
+        listen: Address on which the notebook listens for the hosts; empty: the one from which they
+            are reached.
+        ports: First and last port that may be listened on; None: any.
+        start_timeout_s: How long a start may take, the queue included.
+    """
+
+    launcher: str = LOCAL
+    on: tuple[HostSlots, ...] = ()
+    nodes: int = 0
+    gpus_per_node: int = 0
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    setup: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+    listen: str = ""
+    ports: tuple[int, int] | None = None
+    start_timeout_s: float = START_TIMEOUT_S
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether engines are forked by agents on other hosts."""
+        return self.launcher in OURS
