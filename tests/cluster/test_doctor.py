@@ -71,7 +71,7 @@ def test_a_short_gpu_test_on_two_gpus_passes(tmp_path: Path) -> None:
 
 
 def test_the_whole_gpu_test_on_two_gpus_passes(tmp_path: Path) -> None:
-    """Left to `--long`: every stage that these GPUs can do, which have no autocast and no Triton."""
+    """Left to `--long`: every stage that these GPUs can do, without autocast, without Triton."""
     out, only = (
         tmp_path / "report",
         "collectives,strategies,faults,memory,checkpoints,refusals,labs",
