@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClusterError
+from ..shared.cluster_env import host_token
 from . import calls, folders, processes, progress
 from .calls import Call, NoAnswerError, Pending, gather
+from .hosts.settings import HERE, LaunchSettings
 from .processes import Ending, lives
 from .router import ControlRouter
 from .services import ClusterServices
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
 log = logging.getLogger("workbench.cluster")
-START_TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 60.0
 ORPHAN_S = 3.0
 """How long an engine that was not forked does without its kernel before it ends."""
@@ -48,8 +49,7 @@ class Engines:
 
     Args:
         framework: What engines have imported when they start, unless another one is asked for.
-        launcher: `local`, or the name of one of ipyparallel's engine launchers.
-        hosts: Interface the controller listens on when engines run elsewhere.
+        launch: Where they are started, and how.
         folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
 
     Attributes:
@@ -62,18 +62,19 @@ class Engines:
         listeners: Listeners,
         *,
         framework: str = "torch",
-        launcher: str = "local",
-        hosts: str = "",
+        launch: LaunchSettings = HERE,
         folder: Path | None = None,
         key: bytes | None = None,
     ) -> None:
         self.idle_timeout_s: float | None = None
         self._listeners = listeners
-        self.launcher = launcher
-        self._hosts = hosts
+        self.launch, self.launcher = launch, launch.launcher
         self._ground = self._make_ground(framework, folder)
         self._calls = Pending(self._idle)
-        self.router = ControlRouter(self._heard, hosts or "127.0.0.1", key)
+        address = self._ground.address or "127.0.0.1"
+        self.router = ControlRouter(
+            self._heard, address, key, secret=launch.has_agents, ports=launch.ports
+        )
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()
         """Ids of engines that are being started, or replaced."""
@@ -84,9 +85,7 @@ class Engines:
         self._next_id = 0
 
     def _make_ground(self, framework: str, folder: Path | None = None) -> ClusterServices:
-        return ClusterServices(
-            framework, self.launcher, self._hosts, self._engine_left, self._helper_left, folder
-        )
+        return ClusterServices(framework, self.launch, self._engine_left, self._helper_left, folder)
 
     def listen(self, listeners: Listeners) -> None:
         """Tell others from now on; for engines that were prepared before their cluster existed."""
@@ -144,8 +143,8 @@ class Engines:
         ground, report = self._ground, progress.steady(report)
         self.starting = (*self.starting, *ids)
         try:
-            ground.ensure(report)
-            uuids = ground.launch(ids, START_TIMEOUT_S, framework, report)
+            ground.ensure(report, len(ids))
+            uuids = ground.launch(ids, self.launch.start_timeout_s, framework, report)
             self._take_in(uuids)
         finally:
             self.starting = tuple(i for i in self.starting if i not in ids)
@@ -170,6 +169,7 @@ class Engines:
             "key": self.router.key.hex(),
             "cwd": os.getcwd(),
             "sys_path": list(sys.path),
+            "curve": self.router.public_key,
             **self._home(),
         }
         replies = self.call(
@@ -178,7 +178,10 @@ class Engines:
         for engine, about in replies.items():
             self.engines[engine].pid = about["pid"]
             self.engines[engine].began = about["began"]
-            self.engines[engine].host = about["host"]
+            host = self._ground.host_of(engine)
+            self.engines[engine].host = about["host"] if host is None else host.name
+            self.engines[engine].address = "" if host is None else host.facts.address
+            self.engines[engine].place = about["place"]
             self.engines[engine].python = about["python"]
             self.engines[engine].frameworks = set(about["frameworks"])
 
@@ -504,6 +507,8 @@ class Engines:
 
     def _home(self) -> dict[str, Any]:
         """Return what engines are told about their end, and where they write what they do."""
+        if self._ground.hosted is not None:
+            return {}  # its agent ends it
         if not self._ground.forks:
             return {"patience_s": ORPHAN_S}
         return {"folder": str(self._ground.folder), "kept": self.kept}
@@ -513,7 +518,7 @@ def _nothing(*_: object) -> None:
     """Do nothing; nobody wants to be told."""
 
 
-_KNOWN = ("uuid", "pid", "host", "python", "device")
+_KNOWN = ("uuid", "pid", "host", "place", "python", "device")
 
 
 @dataclass
@@ -522,6 +527,8 @@ class EngineInfo:
 
     Attributes:
         id: Permanent; never given to another engine of this cluster but its replacement.
+        place: What tells its host from others (`cluster_env.host_token`).
+        address: Of its host, by which other hosts reach it; empty on this machine.
         state: idle, busy, dead.
         exit: How it ended; None while it lives.
         frameworks: What it has imported.
@@ -531,11 +538,19 @@ class EngineInfo:
     uuid: str
     pid: int = 0
     host: str = ""
+    place: str = ""
+    address: str = ""
     python: str = ""
     device: str = "cpu"
     state: str = "idle"
     exit: Ending | None = None
     frameworks: set[str] = field(default_factory=set)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.place in ("", host_token())
+
     began: float = 0.0  # its start time, which tells it from a later process with the same pid
 
 

@@ -77,10 +77,15 @@ def identity(pid: int) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: object) -> None:
+    """Write a small file of JSON in one go, readable by this user alone."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: Path, text: str) -> None:
     """Write a small file in one go, readable by this user alone."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(value, file)
+        file.write(text)
     fresh.replace(path)
 
 

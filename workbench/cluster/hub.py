@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import signal as signals
+import socket
 import sys
 import threading
 import time
@@ -50,6 +51,8 @@ class Controller:
         folder: The cluster's.
         launcher: One of ipyparallel's, that starts engines; empty where engines are forked.
         interface: Where the controller listens; empty: on this machine only.
+        secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
+        ports: First and last port that may be listened on; None: any.
         on_left: Told when the controller's process ended.
         on_unlisted: Told of an engine that is no longer registered.
 
@@ -66,11 +69,15 @@ class Controller:
         interface: str,
         on_left: Callable[[Exit], None],
         on_unlisted: Callable[[int], None],
+        *,
+        secret: bool = False,
+        ports: tuple[int, int] | None = None,
     ) -> None:
         self.cluster: Any = None
         self.client: Any = None
         self.socket: Any = None
         self._folder, self._launcher, self._interface = folder, launcher, interface
+        self._secret, self._ports = secret, ports
         self._on_left, self._on_unlisted = on_left, on_unlisted
         self._changed, self._ended = threading.Event(), threading.Event()
 
@@ -109,7 +116,14 @@ class Controller:
         if self._launcher:
             settings["engines"] = self._launcher
         if self._interface:
-            settings["controller_ip"] = self._interface
+            settings |= {"controller_ip": self._interface, "controller_location": self._interface}
+        if self._secret:
+            settings["controller_args"] = [*CONTROLLER_ARGS, "--IPController.enable_curve=True"]
+        if self._ports is not None:
+            free = ",".join(map(str, free_ports(self._interface or "127.0.0.1", self._ports)))
+            settings["controller_args"] = [
+                *settings["controller_args"], f"--IPController.ports={free}",
+            ]  # fmt: skip
         return ipyparallel.Cluster(
             profile_dir=str(self._folder),
             cluster_id="",
@@ -136,6 +150,10 @@ class Controller:
         self.client._io_loop = Gathering(self.client._io_loop, flush)
 
     # -- who is registered -------------------------------------------------------------------------
+
+    def connection(self) -> str:
+        """Return the text of the file by which engines find the controller."""
+        return (self._folder / "security" / "ipcontroller-engine.json").read_text()
 
     def uuids(self, engines: Sequence[int]) -> dict[int, str]:
         """Return the ipyparallel uuids of registered engines."""
@@ -243,6 +261,17 @@ class Controller:
                 with contextlib.suppress(Exception):
                     self.cluster.stop_controller_sync()
         _end_thread(self.cluster)
+
+
+def free_ports(address: str, ports: tuple[int, int]) -> list[int]:
+    """Return which ports of a range nobody listens on now."""
+    found = []
+    for port in range(ports[0], ports[1] + 1):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+            found.append(port)
+    return found
 
 
 def _end_thread(cluster: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 log = logging.getLogger("workbench.cluster")
 
-Stage: TypeAlias = Literal["controller", "framework", "fork", "connect", "ready"]
+Stage: TypeAlias = Literal["queue", "controller", "framework", "fork", "connect", "ready"]
 
 _BEGINS: dict[Stage, float] = {
-    "controller": 0.0, "framework": 0.6, "fork": 0.7, "connect": 0.8, "ready": 1.0,
+    "queue": 0.0, "controller": 0.0, "framework": 0.6, "fork": 0.7, "connect": 0.8, "ready": 1.0,
 }  # fmt: skip
 """Share of a cold start that is over when a stage begins; where all was prepared ahead the first
 two take no time. Measured with 4 PyTorch engines on 2 cores: they say how long things take, not
@@ -95,6 +95,18 @@ def preparing(controller: bool, client: bool, imports: str) -> Progress:
     parts += [f"importing {imports}"] if imports else []
     done = controller + client + (not imports)
     return Progress("controller", done, 3, ", ".join(parts) or "the controller is ready")
+
+
+def queued(state: str, reason: str, position: int, waited_s: float) -> Progress:
+    """Return the stage in which a job waits for its turn."""
+    why = f" ({reason})" if reason else ""
+    place = f", number {position} of those that wait" if position else ""
+    return Progress("queue", 0, 1, f"the job waits: {state}{why}{place}; {waited_s:.0f} s")
+
+
+def hosts(found: int, wanted: int) -> Progress:
+    """Return the stage in which agents are waited for."""
+    return Progress("controller", found, max(1, wanted), f"waiting for hosts: {found} of {wanted}")
 
 
 def importing(framework: str) -> Progress:

@@ -20,6 +20,7 @@ from typing import Any, overload
 import zmq
 
 from ..devices import limits
+from ..errors import ClusterError
 from ..shared.messages import (
     AskStacks,
     AskWhere,
@@ -48,15 +49,24 @@ class ControlRouter:
         on_message: Called with each authentic message.
         host: Interface to listen on; loopback unless engines run on other hosts.
         key: The cluster's; by default a fresh one.
+        secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
+        ports: First and last port that may be listened on; None: any.
 
     Attributes:
+        public_key: What engines encrypt with (Z85); empty where nothing is encrypted.
         rejected: Messages that were not signed with the key, were malformed or of no known kind,
             or came again.
         refused: The same as each engine counts it, with the connections that did not know a key.
     """
 
     def __init__(
-        self, on_message: OnMessage, host: str = "127.0.0.1", key: bytes | None = None
+        self,
+        on_message: OnMessage,
+        host: str = "127.0.0.1",
+        key: bytes | None = None,
+        *,
+        secret: bool = False,
+        ports: tuple[int, int] | None = None,
     ) -> None:
         self._on_message = on_message
         self.key = key or new_key()
@@ -74,7 +84,13 @@ class ControlRouter:
         self._socket.setsockopt(zmq.RCVHWM, 10_000)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.public_key = ""
+        if secret:
+            public, private = zmq.curve_keypair()
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+            self.public_key = public.decode()
+        port = bind(self._socket, host, ports)
         self.url = f"tcp://{limits.reachable(host)}:{port}"
         self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
         self._thread.start()
@@ -166,6 +182,44 @@ class ControlRouter:
                 frames = self._seal.pack(encode(message), nonce)
                 self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         self._outbox.extend(later)
+
+
+def bind(sock: Any, address: str, ports: tuple[int, int] | None) -> int:
+    """Bind a socket of ZeroMQ to a free port; return it.
+
+    Raises:
+        ClusterError: None of those that may be taken is free, or there is no such address here.
+    """
+    try:
+        if ports is None:
+            return int(sock.bind_to_random_port(f"tcp://{address}"))
+        for port in range(ports[0], ports[1] + 1):
+            if _bind_to(sock, f"tcp://{address}:{port}"):
+                return port
+    except zmq.ZMQError as error:
+        raise ClusterError(
+            "This machine cannot listen there.",
+            seen=f"{address}: {error}",
+            allowed="an address of this machine",
+            next_step="--listen names an interface, an address or a network of this machine",
+            code="WB-CLUSTER-062",
+        ) from error
+    raise ClusterError(
+        "All ports that may be taken are in use.",
+        seen=f"{ports[0]}-{ports[1]} on {address}",
+        next_step="--ports with a wider range, or end what uses them (ss -ltnp)",
+        code="WB-CLUSTER-063",
+    )
+
+
+def _bind_to(sock: Any, url: str) -> bool:
+    try:
+        sock.bind(url)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise
+        return False
+    return True
 
 
 @dataclass

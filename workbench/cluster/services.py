@@ -24,11 +24,14 @@ import psutil
 from ..errors import ClusterError
 from . import controller, folders, processes, progress
 from .forkserver.parents import Parents, Store
+from .hosts.places import HostedEngines
 from .hub import ENGINE_ARGS, Controller, WarmEngineSetLauncher
 from .processes import Exit, is_halted
 
 if TYPE_CHECKING:
     from .forkserver.client import WarmParent
+    from .hosts.agents import Host
+    from .hosts.settings import LaunchSettings
 
 log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
@@ -51,27 +54,33 @@ class ClusterServices:
     def __init__(
         self,
         framework: str,
-        launcher: str,
-        hosts: str,
+        launch: LaunchSettings,
         on_exit: Callable[[int, processes.Ending], None],
         on_helper_exit: Callable[[str, int, processes.Ending], None] = lambda what, pid, how: None,
         folder: Path | None = None,
     ) -> None:
-        self.framework, self.launcher, self.hosts = framework, launcher, hosts
+        self.framework, self.launch_settings, self.launcher = framework, launch, launch.launcher
         self.folder = folder or folders.create()
-        self.parents = Parents(launcher, self._child_left, self.folder)
+        self.parents = Parents(self.launcher, self._child_left, self.folder)
         self.why_not = self.parents.why_not(framework)
         self.forks = not self.why_not
+        self.hosted: HostedEngines | None = None
+        if launch.has_agents:
+            self.hosted = HostedEngines(launch, self.folder, self._hosted_left, self._keeper_left)
+        self.address = launch.listen if self.hosted is None else self.hosted.address
         self.hub = Controller(
             self.folder,
-            "" if self.forks else launcher,
-            hosts,
+            "" if self.forks or self.hosted else self.launcher,
+            self.address,
             self._controller_left,
             self._unlisted,
+            secret=launch.has_agents,
+            ports=launch.ports,
         )
-        self.store = Store(self.parents, self.folder, self._child_left)
+        keep = None if self.hosted is None else self.hosted.keep_store
+        self.store = Store(self.parents, self.folder, self._child_left, keep)
         self.starter = Starter(
-            self.hub, self.parents, self.forks, lambda end: str(self._ending(end))
+            self.hub, self.parents, self.forks, lambda end: str(self._ending(end)), self.hosted
         )
         self.broken = ""
         self._on_exit, self._on_helper_exit = on_exit, on_helper_exit
@@ -92,7 +101,7 @@ class ClusterServices:
         """Whether other engines can stand on it: they are forked here, and all of it works."""
         warm = self.warm
         return (
-            self.forks and not self.hosts and not self.broken and not self._stopping
+            self.forks and not self.address and not self.broken and not self._stopping
             and warm is not None and warm.alive
         )  # fmt: skip
 
@@ -134,15 +143,18 @@ class ClusterServices:
             )
             self._prepared.start()
 
-    def ensure(self, report: progress.Report = progress.quiet) -> None:
+    def ensure(self, report: progress.Report = progress.quiet, engines: int = 1) -> None:
         """Wait until controller and client are up.
 
         Args:
             report: Told how far it is.
+            engines: For how many hosts are asked for, where engines are on others.
 
         Raises:
             ClusterError: They did not come up.
         """
+        if self.hosted is not None:
+            self.hosted.begin(engines)
         self.prepare_in_background()
         if self.warm is not None and self.warm.alive:  # else another one is started below
             self.warm.soon()
@@ -229,12 +241,18 @@ class ClusterServices:
             framework: What they have imported when they start, where they are forked; by default
                 the cluster's.
         """
+        if self.hosted is not None:
+            return self.starter.launch(ids, timeout_s, framework or self.framework, report)
         # Where the framework cannot be forked, engines import it when they need it.
         parent = framework if framework and self.can_fork(framework) else self.framework
         return self.starter.launch(ids, timeout_s, parent, report)
 
     def signal(self, engine: int, pid: int, sig: int) -> None:
         """Signal one engine: by pid where it is on this machine, else through its nanny."""
+        if self.hosted is not None:
+            by_us = "by Workbench: it did not answer" if sig == signals.SIGKILL else ""
+            self.hosted.signal(engine, sig, by_us)
+            return
         forked = self.starter.pids.get(engine)
         if forked is not None:
             if sig == signals.SIGKILL:
@@ -245,6 +263,10 @@ class ClusterServices:
                 os.kill(pid, sig)
         else:
             self.client.send_signal(sig, targets=engine, block=False)
+
+    def host_of(self, engine: int) -> Host | None:
+        """Return the host of an engine that an agent has started; None of any other."""
+        return None if self.hosted is None else self.hosted.host_of(engine)
 
     def end(self, engine: int, pid: int) -> None:
         """End an engine for good and wait until it is gone."""
@@ -264,6 +286,16 @@ class ClusterServices:
             self.store.left()
             if not self._stopping:
                 self._on_helper_exit("the store that workers meet at", end.pid, how)
+
+    def _hosted_left(self, engine: int, how: processes.Ending) -> None:
+        self._on_exit(engine, how)
+        self.hub.unlist(engine)
+
+    def _keeper_left(self, how: processes.Ending) -> None:
+        pid = self.store.pid
+        self.store.left()
+        if not self._stopping:
+            self._on_helper_exit("the store that workers meet at", pid, how)
 
     def _controller_left(self, end: Exit) -> None:
         if not self._stopping:
@@ -288,6 +320,8 @@ class ClusterServices:
         A halted one has not died, so nobody hears of it. Without the controller no engine can be
         reached any more; of the others fresh ones are started.
         """
+        if self.hosted is not None:
+            self.hosted.look()
         running = self.hub.controller
         if not self.broken and running is not None and is_halted(running.pid):
             self.broken = f"ipyparallel's controller (pid {running.pid}) was halted by SIGSTOP"
@@ -322,6 +356,8 @@ class ClusterServices:
             self._prepared.join(timeout=30)
         self.hub.close()
         self.store.stop()
+        if self.hosted is not None:
+            self.hosted.stop()
         self.hub.stop()
         self.parents.stop()
         folders.end_family(self.folder)  # what lost its parent, and what cells started
@@ -336,6 +372,7 @@ def _who(pid: int) -> dict[str, Any] | None:
 
 
 REGISTER_POLL_S = 0.01
+REGISTER_S = 30.0
 LOG_CHARS = 2000
 
 
@@ -345,6 +382,7 @@ class Starter:
     Args:
         forks: Whether they are forked from a warm parent; else ipyparallel's launcher starts them.
         words: Says how a process ended.
+        hosted: What forks them on other hosts, if they are to be there.
 
     Attributes:
         pids: Processes of the engines that were forked, by engine id.
@@ -355,9 +393,15 @@ class Starter:
     """
 
     def __init__(
-        self, hub: Controller, parents: Parents, forks: bool, words: Callable[[Exit], str]
+        self,
+        hub: Controller,
+        parents: Parents,
+        forks: bool,
+        words: Callable[[Exit], str],
+        hosted: HostedEngines | None = None,
     ) -> None:
         self._hub, self._parents, self._forks, self._words = hub, parents, forks, words
+        self._hosted = hosted
         self.pids: dict[int, int] = {}
         self.uuids: dict[int, str] = {}
         self.logs: dict[int, str] = {}
@@ -386,12 +430,21 @@ class Starter:
         # and would give another one to who asks next; it is told even where clients see none.
         if used := [i for i in ids if i <= self.highest]:
             self._hub.make_room(used)
-        settings = self._launcher_settings(ids, parent, report)
-        sets = [self._start_set(one) for one in settings]
+        sets: list[Any] = []
+        end = time.monotonic() + timeout_s
+        if self._hosted is not None:
+            self._hosted.order(self._hub.connection(), parent)
+            self._hosted.await_hosts(report, end)
+            report(progress.starting(len(ids)))
+            self._hosted.fork(ids, parent)
+            self.logs.update({i: str(self._hosted.log_path(i)) for i in ids})
+        else:
+            settings = self._launcher_settings(ids, parent, report)
+            sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
         for one in warm_sets:
             self.logs.update(one.log_paths)
-        self._await(ids, sets, timeout_s, report)
+        self._await(ids, sets, max(timeout_s, REGISTER_S), report)
         for one in warm_sets:
             self.pids.update(one.pids)
         self.highest = max(self.highest, *ids)
@@ -409,6 +462,10 @@ class Starter:
             report(progress.connected(len(ids) - len(missing), len(ids)))
             self._hub.await_change(REGISTER_POLL_S * 10)
             dead = {i: left for one in warm_sets for i, left in one.exits.items()}
+            if self._hosted is not None and (
+                gone := [i for i in missing if not self._hosted.pid_of(i)]
+            ):
+                raise self._not_started(gone)
             if not dead and time.monotonic() <= end:
                 continue
             missing = sorted(set(ids) - set(client.ids))
@@ -423,6 +480,16 @@ class Starter:
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-018",
             )
+
+    def _not_started(self, engines: Sequence[int]) -> ClusterError:
+        logs = [Path(self.logs[i]) for i in engines if i in self.logs]
+        said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
+        return ClusterError(
+            f"Engines {list(engines)} ended before they were connected.",
+            seen=said[-LOG_CHARS:] or "nothing in their logs",
+            next_step="%cluster stop, then start again",
+            code="WB-CLUSTER-075",
+        )
 
     def _output(self, engine_set: Any, missing: Sequence[int]) -> str:
         """Return the ends of the logs of missing engines, where each has its own."""

@@ -127,10 +127,12 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         info: `engine`, `url`, `key` (hex), `cwd`, `sys_path`; of a cluster on this host `folder`
-            and `kept`; `patience_s` for an engine that nobody else ends.
+            and `kept`; `patience_s` for an engine that nobody else ends; `curve`, the kernel's
+            public key, where what travels is encrypted.
 
     Returns:
-        `pid`, `began` (start time), `host`, `python`, `frameworks` (what is imported already).
+        `pid`, `began` (start time), `host`, `place` (what tells it from other hosts), `python`,
+        `frameworks` (what is imported already).
     """
     global _engine
     if info.get("cwd") and os.path.isdir(info["cwd"]):
@@ -143,7 +145,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     sys.__dict__.pop("ps1", None)
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
-    answer = {**about, "frameworks": imported(), "began": began}
+    answer = {**about, "frameworks": imported(), "began": began, "place": cluster_env.host_token()}
     attached_before = _engine is not None
     if _engine is not None:
         _engine.link.close()
@@ -154,6 +156,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
         about,
         fallback=_over_ipyparallel(),
         home=_home(info),
+        kernel_key=info.get("curve", ""),
     )
     _keep_diary(info)
     if cluster_env.folder() is not None:  # where multiprocessing puts its sockets

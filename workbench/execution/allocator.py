@@ -176,7 +176,7 @@ class EngineAllocator:
         group: str = "",
     ) -> Specs:
         """Return what each engine is told; of a cell without a strategy where `plan` is None."""
-        hosts = {i: self.engines.engines[i].host for i in ids}
+        hosts = {i: self.engines.engines[i].place for i in ids}
         specs = make_specs(
             hosts,
             len(ids) if plan is None else plan.workers,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster import folders
 from ..cluster.engines import Engines, Listeners
+from ..cluster.hosts.settings import LaunchSettings
 from ..devices.leases import Lease, Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from ..execution import hangs, registry
@@ -57,7 +58,7 @@ def attach(cluster: str, *, take: bool = False) -> Cluster:
     engines = Engines(
         nobody,
         framework=about["framework"],
-        launcher=about["launcher"],
+        launch=LaunchSettings(launcher=about["launcher"]),
         folder=found.folder,
         key=bytes.fromhex(about["key"]),
     )

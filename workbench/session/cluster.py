@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..cluster.engines import EngineInfo, Engines, Listeners
+from ..cluster.hosts.settings import LaunchSettings
 from ..cluster.progress import Report, quiet
 from ..cookbook.recipe import Recipe
 from ..errors import RunError
@@ -107,10 +108,12 @@ class Cluster:
         keep: bool = False,
         idle_timeout: str | float | None = None,
         progress: Report = quiet,
+        launch: LaunchSettings | None = None,
     ) -> None:
         count = check_size("The number of engines", workers)
         check_limits(count, hosts=hosts)
-        self.launcher = launcher
+        launch = launch or LaunchSettings(launcher=launcher, listen=hosts)
+        self.launcher = launcher = launch.launcher
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
         self._said: set[str] = set()  # to cells: the same of each would bury their output
@@ -123,7 +126,7 @@ class Cluster:
         if launcher == "local":
             check_framework(framework)
         self.engine_set: Engines = engines or Engines(
-            self.listeners(), framework=framework, launcher=launcher, hosts=hosts
+            self.listeners(), framework=framework, launch=launch
         )
         pool.engines = self.engine_set
         self.vitals = Vitals(self)

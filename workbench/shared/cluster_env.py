@@ -1,10 +1,15 @@
-"""Which cluster a process belongs to, its files there, and what a framework's import depends on."""
+"""Which cluster a process belongs to, its files there, what a framework's import depends on.
+
+And which host it is on: what tells that from others, and the address others reach it by.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import platform
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,3 +140,27 @@ def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, st
         "KERAS_BACKEND": "tensorflow",
         "TF_CPP_MIN_LOG_LEVEL": given.get("TF_CPP_MIN_LOG_LEVEL", level),
     }
+
+
+def host_token() -> str:
+    """Return what tells hosts apart: processes with the same one share loopback, and may memory.
+
+    Containers of one machine have its boot id, and clones their original's name; what differs then
+    is the network.
+    """
+    parts = [platform.node()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return "-".join(parts)
+
+
+def own_address(towards: str) -> str:
+    """Return this host's address where its way to another one begins.
+
+    Args:
+        towards: The other one's address; nothing is sent there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))
+        return str(probe.getsockname()[0])

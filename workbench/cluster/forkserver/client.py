@@ -251,9 +251,14 @@ class WarmParent:
         )  # fmt: skip
         return int(answer["pid"])
 
-    def fork_keeper(self, log_path: str = os.devnull) -> tuple[int, str, int]:
+    def fork_keeper(
+        self,
+        log_path: str = os.devnull,
+        host: str = "127.0.0.1",
+        ports: tuple[int, int] | None = None,
+    ) -> tuple[int, str, int]:
         """Fork the process that hosts the TCPStore; return its pid, host and port."""
-        answer = self.ask("fork_keeper", log_path=log_path)
+        answer = self.ask("fork_keeper", log_path=log_path, host=host, ports=ports)
         return int(answer["pid"]), str(answer["host"]), int(answer["port"])
 
     def signal(self, pid: int, sig: int) -> bool:

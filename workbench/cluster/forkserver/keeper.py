@@ -16,19 +16,19 @@ from typing import Any
 HOST = "127.0.0.1"
 
 
-def listen() -> socket.socket:
+def listen(address: str = HOST, ports: tuple[int, int] | None = None) -> socket.socket:
     """Return a socket that listens on a free port of the loopback interface only.
 
     torch's own TCPStore listens on every interface; handed this socket it does not.
     """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((HOST, 0))
+    sock.bind((address, 0))
     sock.listen(1024)
     return sock
 
 
-def host(listen_fd: int, port: int) -> Any:
+def host(listen_fd: int, port: int, address: str = HOST) -> Any:
     """Host a TCPStore on a listening socket; it lives as long as the returned object.
 
     Args:
@@ -37,7 +37,7 @@ def host(listen_fd: int, port: int) -> Any:
     """
     dist = importlib.import_module("torch.distributed")
     return dist.TCPStore(
-        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd
     )
 
 

@@ -197,14 +197,22 @@ class Store:
     Args:
         folder: The cluster's.
         on_exit: Told how the keeper ended, where no warm parent does that.
+        elsewhere: Has another host keep it: returns pid, address and port there.
 
     Attributes:
         pid: Its process; 0 while there is none.
         process: The same, where it was not forked from a warm parent.
     """
 
-    def __init__(self, parents: Parents, folder: Path, on_exit: ExitCallback) -> None:
+    def __init__(
+        self,
+        parents: Parents,
+        folder: Path,
+        on_exit: ExitCallback,
+        elsewhere: Callable[[], tuple[int, str, int]] | None = None,
+    ) -> None:
         self._parents, self._folder, self._on_exit = parents, folder, on_exit
+        self._elsewhere = elsewhere
         self._address: tuple[str, int] | None = None
         self._lock = threading.Lock()
         self._gone = threading.Event()
@@ -214,7 +222,7 @@ class Store:
     def address(self) -> tuple[str, int]:
         """Return its host and port; a keeper is started where there is none, or a halted one."""
         with self._lock:
-            if self.pid and is_halted(self.pid):
+            if self.pid and self._elsewhere is None and is_halted(self.pid):
                 with contextlib.suppress(OSError):
                     os.kill(self.pid, signals.SIGKILL)
                 self._gone.wait(END_S)
@@ -224,6 +232,9 @@ class Store:
 
     def _start(self) -> tuple[str, int]:
         self._gone = threading.Event()
+        if self._elsewhere is not None:
+            self.pid, host, port = self._elsewhere()
+            return host, port
         # The store is torch's: a parent that has imported it hosts one at once.
         warm = self._parents.find("torch")
         if warm is not None:
@@ -247,7 +258,7 @@ class Store:
         """
         with self._lock:
             pid, gone = self.pid, self._gone
-        if not pid:
+        if not pid or self._elsewhere is not None:
             return
         self._parents.signal(pid, signals.SIGKILL)
         self.stop()

@@ -245,7 +245,9 @@ class WarmServer:
 
     def _on_fork_keeper(self, message: Message) -> Message:
         # Bound here, so that the port is known at once; hosted by the child.
-        warm, sock = os.getpid(), keeper.listen()
+        address = str(message.get("host") or keeper.HOST)
+        ports = message.get("ports")
+        warm, sock = os.getpid(), keeper.listen(address, tuple(ports) if ports else None)
         port = sock.getsockname()[1]
         fd = os.dup(sock.fileno())
         sock.close()
@@ -254,7 +256,7 @@ class WarmServer:
         finally:
             if self._job is None:
                 os.close(fd)
-        return {"pid": pid, "host": keeper.HOST, "port": port}
+        return {"pid": pid, "host": address, "port": port}
 
     def _fork(self, job: Job, what: str) -> int:
         if not self._imported:
@@ -460,7 +462,7 @@ def _leave(code: int) -> None:
 def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int, port: int) -> None:
     """Turn this fresh child into the process that hosts the TCPStore; never returns."""
     _detach(parent_pid, job["log_path"], "store-keeper")
-    store = keeper.host(listen_fd, port)
+    store = keeper.host(listen_fd, port, str(job.get("host") or keeper.HOST))
     while True:
         signal.pause()
         del store  # pragma: no cover - every signal that is handled ends the process

@@ -58,3 +58,7 @@ class LaunchSettings:
     def has_agents(self) -> bool:
         """Whether engines are forked by agents on other hosts."""
         return self.launcher in OURS
+
+
+HERE = LaunchSettings()
+"""Engines of this machine."""

@@ -92,6 +92,7 @@ class ControlLink:
         fallback: Sends frames another way (through ipyparallel) where the socket cannot be
             reached within `WELCOME_S`.
         home: Knows when the kernel is another one, or gone for good.
+        kernel_key: The kernel's public key (Z85), where what travels is encrypted.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class ControlLink:
         about: Mapping[str, Any],
         fallback: Callable[[list[bytes | memoryview]], None] | None = None,
         home: Home | None = None,
+        kernel_key: str = "",
     ) -> None:
+        self._kernel_key = kernel_key.encode()
         self._engine, self._url, self._about = engine, url, dict(about)
         self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
         self._fallback, self._home = fallback, home
@@ -222,6 +225,9 @@ class ControlLink:
         socket.setsockopt(zmq.IDENTITY, f"engine-{self._engine}-{os.getpid()}".encode())
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.SNDHWM, 1000)
+        if self._kernel_key:
+            socket.curve_serverkey = self._kernel_key
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         if self._home is not None:
             self._home.watch(socket)
         socket.connect(self._url)

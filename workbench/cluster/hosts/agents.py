@@ -1,0 +1,353 @@
+"""The kernel's end of the agents: which hosts are there, what they are asked, what they tell.
+
+One thread reads and writes the socket. A host that has said nothing for `SILENT_S` counts as gone
+with all its engines, and what waits for its answers is told so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from ...errors import ClusterError
+from ...shared.messages import BadMessageError
+from ...shared.protocol import Wakeup
+from ..router import bind
+from . import wire
+
+if TYPE_CHECKING:
+    from ..processes import Ending
+
+log = logging.getLogger("workbench.cluster")
+SILENT_S = 6.0
+LOOK_S = 0.5
+ASK_S = 60.0
+CHUNK_BYTES = 4 << 20
+KEEPER = -1
+
+
+@dataclass(eq=False)
+class Host:
+    """A host with an agent.
+
+    Attributes:
+        place: Its number among the hosts; ranks follow it.
+        name: What it is called in tables; no two hosts have the same.
+        slots: For how many engines it was asked for; more are possible.
+        gone: Why it is there no more; empty while it is.
+    """
+
+    place: int
+    name: str
+    slots: int
+    facts: wire.HostFacts
+    identity: bytes
+    heard_at: float
+    gone: str = ""
+    waiting: dict[int, Future[wire.Answer]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ears:
+    """Who is told what, each on the socket's thread."""
+
+    left: Callable[[int, int, Ending], None]
+    """Engine (-1: the keeper), pid and how its process ended."""
+    logged: Callable[[int, bytes], None]
+    lost: Callable[[Host], None]
+    """A host is gone; its engines are not told of one by one."""
+
+
+class Agents:
+    """All agents of one cluster.
+
+    Args:
+        address: Where to listen.
+        ports: First and last port that may be taken; None: any.
+    """
+
+    def __init__(self, address: str, ports: tuple[int, int] | None, ears: Ears) -> None:
+        self._ears = ears
+        self.hosts: list[Host] = []
+        self._numbers = itertools.count(1)
+        self._outbox: deque[tuple[Host, wire.Down]] = deque()
+        self._lock, self._changed = threading.RLock(), threading.Event()
+        self._wakeup, self._closed = Wakeup(), False
+        self.refused = 0
+        self.orders: wire.Ready | None = None
+        """Told to each agent when it arrives."""
+        self._word = secrets.token_bytes(32)
+        public, secret = zmq.curve_keypair()
+        self._context = zmq.Context()
+        self._socket = sock = self._context.socket(zmq.ROUTER)
+        sock.curve_server, sock.curve_publickey, sock.curve_secretkey = True, public, secret
+        sock.setsockopt(zmq.LINGER, 500)
+        sock.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        sock.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+        port = bind(sock, address, ports)
+        self.join = wire.Join(f"tcp://{address}:{port}", public.decode(), self._word.hex())
+        self._thread = threading.Thread(target=self._main, name="workbench-hosts", daemon=True)
+        self._thread.start()
+
+    # -- hosts -------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> list[Host]:
+        """Hosts whose agent is there, in the order of their places."""
+        with self._lock:
+            return sorted((one for one in self.hosts if not one.gone), key=lambda one: one.place)
+
+    def await_change(self, timeout_s: float) -> None:
+        """Wait until a host arrives or goes, or time is up."""
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+
+    def lose(self, hosts: Iterable[Host], why: str) -> None:
+        """Take hosts as gone."""
+        for host in hosts:
+            with self._lock:
+                if host.gone:
+                    continue
+                host.gone = why
+                waiting, host.waiting = list(host.waiting.values()), {}
+            for one in waiting:
+                one.set_exception(_gone(host))
+            if not self._closed:
+                self._ears.lost(host)
+            self._changed.set()
+
+    # -- what they are asked -----------------------------------------------------------------------
+
+    def ask(self, host: Host, message: Any, timeout_s: float = ASK_S) -> wire.Answer:
+        """Send a question and wait for its answer.
+
+        Args:
+            message: With any number; it gets one of its own.
+
+        Raises:
+            ClusterError: The host is gone, does not answer, or could not do it.
+        """
+        return self.answer(host, self.begin(host, message), timeout_s)
+
+    def begin(self, host: Host, message: Any) -> Future[wire.Answer]:
+        """Send a question; `answer` waits for what comes back."""
+        future: Future[wire.Answer] = Future()
+        asked = replace(message, ask=next(self._numbers))
+        with self._lock:
+            if host.gone:
+                raise _gone(host)
+            host.waiting[asked.ask] = future
+            self._outbox.append((host, asked))
+        self._wakeup.set()
+        return future
+
+    def answer(
+        self, host: Host, future: Future[wire.Answer], timeout_s: float = ASK_S
+    ) -> wire.Answer:
+        """Wait for the answer to a question that was sent.
+
+        Raises:
+            ClusterError: As `ask`.
+        """
+        try:
+            found = future.result(timeout_s)
+        except FutureTimeout:
+            raise ClusterError(
+                f"{host.name} does not answer.",
+                seen=f"nothing for {timeout_s:g} s",
+                next_step="%cluster stop, then start again",
+                code="WB-CLUSTER-060",
+            ) from None
+        if found.error:
+            raise ClusterError(
+                f"{host.name} could not do what it was asked for.",
+                seen=found.error,
+                code="WB-CLUSTER-061",
+            )
+        return found
+
+    def tell(self, host: Host, message: wire.Down) -> None:
+        """Send what has no answer."""
+        with self._lock:
+            self._outbox.append((host, message))
+        self._wakeup.set()
+
+    def read_file(self, host: Host, path: str, into: Path) -> int:
+        """Copy a file of a host to here; return its size in bytes.
+
+        Raises:
+            ClusterError: It cannot be read there.
+        """
+        offset, size = 0, 1
+        fresh = into.with_name(f".{into.name}.{os.getpid()}")
+        try:
+            with fresh.open("wb") as file:
+                while offset < size:
+                    part = self.ask(
+                        host, wire.ReadFile(ask=0, path=path, offset=offset, size=CHUNK_BYTES)
+                    )
+                    size = int(part.value)
+                    if not part.data:
+                        break
+                    file.write(part.data)
+                    offset += len(part.data)
+            fresh.replace(into)
+        finally:
+            fresh.unlink(missing_ok=True)
+        return offset
+
+    def write_file(self, host: Host, path: str, source: Path) -> str:
+        """Copy a file of here to a host; return where it is there.
+
+        Args:
+            path: There; below the agent's folder unless it is absolute.
+
+        Raises:
+            ClusterError: It cannot be written there.
+        """
+        offset, where = 0, path
+        with source.open("rb") as file:
+            while (data := file.read(CHUNK_BYTES)) or not offset:
+                order = wire.WriteFile(ask=0, path=path, offset=offset, data=data)
+                where = str(self.ask(host, order).value)
+                offset += len(data)
+                if not data:
+                    break
+        return where
+
+    # -- the socket --------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        try:
+            while not (self._closed and not self._outbox):
+                ready = dict(poller.poll(int(1e3 * LOOK_S)))
+                if self._wakeup.fileno() in ready:
+                    self._wakeup.clear()
+                self._receive()
+                self._look()
+                self._send_waiting()
+        finally:
+            self._socket.close()
+            self._context.term()
+            self._wakeup.close()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = wire.unpack_up(frames, self._word)
+            except BadMessageError:
+                self.refused += 1
+                continue
+            try:
+                self._take(identity, message)
+            except Exception:  # one host's trouble must not deafen the others
+                log.exception("A message of an agent was not understood")
+
+    def _take(self, identity: bytes, message: wire.Up) -> None:
+        host = next((one for one in self.hosts if one.identity == identity), None)
+        if isinstance(message, wire.Arrived):
+            if host is None:
+                self._welcome(identity, message)
+            return
+        if host is None or host.gone:
+            return
+        host.heard_at = time.monotonic()
+        match message:
+            case wire.Answer():
+                with self._lock:
+                    future = host.waiting.pop(message.ask, None)
+                if future is not None:
+                    future.set_result(message)
+            case wire.EngineLeft():
+                self._ears.left(message.engine, message.pid, message.ending)
+            case wire.Logged():
+                self._ears.logged(message.engine, bytes(message.data))
+
+    def _welcome(self, identity: bytes, message: wire.Arrived) -> None:
+        facts = message.facts
+        with self._lock:
+            taken = {one.name for one in self.hosts if not one.gone}
+            name = facts.hostname
+            if name in taken:
+                name = f"{facts.hostname} ({facts.address})"
+            if name in taken:
+                name = f"{facts.hostname} ({facts.address}, {message.place})"
+            host = Host(message.place, name, message.slots, facts, identity, time.monotonic())
+            self.hosts.append(host)
+            if self.orders is not None:
+                self._outbox.append((host, self.orders))
+        self._changed.set()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for host in self.living:
+            silent_s = now - host.heard_at
+            if silent_s > SILENT_S and not self._closed:
+                self.lose([host], f"nothing was heard of {host.name} for {silent_s:.0f} s")
+
+    def _send_waiting(self) -> None:
+        while self._outbox:
+            host, message = self._outbox.popleft()
+            try:
+                self._socket.send_multipart(
+                    [host.identity, *wire.pack(message, self._word)], zmq.NOBLOCK
+                )
+            except zmq.ZMQError:
+                log.debug("%s cannot be told anything", host.name)
+
+    def close(self) -> None:
+        """Have all agents end, and stop listening."""
+        if self._closed:
+            return
+        for host in self.living:
+            self._outbox.append((host, wire.End()))
+        self._closed = True
+        self._wakeup.set()
+        self._thread.join(timeout=2)
+        self.lose(self.living, "the cluster was stopped")
+
+
+def _gone(host: Host) -> ClusterError:
+    return ClusterError(
+        f"{host.name} is gone: {host.gone}.",
+        next_step="%cluster shows which engines live",
+        code="WB-CLUSTER-064",
+    )
+
+
+def unlike(hosts: Iterable[Host], here: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return which versions differ, by package: by name of host, and `the notebook`.
+
+    Args:
+        here: This kernel's versions; what it does not have is not compared with.
+    """
+    found = {one.name: one.facts.versions for one in hosts}
+    differ = {}
+    for package in dict.fromkeys(name for versions in found.values() for name in versions):
+        seen = {name: str(versions.get(package, "none")) for name, versions in found.items()}
+        if package in here:
+            seen["the notebook"] = here[package]
+        if len(set(seen.values())) > 1:
+            differ[package] = seen
+    return differ

@@ -1,0 +1,325 @@
+"""Which engine is on which host: started there, restarted there, signalled and heard there.
+
+Engines fill the hosts one after the other, as many on each as it was asked for, so that ranks that
+are neighbours share a host. What comes later (servers, workers of a larger run, the place of an
+engine whose host is gone) goes to the host that has most room: no second job is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ClusterError
+from .. import processes, progress
+from . import wire
+from .agents import KEEPER, Agents, Ears, Host, unlike
+from .launchers import Launcher, launcher_of, way_to_hosts
+
+if TYPE_CHECKING:
+    from .settings import LaunchSettings
+
+POLL_S = 0.1
+ARRIVE_S = 60.0
+"""How long an agent may take once its job runs."""
+FORK_S = 150.0
+MUST_AGREE = ("python", "distributed-workbench", "ipyparallel")
+HANDED = (
+    "NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "TF_", "KERAS_", "XLA_",
+    "CUDA_LAUNCH_", "HF_", "TOKENIZERS_", "WANDB_", "MLFLOW_", "RES_OPTIONS", "PYTHONHASHSEED",
+)  # fmt: skip
+"""Beginnings of the variables that engines on other hosts take from the notebook."""
+
+
+class HostedEngines:
+    """The engines of one cluster on other hosts, and the agents that have them.
+
+    Args:
+        settings: What was asked for.
+        folder: The cluster's; logs of engines are kept in it.
+        on_left: `on_left(engine, how)` when an engine's process ended, or its host is gone.
+        on_keeper_left: The same of the store's keeper.
+
+    Attributes:
+        address: Of this machine, where it listens for the hosts.
+        said: What is to be told of differences between the hosts, a sentence each.
+    """
+
+    def __init__(
+        self,
+        settings: LaunchSettings,
+        folder: Path,
+        on_left: Callable[[int, processes.Ending], None],
+        on_keeper_left: Callable[[processes.Ending], None],
+    ) -> None:
+        self._settings, self._folder = settings, folder
+        self._on_left, self._on_keeper_left = on_left, on_keeper_left
+        self.launcher: Launcher = launcher_of(settings)
+        self.address = settings.listen or way_to_hosts(settings)
+        self.agents = Agents(
+            self.address, settings.ports, Ears(self._left, self._logged, self._lost)
+        )
+        self.said: list[str] = []
+        self._hosts: dict[int, Host] = {}  # by engine
+        self._pids: dict[int, int] = {}
+        self._keeper: Host | None = None
+        self._ended_by_us: dict[int, str] = {}
+        self._started = False
+        self._lock = threading.Lock()
+
+    # -- hosts -------------------------------------------------------------------------------------
+
+    def begin(self, engines: int) -> None:
+        """Have the agents started, if they are not yet; returns at once.
+
+        Raises:
+            ClusterError: The launcher refused.
+        """
+        with self._lock:
+            started, self._started = self._started, True
+        if not started:
+            self.launcher.start(self.agents.join, engines)
+
+    def order(self, connection: str, framework: str) -> None:
+        """Tell agents, those to come too, where engines register and what they import."""
+        environ = tuple((n, v) for n, v in os.environ.items() if n.startswith(HANDED))
+        orders = wire.Ready(
+            connection=connection, framework=framework, environ=environ, cwd=os.getcwd(),
+            sys_path=tuple(sys.path),
+        )  # fmt: skip
+        self.agents.orders = orders
+        for host in self.agents.living:
+            self.agents.tell(host, orders)
+
+    def await_hosts(self, report: progress.Report, until: float) -> None:
+        """Wait until all agents are there.
+
+        Args:
+            until: On `time.monotonic`'s clock.
+
+        Raises:
+            ClusterError: They cannot come, or did not within the time.
+        """
+        began, runs_since = time.monotonic(), 0.0
+        while True:
+            wanted, found = self.launcher.agents, len(self.agents.living)
+            if wanted and found >= wanted:
+                break
+            queued = self.launcher.look()
+            now = time.monotonic()
+            if queued is not None:
+                runs_since = 0.0
+                report(progress.queued(queued.state, queued.reason, queued.position, now - began))
+            else:
+                runs_since = runs_since or now
+                report(progress.hosts(found, wanted))
+            if now > until or (runs_since and now - runs_since > ARRIVE_S):
+                raise self._late(found, wanted, queued is not None, now - began)
+            self.agents.await_change(POLL_S)
+        self._compare()
+
+    def _late(self, found: int, wanted: int, waits: bool, waited_s: float) -> ClusterError:
+        if waits:
+            return ClusterError(
+                f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
+                next_step="--start-timeout 2h waits longer; squeue shows who is before you",
+                code="WB-CLUSTER-071",
+            )
+        names = ", ".join(one.name for one in self.agents.living) or "none"
+        return ClusterError(
+            f"Only {found} of {wanted or 'all'} hosts came within {waited_s:.0f} s.",
+            seen=names,
+            next_step="a firewall may drop what hosts send back: --ports and --listen; "
+            "workbench doctor --on HOST tries it",
+            code="WB-CLUSTER-072",
+        )
+
+    def _compare(self) -> None:
+        """Look whether the hosts have the same versions.
+
+        Raises:
+            ClusterError: One that must be the same is not.
+        """
+        differ = unlike(self.agents.living, here())
+        bad = [name for name in MUST_AGREE if _keeps_apart(name, differ.get(name, {}))]
+        if bad:
+            raise ClusterError(
+                "The hosts do not have the notebook's versions, so cells could not travel.",
+                seen="; ".join(_words(name, differ[name]) for name in bad),
+                next_step="install the same there, or name another interpreter: "
+                "--launcher-option python=/path/to/python",
+                code="WB-CLUSTER-073",
+            )
+        self.said = [
+            f"versions differ: {_words(name, seen)}"
+            for name, seen in differ.items()
+            if name not in MUST_AGREE
+        ]
+        self.said += [f"{h.name}: {note}" for h in self.agents.living for note in h.facts.notes]
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def fork(self, ids: Sequence[int], framework: str) -> None:
+        """Fork engines, each on its host; returns when they exist.
+
+        Raises:
+            ClusterError: There is no host left, or one could not.
+        """
+        chosen = self._choose(ids)
+        asked = []
+        for host in dict.fromkeys(chosen.values()):
+            mine = tuple(engine for engine in ids if chosen[engine] is host)
+            order = wire.Fork(ask=0, engines=mine, framework=framework)
+            asked.append((host, mine, self.agents.begin(host, order)))
+        for host, mine, future in asked:
+            pids = self.agents.answer(host, future, FORK_S).value
+            self._pids.update(zip(mine, map(int, pids), strict=True))
+
+    def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
+        living = self.agents.living
+        if not living:
+            raise ClusterError(
+                "No host of this cluster is there any more.",
+                seen="; ".join(one.gone for one in self.agents.hosts) or "none has come",
+                next_step="%cluster stop, then start again",
+                code="WB-CLUSTER-074",
+            )
+        load = Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
+        chosen = {}
+        for engine in ids:
+            host = self._hosts.get(engine)
+            if host is None or host.gone:
+                # The first with room; where none has any, the one with the least too many.
+                host = next(
+                    (one for one in living if load[one.place] < max(1, one.slots)),
+                    min(living, key=lambda one: load[one.place] - max(1, one.slots)),
+                )
+            load[host.place] += 1
+            chosen[engine] = self._hosts[engine] = host
+        return chosen
+
+    def host_of(self, engine: int) -> Host | None:
+        """Return an engine's host; None where it has none."""
+        return self._hosts.get(engine)
+
+    def pid_of(self, engine: int) -> int:
+        """Return an engine's pid on its host; 0 where it does not live."""
+        return self._pids.get(engine, 0)
+
+    def signal(self, engine: int, number: int, by_us: str = "") -> None:
+        """Signal an engine; does nothing where it is gone.
+
+        Args:
+            by_us: Why it is ended, in words, where it is.
+        """
+        host = self._hosts.get(engine)
+        if host is None or host.gone or (engine not in self._pids and engine != KEEPER):
+            return
+        if by_us:
+            self._ended_by_us[engine] = by_us
+        with contextlib.suppress(ClusterError):
+            self.agents.begin(host, wire.Signal(ask=0, engine=engine, number=number))
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    def keep_store(self) -> tuple[int, str, int]:
+        """Have the first host keep the store that workers meet in; return pid, address and port.
+
+        Raises:
+            ClusterError: No host is there.
+        """
+        self._choose([])
+        host = self.agents.living[0]
+        found = self.agents.ask(host, wire.Keep(ask=0, ports=self._settings.ports or ()), FORK_S)
+        pid, address, port = found.value
+        self._keeper = self._hosts[KEEPER] = host
+        return int(pid), str(address), int(port)
+
+    # -- what agents tell --------------------------------------------------------------------------
+
+    def _left(self, engine: int, pid: int, how: processes.Ending) -> None:
+        if engine == KEEPER:
+            self._keeper = None
+            self._on_keeper_left(how)
+        elif self._pids.pop(engine, None) is not None:
+            if why := self._ended_by_us.pop(engine, ""):
+                how = processes.Ending(how.signal, how.code, hint=why)
+            self._on_left(engine, how)
+
+    def _logged(self, engine: int, data: bytes) -> None:
+        with self.log_path(engine).open("ab") as file:
+            file.write(data)
+
+    def log_path(self, engine: int) -> Path:
+        """Return where an engine's log is kept here."""
+        return self._folder / "log" / f"engine-{engine}.log"
+
+    def _lost(self, host: Host) -> None:
+        threading.Thread(target=self._settle, args=(host,), daemon=True).start()
+
+    def _settle(self, host: Host) -> None:
+        """Tell why a host's engines are gone; its launcher may know more than that it is silent."""
+        why = self.launcher.ended(host.place) or host.gone
+        host.gone = why
+        how = processes.Ending(what=f"its host is gone: {why}")
+        if self._keeper is host:
+            self._keeper = None
+            self._on_keeper_left(how)
+        for engine in [i for i, one in self._hosts.items() if one is host and i in self._pids]:
+            self._pids.pop(engine, None)
+            self._on_left(engine, how)
+
+    def look(self) -> None:
+        """Take hosts as gone whose launcher has ended."""
+        for host in self.agents.living:
+            if why := self.launcher.ended(host.place):
+                self.agents.lose([host], why)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all agents, with their engines, and what started them."""
+        self.agents.close()
+        self.launcher.stop()
+
+
+def here() -> Mapping[str, str]:
+    """Return this kernel's versions of what agents tell of."""
+    found = {"python": platform.python_version()}
+    for package in wire.PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _keeps_apart(package: str, seen: Mapping[str, str]) -> bool:
+    """Whether these versions cannot work together: of Python, the last number does not matter."""
+    parts = 2 if package == "python" else None
+    return len({tuple(version.split(".")[:parts]) for version in seen.values()}) > 1
+
+
+def _words(package: str, seen: Mapping[str, str]) -> str:
+    return f"{package} " + ", ".join(f"{version} on {name}" for name, version in seen.items())
+
+
+def readings(agents: Agents, hosts: Sequence[Host], *, all_memory: bool = False) -> dict[int, Any]:
+    """Return what the engines of hosts use (fields of `vitals.Reading`), by engine."""
+    asked = []
+    for host in hosts:
+        with contextlib.suppress(ClusterError):
+            asked.append((host, agents.begin(host, wire.Measure(ask=0, all_memory=all_memory))))
+    found: dict[int, Any] = {}
+    for host, future in asked:
+        with contextlib.suppress(ClusterError):
+            value = agents.answer(host, future, 2.0).value
+            found |= {int(engine): one for engine, one in value.items()}
+    return found

@@ -1,0 +1,337 @@
+"""What the kernel and the agents on other hosts say to each other, and how that is kept secret.
+
+One ZeroMQ connection each, encrypted by CURVE: an agent knows the kernel by its public key, and the
+kernel an agent by the pass that stands before each message
+(https://rfc.zeromq.org/spec/25/, https://libzmq.readthedocs.io/en/latest/zmq_curve.html). Key and
+pass reach an agent in a `Join`, through what started it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from ...shared.messages import BadMessageError, Buffer, Message, fields_of
+from ..processes import Ending  # noqa: TC001 - read when messages are checked
+
+JOIN = "WORKBENCH_JOIN"
+"""Environment variable of an agent that is not told on its stdin where its kernel is."""
+SLOTS, PLACE = "WORKBENCH_SLOTS", "WORKBENCH_PLACE"
+"""For how many engines a host was asked for, and its number among the hosts."""
+PACKAGES = (
+    "distributed-workbench", "torch", "tensorflow", "keras", "numpy", "ipyparallel", "cloudpickle",
+    "pyzmq",
+)  # fmt: skip
+"""Whose versions are told and compared."""
+CANNOT_IMPORT, NO_ROUTE = 71, 72
+"""Exit codes of an agent that finds no Workbench on its host, or no way to its kernel."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """Where an agent finds its kernel, and what each knows the other by.
+
+    Attributes:
+        url: Of the kernel's socket.
+        key: Its public key (Z85).
+        word: What proves that the agent was started by this kernel (hex).
+    """
+
+    url: str
+    key: str
+    word: str = field(repr=False)
+
+    def to_text(self) -> str:
+        """Return it as one word of letters, digits and `=`, `-`, `_`."""
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @staticmethod
+    def from_text(text: str) -> Join:
+        """Return what `to_text` gave.
+
+        Raises:
+            BadMessageError: It is something else.
+        """
+        try:
+            found = json.loads(base64.urlsafe_b64decode(text.strip()))
+        except ValueError as error:
+            raise BadMessageError("join") from error
+        return Join(**fields_of(Join, found))
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """A host, as its agent sees it.
+
+    Attributes:
+        hostname: What it calls itself; several may have the same.
+        token: What tells it from every other host (`address.host_token`).
+        address: By which other hosts reach it: where its way to the kernel begins.
+        cores: That its processes may use.
+        versions: Of Python and of packages, by name.
+        devices: `discovery.Device`, field by field.
+        notes: What is to be said of devices that cannot be used.
+        folder: The agent's private one.
+    """
+
+    hostname: str
+    token: str
+    address: str
+    cores: int
+    memory_bytes: int
+    pid: int
+    versions: Any
+    devices: Any = ()
+    notes: tuple[str, ...] = ()
+    folder: str = ""
+
+
+# -- up: what agents say -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived(Message):
+    """The agent is there.
+
+    Attributes:
+        place: Its number among the agents, in the order of hosts.
+        slots: For how many engines the host was asked for; 0: it does not know.
+    """
+
+    kind: ClassVar[str] = "arrived"
+    place: int
+    slots: int
+    facts: HostFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive(Message):
+    """The agent lives; said every second, so that a host that fell silent shows."""
+
+    kind: ClassVar[str] = "alive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Message):
+    """What an agent was asked for; `error` in words where it could not do it."""
+
+    kind: ClassVar[str] = "answer"
+    ask: int
+    value: Any = None
+    error: str = ""
+    data: Buffer = b""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"ask": self.ask, "value": self.value, "error": self.error}
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.data,)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
+        return cls(**fields_of(cls, data), data=_one(cls, buffers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLeft(Message):
+    """An engine's process ended; -1: the store's keeper."""
+
+    kind: ClassVar[str] = "left"
+    engine: int
+    pid: int
+    ending: Ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged(Message):
+    """What was added to an engine's log; -1: what the agent itself has to say."""
+
+    kind: ClassVar[str] = "logged"
+    engine: int
+    data: Buffer = b""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"engine": self.engine}
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.data,)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Logged:
+        return cls(**fields_of(cls, data), data=_one(cls, buffers))
+
+
+def _one(kind: type, buffers: Sequence[Buffer]) -> Buffer:
+    if len(buffers) != 1:
+        raise BadMessageError(f"{kind.__name__} has one buffer")
+    return bytes(buffers[0])
+
+
+# -- down: what the kernel says ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Message):
+    """The agent's first orders.
+
+    Attributes:
+        connection: The text of ipyparallel's connection file for engines.
+        framework: What its warm parent imports; empty: nothing is forked yet.
+        environ: Variables of the notebook that engines take, as pairs.
+        cwd: Where engines begin, if that folder is there.
+        sys_path: Where engines look for modules as well.
+    """
+
+    kind: ClassVar[str] = "ready"
+    connection: str
+    framework: str
+    environ: tuple[tuple[str, ...], ...] = ()
+    cwd: str = ""
+    sys_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Message):
+    """Nothing is needed of this agent any more."""
+
+    kind: ClassVar[str] = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Message):
+    """A question or an order, answered under its number."""
+
+    ask: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(Asked):
+    """Fork engines; the answer is their pids, in order."""
+
+    kind: ClassVar[str] = "fork"
+    engines: tuple[int, ...]
+    framework: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Asked):
+    """Signal an engine, or the keeper (-1); the answer is whether it was there."""
+
+    kind: ClassVar[str] = "signal"
+    engine: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(Asked):
+    """Host the store that workers meet in; the answer is pid, address and port."""
+
+    kind: ClassVar[str] = "keep"
+    ports: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(Asked):
+    """Read what the host's engines use; the answer has a `vitals.Reading`'s fields by engine."""
+
+    kind: ClassVar[str] = "measure"
+    all_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFile(Asked):
+    """Read a part of a file; the answer's data is it, and its value the file's whole size."""
+
+    kind: ClassVar[str] = "read"
+    path: str
+    offset: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteFile(Asked):
+    """Write a part of a file, with the folders above it; a path that is not absolute is put in the
+    agent's folder. The answer is the whole path.
+    """
+
+    kind: ClassVar[str] = "write"
+    path: str
+    offset: int = 0
+    data: Buffer = b""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"ask": self.ask, "path": self.path, "offset": self.offset}
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.data,)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> WriteFile:
+        return cls(**fields_of(cls, data), data=_one(cls, buffers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveFile(Asked):
+    """Remove a file, or a folder in the agent's own; the answer is whether it was there."""
+
+    kind: ClassVar[str] = "remove"
+    path: str
+
+
+Up = Arrived | Alive | Answer | EngineLeft | Logged
+Down = Ready | End | Fork | Signal | Keep | Measure | ReadFile | WriteFile | RemoveFile
+_UP: dict[str, Any] = {one.kind: one for one in (Arrived, Alive, Answer, EngineLeft, Logged)}
+_DOWN: dict[str, Any] = {
+    one.kind: one
+    for one in (Ready, End, Fork, Signal, Keep, Measure, ReadFile, WriteFile, RemoveFile)
+}
+
+
+def pack(message: Up | Down, word: bytes) -> list[Buffer]:
+    """Return a message's frames."""
+    head = json.dumps({"kind": message.kind, **_plain(message)}).encode()
+    return [word, head, *message.buffers()]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    found = message.to_wire()
+    if isinstance(message, Arrived):
+        return {**found, "facts": asdict(message.facts)}
+    if isinstance(message, EngineLeft):
+        return {**found, "ending": asdict(message.ending)}
+    return found
+
+
+def unpack_up(frames: Sequence[bytes], word: bytes) -> Up:
+    """Return what an agent said.
+
+    Raises:
+        BadMessageError: It does not know the pass, or is malformed.
+    """
+    found: Up = _unpack(frames, word, _UP)
+    return found
+
+
+def unpack_down(frames: Sequence[bytes], word: bytes) -> Down:
+    """Return what the kernel said.
+
+    Raises:
+        BadMessageError: It is malformed.
+    """
+    found: Down = _unpack(frames, word, _DOWN)
+    return found
+
+
+def _unpack(frames: Sequence[bytes], word: bytes, kinds: Mapping[str, Any]) -> Any:
+    if len(frames) < 2 or not hmac.compare_digest(frames[0], word):
+        raise BadMessageError("pass")
+    try:
+        body = json.loads(frames[1])
+        kind = kinds[body.pop("kind")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadMessageError("kind") from error
+    return kind.from_wire(body, frames[2:])
