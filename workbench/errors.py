@@ -26,6 +26,13 @@ def _coded(what: str, code: str) -> tuple[str, str]:
     return "\n".join([f"{first} [{code}]", *rest]), code
 
 
+def _shown(seen: object) -> str:
+    """Return a value as it is shown: what a program has said stands in lines of its own."""
+    if not isinstance(seen, str) or "\n" not in seen.strip():
+        return repr(seen)
+    return "".join(f"\n    {line}" for line in seen.strip().splitlines())
+
+
 def _unmade(kind: type[BaseException], *args: object) -> BaseException:
     """Return an error whose attributes are put in by whoever copies it or sends it on."""
     return kind.__new__(kind, *args)
@@ -60,7 +67,7 @@ class WorkbenchError(Exception):
         shown, self.code = _coded(what, code)
         lines = [shown]
         if seen is not None:
-            lines.append(f"  seen:    {seen!r}")
+            lines.append(f"  seen:    {_shown(seen)}")
         if allowed is not None:
             lines.append(f"  allowed: {allowed}")
         if next_step is not None:

@@ -52,7 +52,7 @@ BEAT_S = 1.0
 LOOK_S = 0.2
 """How often logs are looked into, and whether the kernel is there."""
 HEARTBEAT_MS, SILENT_MS = 1000, 4000
-CONNECT_S = 15.0
+CONNECT_S = 8.0
 LOG_BYTES = 64 << 10
 KEEPER = -1
 MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_")
@@ -441,7 +441,9 @@ def main() -> None:
         sys.exit("this program is started by Workbench (%cluster start --launcher ...)")
     os.environ.pop(cluster_env.MARK, None)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    sys.exit(Agent(join, stdin=stdin).run())
+    code = Agent(join, stdin=stdin).run()
+    sys.stderr.flush()
+    os._exit(code)  # a thread of ours still reads stdin, which Python would not end with
 
 
 if __name__ == "__main__":

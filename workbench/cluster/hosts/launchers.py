@@ -432,7 +432,7 @@ class Sbatch:
             "code=$?",
             # What an agent said that could not reach its notebook: nothing else of it gets there.
             '[ $code = 0 ] || scontrol update JobId="$SLURM_JOB_ID" '
-            'Comment="$(tail -c 600 "$said")"',
+            "Comment=\"$(grep -v '^srun: ' \"$said\" | uniq | tail -c 600 | tr '\\n=' ' :')\"",
             'rm -f "$said"',
             "exit $code",
             "",

@@ -23,7 +23,7 @@ from ...errors import ClusterError
 from .. import processes, progress
 from . import wire
 from .agents import KEEPER, Agents, Ears, Host, unlike
-from .launchers import Launcher, launcher_of, way_to_hosts
+from .launchers import Launcher, Queued, launcher_of, way_to_hosts
 
 if TYPE_CHECKING:
     from .settings import LaunchSettings
@@ -123,14 +123,15 @@ class HostedEngines:
                 runs_since = runs_since or now
                 report(progress.hosts(found, wanted))
             if now > until or (runs_since and now - runs_since > ARRIVE_S):
-                raise self._late(found, wanted, queued is not None, now - began)
+                raise self._late(found, wanted, queued, now - began)
             self.agents.await_change(POLL_S)
         self._compare()
 
-    def _late(self, found: int, wanted: int, waits: bool, waited_s: float) -> ClusterError:
-        if waits:
+    def _late(self, found: int, wanted: int, waits: Queued | None, waited_s: float) -> ClusterError:
+        if waits is not None:
             return ClusterError(
                 f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
+                seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
                 next_step="--start-timeout 2h waits longer; squeue shows who is before you",
                 code="WB-CLUSTER-071",
             )
