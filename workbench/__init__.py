@@ -43,7 +43,7 @@ _LAZY = {
     "compare": "workbench.notebook.compare",
     "load": "workbench.execution.registry",
     "attach": "workbench.session.attach",
-    "resume": "workbench.notebook.resume",
+    "resume": "workbench.notebook.session",
     "queue": "workbench.notebook.session",
     "strategies": "workbench.notebook.compare",
     "recipe": "workbench.notebook.recipes",

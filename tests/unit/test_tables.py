@@ -13,7 +13,7 @@ from workbench.history.analysis.summary import summarise
 from workbench.views.comparison.table import comparison_table, loss
 from workbench.views.table import Column, Table
 from workbench.views.tables import cluster_table, strategies_table, summary_table
-from workbench.views.units import size
+from workbench.views.text import size
 
 
 def bundle(table: Table) -> tuple[str, str]:

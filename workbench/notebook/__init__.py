@@ -8,5 +8,4 @@ In reading order:
     recipes    what can be trained by its name
     compare    `wb.compare`, `wb.strategies`, `wb.diagram`: what is there, and how did it do
     calibrate  `wb.calibrate`: does the instrument read what was injected
-    resume     `wb.resume`: how does a run go on from its checkpoint
 """

@@ -14,7 +14,7 @@ from ..errors import RunError
 from ..shared.record import residual
 from ..views.live.frames import make_frame
 from ..views.tables import Reading, calibration_table
-from ..views.units import UNKNOWN, duration, milliseconds
+from ..views.text import UNKNOWN, duration, milliseconds
 
 if TYPE_CHECKING:
     from ..execution.run import Run

@@ -3,7 +3,6 @@
 Tables and text stand here, pictures of a kind in a folder each:
 
     theme        which colours
-    units        how are numbers written
     table        how does a table look as HTML and as text
     tables       the tables that notebooks show
     text         a run in words

@@ -15,8 +15,8 @@ from ..shared.record import PARTS
 from . import text
 from .comparison.table import loss
 from .table import Column, Table
+from .text import UNKNOWN, duration, milliseconds, number, percent, size
 from .theme import PHASE_NAMES
-from .units import UNKNOWN, duration, milliseconds, number, percent, size
 
 if TYPE_CHECKING:
     from ..history.analysis.summary import RunSummary

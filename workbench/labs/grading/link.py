@@ -24,8 +24,8 @@ import zmq
 from jupyter_client.session import Session
 
 from ...errors import WorkbenchError
+from ..answers import exercises
 from ..asking import check as look
-from ..exercise import exercises
 from ..limit import Late, at_most
 from . import processes
 from .isolation import NOTHING, Isolation, Place, environment
@@ -98,7 +98,7 @@ class KernelLink:
         with processes.starting, self._log.open("wb") as log:
             place = Place(isolation, folder, stubs, limits.memory_bytes)
             self.process = subprocess.Popen(
-                place.command("-m", "workbench.labs.grading.kernel"),
+                place.command("-m", "workbench.labs.grading.inside"),
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True,
                 cwd="/" if isolation.how else folder / "work",
             )  # fmt: skip

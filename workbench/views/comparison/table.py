@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ...history.analysis.comparison import largest_memory, ordered
 from ...history.analysis.rows import ASSUMED, SHARES, ComparisonRow, Spread
 from ..table import COMPARISON, Align, Column, Table
+from ..text import UNKNOWN, duration, milliseconds, number, percent, size
 from ..theme import PHASE_NAMES
-from ..units import UNKNOWN, duration, milliseconds, number, percent, size
 
 if TYPE_CHECKING:
     from ...history.analysis.comparison import Comparison

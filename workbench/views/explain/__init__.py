@@ -4,5 +4,4 @@ In reading order:
 
     diagram  who sends what to whom in a step
     blame    who waited for whom, and what if one had been faster
-    run      what can a run be asked
 """

@@ -3,7 +3,6 @@
 In reading order:
 
     live       how is it shown here: widget, SVG, a line of text, or not at all
-    dashboard  the widget
     frames     what is the browser sent
     svg        the dashboard as SVG
     figure     the picture that stays
