@@ -9,7 +9,6 @@ is done in processes of their own, each with a time box, so that a hang is an an
     machine    checks of this machine that need no framework
     gpus       checks that need a driver, a GPU or a framework
     hosts      checks between this machine and others
-    gpu_test   the stages of `--gpu-test`, one after the other, and their report
     probes     (in a process of its own) what touches devices for the doctor
     stages     (in a process of its own) what `--gpu-test` does with real engines
     trials     (in a process of its own) what it measures, keeps and gives back

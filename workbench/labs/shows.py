@@ -20,9 +20,9 @@ from ..errors import PlanError, RunError
 from ..execution.registry import runs as known
 from ..execution.stop import ending
 from ..notebook.session import session
-from ..views.picture import Canvas, Picture, svg_text, width_of
 from ..views.table import Column, Table
 from ..views.text import UNKNOWN, duration, number, size
+from ..views.theme import Canvas, Picture, svg_text, width_of
 
 if TYPE_CHECKING:
     from ..execution.run import Run

@@ -9,7 +9,6 @@ Tables and text stand here, pictures of a kind in a folder each:
     terminal     what would a terminal show of a stream
     output       how are the outputs of several ranks shown
     blocks       how are they displayed and kept up to date
-    picture      what do figures drawn as SVG have in common
     drawing      what do figures drawn with matplotlib have in common
     live/        a run while it trains, and its last picture
     comparison/  runs side by side

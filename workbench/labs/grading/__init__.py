@@ -4,6 +4,7 @@
     runner     how is one notebook read, run and settled, in a process of its own
     reading    how does a file become cells of the lab, whatever is in it
     link       how does the runner talk to a kernel, and how are checks made through it
+    kernel     the kernel that students' cells run in
     inside     what does it do for the grader
     isolation  how is such a kernel kept apart from the checks
     jail       the program that makes such a place

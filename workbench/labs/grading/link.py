@@ -24,8 +24,8 @@ import zmq
 from jupyter_client.session import Session
 
 from ...errors import WorkbenchError
-from ..answers import exercises
 from ..asking import check as look
+from ..answers import exercises
 from ..limit import Late, at_most
 from . import processes
 from .isolation import NOTHING, Isolation, Place, environment
@@ -98,7 +98,7 @@ class KernelLink:
         with processes.starting, self._log.open("wb") as log:
             place = Place(isolation, folder, stubs, limits.memory_bytes)
             self.process = subprocess.Popen(
-                place.command("-m", "workbench.labs.grading.inside"),
+                place.command("-m", "workbench.labs.grading.kernel"),
                 stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, start_new_session=True,
                 cwd="/" if isolation.how else folder / "work",
             )  # fmt: skip
@@ -276,7 +276,7 @@ _OWN_S = 30.0
 
 _STUB = '''"""In place of the checks of lab {lab}, which another process makes."""
 
-from ..exercise import exercise
+from ..answers import exercise
 
 
 def _away(c):

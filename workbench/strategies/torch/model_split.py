@@ -48,10 +48,18 @@ from ...errors import FitError, PlanError
 from ...shared import events
 from .parts.replica import build_scheduler, held_bytes, to_numpy
 from .pipeline import update
-from .pipeline.build import fill, let_go, move, tensors_of
 from .pipeline.cut import Cut, cut
-from .pipeline.layers import batchnorm_warning
-from .pipeline.pipeline import Pipeline, adopt_share, share_names, uneven
+from .pipeline.measure import batchnorm_warning
+from .pipeline.pipeline import (
+    Pipeline,
+    adopt_share,
+    fill,
+    let_go,
+    move,
+    share_names,
+    tensors_of,
+    uneven,
+)
 from .pipeline.program import program_of
 from .pipeline.stage import autocast, make_timeline
 from .pipeline.update import SharedGradients, norm_over_stages, own_optimizer, scale

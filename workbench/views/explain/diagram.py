@@ -19,9 +19,8 @@ from ...history.analysis import blame as blames
 from ...history.analysis import counterfactual
 from ...history.analysis import step_picture as steps
 from ...shared.record import PARTS
-from ..picture import Canvas, Picture, paragraph, svg_text, width_of
 from ..text import UNKNOWN, milliseconds, number, size
-from ..theme import PHASE_NAMES
+from ..theme import PHASE_NAMES, Canvas, Picture, paragraph, svg_text, width_of
 from . import blame as blame_view
 from .blame import BlameMatrix, WhatIfPicture
 

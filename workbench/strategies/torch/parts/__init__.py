@@ -3,7 +3,6 @@
 In reading order:
 
     replica              how does a share of a batch become gradients and an update
-    replicas             how do copies begin equal, and what becomes of their buffers
     user_loop            how are the steps of a user's own loop seen
     loader               which batches does a user's own loop get
     reduction            how are the gradients of copies averaged, whoever calls backward
@@ -12,6 +11,4 @@ In reading order:
     guard                are the copies still equal
     parameter_averaging  how do copies that train apart meet again
     layout               how is a model divided in place, and put together again
-    filling              how does a model that no worker has whole get its weights
-    tensor_plan          which layers are divided over the workers, and how
 """

@@ -2,11 +2,9 @@
 
 In reading order:
 
-    layers    where can a model be cut
     trace     how does any module become a chain of pieces
     measure   what does each layer cost
     cut       which worker gets which layers
-    build     how does a worker hold its own stages only
     program   what do the stages compute together
     stage     how does one stage compute, wait and get timed
     pipeline  how does a batch run through the schedule
