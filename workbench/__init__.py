@@ -49,7 +49,7 @@ _LAZY = {
     "recipe": "workbench.notebook.recipes",
     "recipes": "workbench.notebook.recipes",
     "to_a_cell": "workbench.notebook.values",
-    "calibrate": "workbench.notebook.calibrate",
+    "calibrate": "workbench.notebook.compare",
     "diagram": "workbench.notebook.compare",
     "panel": "workbench.panels.show",
     "doctor": "workbench",

@@ -2,6 +2,10 @@
 
 Nothing here touches a device: `probes.py` does, in processes with time boxes, and says what it saw
 as facts (plain JSON). So each judgement can be tested with made-up facts.
+
+`workbench doctor --gpu-test` says in ten minutes whether all of this works on these GPUs. Each
+stage is a process with a time box: what hangs or crashes costs its own stage, and is itself the
+result. After each stage the report is written anew, so nothing is lost where the test ends.
 """
 
 from __future__ import annotations

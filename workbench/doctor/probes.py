@@ -328,16 +328,26 @@ def _pair_result(pair: Pair) -> tuple[bool, float, list[int]]:
     return all(p[0] == "True" for p in parts), float(parts[0][1]), [int(p[2]) for p in parts]
 
 
+def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
+    """Say whether the two's sums are right, how fast and over what; return their process ids."""
+    right, rate, pids = _pair_result(pair)
+    said, data = f"right, {rate:.2f} GB/s", {}
+    if pair.device == "cuda":
+        ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
+        said += f" by way of {', '.join(ways) or 'unknown'}"
+        data = {"ways": ways}
+    state = "ok" if right else "fail"
+    child.say(state, check, what, said if right else "wrong sums", bandwidth_gb_s=rate, **data)
+    return pids
+
+
 def gloo(child: Child) -> None:
     """Two processes add up over gloo."""
     what = "gloo all-reduce of two processes"
     pair = Pair("cpu")
     try:
         with child.trying("machine.gloo", what, "a firewall on the loopback interface?"):
-            right, rate, _ = _pair_result(pair)
-            child.say("ok" if right else "fail", "machine.gloo", what,
-                      f"right, {rate:.2f} GB/s" if right else "wrong sums",
-                      bandwidth_gb_s=rate)  # fmt: skip
+            _say_sums(child, "machine.gloo", what, pair)
     finally:
         pair.close()
 
@@ -348,12 +358,7 @@ def nccl(child: Child) -> None:
     pair = Pair("cuda")
     try:
         with child.trying("gpu.nccl", what, "NCCL_DEBUG=INFO says why; try NCCL_P2P_DISABLE=1"):
-            right, rate, pids = _pair_result(pair)
-            ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
-            child.say("ok" if right else "fail", "gpu.nccl", what,
-                      f"right, {rate:.1f} GB/s by way of {', '.join(ways) or 'unknown'}"
-                      if right else "wrong sums", bandwidth_gb_s=rate, ways=ways)  # fmt: skip
-            _contexts(child, pids)
+            _contexts(child, _say_sums(child, "gpu.nccl", what, pair))
         with child.trying("gpu.abort", "giving up an NCCL collective"):
             pair.tell(0)
             pair.until(0, "ABORTS")

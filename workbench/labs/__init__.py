@@ -4,13 +4,13 @@
 `grading` runs what students hand in; neither is loaded here.
 
     asking    what do `labs.begin` and `labs.check` do in a lab's cell
-    answers   what can a check ask for
+    answers   which exercises are there, what can a check ask for
     side      who answers: this process, or a kernel by messages
     plain     how does an answer travel: plain data, no pickle
     limit     how does a cell end that never ends
     checks/   what is right, lab by lab
     blind     how is a blind case drawn, measured, sealed, scored
-    shows     what do labs show: formulas, namespaces
+    shows     what do labs show and hand out: formulas, namespaces, runs to take home
     build     how do a lab's notebooks come of its source
     grading/  how are handed-in notebooks run and marked
 """

@@ -1,7 +1,8 @@
 """What a check can ask: names of the notebook, variables of the engines, code to run there.
 
 A run as a check sees it is facts, taken once, that no later cell can change. What a check says is
-right, or not right and a hint; never the answer.
+right, or not right and a hint; never the answer. Exercises say what each is called, where its cell
+runs, and which function looks at the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What labs show: `labs.beside` and `labs.namespaces`.
+"""What labs show and hand out: `labs.beside`, `labs.namespaces`, `labs.take_home`.
 
 The first is a formula, what it predicts, and what was measured; the second a picture of what the
-notebook and the engines hold just now: their names side by side.
+notebook and the engines hold just now: their names side by side; the third a lab's runs in one file
+that a browser can download.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The notebook's session: its cluster, how its cells are run and shown."""
+"""The notebook's session: its cluster, how its cells are run, shown and resumed."""
 
 from __future__ import annotations
 

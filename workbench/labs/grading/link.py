@@ -24,8 +24,8 @@ import zmq
 from jupyter_client.session import Session
 
 from ...errors import WorkbenchError
-from ..asking import check as look
 from ..answers import exercises
+from ..asking import check as look
 from ..limit import Late, at_most
 from . import processes
 from .isolation import NOTHING, Isolation, Place, environment

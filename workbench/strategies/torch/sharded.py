@@ -18,7 +18,7 @@ parameter, plus one gathered layer; bytes sent rise by half. `reshard=false` kee
 from forward to backward: fewer bytes, more memory.
 
 A model given as a function is built by rank 0 alone; the other workers know its form (device
-`meta`). Its values are sent row by row into the parts (`parts/filling.py`), so that the host holds
+`meta`). Its values are sent row by row into the parts (`Filling` below), so that the host holds
 the model once, and no worker's device ever holds the whole.
 
 A unit is what is gathered at once: an element of a Sequential or ModuleList, or a plain layer, of

@@ -3,7 +3,8 @@
 An arrow goes from its sender, when the message leaves, down to its receiver; work is a bar on its
 node's line. Every arrow carries `data-arrow="PHASE.ARROW"`, its place in `Diagram.to_wire()`.
 
-One step as it was is the same diagram with measured bytes, and each worker's time.
+One step as it was is the same diagram with measured bytes, and each worker's time. What a run tells
+a class is asked for at the end: the step, who waited for whom, and what if.
 """
 
 from __future__ import annotations

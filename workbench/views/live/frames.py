@@ -6,7 +6,8 @@ browser has stay, the rest is replaced by the rows in the buffer; `skip` rows ar
 from the front (the timeline slides). `base` names the frame that a delta builds on; a browser that
 has another one asks for everything with `hello`.
 
-This module is pure: two snapshots in, a frame out.
+A frame is pure: two snapshots in, a frame out. `Dashboard` is the widget that is sent the frames
+and sends commands back.
 """
 
 from __future__ import annotations

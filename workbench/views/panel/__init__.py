@@ -1,7 +1,6 @@
-"""The panel in the browser: one widget, a script per section.
+"""The panel's widget: sends sections and frames that changed, hands on what controls ask for.
 
-In reading order:
-
+What the browser draws is a script per section, beside this file.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ In reading order:
     reduction            how are the gradients of copies averaged, whoever calls backward
     averaging            which all-reduce averages a run's gradients, compressed or not
     timing               when were a worker's gradients ready, and how long did it wait
-    guard                are the copies still equal
+    guard                do copies begin equal, and are they still
     parameter_averaging  how do copies that train apart meet again
     layout               how is a model divided in place, and put together again
 """

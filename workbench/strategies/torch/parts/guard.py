@@ -1,4 +1,4 @@
-"""The guard: proof, while a run goes on, that the copies of a model stay equal.
+"""Equal copies: how they begin, and the guard, proof while a run goes on that they stay equal.
 
 Synchronous strategies rest on one invariant: after every step all replicas hold the same numbers.
 Whatever breaks it (a gradient that nobody averaged, noise from another seed, an update by hand on
