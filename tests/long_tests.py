@@ -1,8 +1,9 @@
 """What `./run-tests` leaves to `./run-tests --long`, and which case of the same mechanism stays.
 
 The rules stand in `long_tests.txt`. A rule names tests by `file::test[case]`, `*` standing for any
-text. All of them move, but for those that `stays` names; where all of a test's cases move, `stays` names another test of the mechanism.
-A rule that fits no test, or whose mechanism would be left without a test, ends the collection.
+text. All of them move, but for those that `stays` names; where all of a test's cases move, `stays`
+names another test of the mechanism. A rule that fits no test, or whose mechanism would be left
+without a test, ends the collection.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class Pair:
                              stderr=subprocess.STDOUT, text=True)
             for rank in range(2)
         ]  # fmt: skip
-        self.said = ["", ""]
+        self.device, self.said = device, ["", ""]
 
     def until(self, rank: int, word: str) -> str:
         """Read what a rank prints until a line with the word; return that line.
@@ -331,13 +331,14 @@ def _pair_result(pair: Pair) -> tuple[bool, float, list[int]]:
 def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
     """Say whether the two's sums are right, how fast and over what; return their process ids."""
     right, rate, pids = _pair_result(pair)
-    said, data = f"right, {rate:.2f} GB/s", {}
+    figures: dict[str, Any] = {"bandwidth_gb_s": rate}
+    said = f"right, {rate:.2f} GB/s"
     if pair.device == "cuda":
         ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
         said += f" by way of {', '.join(ways) or 'unknown'}"
-        data = {"ways": ways}
-    state = "ok" if right else "fail"
-    child.say(state, check, what, said if right else "wrong sums", bandwidth_gb_s=rate, **data)
+        figures["ways"] = ways
+    said = said if right else "wrong sums"
+    child.say("ok" if right else "fail", check, what, said, "", **figures)
     return pids
 
 

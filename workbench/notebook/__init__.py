@@ -6,5 +6,5 @@ In reading order:
     run_view   how is a run shown while it goes on
     values     how do variables and texts get to the engines and back
     recipes    what can be trained by its name
-    compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what is there, how did it do
+    compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
 """

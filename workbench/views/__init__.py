@@ -4,7 +4,7 @@ Tables and text stand here, pictures of a kind in a folder each:
 
     theme        which colours; what do figures drawn as SVG have in common
     table        how does a table look as HTML and as text
-    tables       the tables that notebooks show
+    tables       the tables that notebooks show, of a run and of several
     text         a run in words; how are numbers written
     terminal     what would a terminal show of a stream
     output       how are the outputs of several ranks shown

@@ -1,6 +1,7 @@
 """A run in words: the figures that all views show, a progress line and a report for terminals.
 
-Numbers are written here for all views, with their units. A pipeline is told the same way in all views: its stages, and each worker's bubble.
+Numbers are written here for all views, with their units. A pipeline is told the same
+way in all views: its stages, and each worker's bubble.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ With p equal stages each is busy 1/p of the time; the rest is its bubble. A pipe
 Nothing is summed in another order than on one device, so the result is that of one device.
 
 Where to cut: `split_at` names the layers that begin a stage, else parameters are balanced
-(`Layers` below). How layers get to their device, and when they are busy: `parts/stages.py`.
+(`Chain` below). How layers get to their device, and when they are busy: `parts/stages.py`.
 
 Sources: Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, section 3 (model
 parallelism); tf.device, https://www.tensorflow.org/guide/gpu#manual_device_placement.

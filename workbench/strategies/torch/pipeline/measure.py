@@ -1,4 +1,6 @@
-"""A model as a chain of layers, which a pipeline can be cut between, and what each costs: seconds of forward and backward, and the size of what it hands on.
+"""A model as a chain of layers, which a pipeline can be cut between, and what each costs.
+
+A cost is seconds of forward and backward, and the size of what the layer hands on.
 
 Measured on one worker, with a microbatch of real shape, one layer at a time: only one layer needs
 to be in memory, so that models larger than a worker can be measured too.

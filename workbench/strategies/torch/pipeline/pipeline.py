@@ -2,7 +2,8 @@
 
 Microbatches are all equally large, so that messages are. A batch that does not divide is dealt
 evenly and filled up with repeated samples; what the filling gives is cut off before the loss, so it
-has no part in it. A worker builds its own stages only; the rest of the model takes no memory. Each microbatch's mean loss counts by its samples:
+has no part in it. A worker builds its own stages only; the rest of the model takes no memory.
+Each microbatch's mean loss counts by its samples:
 
     loss = sum over microbatches of (samples of the microbatch / samples of the batch) x its mean
 

@@ -4,7 +4,7 @@
 
 A strategy of this family says when pushes count (its policy, on the server), how a share's loss is
 weighted, and what is a wait. Gradients and parameters travel on links (`engine/transport`), the
-user's optimizer steps on the servers (`RemoteOptimizer`, `shard_server.py`).
+user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 
 What a step measures: compute is forward and backward; the exchange with the servers (pushing,
 their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
