@@ -4,10 +4,10 @@
     python tests/mutants.py ring seed --jobs 2      # those whose names begin so, two at a time
     python tests/mutants.py --report mutants.json
 
-The mutants stand in `mutants.toml`. Each is one change of a file of `workbench`, made in a
-copy of the checkout, and names the tests of the quick suite that should fail of it. The same tests
-run without the change before: they must pass. What Python a process of the tests imports is written down (`GUARD`), and engines are
-asked once: a test that runs on another checkout proves nothing.
+The mutants stand in `mutants.toml`. Each is one change of a file of `workbench`, made in a copy of
+the checkout, and names the tests of the quick suite that should fail of it. The same tests run
+without the change before: they must pass. What Python a process of the tests imports is written
+down (`GUARD`), and engines are asked once: a test that runs on another checkout proves nothing.
 
 A mutant is killed where a test fails, also where pytest's own time limit ends a test that hangs. A
 run that only the limit of this command ends is undecided, which counts as survived.
