@@ -22,7 +22,7 @@ from workbench.history.store import RunHistory
 from workbench.shared.messages import Hello, Records, Up
 from workbench.shared.protocol import Seal, encode, records_from
 from workbench.shared.record import RECORD
-from workbench.views.live.dashboard import Dashboard
+from workbench.views.live.frames import Dashboard
 
 FRAME_S = 0.2
 SILENT_S = 10.0

@@ -129,7 +129,7 @@ def test_what_cannot_be_split_is_refused_with_the_next_step(cell, stages, settin
 
 
 def test_parameters_are_balanced_over_the_stages():
-    from workbench.strategies.tensorflow.parts.layers import balance
+    from workbench.strategies.tensorflow.model_split import balance
 
     rng = np.random.default_rng(0)
     for count, stages in itertools.product(range(1, 8), range(1, 5)):

@@ -16,7 +16,7 @@ from workbench.history.analysis.rows import Spread
 from workbench.history.analysis.summary import RunSummary, summarise
 from workbench.history.store import RunHistory
 from workbench.shared.record import PARTS
-from workbench.views import units
+from workbench.views import text
 
 ONE = {"transfer_s": 0.0, "compute_s": 0.020}
 
@@ -179,7 +179,7 @@ def test_the_verdict_says_why_the_slower_strategy_is_slower() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 4e-5, 0.000692, 0.000996, 0.0021, 0.00996, 0.048, 0.7])
 def test_the_verdict_writes_times_as_all_views_do(seconds: float) -> None:
-    assert analysis_rows.milliseconds(seconds) == units.milliseconds(seconds * 1e3)
+    assert analysis_rows.milliseconds(seconds) == text.milliseconds(seconds * 1e3)
 
 
 def test_the_verdict_names_waiting_for_the_slowest() -> None:

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from workbench.history.analysis.comparison import compare
 from workbench.views.comparison import picture
-from workbench.views.comparison.table import comparison_table
 from workbench.views.drawing import clipped, ticks_alike, width_in, wrapped
+from workbench.views.tables import comparison_table
 
 
 def titles(figure):

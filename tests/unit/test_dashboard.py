@@ -16,8 +16,8 @@ from jupyter_client.session import Session
 from workbench.errors import PlanError
 from workbench.history.snapshot import Curve
 from workbench.views import blocks
-from workbench.views.live import dashboard, live
-from workbench.views.live.dashboard import Dashboard, deliver_while_busy
+from workbench.views.live import frames, live
+from workbench.views.live.frames import Dashboard, deliver_while_busy
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -39,7 +39,7 @@ def clock(monkeypatch):
             return self.now_s
 
     found = Clock()
-    monkeypatch.setattr(dashboard, "time", found)
+    monkeypatch.setattr(frames, "time", found)
     return found
 
 
@@ -95,8 +95,8 @@ def test_hello_before_any_snapshot_sends_nothing(widget, monkeypatch):
 
 
 def test_finished_dashboards_that_a_browser_saw_still_answer_the_latest_few(monkeypatch):
-    monkeypatch.setattr(dashboard, "_finished", type(dashboard._finished)())
-    made = [Dashboard(str(i), lambda *_: None) for i in range(dashboard.KEPT + 1)]
+    monkeypatch.setattr(frames, "_finished", type(frames._finished)())
+    made = [Dashboard(str(i), lambda *_: None) for i in range(frames.KEPT + 1)]
     for widget in made:
         widget._receive(widget, {"type": "hello"}, [])
         widget.update(fake_snapshot(step=5))

@@ -73,7 +73,7 @@ def test_the_corpus_splits_do_not_overlap() -> None:
 
 
 def test_synthetic_samples_depend_on_their_index_alone() -> None:
-    made = data.arrays.Synthetic(1000, (3, 4), 5, seed=1)
+    made = data.Synthetic(1000, (3, 4), 5, seed=1)
     x, y = made.everything()
     some = np.array([999, 0, 500])
     assert (made.take(some)[0] == x[some]).all()

@@ -14,7 +14,7 @@ import pytest
 import tomllib
 
 import workbench as wb
-from workbench.doctor import children, command, gpu_test, gpus, hosts, machine, probes
+from workbench.doctor import children, command, gpus, hosts, machine, probes
 from workbench.doctor.report import SCHEMA, STATUSES, Check, Line, Report, together
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_every_id_stands_once_in_the_docs() -> None:
     assert len(ids) == len(set(ids))
     page = (ROOT / "docs/gpus.md").read_text()
     assert [id for id in ids if f"`{id}`" not in page] == []
-    assert [s.name for s in gpu_test.STAGES if f"`{s.name}`" not in page] == []
+    assert [s.name for s in gpus.STAGES if f"`{s.name}`" not in page] == []
 
 
 # -- this machine ----------------------------------------------------------------------------------

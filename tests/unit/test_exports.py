@@ -16,7 +16,7 @@ from made_up_runs import compared, eight, make_run
 from workbench.errors import PlanError
 from workbench.history.analysis.comparison import compare
 from workbench.notebook.compare import Compared
-from workbench.views.comparison.table import comparison_table
+from workbench.views.tables import comparison_table
 
 EVIL = "<script>alert(1)</script> | `a` *b* [c](d)"
 

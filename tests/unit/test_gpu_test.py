@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench.doctor import gpu_test
-from workbench.doctor.gpu_test import Asked, Stage
+from workbench.doctor import gpus
+from workbench.doctor.gpus import Asked, Stage
 
 BAD = """
 import os, subprocess, sys, time
@@ -64,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(*names: str, limit_s: float = 20, total_s: float = 600, **asked):
         stages = [Stage(name, name, limit_s, needs=(), module="bad_stages") for name in names]
         told: list[str] = []
-        report = gpu_test.run(Asked(out, "cpu", 0, total_s=total_s, **asked), told.append, stages)
+        report = gpus.run(Asked(out, "cpu", 0, total_s=total_s, **asked), told.append, stages)
         return report, {line.id: line for line in report.lines}, told
 
     run.out = out
@@ -119,16 +119,16 @@ def test_no_stage_begins_when_the_time_is_over(run) -> None:
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_test, "missing", lambda modules: ["ipyparallel"])
+    monkeypatch.setattr(gpus, "missing", lambda modules: ["ipyparallel"])
     stages = [Stage("strategies", "strategies", 20)]
-    report = gpu_test.run(Asked(tmp_path / "r", "cpu", 0), lambda text: None, stages)
+    report = gpus.run(Asked(tmp_path / "r", "cpu", 0), lambda text: None, stages)
     (line,) = report.lines
     assert (line.status, line.found) == ("unknown", "not installed: ipyparallel")
     assert line.next_step == "pip install ipyparallel"
 
 
 def test_all_stages_together_stay_within_ten_minutes_of_work() -> None:
-    names = [stage.name for stage in gpu_test.STAGES]
+    names = [stage.name for stage in gpus.STAGES]
     assert len(names) == len(set(names))
-    assert sum(stage.limit_s for stage in gpu_test.STAGES if not stage.quick) < gpu_test.TOTAL_S
-    assert sum(stage.quick_s for stage in gpu_test.STAGES if stage.quick) <= 240
+    assert sum(stage.limit_s for stage in gpus.STAGES if not stage.quick) < gpus.TOTAL_S
+    assert sum(stage.quick_s for stage in gpus.STAGES if stage.quick) <= 240

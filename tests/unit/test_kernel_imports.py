@@ -69,8 +69,8 @@ def test_no_framework_is_loaded(code):
 def test_the_kernels_side_is_all_there_is_but_the_engines():
     found = kernel_side()
     for name in (
-        "panels.show", "execution.sinks.mlflow", "views.panel.widget", "labs.grading.processes",
-        "magics", "cli", "catalog.torch", "cookbook.builtin", "history.analysis.rows",
+        "panels.show", "execution.sinks.mlflow", "views.panel", "labs.grading.processes",
+        "magics", "cli", "catalog.entries", "cookbook.builtin", "history.analysis.rows",
     ):  # fmt: skip
         assert f"workbench.{name}" in found
     assert not [name for name in found if name.startswith(ENGINES)]

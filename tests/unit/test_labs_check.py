@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from workbench.errors import PlanError
-from workbench.labs import answers, asking, build, exercise, packing, shows
+from workbench.labs import answers, asking, build, shows
 from workbench.labs.answers import Check, Stuck
 from workbench.labs.checks import lab_2
-from workbench.labs.packing import take_home
-from workbench.labs.shows import Namespaces, beside
+from workbench.labs.shows import Namespaces, beside, take_home
 
 SOLUTIONS = Path(__file__).parents[2] / "notebooks" / "solutions"
 
@@ -148,26 +147,26 @@ def test_an_exercise_is_named_by_lab_and_place(number):
     if number == 3.2:
         number = 3.25
     with pytest.raises(PlanError):
-        exercise.find(number)
+        answers.find(number)
 
 
 def test_an_unknown_exercise_lists_those_of_the_lab():
     with pytest.raises(PlanError, match=r"WB-PLAN-037[\s\S]*1\.1, 1\.2"):
-        exercise.find("1.9")
+        answers.find("1.9")
     with pytest.raises(PlanError, match=r"lab.*WB-PLAN-037"):
-        exercise.find("77.1")
+        answers.find("77.1")
 
 
 @pytest.mark.parametrize("path", sorted(SOLUTIONS.glob("lab_*.md")), ids=lambda path: path.stem)
 def test_a_check_expects_an_exercises_cell_where_the_lab_has_it(path):
     for piece in build.read(path).exercises:
         on_engines = piece.solution.startswith("%%")
-        assert (exercise.find(piece.exercise).cell == "the engines") is on_engines, piece.exercise
+        assert (answers.find(piece.exercise).cell == "the engines") is on_engines, piece.exercise
 
 
 def test_every_lab_has_at_least_three_exercises_in_a_row():
-    for lab in exercise.labs():
-        numbers = [found.number for found in exercise.exercises(lab)]
+    for lab in answers.labs():
+        numbers = [found.number for found in answers.exercises(lab)]
         assert numbers == [f"{lab}.{i}" for i in range(1, len(numbers) + 1)]
         assert len(numbers) >= 3
 
@@ -212,7 +211,7 @@ def test_what_a_check_did_not_foresee_is_said_and_not_raised(monkeypatch):
     def breaks(check):
         raise RuntimeError("broken")
 
-    unforeseen = exercise.Exercise("1.1", "made up", "the notebook", breaks)
+    unforeseen = answers.Exercise("1.1", "made up", "the notebook", breaks)
     monkeypatch.setattr(asking, "find", lambda number: unforeseen)
     report = asking.check("1.1", {})
     assert not report.passed
@@ -264,7 +263,7 @@ def test_what_cannot_be_taken_home_is_said(tmp_path, runs, to, words):
 
 def test_each_run_taken_home_has_a_folder_of_its_own_inside_the_file():
     named = [SimpleNamespace(name=name) for name in ("a", "../../a", "/tmp/x", "..", "a", "b c")]
-    folders = packing._folders(named)
+    folders = shows._folders(named)
     assert list(folders) == ["a", "_.._a", "_tmp_x", "run", "a (2)", "b c"]
     assert list(folders.values()) == named
 

@@ -10,8 +10,8 @@ pytest.importorskip("anywidget")
 
 from workbench.panels.model import Panel
 from workbench.panels.show import PARTS
-from workbench.views.live.dashboard import COMMANDS
-from workbench.views.panel.widget import script, style
+from workbench.views.live.frames import COMMANDS
+from workbench.views.panel import script, style
 
 ACTION = re.compile(r'"([a-z]+)\.([a-z_]+)"')
 CALL = re.compile(r'\bdo\("([a-z]+)\.([a-z_]+)"(?:, \{((?:[^{}]|\{[^{}]*\})*)\})?\)')

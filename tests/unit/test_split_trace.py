@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 
 from workbench.engine.contract import Job  # noqa: E402
 from workbench.errors import FitError  # noqa: E402
-from workbench.strategies.torch.pipeline.layers import check_enough, shared  # noqa: E402
+from workbench.strategies.torch.pipeline.measure import check_enough, shared  # noqa: E402
 from workbench.strategies.torch.pipeline.program import Output, program_of  # noqa: E402
 from workbench.strategies.torch.pipeline.trace import (  # noqa: E402
     Call,

@@ -10,10 +10,15 @@ from history_rows import NAN, make_history, make_rows, make_summary
 from workbench import catalog
 from workbench.history.analysis.comparison import compare
 from workbench.history.analysis.summary import summarise
-from workbench.views.comparison.table import comparison_table, loss
 from workbench.views.table import Column, Table
-from workbench.views.tables import cluster_table, strategies_table, summary_table
-from workbench.views.units import size
+from workbench.views.tables import (
+    cluster_table,
+    comparison_table,
+    loss,
+    strategies_table,
+    summary_table,
+)
+from workbench.views.text import size
 
 
 def bundle(table: Table) -> tuple[str, str]:

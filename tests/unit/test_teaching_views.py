@@ -15,7 +15,7 @@ from workbench.history.analysis import blame, counterfactual, step_picture
 from workbench.notebook.compare import diagram
 from workbench.views.explain.blame import BlameMatrix, WhatIfPicture
 from workbench.views.explain.diagram import StepDrawing
-from workbench.views.picture import KIND_COLORS, Picture
+from workbench.views.theme import KIND_COLORS, Picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,8 +8,8 @@ from torch import nn  # noqa: E402
 
 from workbench.errors import FitError  # noqa: E402
 from workbench.strategies.torch.gossip import neighbours  # noqa: E402
-from workbench.strategies.torch.parts.tensor_plan import describe, find_plan, given_plan  # noqa: E402  # noqa: E402
 from workbench.strategies.torch.sharded import units  # noqa: E402
+from workbench.strategies.torch.tensor_parallel import describe, find_plan, given_plan  # noqa: E402  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

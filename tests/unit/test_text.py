@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fake_run import empty_snapshot, fake_pipeline, fake_snapshot
 
-from workbench.views import text, units
+from workbench.views import text
 from workbench.views.live.frames import make_head
 
 NAN = float("nan")
@@ -23,7 +23,7 @@ NAN = float("nan")
     ],
 )  # fmt: skip
 def test_numbers_have_three_digits(value, shown):
-    assert units.number(value) == shown
+    assert text.number(value) == shown
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_numbers_have_three_digits(value, shown):
     [(0.34, "340 ms"), (12.34, "12.3 s"), (59.97, "1:00"), (245, "4:05"), (3723, "1:02:03")],
 )
 def test_durations_are_written_for_people(seconds, shown):
-    assert units.duration(seconds) == shown
+    assert text.duration(seconds) == shown
 
 
 def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
@@ -43,7 +43,7 @@ def test_the_report_holds_the_headline_a_row_per_worker_and_the_loss():
     assert [line.split("  ")[0] for line in report.split("\n") if line.startswith("rank ")][1:] == [
         f"rank {r} · cpu" for r in range(4)
     ]
-    assert f"{units.number(shot.loss)}" in report
+    assert f"{text.number(shot.loss)}" in report
     assert "▇" in report
     assert "staleness" in report
     assert report.endswith("note: global batch 64 = 4 x 16")

@@ -1,23 +1,21 @@
 """Every strategy as data: names, options, roles, what it can do, where it is described.
 
 No code lives here and nothing is imported but the errors, so the kernel, the engines, the
-documentation and the tests read the same table. To add a strategy, add one entry in `torch.py` or
-`tensorflow.py` and one file under `strategies/`.
+documentation and the tests read the same table. To add a strategy, add one entry in `entries.py`
+and one file under `strategies/`.
 
     spec           what can be said of a strategy and of an option
     schedules      what does each pipeline schedule ask for and promise
     diagrams       what is a picture of a step made of, and how do collectives look in it
     step_messages  who sends what to whom in a step of each strategy
-    torch          which strategies does PyTorch have
-    tensorflow     which strategies does TensorFlow have
+    entries        which strategies are there
 """
 
 from __future__ import annotations
 
 from ..errors import PlanError, unknown
+from .entries import COMPRESSIONS, TENSORFLOW, TORCH
 from .spec import FIT_FEATURES, FRAMEWORKS, MEET_IN_STORE, Framework, Option, Strategy, Way
-from .tensorflow import TENSORFLOW
-from .torch import COMPRESSIONS, TORCH
 
 __all__ = [
     "CATALOG", "COMPRESSIONS", "FIT_FEATURES", "FRAMEWORKS", "MEET_IN_STORE", "Framework",

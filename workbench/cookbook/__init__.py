@@ -2,9 +2,6 @@
 
 No framework is imported: a recipe is source code, which the engines run.
 
-    recipe            what is a recipe, and how is it made of a cell or a function
-    builtin           which recipes come with the package
-    digits_mlp        handwritten digits, fully connected layers
-    digits_cnn        handwritten digits, a small convolutional network
-    char_transformer  a character language model
+    recipe   what is a recipe, and how is it made of a cell or a function
+    builtin  which recipes come with the package: digits, a character language model
 """

@@ -3,18 +3,162 @@
 Importing this module loads no framework. Each function returns a PyTorch data set, or with
 `arrays=True` (and always in a TensorFlow run) a tuple `(x, y)` of NumPy arrays.
 
-    arrays      how do the data sets look as NumPy arrays
     torch_sets  how do they look as PyTorch data sets
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
+import string
 import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import DataError, nearest
-from .arrays import VOCABULARY, Synthetic, corpus_arrays, digits_arrays
+
+Pair = tuple[NDArray[np.generic], NDArray[np.int64]]
+
+VOCABULARY = "\n " + string.ascii_letters + string.digits + string.punctuation
+"""Characters of the corpus; any other is read as a blank."""
+
+CORPUS_CHARACTERS = 1 << 20
+TEST_DIGITS = 360
+
+
+def digits_arrays(split: str, as_mnist: bool) -> Pair:
+    """Return x (n, 1, 8, 8) or (n, 1, 28, 28) float32 in 0..1 and y (n,) int64, as copies."""
+    images, labels = _digits()
+    order = np.random.default_rng(0).permutation(len(images))
+    chosen = order[:-TEST_DIGITS] if split == "train" else order[-TEST_DIGITS:]
+    x = images[chosen]
+    if as_mnist:
+        enlarge = _interpolation(8, 28)
+        x = (enlarge @ x @ enlarge.T).astype(np.float32)
+    return np.ascontiguousarray(x[:, None]), labels[chosen]
+
+
+@functools.cache
+def _digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return all images (1797, 8, 8) in 0..1 and labels (1797,)."""
+    table = _digits_table()
+    images = (table[:, :64] / 16.0).astype(np.float32).reshape(-1, 8, 8)
+    return images, table[:, 64].astype(np.int64)
+
+
+def _digits_table() -> NDArray[np.float64]:
+    # The file is read directly: importing scikit-learn takes longer than many a first run.
+    spec = importlib.util.find_spec("sklearn")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.is_file():
+            return np.loadtxt(path, delimiter=",")
+    raise DataError(
+        "The digits come with scikit-learn, which was not found.",
+        next_step="pip install scikit-learn",
+        code="WB-DATA-004",
+    )
+
+
+def _interpolation(small: int, large: int) -> NDArray[np.float64]:
+    """Return the (large, small) matrix of linear interpolation."""
+    places = np.linspace(0, small - 1, large)
+    columns = [np.interp(places, np.arange(small), unit) for unit in np.eye(small)]
+    return np.stack(columns, axis=1)
+
+
+def corpus_arrays(split: str, block: int) -> Pair:
+    """Return x, y (n, block) int64: blocks of text, and the same moved on by one character."""
+    text = _corpus()
+    cut = len(text) * 9 // 10
+    part = text[:cut] if split == "train" else text[cut:]
+    count = (len(part) - 1) // block
+    if count < 1:
+        raise DataError(
+            "The text is shorter than one block.",
+            seen=block,
+            allowed=f"1 to {len(part) - 1}",
+            code="WB-DATA-005",
+        )
+    end = count * block
+    return part[:end].reshape(count, block).copy(), part[1 : end + 1].reshape(count, block).copy()
+
+
+@functools.cache
+def _corpus() -> NDArray[np.int64]:
+    """Return about a million characters of Python's standard library as numbers."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if not paths:
+        raise DataError(
+            "The corpus is made of Python's own source files, which this Python lacks.",
+            seen=sysconfig.get_path("stdlib"),
+            code="WB-DATA-006",
+        )
+    texts, size = [], 0
+    for index in np.random.default_rng(0).permutation(len(paths)):
+        texts.append(paths[index].read_text("utf-8", "replace"))
+        size += len(texts[-1])
+        if size >= CORPUS_CHARACTERS:
+            break
+    return encode("".join(texts)[:CORPUS_CHARACTERS])
+
+
+def encode(text: str) -> NDArray[np.int64]:
+    """Return the places of a text's characters in `VOCABULARY`, shape (len(text),)."""
+    table = np.full(0x110000, VOCABULARY.index(" "), np.int64)
+    table[[ord(character) for character in VOCABULARY]] = np.arange(len(VOCABULARY))
+    return table[np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)]
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Samples that are computed from their index, so none is stored."""
+
+    samples: int
+    shape: tuple[int, ...]
+    classes: int
+    seed: int
+
+    def take(self, places: NDArray[np.int64]) -> Pair:
+        """Return x (n, *shape) float32 and y (n,) int64 of the samples at `places` (n,)."""
+        size = int(np.prod(self.shape))
+        rows: Any = places.astype(np.uint64)
+        labels = (_mix(rows, self.seed) % np.uint64(self.classes)).astype(np.int64)
+        cells: NDArray[np.uint64] = rows[:, None] * np.uint64(size) + np.arange(
+            size, dtype=np.uint64
+        )
+        noise = _unit(_mix(cells, self.seed + 1))
+        patterns = _unit(
+            _mix(np.arange(self.classes * size, dtype=np.uint64), self.seed + 2)
+        ).reshape(self.classes, size)
+        x = 2.0 * noise - 1.0 + patterns[labels] - 0.5
+        return x.astype(np.float32).reshape(len(places), *self.shape), labels
+
+    def everything(self) -> Pair:
+        """Return all samples."""
+        return self.take(np.arange(self.samples))
+
+
+def _mix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return well-mixed bits of each number: SplitMix64 (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        z = numbers + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+        z = z * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return numbers in 0..1 made of the upper 53 bits."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
 
 __all__ = ["VOCABULARY", "corpus", "digits", "synthetic"]
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, TensorDataset
 
-from .arrays import Pair, Synthetic, encode
+from . import Pair, Synthetic, encode
 
 
 class ArraySet(TensorDataset):

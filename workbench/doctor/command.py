@@ -79,14 +79,14 @@ def examine(on: str = "") -> Report:
 
 
 def _gpu_test(given: argparse.Namespace) -> int:
-    from . import gpu_test, gpus
+    from . import gpus
 
     gpus_here = 0 if given.on_cpu else gpus.count() if given.gpus is None else given.gpus
     device = given.device or ("cuda" if gpus_here else "cpu")
     if not given.on_cpu and not gpus_here and not given.device:
         print("No GPU was found, so all stages run on CPU engines (as with --on-cpu).",
               file=sys.stderr)  # fmt: skip
-    stages = gpu_test.STAGES
+    stages = gpus.STAGES
     only = tuple(name for name in given.only.split(",") if name)
     unknown = sorted(set(only) - {stage.name for stage in stages})
     if unknown:
@@ -94,13 +94,13 @@ def _gpu_test(given: argparse.Namespace) -> int:
         print(f"There is no stage {', '.join(unknown)}; there are: {known}", file=sys.stderr)
         return 2
     out = given.out or Path(time.strftime("workbench-gpu-test-%Y%m%d-%H%M%S"))
-    asked = gpu_test.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)
+    asked = gpus.Asked(out.resolve(), device, gpus_here, given.quick, only, 60 * given.minutes)
     tell = (lambda text: print(text, file=sys.stderr)) if given.json else _print
-    report = gpu_test.run(asked, tell)
+    report = gpus.run(asked, tell)
     if given.json:
         print(report.json())
     elif report.failed:
-        print("\n" + gpu_test.summary(report))
+        print("\n" + gpus.summary(report))
     tell(f"The report: {out}/report.txt; all of it in one file, for an issue: {out}.zip")
     return report.exit_status
 

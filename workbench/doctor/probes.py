@@ -291,7 +291,7 @@ class Pair:
                              stderr=subprocess.STDOUT, text=True)
             for rank in range(2)
         ]  # fmt: skip
-        self.said = ["", ""]
+        self.device, self.said = device, ["", ""]
 
     def until(self, rank: int, word: str) -> str:
         """Read what a rank prints until a line with the word; return that line.
@@ -328,16 +328,27 @@ def _pair_result(pair: Pair) -> tuple[bool, float, list[int]]:
     return all(p[0] == "True" for p in parts), float(parts[0][1]), [int(p[2]) for p in parts]
 
 
+def _say_sums(child: Child, check: str, what: str, pair: Pair) -> list[int]:
+    """Say whether the two's sums are right, how fast and over what; return their process ids."""
+    right, rate, pids = _pair_result(pair)
+    figures: dict[str, Any] = {"bandwidth_gb_s": rate}
+    said = f"right, {rate:.2f} GB/s"
+    if pair.device == "cuda":
+        ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
+        said += f" by way of {', '.join(ways) or 'unknown'}"
+        figures["ways"] = ways
+    said = said if right else "wrong sums"
+    child.say("ok" if right else "fail", check, what, said, "", **figures)
+    return pids
+
+
 def gloo(child: Child) -> None:
     """Two processes add up over gloo."""
     what = "gloo all-reduce of two processes"
     pair = Pair("cpu")
     try:
         with child.trying("machine.gloo", what, "a firewall on the loopback interface?"):
-            right, rate, _ = _pair_result(pair)
-            child.say("ok" if right else "fail", "machine.gloo", what,
-                      f"right, {rate:.2f} GB/s" if right else "wrong sums",
-                      bandwidth_gb_s=rate)  # fmt: skip
+            _say_sums(child, "machine.gloo", what, pair)
     finally:
         pair.close()
 
@@ -348,12 +359,7 @@ def nccl(child: Child) -> None:
     pair = Pair("cuda")
     try:
         with child.trying("gpu.nccl", what, "NCCL_DEBUG=INFO says why; try NCCL_P2P_DISABLE=1"):
-            right, rate, pids = _pair_result(pair)
-            ways = sorted(set(re.findall(r" via (\S+)", pair.said[0])))
-            child.say("ok" if right else "fail", "gpu.nccl", what,
-                      f"right, {rate:.1f} GB/s by way of {', '.join(ways) or 'unknown'}"
-                      if right else "wrong sums", bandwidth_gb_s=rate, ways=ways)  # fmt: skip
-            _contexts(child, pids)
+            _contexts(child, _say_sums(child, "gpu.nccl", what, pair))
         with child.trying("gpu.abort", "giving up an NCCL collective"):
             pair.tell(0)
             pair.until(0, "ABORTS")

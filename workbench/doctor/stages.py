@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import gpu_test
+from . import gpus
 from .children import Child, main
 
 STEP_S = 20.0
@@ -108,7 +108,7 @@ def surroundings(child: Child) -> None:
         "packages.txt": [sys.executable, "-m", "pip", "list", "--format=freeze"],
     }
     for name, command in commands.items():
-        said = gpu_test.said_by(command, 25)
+        said = gpus.said_by(command, 25)
         what = " ".join(Path(part).name for part in command)
         if said:
             (out / name).write_text(said, "utf-8")

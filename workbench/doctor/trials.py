@@ -174,7 +174,7 @@ def checkpoints(child: Child) -> None:
     """A run that goes on from a checkpoint ends where one ends that was not cut."""
     import numpy as np
 
-    from ..notebook.resume import resume
+    from ..notebook.session import resume
 
     place = places(child)[0]
     what = f"{place.title}: checkpoint at step 10, resumed to 20"

@@ -461,9 +461,9 @@ class Run:
         Raises:
             RunError: No such step is in the history.
         """
-        from ..views.explain import run
+        from ..views.explain import diagram
 
-        return run.step_picture(self, step)
+        return diagram.step_picture(self, step)
 
     def blame(self, first: int | None = None, last: int | None = None) -> BlameMatrix:
         """Who waited for whom: seconds that each worker waited for each other one.
@@ -471,9 +471,9 @@ class Run:
         Args:
             first, last: Steps to count, both included; all of them by default.
         """
-        from ..views.explain import run
+        from ..views.explain import diagram
 
-        return run.blame(self, first, last)
+        return diagram.blame(self, first, last)
 
     def what_if(
         self, without: int | None = None, first: int | None = None, last: int | None = None
@@ -488,9 +488,9 @@ class Run:
             PlanError: There is no such worker, or nobody else to compare it with.
             RunError: No step is complete, or waits were not measured.
         """
-        from ..views.explain import run
+        from ..views.explain import diagram
 
-        return run.what_if(self, without, first, last)
+        return diagram.what_if(self, without, first, last)
 
     def weights(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
         """The final weights as NumPy by parameter name.

@@ -4,15 +4,13 @@
 `grading` runs what students hand in; neither is loaded here.
 
     asking    what do `labs.begin` and `labs.check` do in a lab's cell
-    exercise  what is an exercise called, where does its cell run, who checks it
-    answers   what can a check ask for
+    answers   which exercises are there, what can a check ask for
     side      who answers: this process, or a kernel by messages
     plain     how does an answer travel: plain data, no pickle
     limit     how does a cell end that never ends
     checks/   what is right, lab by lab
     blind     how is a blind case drawn, measured, sealed, scored
-    shows     what do labs show: formulas, namespaces
-    packing   how are a lab's runs taken home
+    shows     what do labs show and hand out: formulas, namespaces, runs to take home
     build     how do a lab's notebooks come of its source
     grading/  how are handed-in notebooks run and marked
 """
@@ -28,7 +26,7 @@ _LAZY = {
     "check": "workbench.labs.asking",
     "namespaces": "workbench.labs.shows",
     "progress": "workbench.labs.asking",
-    "take_home": "workbench.labs.packing",
+    "take_home": "workbench.labs.shows",
 }
 
 __all__ = [*_LAZY]
@@ -50,6 +48,6 @@ if TYPE_CHECKING:
     from .asking import begin as begin
     from .asking import check as check
     from .asking import progress as progress
-    from .packing import take_home as take_home
     from .shows import beside as beside
     from .shows import namespaces as namespaces
+    from .shows import take_home as take_home

@@ -1,22 +1,25 @@
 """What a check can ask: names of the notebook, variables of the engines, code to run there.
 
 A run as a check sees it is facts, taken once, that no later cell can change. What a check says is
-right, or not right and a hint; never the answer.
+right, or not right and a hint; never the answer. Exercises say what each is called, where its cell
+runs, and which function looks at the answer.
 """
 
 from __future__ import annotations
 
 import html
+import importlib
 import math
+import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RunError
+from ..errors import PlanError, RunError, unknown
 from .plain import NamedRun, Other, pack, shown, unpack
 from .side import Here, Side
 
@@ -461,3 +464,89 @@ def _line(finding: Finding) -> str:
 def _code(words: str) -> str:
     """Return words for a page, with what stands in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(words))
+
+
+Where = Literal["the notebook", "the engines"]
+
+_NUMBER = re.compile(r"(\d+)\.(\d+)")
+_CHECKS = "workbench.labs.checks"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise of a lab.
+
+    Attributes:
+        number: Lab and exercise, such as `3.2`.
+        title: What it is about, in a few words.
+        where: Where its work is done.
+        cell: Where its cell runs; one of the notebook may give the engines work.
+        look: Looks at the answer and says what it finds.
+    """
+
+    number: str
+    title: str
+    where: Where
+    look: Callable[[Check], None]
+    cell: Where = "the notebook"
+
+
+_known: dict[str, Exercise] = {}
+
+
+def exercise(
+    number: str, title: str, *, where: Where = "the notebook", cell: Where | None = None
+) -> Callable[[Callable[[Check], None]], Exercise]:
+    """Register the decorated function as the check of an exercise.
+
+    Args:
+        cell: Where its cell runs; by default where its work is done.
+    """
+
+    def register(look: Callable[[Check], None]) -> Exercise:
+        _known[number] = found = Exercise(number, title, where, look, cell or where)
+        return found
+
+    return register
+
+
+def labs() -> list[int]:
+    """Return the numbers of the labs that have checks."""
+    package = importlib.import_module(_CHECKS)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return sorted(int(name[4:]) for name in names if re.fullmatch(r"lab_\d+", name))
+
+
+def exercises(lab: int) -> list[Exercise]:
+    """Return a lab's exercises in their order.
+
+    Raises:
+        PlanError: There is no such lab.
+    """
+    if lab not in labs():
+        raise unknown("lab", str(lab), map(str, labs()))
+    importlib.import_module(f"{_CHECKS}.lab_{lab}")
+    mine = [found for found in _known.values() if found.number.startswith(f"{lab}.")]
+    return sorted(mine, key=lambda found: int(found.number.partition(".")[2]))
+
+
+def find(number: object) -> Exercise:
+    """Return the exercise of that number.
+
+    Raises:
+        PlanError: There is none; says which there are.
+    """
+    text = str(number).strip()
+    parts = _NUMBER.fullmatch(text)
+    if parts is None:
+        raise PlanError(
+            "An exercise is named by its lab and its place there.",
+            seen=number,
+            allowed='a text such as "3.2"',
+            next_step='labs.check("3.2")',
+            code="WB-PLAN-048",
+        )
+    mine = {found.number: found for found in exercises(int(parts[1]))}
+    if text not in mine:
+        raise unknown("exercise", text, mine)
+    return mine[text]

@@ -17,8 +17,7 @@ from ..notebook.session import session
 from ..views.blocks import ProgressLine
 from ..views.table import Column, Table
 from . import limit
-from .answers import Check, Finding, Report, Stuck
-from .exercise import Exercise, exercises, find
+from .answers import Check, Exercise, Finding, Report, Stuck, exercises, find
 from .limit import last_end
 
 if TYPE_CHECKING:

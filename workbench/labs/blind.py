@@ -28,7 +28,7 @@ from ..errors import PlanError, unknown
 from ..execution.stop import ending
 from ..notebook.session import session
 from ..views.table import Column, Table
-from ..views.units import UNKNOWN, number, size
+from ..views.text import UNKNOWN, number, size
 
 if TYPE_CHECKING:
     from ..execution.run import Run

@@ -2,11 +2,9 @@
 
 In reading order:
 
-    session    which cluster is the notebook's, and how are its cells run
+    session    which cluster is the notebook's, how are its cells run, and resumed
     run_view   how is a run shown while it goes on
     values     how do variables and texts get to the engines and back
     recipes    what can be trained by its name
-    compare    `wb.compare`, `wb.strategies`, `wb.diagram`: what is there, and how did it do
-    calibrate  `wb.calibrate`: does the instrument read what was injected
-    resume     `wb.resume`: how does a run go on from its checkpoint
+    compare    `wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what there is to know
 """

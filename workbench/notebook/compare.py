@@ -1,25 +1,38 @@
-"""`wb.compare`, `wb.strategies`, `wb.diagram`: runs side by side, and what there is to pick from.
+"""`wb.compare`, `wb.strategies`, `wb.diagram`, `wb.calibrate`: what is there, and how did it do.
 
-A diagram says who sends what to whom in a step of a strategy, as a picture and as data.
+A diagram says who sends what to whom in a step of a strategy, as a picture and as data. A
+calibration injects a known delay and says what the instrument read, and what that costs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .. import catalog
 from ..catalog.diagrams import messages
-from ..errors import PlanError
+from ..cookbook.recipe import Recipe
+from ..errors import PlanError, RunError
 from ..execution.registry import runs as known
 from ..execution.run import Run
 from ..history.analysis import comparison
 from ..shared.cluster_env import export
+from ..shared.record import residual
 from ..views.explain.diagram import DiagramPicture
+from ..views.live.frames import make_frame
+from ..views.tables import Reading, calibration_table
+from ..views.text import UNKNOWN, duration, milliseconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ..execution.run import Run
+    from ..session.cluster import Cluster
     from ..views.table import Table
 
 
@@ -49,7 +62,7 @@ class Compared:
         Raises:
             PlanError: There is no such column.
         """
-        from ..views.comparison.table import comparison_table
+        from ..views.tables import comparison_table
 
         return comparison_table(self.comparison, sort=sort, descending=descending)
 
@@ -170,3 +183,200 @@ def diagram(
         PlanError: The strategy or an option is unknown, or the options do not fit the workers.
     """
     return DiagramPicture(messages(strategy, workers, options, framework=framework))
+
+
+DELAY_S = 0.05
+STEPS = 40
+SETTLE = 5
+FRAME_S = 0.2
+MOST_RESIDUAL = 0.01
+"""Share of a run's wall time that may lie outside its steps."""
+
+RECIPE = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+wb.fit(model, wb.data.synthetic(4096, shape=(64,), classes=10), loss=nn.CrossEntropyLoss(),
+       optimizer=lambda p: torch.optim.SGD(p, 0.01), batch_size=32)
+"""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was injected and what was read back, in milliseconds.
+
+    Attributes:
+        read_ms: Median of the others' sync waits, over workers and steps.
+        spread_ms: Half the distance between their quartiles.
+        own_ms: Median of the slow worker's own wait, which should be 0.
+        named_share: Share of the waits for which the slow worker was named, 0..1.
+        steps: Steps that were read; the first `SETTLE` are not.
+        residual: Share of the wall time that no step accounts for; NaN where unknown.
+        wall_s: Seconds from the first step's start to the last one's end.
+        chart_cpu: Share of a core that making the live dashboard's frames took meanwhile, as a
+            cell would; NaN where none was made.
+        frames: How many frames that were.
+    """
+
+    injected_ms: float
+    read_ms: float
+    own_ms: float
+    named_share: float
+    steps: int
+    run: Run
+    spread_ms: float = float("nan")
+    residual: float = float("nan")
+    wall_s: float = float("nan")
+    chart_cpu: float = float("nan")
+    frames: int = 0
+
+    @property
+    def tolerance_ms(self) -> float:
+        """How far off a reading may be: 5 ms or 10 %."""
+        return max(5.0, 0.1 * self.injected_ms)
+
+    @property
+    def error_ms(self) -> float:
+        """How far off the reading is: what was read less what was injected."""
+        return self.read_ms - self.injected_ms
+
+    @property
+    def passed(self) -> bool:
+        """Whether the instrument can be believed."""
+        right = abs(self.error_ms) <= self.tolerance_ms
+        return right and self.own_ms <= self.tolerance_ms and self.named_share >= 0.95
+
+    @property
+    def did(self) -> tuple[str, ...]:
+        """What was done, in sentences."""
+        workers = len(self.run.engines)
+        return (
+            f"Trained a small network under mirrored on {workers} workers and delayed worker 1 by "
+            f"{self.injected_ms:.0f} ms in each step; read the {self.steps} steps after the first "
+            f"{SETTLE}.",
+            "Read: median and half the distance between the quartiles (±). The error is the median "
+            f"less what was injected: {self.error_ms:+.1f} ms.",
+        )
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """What was measured, with what is allowed."""
+        within, most = self.tolerance_ms, f"at most {self.tolerance_ms:.0f} ms"
+        shares = f"{self.residual:.2%} of {duration(self.wall_s)}"
+        known = self.residual == self.residual
+        return (
+            Reading("the others' sync wait", f"{self.read_ms:.1f} ± {self.spread_ms:.1f} ms",
+                    f"{self.injected_ms:.0f} ± {within:.0f} ms", abs(self.error_ms) <= within),
+            Reading("worker 1's own wait", milliseconds(self.own_ms), most, self.own_ms <= within),
+            Reading("worker 1 was named", f"{self.named_share:.0%} of {self.steps} steps",
+                    "at least 95%", self.named_share >= 0.95),
+            Reading("time between steps (wall less their sum)", shares if known else UNKNOWN,
+                    f"at most {MOST_RESIDUAL:.0%}",
+                    abs(self.residual) <= MOST_RESIDUAL if known else None),
+            Reading("making the dashboard's frames", _share(self.chart_cpu, self.frames), "", None),
+        )  # fmt: skip
+
+    def table(self) -> Table:
+        """Return the readings as a table."""
+        verdict = "the instrument can be believed" if self.passed else "do NOT trust the waits here"
+        title = f"Calibration: injected {self.injected_ms:.0f} ms: {verdict}"
+        return calibration_table(title, self.readings, self.did)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return JSON-ready data; None for what was not measured."""
+        names = (
+            "injected_ms", "read_ms", "spread_ms", "error_ms", "tolerance_ms", "own_ms",
+            "named_share", "steps", "residual", "wall_s", "chart_cpu", "frames", "passed",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
+        return {k: None if v != v else v for k, v in values.items()} | {"did": list(self.did)}
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return self.table()._repr_mimebundle_()
+
+    def __repr__(self) -> str:
+        return self.table().text()
+
+
+def calibrate(cluster: Cluster | None = None) -> Calibration:
+    """Slow worker 1 by 50 ms a step under `mirrored` and return what the instrument read.
+
+    Meanwhile the live dashboard's frames are made as below a cell, to say what they cost.
+
+    Args:
+        cluster: Where to measure; the notebook's cluster by default.
+
+    Raises:
+        RunError: The cluster has fewer than two engines' worth of answers.
+    """
+    if cluster is None:
+        from .session import session
+
+        cluster = session.need_cluster()
+    run = cluster.run(
+        Recipe(RECIPE, origin="calibrate"),
+        strategy="mirrored",
+        workers=max(2, len(cluster.worker_ids)),
+        inject=[f"slow=1:{DELAY_S * 1e3:g}ms"],
+        steps=STEPS + SETTLE,
+        name="calibrate",
+    )
+    frames = _make_frames(run)
+    return read_back(run, frames)
+
+
+def read_back(run: Run, frames: int = 0) -> Calibration:
+    """Read a run in which worker 1 was slowed by `DELAY_S` each step.
+
+    Args:
+        frames: How many frames were made meanwhile; `run.plot_cpu` says what they cost.
+    """
+    history = run.history
+    late = history["step"] >= SETTLE
+    others = late & (history["rank"] != 1)
+    own = late & (history["rank"] == 1)
+    if not others.any():
+        raise RunError(
+            "The run has too few steps to read anything back.", seen=len(history), code="WB-RUN-059"
+        )
+    waits_ms = history["sync_wait_s"][others] * 1e3
+    low_ms, middle_ms, high_ms = np.percentile(waits_ms, (25, 50, 75))
+    totals = history.totals
+    return Calibration(
+        injected_ms=DELAY_S * 1e3,
+        read_ms=float(middle_ms),
+        own_ms=float(np.median(history["sync_wait_s"][own])) * 1e3,
+        named_share=float(np.mean(history["blamed_rank"][others] == 1)),
+        steps=int(np.unique(history["step"][late]).size),
+        run=run,
+        spread_ms=float(high_ms - low_ms) / 2,
+        residual=residual(np.asarray([totals.train_s]), totals.wall_s, totals.paused_s),
+        wall_s=totals.wall_s,
+        chart_cpu=run.plot_cpu,
+        frames=frames,
+    )
+
+
+def _make_frames(run: Run) -> int:
+    """Make frames until the run is over; note in the run what they cost, and return how many."""
+    began, cpu_s, frames, previous = time.perf_counter(), 0.0, 0, None
+    while not run.is_over:
+        with contextlib.suppress(TimeoutError):
+            run.wait(FRAME_S)
+        if not run.history.totals.steps:  # engines start; there is nothing to draw yet
+            began = time.perf_counter()
+            continue
+        before = time.thread_time()
+        snapshot = run.snapshot()
+        make_frame(snapshot, previous, frames + 1, frames, True)
+        cpu_s, frames, previous = cpu_s + time.thread_time() - before, frames + 1, snapshot
+    run.wait()
+    if frames:
+        run.drawn(cpu_s / max(time.perf_counter() - began, 1e-9))
+    return frames
+
+
+def _share(share: float, frames: int) -> str:
+    if share != share:
+        return UNKNOWN
+    return f"{share:.2%} of a core ({frames} frames, at most 5 a second)"

@@ -12,7 +12,7 @@ from ..errors import PlanError, unknown
 from ..execution import registry
 from ..execution.allocator import notebook_framework
 from ..views.table import Column, Table
-from ..views.units import UNKNOWN
+from ..views.text import UNKNOWN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlanError, RunError, WorkbenchError
 from ..execution.registry import load, runs
 from ..execution.run import Run
-from ..notebook.calibrate import calibrate
+from ..notebook.compare import calibrate
 from ..shared.faults import Fault, parse_fault
 from .cluster import ClusterPart
 from .model import Part, Wire, action

@@ -18,7 +18,7 @@ from ..errors import PlanError
 from ..notebook.session import session
 from ..views.blocks import Publish, in_notebook, notebook_publisher
 from ..views.comparison.exports import kept_bundle
-from ..views.panel.widget import PanelWidget
+from ..views.panel import PanelWidget
 from .cluster import ClusterPart, QueuePart
 from .comparison import ComparisonPart
 from .live import FaultsPart, LivePart, TeachingPart

@@ -2,15 +2,13 @@
 
 Tables and text stand here, pictures of a kind in a folder each:
 
-    theme        which colours
-    units        how are numbers written
+    theme        which colours; what do figures drawn as SVG have in common
     table        how does a table look as HTML and as text
-    tables       the tables that notebooks show
-    text         a run in words
+    tables       the tables that notebooks show, of a run and of several
+    text         a run in words; how are numbers written
     terminal     what would a terminal show of a stream
     output       how are the outputs of several ranks shown
     blocks       how are they displayed and kept up to date
-    picture      what do figures drawn as SVG have in common
     drawing      what do figures drawn with matplotlib have in common
     live/        a run while it trains, and its last picture
     comparison/  runs side by side

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from . import units
+from . import text
 from .text import worker_label
 from .theme import GRID, HATCHED, INK, MUTED, PAPER, phase_colors, run_color
 
@@ -333,6 +333,6 @@ def draw_percent(axes: Axes, x: float, row: float, share: float, part: str) -> N
     plate = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if part == HATCHED else None
     dark = part in (HATCHED, "data_wait_s", "other_s")
     axes.text(
-        x, row, units.percent(share), ha="center", va="center", fontsize=8, weight="bold",
+        x, row, text.percent(share), ha="center", va="center", fontsize=8, weight="bold",
         color=INK["light"] if dark else "white", bbox=plate,
     )  # fmt: skip

@@ -72,7 +72,7 @@ SECOND_STAGE: dict[str, tuple[str, ...]] = {
         "workbench.strategies.torch.mirrored",
     ),
     "tensorflow": (
-        "workbench.data.arrays",
+        "workbench.data",
         "workbench.engine.tensorflow.data",
         "workbench.strategies.tensorflow.one_device",
         "workbench.strategies.tensorflow.mirrored",

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from ..answers import Check, close
-from ..exercise import exercise
+from ..answers import Check, close, exercise
 
 SHARE = 0.05
 """How far a number that is read from a run may be off: a student may round it."""

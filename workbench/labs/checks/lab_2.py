@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..exercise import exercise
+from ..answers import exercise
 
 if TYPE_CHECKING:
     from ..answers import Check

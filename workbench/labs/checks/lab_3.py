@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import Check, close
-from ..exercise import exercise
+from ..answers import Check, close, exercise
 
 SHARE = 0.05
 """How far a rate that is read from a run may be off: tables round it."""

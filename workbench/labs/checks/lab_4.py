@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import Check, close, number
-from ..exercise import exercise
+from ..answers import Check, close, exercise, number
 from ..plain import NamedRun
 
 LIMIT_S = 8.0

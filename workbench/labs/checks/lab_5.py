@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..answers import Check, RunFacts, close, number
-from ..exercise import exercise
+from ..answers import Check, RunFacts, close, exercise, number
 
 SHARE = 0.02
 """How far a number that is read from a run may be off: a student may round it."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..exercise import exercise
+from ..answers import exercise
 
 if TYPE_CHECKING:
     from ..answers import Check

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..answers import Check, RunFacts, close
-from ..exercise import exercise
+from ..answers import Check, RunFacts, close, exercise
 
 _SHARE = 0.01
 """How far a ratio may be off: a student may round it."""

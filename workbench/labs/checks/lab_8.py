@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exercise import exercise
+from ..answers import exercise
 
 if TYPE_CHECKING:
     from ..answers import Check

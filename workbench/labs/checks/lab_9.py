@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..answers import exercise
 from ..blind import PRACTICE, STRATEGIES, Case, choice_score
-from ..exercise import exercise
 
 if TYPE_CHECKING:
     from ..answers import Check

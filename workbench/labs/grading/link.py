@@ -24,8 +24,8 @@ import zmq
 from jupyter_client.session import Session
 
 from ...errors import WorkbenchError
+from ..answers import exercises
 from ..asking import check as look
-from ..exercise import exercises
 from ..limit import Late, at_most
 from . import processes
 from .isolation import NOTHING, Isolation, Place, environment
@@ -276,7 +276,7 @@ _OWN_S = 30.0
 
 _STUB = '''"""In place of the checks of lab {lab}, which another process makes."""
 
-from ..exercise import exercise
+from ..answers import exercise
 
 
 def _away(c):

@@ -67,8 +67,8 @@ from .coordinator.servers import (
 from .keras.coordinated import CoordinatedFit
 from .keras.fit import check_model
 from .parts.models import Homecoming, owner, restore, state_of
-from .parts.patches import stand_ins
 from .parts.replica import Trainer
+from .parts.steps import stand_ins
 
 if TYPE_CHECKING:
     from ...engine.context import RunContext

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...engine.telemetry.recorder import StepResult
-    from .servers.remote_optimizer import Answer
+    from .servers.strategy import Answer
 
 
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:

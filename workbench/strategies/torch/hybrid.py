@@ -42,9 +42,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...engine.torch.group import data_wire
 from ...errors import FitError
 from .model_split import ModelSplit, naive_pipeline
-from .parts.guard import Guard
+from .parts.guard import Guard, broadcast
 from .parts.layout import make_mesh, release_mesh
-from .parts.replicas import broadcast
 
 if TYPE_CHECKING:
     from ...engine.contract import Job, Share

@@ -41,10 +41,9 @@ from ...engine.contract import Job, Share, Strategy
 from ...errors import FitError
 from ...shared import events
 from .parts.averaging import Averaging
-from .parts.guard import Guard
+from .parts.guard import Guard, broadcast_buffers
 from .parts.reduction import Reduction, Reductions
 from .parts.replica import Trainer, copied_state, held_bytes, load_parts
-from .parts.replicas import broadcast_buffers
 from .parts.user_loop import OwnLoop
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from ...engine.contract import Share
     from ...engine.telemetry.recorder import StepResult
-    from .servers.remote_optimizer import Answer
+    from .servers.strategy import Answer
 
 clock = time.perf_counter
 

@@ -2,7 +2,6 @@
 
 In reading order:
 
-    table    how do they look as a table
     panels   what does each panel of the picture show
     picture  how is the picture put together
     exports  how do they look for other tools

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ...errors import PlanError
 from ...history.analysis.comparison import fields, records
 from ...shared.cluster_env import export
+from ..tables import comparison_table
 from ..theme import PAPER
-from .table import comparison_table
 
 if TYPE_CHECKING:
     import pandas as pd

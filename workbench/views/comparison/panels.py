@@ -24,9 +24,9 @@ from ..drawing import (
     ticks_alike,
 )
 from ..drawing import width_in as words_in
+from ..tables import loss, staleness, times
+from ..text import milliseconds, number, percent, size
 from ..theme import GRID, HATCHED, INK, MUTED, PAPER, PHASE_COLORS
-from ..units import milliseconds, number, percent, size
-from .table import loss, staleness, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

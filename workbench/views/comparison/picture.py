@@ -29,10 +29,10 @@ from ..drawing import (
     width_in,
     wrapped,
 )
+from ..tables import SHARE_NAMES, comparison_table
 from ..theme import INK, MUTED, PAPER
 from . import panels
 from .panels import SHARE_STYLES
-from .table import SHARE_NAMES, comparison_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

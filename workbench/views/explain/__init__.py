@@ -2,7 +2,6 @@
 
 In reading order:
 
-    diagram  who sends what to whom in a step
+    diagram  who sends what to whom in a step, in general and as a run measured it
     blame    who waited for whom, and what if one had been faster
-    run      what can a run be asked
 """

@@ -16,10 +16,9 @@ import numpy as np
 from ...history.analysis.blame import Blame
 from ...history.analysis.counterfactual import Lanes, WhatIf
 from ...shared.record import PARTS
-from ..picture import Canvas, Picture, paragraph, svg_text, width_of
 from ..table import Column, Table
-from ..theme import PHASE_NAMES
-from ..units import UNKNOWN, duration, milliseconds, number
+from ..text import UNKNOWN, duration, milliseconds, number
+from ..theme import PHASE_NAMES, Canvas, Picture, paragraph, svg_text, width_of
 
 MARGIN, GUTTER, LEAST_WIDTH, MOST_CELL, LEAST_CELL = 12.0, 64.0, 360.0, 74.0, 36.0
 

@@ -3,7 +3,8 @@
 An arrow goes from its sender, when the message leaves, down to its receiver; work is a bar on its
 node's line. Every arrow carries `data-arrow="PHASE.ARROW"`, its place in `Diagram.to_wire()`.
 
-One step as it was is the same diagram with measured bytes, and each worker's time.
+One step as it was is the same diagram with measured bytes, and each worker's time. What a run tells
+a class is asked for at the end: the step, who waited for whom, and what if.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...catalog.diagrams import KINDS, Arrow, Diagram, Node, Phase
+from ...catalog.diagrams import KINDS, Arrow, Diagram, Node, Phase, messages
+from ...history.analysis import blame as blames
+from ...history.analysis import counterfactual
+from ...history.analysis import step_picture as steps
 from ...shared.record import PARTS
-from ..picture import Canvas, Picture, paragraph, svg_text, width_of
-from ..theme import PHASE_NAMES
-from ..units import UNKNOWN, milliseconds, number, size
-from . import blame
+from ..text import UNKNOWN, milliseconds, number, size
+from ..theme import PHASE_NAMES, Canvas, Picture, paragraph, svg_text, width_of
+from . import blame as blame_view
+from .blame import BlameMatrix, WhatIfPicture
 
 if TYPE_CHECKING:
     from ...history.analysis.step_picture import StepPicture, WorkerStep
+    from ...history.run_data import RunData
 
 MARGIN, LEAST_WIDTH, LEAST_COLUMN = 12.0, 360.0, 34.0
 _HEAD, _BAR, _MESSAGE, _STAIR = 22.0, 16.0, 40.0, 20.0
@@ -361,15 +366,15 @@ def _times(drawing: Drawing, step: StepPicture) -> None:
     scale, y = (right - left) / max(end, 1e-9), y + 9
     for worker in step.workers:
         begin = left + (worker.start_s * scale if together else 0.0)
-        base = y + blame.ROW - 4
+        base = y + blame_view.ROW - 4
         body.append(svg_text(MARGIN, base, f"worker {worker.rank}", size=10))
-        body.append(blame.step_boxes(begin, y, worker.parts_s, scale))
+        body.append(blame_view.step_boxes(begin, y, worker.parts_s, scale))
         words = size(worker.sent_bytes) if sent else ""
         body.append(svg_text(drawing.width - MARGIN, base, words, size=9.5, anchor="end"))
-        y += blame.ROW + blame.GAP
+        y += blame_view.ROW + blame_view.GAP
     body.append(svg_text(left, y + 8, "0", "m", size=9.5))
     body.append(svg_text(right, y + 8, milliseconds(end * 1e3), "m", size=9.5, anchor="end"))
-    more, y = blame.legend(MARGIN, y + 26, drawing.width - MARGIN)
+    more, y = blame_view.legend(MARGIN, y + 26, drawing.width - MARGIN)
     body += more
     drawing.y = y + 2
 
@@ -384,3 +389,25 @@ def _line(worker: WorkerStep) -> str:
     if math.isfinite(worker.staleness):
         words += f"; staleness {number(worker.staleness)}"
     return words + f"; loss {number(worker.loss) if math.isfinite(worker.loss) else UNKNOWN}"
+
+
+def step_picture(run: RunData, step: int | None) -> StepDrawing:
+    """Return what happened in a step, or in the latest one; see `Run.step_picture`."""
+    plan = run.plan
+    options = dict(plan.options)
+    if options.get("allreduce") == "auto":
+        options["allreduce"] = steps.chosen_algorithm(run.history.story) or "backend"
+    diagram = messages(plan.strategy, len(run.engines), options, framework=plan.framework)
+    return StepDrawing(steps.step_picture(run.history, diagram, run=run.name, step=step))
+
+
+def blame(run: RunData, first: int | None, last: int | None) -> BlameMatrix:
+    """Return who waited for whom; see `Run.blame`."""
+    return BlameMatrix(**vars(blames.blame(run.history, first, last)))
+
+
+def what_if(
+    run: RunData, without: int | None, first: int | None, last: int | None
+) -> WhatIfPicture:
+    """Return the run as it would have been without its straggler; see `Run.what_if`."""
+    return WhatIfPicture(**vars(counterfactual.what_if(run.history, without, first, last)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...shared.cluster_env import export
 from ...shared.record import PARTS
-from .. import text, units
+from .. import text
 from ..drawing import (
     draw_percent,
     own_style,
@@ -199,7 +199,7 @@ def _draw_curve(axes: Axes, curve: Curve, title: str, color: str) -> None:
     if not len(curve):
         style(axes, title, "no steps")
         return
-    style(axes, title, units.number(float(curve.mean[-1])))
+    style(axes, title, text.number(float(curve.mean[-1])))
     axes.grid(axis="y", color=GRID["any"], linewidth=0.8)
     axes.fill_between(curve.step, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
     axes.plot(curve.step, curve.mean, color=color, linewidth=1.6)
@@ -265,7 +265,7 @@ def _draw_shares(axes: Axes, snapshot: Snapshot) -> None:
                 draw_percent(axes, float(begin[row]) + size / 2, row, size, part)
         begin = begin + share[:, index]
     for row, worker in enumerate(snapshot.workers):
-        words = f"{units.number(worker.potential_per_s)}/s · {units.milliseconds(worker.wait_ms)}"
+        words = f"{text.number(worker.potential_per_s)}/s · {text.milliseconds(worker.wait_ms)}"
         axes.text(1.01, row, words, va="center", fontsize=8, color=INK["any"])
     axes.set_xlim(0, 1.17)
     axes.set_xticks([])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 from ...errors import PlanError, unknown
 from .. import text
 from ..blocks import Bundle, Publish, in_notebook, notebook_publisher, output_of
-from .dashboard import Dashboard, OnCommand
 from .figure import placeholder_bundle, run_bundle
+from .frames import Dashboard, OnCommand
 from .svg import run_svg
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...history.snapshot import Curve, Floats, Snapshot, Split, Worker
 from ...shared.record import PARTS
-from .. import text, units
+from .. import text
 from ..theme import (
     BUSY,
     GRID,
@@ -123,7 +123,7 @@ def _chart(
     width: float = _CHART_WIDTH,
     height: float = _CHART_HEIGHT,
 ) -> list[str]:
-    last = units.number(float(curve.mean[-1])) if len(curve) else units.UNKNOWN
+    last = text.number(float(curve.mean[-1])) if len(curve) else text.UNKNOWN
     body = [
         text_at(left, top, title, bold=True),
         text_at(left + width, top, last, anchor="end", bold=True),
@@ -145,7 +145,7 @@ def _chart(
     for tick in (low, low + span / 2, high):
         at = float(y(np.asarray(tick)))
         body.append(f'<path class="g" d="M{plot_left} {at:.1f}h{width - 40:.1f}"/>')
-        body.append(text_at(plot_left - 5, at + 4, units.number(tick), "m", anchor="end"))
+        body.append(text_at(plot_left - 5, at + 4, text.number(tick), "m", anchor="end"))
     # A band without its unknown points; a line that breaks at them.
     edge_x = np.concatenate([x[known], x[known][::-1]])
     edge_y = np.concatenate([y(shown.high)[known], y(shown.low)[known][::-1]])
@@ -154,8 +154,8 @@ def _chart(
         f'<path d="{_path(x, y(shown.mean))}" fill="none" stroke="{color}" stroke-width="1.8"/>'
     )
     bottom = top + height + 24
-    body.append(text_at(plot_left, bottom, units.number(first), "m"))
-    end = f"step {units.number(float(shown.step[-1]))}"
+    body.append(text_at(plot_left, bottom, text.number(first), "m"))
+    end = f"step {text.number(float(shown.step[-1]))}"
     return [*body, text_at(left + width, bottom, end, "m", anchor="end")]
 
 
@@ -179,7 +179,7 @@ def _timeline(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
     begin = float(np.nanmin(starts))
     end = float(np.nanmax(starts + parts.sum(axis=2)))
     scale = (WIDTH - MARGIN - GUTTER) / max(end - begin, 1e-9)
-    length = units.duration(end - begin)
+    length = text.duration(end - begin)
     words = f"steps {line.step[-len(starts)]:.0f} to {line.step[-1]:.0f} · {length}"
     words += text.left_out(snapshot, _VISIBLE_STEPS)
     body.append(text_at(WIDTH - MARGIN, y, words, "m", anchor="end"))
@@ -224,9 +224,9 @@ def _shares(snapshot: Snapshot, y: float) -> tuple[list[str], float]:
                 body.append(box(x, y, share * width, part))
                 body += say_percent(x, y, share, share * width)
                 x += share * width
-        potential = f"{units.number(worker.potential_per_s)}/s"
+        potential = f"{text.number(worker.potential_per_s)}/s"
         body.append(text_at(right - _POTENTIAL_RIGHT, y + ROW - 6, potential, anchor="end"))
-        body.append(text_at(right, y + ROW - 6, units.milliseconds(worker.wait_ms), anchor="end"))
+        body.append(text_at(right, y + ROW - 6, text.milliseconds(worker.wait_ms), anchor="end"))
         y += ROW + GAP
     return [*body, *_legend(y)], y + 30
 
@@ -301,7 +301,7 @@ def say_percent(x: float, y: float, share: float, width: float) -> list[str]:
         return []
     middle = x + width / 2
     plate = [f'<rect class="p" x="{middle - 17:.1f}" y="{y + 3:.1f}" width="34" height="14"/>']
-    words = text_at(middle, y + ROW - 6, units.percent(share), anchor="middle", bold=True)
+    words = text_at(middle, y + ROW - 6, text.percent(share), anchor="middle", bold=True)
     return [*plate, words]
 
 

@@ -1,6 +1,120 @@
-"""The panel in the browser: one widget, a script per section.
+"""The panel's widget: sends sections and frames that changed, hands on what controls ask for.
 
-In reading order:
-
-    widget  what is the browser sent, and what does it ask for
+What the browser draws is a script per section, beside this file.
 """
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+
+from ..live.frames import deliver_while_busy, make_frame, palette
+
+if TYPE_CHECKING:
+    from ...history.snapshot import Snapshot
+
+OnDo = Callable[[str, dict[str, Any], Callable[..., None]], None]
+"""`on_do(name, fields, reply)`: a control was used; `reply` answers the browser that asked, with a
+value, or with `failed=True`."""
+
+_HERE = Path(__file__).parent
+_FIRST, _LAST = ("kit.js",), ("shell.js",)
+
+
+def script() -> str:
+    """Return the panel's program."""
+    dashboard = (_HERE.parent / "live" / "dashboard.js").read_text(encoding="utf-8")
+    between = sorted(p.name for p in _HERE.glob("*.js") if p.name not in (*_FIRST, *_LAST))
+    files = [(_HERE / name).read_text(encoding="utf-8") for name in (*_FIRST, *between, *_LAST)]
+    return "\n".join([dashboard.partition("\nexport default")[0], *files])
+
+
+def style() -> str:
+    """Return the panel's style sheet, the dashboard's first."""
+    own = [path.read_text(encoding="utf-8") for path in sorted(_HERE.glob("*.css"))]
+    return "\n".join([(_HERE.parent / "live" / "dashboard.css").read_text(encoding="utf-8"), *own])
+
+
+class PanelWidget(anywidget.AnyWidget):
+    """One display of the panel.
+
+    Args:
+        on_do: See `OnDo`; called on whichever thread the kernel handles widget messages on.
+        on_hello: Called when a browser has opened the widget and wants to be told everything.
+        on_bye: Called when the last view in a browser is gone.
+    """
+
+    _esm = script()
+    _css = style()
+    palette = traitlets.Dict().tag(sync=True)
+    me = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self, on_do: OnDo, on_hello: Callable[[], None], on_bye: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(palette=palette())
+        self.me = self.model_id or ""  # how the browser asks whether the kernel knows this widget
+        self._on_do, self._on_hello, self._on_bye = on_do, on_hello, on_bye
+        self._lock = threading.Lock()
+        self._sent: dict[str, Any] = {}
+        self._run, self._latest, self._seq = "", None, 0
+        self.heard = False
+        self.on_msg(self._receive)
+        deliver_while_busy(self)
+
+    _latest: Snapshot | None
+
+    def show(self, parts: Mapping[str, Any]) -> None:
+        """Send the sections that differ from what was sent last."""
+        with self._lock:
+            changed = {k: v for k, v in parts.items() if self._sent.get(k) != v}
+            self._sent.update(changed)
+            if changed:
+                self.send({"type": "parts", "parts": changed})
+
+    def frame(self, run: str, snapshot: Snapshot) -> None:
+        """Send what changed in the run that is on show.
+
+        Args:
+            run: Tells runs apart: another one begins with a full frame.
+        """
+        with self._lock:
+            previous = self._latest if run == self._run else None
+            if previous is snapshot:
+                return
+            self._run, self._latest = run, snapshot
+            base, self._seq = self._seq, self._seq + 1
+            frame, buffer = make_frame(snapshot, previous, self._seq, base, True)
+            self.send({**frame, "run": run}, [buffer])
+
+    def forget(self) -> None:
+        """Send everything again at the next occasion."""
+        with self._lock:
+            self._sent.clear()
+            self._run, self._latest = "", None
+
+    def _receive(self, _: Any, content: Any, buffers: Any) -> None:
+        if not isinstance(content, dict):
+            return
+        self.heard = True
+        kind = content.get("type")
+        if kind == "hello":
+            self.forget()
+            self._on_hello()
+        elif kind == "bye":
+            self._on_bye()
+        elif kind == "do" and isinstance(content.get("name"), str):
+            number, fields = content.get("id"), content.get("fields")
+            self.send({"type": "ack", "id": number})
+            self._on_do(
+                content["name"],
+                fields if isinstance(fields, dict) else {},
+                lambda value, failed=False: self.send(
+                    {"type": "reply", "id": number, "value": value, "failed": failed}
+                ),
+            )

@@ -62,8 +62,7 @@ from ....engine.telemetry.recorder import StepResult
 from ....engine.training.notes import announce
 from ....errors import ClusterError, RunStopped
 from ....shared import events
-from ..parts.patches import Patches
-from ..parts.steps import check_unsaved
+from ..parts.steps import Patches, check_unsaved
 from .feeds import Delays
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ from ....engine.training.initial import initialise
 from ....errors import FitError, RunStopped
 from ....shared import events
 from ..coordinator.servers import MEET_S
-from ..parts.patches import Patches
+from ..parts.steps import Patches
 from .batches import Batches, bound, check_call
 
 if TYPE_CHECKING:

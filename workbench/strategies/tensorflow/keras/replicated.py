@@ -56,9 +56,8 @@ from ....engine.tensorflow.support import built
 from ....engine.training.initial import initialise
 from ..parts.markers import Markers
 from ..parts.models import by_name, owner, restore, state_of
-from ..parts.patches import stand_ins
 from ..parts.replica import Trainer
-from ..parts.steps import OwnLoop, Steps, global_loss
+from ..parts.steps import OwnLoop, Steps, global_loss, stand_ins
 from .batches import note_keras_2
 from .fit import KerasFit, check_model
 from .patches import losses_noted, shapes_found, statistics_averaged

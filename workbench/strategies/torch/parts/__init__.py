@@ -3,15 +3,12 @@
 In reading order:
 
     replica              how does a share of a batch become gradients and an update
-    replicas             how do copies begin equal, and what becomes of their buffers
     user_loop            how are the steps of a user's own loop seen
     loader               which batches does a user's own loop get
     reduction            how are the gradients of copies averaged, whoever calls backward
     averaging            which all-reduce averages a run's gradients, compressed or not
     timing               when were a worker's gradients ready, and how long did it wait
-    guard                are the copies still equal
+    guard                do copies begin equal, and are they still
     parameter_averaging  how do copies that train apart meet again
     layout               how is a model divided in place, and put together again
-    filling              how does a model that no worker has whole get its weights
-    tensor_plan          which layers are divided over the workers, and how
 """

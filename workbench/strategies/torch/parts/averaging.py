@@ -32,7 +32,7 @@ from ..allreduce import BACKEND, AllReduce, auto
 from ..allreduce.auto import Aside
 from ..allreduce.compression import Compression, make_compression, message_like
 from ..allreduce.links import Links, connect_near
-from .replicas import check_alike
+from .guard import check_alike
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext

@@ -37,8 +37,8 @@ from ....engine.torch import accelerator
 from ....engine.torch.data import map_batch
 from ....errors import FitError
 from ....shared import events
+from .guard import broadcast
 from .replica import Trainer, held_bytes, parts_state
-from .replicas import broadcast
 
 ROOM = 1.1
 """Times its bytes that must be free where a whole model is put: allocators round up."""

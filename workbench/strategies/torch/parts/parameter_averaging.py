@@ -17,8 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ....engine.contract import Job, Share, Strategy
+from .guard import Message, begin_equal, broadcast
 from .replica import Trainer, copied_state, held_bytes, load_parts
-from .replicas import Message, begin_equal, broadcast
 from .user_loop import OwnLoop
 
 if TYPE_CHECKING:

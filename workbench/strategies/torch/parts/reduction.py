@@ -34,8 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ....shared import events
 from .averaging import Averaging, FlatGradients, size_bytes, unused
-from .guard import Guard, TrainedSets
-from .replicas import broadcast_model, check_alike
+from .guard import Guard, TrainedSets, broadcast_model, check_alike
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext

@@ -2,13 +2,10 @@
 
 In reading order:
 
-    layers    where can a model be cut
     trace     how does any module become a chain of pieces
-    measure   what does each layer cost
+    measure   which layers has a model, and what does each cost
     cut       which worker gets which layers
-    build     how does a worker hold its own stages only
     program   what do the stages compute together
     stage     how does one stage compute, wait and get timed
-    pipeline  how does a batch run through the schedule
-    update    how is a model updated that no worker holds whole
+    pipeline  how is a worker's share built, and run through the schedule
 """

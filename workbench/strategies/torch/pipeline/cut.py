@@ -29,8 +29,7 @@ from ....engine.torch import accelerator
 from ....engine.torch.group import data_wire
 from ....engine.torch.support import Stages
 from ....errors import FitError
-from .layers import Layer, chain_of, check_enough, given_bounds, shared
-from .measure import Cost, Form, measure
+from .measure import Cost, Form, Layer, chain_of, check_enough, given_bounds, measure, shared
 from .program import Output, Program
 from .trace import traced_layers
 

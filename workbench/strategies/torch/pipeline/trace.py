@@ -40,7 +40,7 @@ from torch.fx.node import map_aggregate
 from ....engine.torch.data import map_batch, tensors_of
 from ....engine.torch.support import evaluating as evaluates
 from ....errors import FitError
-from .layers import Layer, is_chain, tensor_names, with_aliases
+from .measure import Layer, is_chain, tensor_names, with_aliases
 from .program import Output, Program
 
 PREFIX = "model."

@@ -2,8 +2,7 @@
 
 In reading order:
 
-    strategy          what do both do alike on a worker
-    shards            which server holds which parameters, and how do they get there and back
-    remote_optimizer  how does the user's optimizer step on servers
-    shard_server      what does a server hold, and how does it answer
+    strategy      what do both do alike on a worker, whose optimizer steps elsewhere
+    shards        which server holds which parameters, and how do they get there and back
+    shard_server  what does a server hold, and how does it answer
 """

@@ -4,7 +4,7 @@
 
 A strategy of this family says when pushes count (its policy, on the server), how a share's loss is
 weighted, and what is a wait. Gradients and parameters travel on links (`engine/transport`), the
-user's optimizer steps on the servers (`remote_optimizer.py`, `shard_server.py`).
+user's optimizer steps on the servers (`Remote`, `shard_server.py`).
 
 What a step measures: compute is forward and backward; the exchange with the servers (pushing,
 their sums and optimizer steps, pulling) is blocked time, of which the strategy calls a part wait;
@@ -13,9 +13,10 @@ the rest is transfer. `sent_bytes` are the gradients pushed; as many bytes of pa
 
 from __future__ import annotations
 
+import io
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,15 +28,235 @@ from ....engine.contract import Job, Share, Strategy
 from ....errors import FitError
 from ....shared import events
 from ....shared.faults import ON_LINKS
-from ..parts.guard import Guard
+from ..parts.guard import Guard, broadcast_buffers
 from ..parts.replica import Trainer, bytes_of, copied_state, to_numpy
-from ..parts.replicas import broadcast_buffers
 from ..parts.user_loop import OwnLoop
-from .remote_optimizer import Answer, Remote
 from .shard_server import Holder, Policy, serve
+from .shards import Shard, ShardLinks, hyper_of, importable, plain
 
 if TYPE_CHECKING:
+    from ....engine.context import RunContext
     from ....engine.telemetry.recorder import StepResult
+
+
+@dataclass
+class Answer:
+    """What the servers said to a push.
+
+    Attributes:
+        staleness: Updates between this worker's pull and its push's turn, mean over servers.
+        blocked_s: How long the slowest server held the answer back (bounded staleness).
+        sent_bytes: What was pushed.
+        blamed: The worker whose push let that answer go; -1 where nothing was held back.
+    """
+
+    staleness: float = 0.0
+    blocked_s: float = 0.0
+    sent_bytes: float = 0.0
+    blamed: int = -1
+
+
+class Remote:
+    """The parameters of one session on the servers, seen from a worker.
+
+    Args:
+        clip_norm: Clip there, over the sum of all workers' gradients.
+        whole: Whether gradients must reach the servers as backward left them: what they hold is one
+            worker's share of a sum, so that a norm taken of it here would be wrong.
+        snapshot: Whether the parameters of all servers are to be of one version.
+        exchanged: Called with a function that does the exchange, and times it.
+
+    Raises:
+        FitError: The optimizer or the model cannot be put on servers.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        whole: bool = False,
+        snapshot: bool = False,
+        pull_every: int = 1,
+        exchanged: Callable[[Callable[[], Answer]], None],
+    ) -> None:
+        self._context, self._optimizer = context, optimizer
+        self._whole, self._pull_every = whole, pull_every
+        self._exchanged = exchanged
+        self._pushes = 0
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self._slots = [i for i, p in enumerate(every) if p.requires_grad]
+        self.parameters = [every[i] for i in self._slots]
+        self._known = set(self.parameters)
+        self._servers = ShardLinks(
+            context, self.parameters, clips=clip_norm is not None, snapshot=snapshot
+        )
+        self._hyper: list[dict[str, Any]] | None = None
+        self._hidden: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._pins: list[Any] = []
+        self._open(clip_norm)
+        self._pins = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _open(self, clip_norm: float | None) -> None:
+        optimizer = self._optimizer
+        index = {id(p): i for i, p in enumerate(self.parameters)}
+        about = {
+            "optimizer": importable(type(optimizer)),
+            "defaults": plain(optimizer.defaults),
+            "hyper": hyper_of(optimizer),
+            "groups": [
+                [index[id(p)] for p in group["params"] if id(p) in index]
+                for group in optimizer.param_groups
+            ],
+            "clip_norm": clip_norm,
+        }
+        self._servers.open(about)
+        self._servers.begin()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(a is not None for a in args[1:]) or kwargs.get("closure") is not None:
+            raise FitError(
+                "An optimizer whose step takes a closure cannot work on a server: the closure "
+                "computes the loss again in the middle of the step.",
+                seen=type(optimizer).__name__,
+                next_step="use another optimizer, or strategy mirrored",
+                code="WB-FIT-123",
+            )
+        self._check_known()
+        self._check_untouched()
+        self._exchanged(self.exchange)
+        self._hidden = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _after_step(self, *unused: Any) -> None:
+        for parameter, gradient in zip(self.parameters, self._hidden, strict=True):
+            parameter.grad = gradient
+        self._hidden = []
+
+    def _check_known(self) -> None:
+        """Raise FitError where the step would change what is on no server: here alone."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter not in self._known:
+                    raise FitError(
+                        "A parameter is trained that was frozen, or not the optimizer's, when the "
+                        "others were put on the servers; this worker's copy alone would change.",
+                        seen=f"a parameter of shape {tuple(parameter.shape)}",
+                        allowed="requires_grad and param_groups as they were; freezing is possible",
+                        next_step="call wb.prepare with all layers unfrozen and freeze some after "
+                        "it, or use strategy mirrored",
+                        code="WB-FIT-124",
+                    )
+
+    def backward_ended(self) -> None:
+        """Note what the gradients are like when backward leaves them."""
+        if self._whole:
+            self._versions = [-1 if p.grad is None else p.grad._version for p in self.parameters]
+
+    def _check_untouched(self) -> None:
+        if not self._whole or not self._versions or self._context.spec.world_size == 1:
+            return
+        now = [-1 if p.grad is None else p.grad._version for p in self.parameters]
+        if now != self._versions:
+            raise FitError(
+                "The gradients were changed between backward and optimizer.step(). On this worker "
+                "they are only its share of the sum, so a norm taken of them is not the whole's.",
+                seen="clipping, or another change in place",
+                next_step="use wb.fit(clip_norm=...), which clips on the server, or strategy "
+                "mirrored",
+                code="WB-FIT-125",
+            )
+        self._versions = []
+
+    def exchange(self) -> Answer:
+        """Push the gradients, get the parameters."""
+        self._pushes += 1
+        wanted = self._pushes % self._pull_every == 0
+        self._check_dense()
+        gradients = [p.grad for p in self.parameters]
+        absent = [i for i, gradient in enumerate(gradients) if gradient is None]
+        meta: dict[str, Any] = {"pull": wanted}
+        if absent:
+            meta["absent"] = absent
+        hyper = hyper_of(self._optimizer)
+        if hyper != self._hyper:
+            meta["hyper"] = self._hyper = hyper
+        answers = self._servers.exchange(gradients, meta, wanted=wanted)
+        size_bytes = self._servers.size_bytes
+        told = [answer.meta for answer in answers if "staleness" in answer.meta]
+        if not told:
+            return Answer(sent_bytes=size_bytes)
+        longest = max(told, key=lambda m: m["blocked_s"])
+        return Answer(
+            sum(m["staleness"] for m in told) / len(told),
+            longest["blocked_s"],
+            size_bytes,
+            longest["blamed"],
+        )
+
+    def pull(self) -> None:
+        """Get the parameters as they are now."""
+        self._servers.pull()
+
+    def end(self) -> None:
+        """Push no more; wait until nobody does, and get the final parameters."""
+        self._servers.end()
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What this worker's parameters have of gradients, also while they are out of sight."""
+        held = self._hidden or [p.grad for p in self.parameters]
+        return [gradient for gradient in held if gradient is not None]
+
+    def _check_dense(self) -> None:
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise FitError(
+                    "Sparse gradients cannot be sent to a server: its memory is laid out for whole "
+                    "tensors.",
+                    seen=f"parameter {i} of shape {tuple(parameter.shape)}",
+                    next_step="make the embedding with sparse=False",
+                    code="WB-FIT-126",
+                )
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state_dict, its state brought from the servers."""
+        state: dict[int, Any] = {}
+        for written in self._servers.states():
+            for index, values in torch.load(io.BytesIO(written), weights_only=True).items():
+                state[self._slots[index]] = values
+        return {**self._optimizer.state_dict(), "state": state}
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Put a saved state, and this worker's parameters, on the servers."""
+        for group, values in zip(self._optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({k: v for k, v in values.items() if k != "params"})
+
+        def written(shard: Shard) -> bytes:
+            part = {p.index: saved["state"].get(self._slots[p.index]) for p in shard.pieces}
+            whole = io.BytesIO()
+            torch.save({k: v for k, v in part.items() if v is not None}, whole)
+            return whole.getvalue()
+
+        self._servers.load(written)
+        self._servers.begin()
+
+    def close(self) -> None:
+        """End the session and take the hooks out."""
+        for pin in self._pins:
+            pin.remove()
+        self._pins.clear()
+        self._servers.close()
 
 
 class Served(Strategy):
