@@ -18,8 +18,8 @@ from ipykernel.kernelapp import IPKernelApp
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fake_run import fake_snapshot
 
-from workbench.views.live.frames import Dashboard
 from workbench.views.live.figure import run_bundle
+from workbench.views.live.frames import Dashboard
 from workbench.views.live.svg import run_svg
 from workbench.views.text import progress_line
 

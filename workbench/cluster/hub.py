@@ -143,6 +143,7 @@ class Controller:
                 if self._ended.is_set() or time.monotonic() > end:
                     raise
         self.client._registration_callbacks.append(self._registration)
+        _hush(self.client)
         # The stream that direct views send on; sending on the bare socket below it would eat
         # the wake-up of a reply that arrives meanwhile.
         self.socket = stream = self.client._mux_stream
@@ -261,6 +262,19 @@ class Controller:
                 with contextlib.suppress(Exception):
                     self.cluster.stop_controller_sync()
         _end_thread(self.cluster)
+
+
+def _hush(client: Any) -> None:
+    """Have a client print nothing of replies that nobody waits for: of hosts that come back."""
+    handlers = getattr(client, "_queue_handlers", {})
+    if (handle := handlers.get("apply_reply")) is None:
+        return
+
+    def handle_wanted(message: dict[str, Any]) -> None:
+        if message["parent_header"]["msg_id"] in client.outstanding:
+            handle(message)
+
+    handlers["apply_reply"] = handle_wanted
 
 
 def free_ports(address: str, ports: tuple[int, int]) -> list[int]:

@@ -270,7 +270,10 @@ class Agents:
             if host is None:
                 self._welcome(identity, message)
             return
-        if host is None or host.gone:
+        if host is None:
+            return
+        if host.gone:  # it is back, when all that was to be done there is settled
+            self._outbox.append((host, wire.End()))
             return
         host.heard_at = time.monotonic()
         match message:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
@@ -66,7 +66,13 @@ class Queued:
 
 
 class Launcher(Protocol):
-    """Starts agents and ends them."""
+    """Starts agents and ends them.
+
+    Attributes:
+        on_end: Called, on any thread, when something of what was started has ended.
+    """
+
+    on_end: Callable[[], None]
 
     def start(self, join: wire.Join, engines: int) -> None:
         """Begin to start agents for so many engines; returns at once.
@@ -186,18 +192,28 @@ def _options(settings: LaunchSettings, prefix: str = "--") -> list[str]:
     ]
 
 
+def _nothing() -> None:
+    """Tell nobody."""
+
+
 class Started:
     """A process that was started for agents, with the end of what it says.
 
     Args:
         what: How it is called in messages: `ssh node1`.
+        on_end: Called, on a thread of its own, when it has ended.
         stdin: A line it is given; its stdin then stays open for as long as this kernel lives.
     """
 
     def __init__(
-        self, what: str, command: Sequence[str], env: Mapping[str, str], stdin: str = ""
+        self,
+        what: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        on_end: Callable[[], None],
+        stdin: str = "",
     ) -> None:
-        self.what = what
+        self.what, self._on_end = what, on_end
         self._tail = b""
         # A session of its own: an interrupt of the kernel is not meant for it.
         self.process = subprocess.Popen(
@@ -219,6 +235,8 @@ class Started:
     def _read(self, stream: IO[bytes]) -> None:
         while data := os.read(stream.fileno(), 1 << 14):
             self._tail = (self._tail + data)[-TAIL_BYTES:]
+        self.process.wait()
+        self._on_end()
 
     @property
     def code(self) -> int | None:
@@ -228,7 +246,7 @@ class Started:
     @property
     def said(self) -> str:
         """The end of what it has printed."""
-        if self.code is not None:
+        if self.code is not None and self._reader is not threading.current_thread():
             self._reader.join(1.0)
         return self._tail.decode(errors="replace").strip()
 
@@ -311,6 +329,7 @@ class Ssh:
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("ssh", "openssh-client")
         self._settings = settings
+        self.on_end: Callable[[], None] = _nothing
         self._started: list[Started] = []
 
     def start(self, join: wire.Join, engines: int) -> None:
@@ -327,7 +346,7 @@ class Ssh:
                 Started(
                     f"ssh {host.name}",
                     ["ssh", *_ssh_options(settings), *fixed, host.name, command],
-                    _environment(), join.to_text(),
+                    _environment(), lambda: self.on_end(), join.to_text(),
                 )
             )  # fmt: skip
 
@@ -348,7 +367,7 @@ class Ssh:
         if place < len(self._started) and (code := self._started[place].code) is not None:
             one = self._started[place]
             last = one.said.splitlines()[-1:] or [f"exit code {code}"]
-            return f"{one.what} has ended: {last[0]}"
+            return f"{one.what} has ended: {last[0].rstrip('.')}"
         return ""
 
     def stop(self) -> None:
@@ -384,6 +403,7 @@ class Sbatch:
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("sbatch", "slurm-client")
         self._settings = settings
+        self.on_end: Callable[[], None] = _nothing
         self.job = ""
         self._about: dict[str, str] = {}
         self._looked_at = 0.0
@@ -513,6 +533,7 @@ class Srun:
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("srun", "slurm-client")
         self._settings = settings
+        self.on_end: Callable[[], None] = _nothing
         self._nodes = settings.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         self._started: Started | None = None
 
@@ -534,7 +555,7 @@ class Srun:
             "SLURM_NTASKS_PER_NODE",
         ):
             env.pop(name, None)  # the allocation's, which srun would take as asked for
-        self._started = Started("srun", command, env)
+        self._started = Started("srun", command, env, lambda: self.on_end())
 
     @property
     def agents(self) -> int:
@@ -571,6 +592,7 @@ class Mpi:
     def __init__(self, settings: LaunchSettings) -> None:
         refuse_missing("mpiexec", "openmpi-bin")
         self._settings = settings
+        self.on_end: Callable[[], None] = _nothing
         self._ranks = 0
         self._started: Started | None = None
 
@@ -587,7 +609,7 @@ class Mpi:
             if name not in ("python", "profile"):
                 command += [f"--{name}", *([value] if value else [])]
         command += ["sh", "-c", _script(self._settings)]
-        self._started = Started("mpiexec", command, env)
+        self._started = Started("mpiexec", command, env, lambda: self.on_end())
 
     @property
     def agents(self) -> int:

@@ -68,7 +68,9 @@ class HostedEngines:
         self.agents = Agents(
             self.address, settings.ports, Ears(self._left, self._logged, self._lost)
         )
+        self.launcher.on_end = self.look
         self.said: list[str] = []
+        self._came = False
         self._hosts: dict[int, Host] = {}  # by engine
         self._pids: dict[int, int] = {}
         self._keeper: Host | None = None
@@ -110,7 +112,7 @@ class HostedEngines:
             ClusterError: They cannot come, or did not within the time.
         """
         began, runs_since = time.monotonic(), 0.0
-        while True:
+        while not self._came:
             wanted, found = self.launcher.agents, len(self.agents.living)
             if wanted and found >= wanted:
                 break
@@ -125,7 +127,9 @@ class HostedEngines:
             if now > until or (runs_since and now - runs_since > ARRIVE_S):
                 raise self._late(found, wanted, queued, now - began)
             self.agents.await_change(POLL_S)
-        self._compare()
+        if not self._came:
+            self._compare()
+        self._came = True
 
     def _late(self, found: int, wanted: int, waits: Queued | None, waited_s: float) -> ClusterError:
         if waits is not None:
