@@ -1,4 +1,4 @@
-"""The temporary folder and the shared memory are full: what does not need them goes on as ever.
+"""Places are full or read-only: what does not need them goes on as ever.
 
 A notebook in a child process that has small mounts of its own in their places.
 """
@@ -55,6 +55,33 @@ print("all is well")
 """
 
 
+READ_ONLY = r"""
+import os, subprocess, sys, tempfile
+home, kept = sys.argv[1:]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", home], check=True)
+tempfile.tempdir = os.environ["TMPDIR"] = kept
+
+from notebook_shell import notebook
+TRAIN = '''
+import torch
+from torch import nn
+wb.fit(nn.Linear(16, 4), wb.data.synthetic(128, shape=(16,), classes=4), steps=8, batch_size=16,
+       loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+'''
+with notebook(2, fresh=True) as book:
+    runs = book["wb"].runs
+    for first in (True, False):
+        said = book.ok(f"%%distributed mirrored --plot off\n{TRAIN}").text
+        assert runs.latest.weights()
+        assert str(runs.latest.folder).startswith(kept), runs.latest.folder
+        assert runs.latest.folder.parent.stat().st_mode & 0o077 == 0
+        told = [line for line in said.splitlines() if "WORKBENCH_HOME" in line]
+        assert len(told) == first, said
+        assert not first or (home in told[0] and kept in told[0]), said
+print("all is well")
+"""
+
+
 @pytest.fixture
 def place():
     """A folder whose name is short enough for sockets."""
@@ -62,16 +89,16 @@ def place():
         yield folder
 
 
-def test_cells_and_runs_go_on_where_temporary_files_and_shared_memory_are_full(tmp_path, place):
+def run_with_a_mount(place, code, *arguments, home):
     unshare = shutil.which("unshare")
     apart = [unshare, *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "-m"]
     tried = [*apart, "mount", "-t", "tmpfs", "tmpfs", place]
     if not unshare or subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a small disk of their own (unshare -m)")
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "WORKBENCH_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "WORKBENCH_HOME": home, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [*apart, sys.executable, "-c", NOTEBOOK, place, str(tmp_path / "kept")],
+        [*apart, sys.executable, "-c", code, place, *arguments],
         capture_output=True,
         text=True,
         timeout=150,
@@ -79,3 +106,12 @@ def test_cells_and_runs_go_on_where_temporary_files_and_shared_memory_are_full(t
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all is well" in done.stdout
+
+
+def test_cells_and_runs_go_on_where_temporary_files_and_shared_memory_are_full(tmp_path, place):
+    run_with_a_mount(place, NOTEBOOK, str(tmp_path / "kept"), home=str(tmp_path))
+
+
+def test_runs_are_kept_in_a_temporary_folder_where_home_is_read_only(place):
+    with tempfile.TemporaryDirectory(prefix="wb-kept-") as kept:
+        run_with_a_mount(place, READ_ONLY, kept, home=place)

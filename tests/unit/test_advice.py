@@ -78,6 +78,8 @@ from workbench.engine.debugging.tracebacks import advice
             "'cuda:0'.",
             "tf.device(device)",
         ),
+        ("RuntimeError: can't start new thread", "--pids-limit"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "ulimit -u"),
         ("ValueError: something else", None),
     ],
 )
@@ -93,9 +95,22 @@ def test_no_room_is_said_of_the_place_that_is_full(monkeypatch: pytest.MonkeyPat
         "workbench.engine.debugging.tracebacks.shutil.disk_usage",
         lambda place: SimpleNamespace(free=rooms.get(str(place), 10**9)),
     )
-    assert str(advice(error)).startswith("/dev/shm (the shared memory")
+    said = str(advice(error))
+    assert said.startswith("/dev/shm, which worker processes of a DataLoader")
+    assert "num_workers=0" in said
+    assert "--shm-size" in said
+    assert "folder" not in said
+    assert advice(f"{error}: '/data/x'") == "make room there, or write to another folder"
     rooms["/dev/shm"] = 10**9
     assert advice(error) == "make room there, or write to another folder"
+
+
+def test_shared_memory_that_nobody_may_write_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = "OSError: [Errno 30] Read-only file system"
+    assert advice(error) is None
+    monkeypatch.setattr("workbench.engine.debugging.tracebacks.os.access", lambda *_: False)
+    assert "num_workers=0" in str(advice(error))
+    assert advice(f"{error}: '/data/x'") is None
 
 
 RANKS = "Argument `output` must have rank (ndim) `target.ndim - 1`. Received: "

@@ -27,6 +27,10 @@ GB = 10**9
         (Exit(1, None, 9), Memory(), "killed by SIGKILL"),
         (Exit(1, None, 6), Memory(), "killed by SIGABRT (native code gave up)"),
         (Exit(1, 3, None), Memory(), "exited with code 3 (os._exit, or a library that ends the process)"),  # noqa: E501
+        (Exit(1, 255, None), Memory(refused="a limit"), "exited with code 255 (a limit)"),
+        (Exit(1, None, 6), Memory(refused="a limit"), "killed by SIGABRT (a limit)"),
+        (Exit(1, None, 15), Memory(refused="a limit"), "killed by SIGTERM (somebody asked it to end)"),  # noqa: E501
+        (Exit(1, 0, None), Memory(refused="a limit"), "exited with code 0"),
         (Exit(1, 0, None), Memory(), "exited with code 0"),
         (Exit(1, None, None), Memory(), "how is not known"),
         (Exit(1, None, 9, parent="the warm parent"), Memory(), "it ended with the warm parent"),
@@ -41,6 +45,36 @@ def test_what_we_ended_ourselves_is_nobody_elses_doing():
     assert str(
         processes.ending(Exit(1, None, 9, GB), Memory(GB), "by Workbench: it did not answer")
     ) == ("killed by SIGKILL (by Workbench: it did not answer)")
+
+
+@pytest.mark.parametrize(
+    ("group", "place"),
+    [
+        ("9:memory:/x\n8:pids:/docker/abc\n0::/\n", "pids/docker/abc"),
+        ("8:pids:/docker/abc\n", "pids"),
+        ("0::/kubepods/pod1\n", "kubepods"),
+        ("0::/\n", "."),
+    ],
+)
+def test_a_limit_on_processes_is_named_once_it_refused_one(tmp_path, monkeypatch, group, place):
+    groups, root = tmp_path / "cgroup", tmp_path / "fs"
+    groups.write_text(group)
+    folder = root / place
+    folder.mkdir(parents=True)
+    (folder / "pids.max").write_text("60\n")
+    (folder / "pids.events").write_text("max 3\n")
+    find = processes._pids_limits
+    monkeypatch.setattr(processes, "_pids_limits", lambda: find(groups, root))
+    watch = processes.MemoryWatch()
+    assert watch.seen(1, killed=False).refused == ""
+    (folder / "pids.events").write_text("max 4\n")
+    for _ in range(2):  # of both engines that die of it
+        assert "no more than 60 processes and threads" in watch.seen(1, killed=False).refused
+    monkeypatch.setattr(processes, "REFUSED_S", 0.0)  # later deaths have causes of their own
+    assert watch.seen(1, killed=False).refused == ""
+    (folder / "pids.events").write_text("max 5\n")
+    (folder / "pids.max").write_text("max\n")
+    assert watch.seen(1, killed=False).refused == ""
 
 
 CRASH = """2026-11-21 08:20:55.1 [IPEngine] Completed registration with id 1

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -324,6 +325,26 @@ def test_without_it_they_are_in_the_users_data_folder(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tmp_path in folders.runs_root().parents
+
+
+def test_where_nothing_may_be_written_runs_are_kept_in_a_private_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv(folders.HOME_VARIABLE, str(home / "deeper"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert folders.moved() == ""
+    home.write_text("a file, in which nobody can make a folder")
+    root = folders.runs_root()
+    assert root.parent == tmp_path
+    assert root.stat().st_mode & 0o077 == 0
+    assert folders.new_run_dir("base").parent == root
+    assert [word in folders.moved() for word in (str(root), str(home), "WORKBENCH_HOME")] == [
+        True
+    ] * 3
+    root.chmod(0o755)  # as another user might have made it, to read along
+    assert folders.moved() == ""
+    assert not folders.new_run_dir("base").exists()
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "", "..", "x" * 300, "läuft gut?"])

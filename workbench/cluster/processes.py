@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import select
@@ -19,6 +20,7 @@ import site
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +199,8 @@ def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:
 
 
 LIKELY_SHARE = 0.1
+REFUSED_S = 10.0
+"""How long a refused process is thought to be why others end."""
 """Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
 EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
@@ -284,27 +288,46 @@ class Memory:
         total_bytes: What the machine, or our control group, has at most; 0 where unknown.
         kills: How many processes were killed for lack of memory since we began to count.
         logged: Whether the kernel's log names this process.
+        refused: That a process or thread was refused for a limit, in words; empty where none was.
     """
 
     total_bytes: int = 0
     kills: int = 0
     logged: bool = False
+    refused: str = ""
 
 
 class MemoryWatch:
-    """Counts the kernel's kills for lack of memory, from when it was made."""
+    """Counts the kernel's kills for lack of memory, and what it refused, from when it was made."""
 
     def __init__(self) -> None:
         self._before = _count_kills()
         self._total = _limit_bytes()
+        self._refused = sum(refused for _, refused in _pids_limits())
+        self._refused_at = -math.inf
 
     def seen(self, pid: int, killed: bool) -> Memory:
         """Return what is known at the death of `pid`; only a kill makes us ask the system."""
         if not killed:
-            return Memory(self._total)
+            return Memory(self._total, refused=self.refused())
         count = _count_kills()
         kills, self._before = count - self._before, count
         return Memory(self._total, kills, kills > 0 and _in_kernel_log(pid))
+
+    def refused(self) -> str:
+        """Return which limit refused a process, or a thread, just now, in words; "" for none."""
+        limits = _pids_limits()
+        count = sum(refused for _, refused in limits)
+        if count > self._refused:
+            self._refused, self._refused_at = count, time.monotonic()
+        if not count or time.monotonic() - self._refused_at > REFUSED_S:
+            return ""
+        least = min(limit for limit, refused in limits if refused)
+        return (
+            f"perhaps because this container may have no more than {least} processes and threads, "
+            "and one more was refused: raise that limit (docker run --pids-limit=-1), or start "
+            "fewer engines"
+        )
 
 
 def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
@@ -315,6 +338,8 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
     """
     if end.signal is None:
         hint = "os._exit, or a library that ends the process" if end.code else ""
+        if end.code and memory.refused:
+            hint = memory.refused
         return Ending(code=end.code, hint=hint)
     if end.parent:
         return Ending(what=f"it ended with {end.parent}", with_all=True)
@@ -323,7 +348,10 @@ def ending(end: Exit, memory: Memory = Memory(), by_us: str = "") -> Ending:
     held = f"it held {end.held_bytes / 1e9:.1f} GB" if end.held_bytes else ""
     if end.signal == signal.SIGKILL:
         return Ending(end.text, hint=_why_killed(end.held_bytes, held, memory))
-    return Ending(end.text, hint=_MEANING.get(end.text, ""))
+    meaning = _MEANING.get(end.text, "")
+    if end.signal == signal.SIGABRT and memory.refused:
+        meaning = memory.refused
+    return Ending(end.text, hint=meaning)
 
 
 def _why_killed(held_bytes: int, held: str, memory: Memory) -> str:
@@ -409,6 +437,32 @@ def _limit_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             found.append(int((Path("/sys/fs/cgroup") / name).read_text()))
     return min(found)
+
+
+def _pids_limits(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[int, int]]:
+    """Return the limits on how many processes and threads our control groups may have.
+
+    Each with how often it refused one. In a container the groups' names may be those of the host,
+    while what is mounted begins with the container's own.
+    """
+    found: dict[Path, tuple[int, int]] = {}
+    with contextlib.suppress(OSError):
+        for line in groups.read_text().splitlines():
+            number, names, path = line.split(":", 2)
+            if number != "0" and "pids" not in names.split(","):
+                continue
+            top = root / "pids" if number != "0" else root
+            here = top / path.lstrip("/")
+            for folder in (here, *here.parents):
+                if not folder.is_relative_to(top):
+                    break
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    limit = int((folder / "pids.max").read_text())  # "max": none
+                    refused = (folder / "pids.events").read_text().split()
+                    found[folder] = limit, int(refused[refused.index("max") + 1])
+    return list(found.values())
 
 
 def _in_kernel_log(pid: int) -> bool:

@@ -327,6 +327,8 @@ def runs() -> Found:
     from ..history import folders
 
     status, found, figures = _place(folders.runs_root())
+    if status == "ok" and (moved := folders.moved()):
+        status, found = "warn", moved
     return status, found, "" if status == "ok" else (
         "make room there, or export WORKBENCH_HOME=/another/folder"
     ), figures  # fmt: skip

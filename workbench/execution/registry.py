@@ -166,6 +166,8 @@ class MissingRunError(KeyError, PlanError):
 
 runs = Runs()
 _clusters: list[Closable] = []
+_told: list[str] = []
+"""What is said with the first run alone: where runs are kept in place of the user's folder."""
 AWAKE = 10
 """Newest runs that are held in memory; what older ones hold is read from disk when asked for."""
 
@@ -190,6 +192,9 @@ def new_run(
         init_from=initial, resume_from=resume_from,
     )  # fmt: skip
     runs.add(run)
+    if not _told and (words := folders.moved()):
+        _told.append(words)
+        run.note(words)
     return run
 
 

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,14 +30,51 @@ _MARK = ".in-use"
 def runs_root() -> Path:
     """Return the folder that holds all runs, made if need be; private to the user.
 
-    `WORKBENCH_HOME` overrides the user's data folder.
+    `WORKBENCH_HOME` overrides the user's data folder. Where neither can be written (a container
+    whose HOME is read-only), it is a private folder of the temporary one.
     """
     root = _root()
     _make_private(root)
     return root
 
 
+def moved() -> str:
+    """Return in a line that runs are kept in the temporary folder, and why; "" where not."""
+    wanted, root = _wanted(), _root()
+    if root == wanted:
+        return ""
+    return (
+        f"Runs are kept in {root}, because {wanted} cannot be written. Temporary folders are "
+        f"emptied sooner or later: set {HOME_VARIABLE} to a folder of yours that stays, and "
+        "restart the kernel."
+    )
+
+
 def _root() -> Path:
+    wanted = _wanted()
+    return wanted if _can_be_written(wanted) else _temporary() or wanted
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether files may be made in a folder, or the folder itself; a full disk counts as such."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _temporary() -> Path | None:
+    """Return a folder for runs in the temporary one, this user's alone; None: there is none."""
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.gettempdir()) / f"distributed-workbench-runs-{os.getuid()}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o77:
+            return folder
+    return None  # what another user made there is not ours to write to
+
+
+def _wanted() -> Path:
     home = os.environ.get(HOME_VARIABLE)
     if home:
         return Path(home).expanduser() / "runs"

@@ -16,6 +16,7 @@ import faulthandler
 import importlib.metadata
 import os
 import platform
+import secrets
 import signal
 import socket
 import sys
@@ -94,6 +95,7 @@ class Agent:
         sock.curve_serverkey = self._join.key.encode()
         sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
         sock.setsockopt(zmq.LINGER, 1000)
+        sock.setsockopt(zmq.IDENTITY, secrets.token_hex(16).encode())  # the same when it reconnects
         sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)

@@ -95,6 +95,7 @@ class Agents:
         self._socket = sock = self._context.socket(zmq.ROUTER)
         sock.curve_server, sock.curve_publickey, sock.curve_secretkey = True, public, secret
         sock.setsockopt(zmq.LINGER, 500)
+        sock.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that is made anew takes over
         sock.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
         sock.setsockopt(zmq.MAXMSGSIZE, 64 << 20)

@@ -296,6 +296,13 @@ def _name_cells_in_warnings(numbers: Callable[[], Mapping[str, int]]) -> None:
 
 SHARED = "/dev/shm"
 _NO_ROOM_BYTES = 64 << 10
+_SHARED_STEP = (
+    f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
+    "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
+    "--shm-size=2g)"
+)
+_UNNAMED = re.compile(r"(No space left on device|Read-only file system)\s*$")
+"""An error that names no file: what makes semaphores and pipes, as a DataLoader's start does."""
 """With less room than this a place counts as full."""
 
 _KNOWN: tuple[tuple[str, str], ...] = (
@@ -540,9 +547,13 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
-        "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
-        "--shm-size=2g)",
+        _SHARED_STEP,
+    ),
+    (
+        r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
+        "no more processes and threads are allowed here (the container's pids limit, or ulimit "
+        "-u): raise it (docker run --pids-limit=-1), or use fewer engines, DataLoader(..., "
+        "num_workers=0) and --threads 1",
     ),
     (
         r"No space left on device|Disk quota exceeded",
@@ -565,17 +576,25 @@ def plain(text: str) -> str:
 
 def advice(words: str) -> str | None:
     """Return the next step for an error, given as `Name: message`, or None where there is none."""
+    if _UNNAMED.search(words) and _shared_is_closed():
+        return _SHARED_STEP
     step = _known(words)
     if step is not None and "No space left" in words and (places := _full_places()):
         return f"{' and '.join(places)}: {step}"
     return step
 
 
+def _shared_is_closed() -> bool:
+    """Whether nothing can be put into shared memory."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(SHARED).free < _NO_ROOM_BYTES or not os.access(SHARED, os.W_OK)
+    return False
+
+
 def _full_places() -> list[str]:
     """Return where no room is left, of the places that are written to without naming them."""
     found = []
     for place, what in (
-        (SHARED, "the shared memory that processes of a DataLoader use"),
         (tempfile.gettempdir(), "the folder for temporary files"),
         (os.getcwd(), "the present folder"),
     ):
