@@ -1,21 +1,24 @@
-"""Which cluster a process belongs to, its files there, and what a framework's import depends on."""
+"""A process of a cluster: whose it is, its files, where it may listen, what an import depends on."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import RunError
+from ..errors import ClusterError, RunError
 
 MARK = "WORKBENCH_CLUSTER"
 """Environment variable of every process of a cluster: the cluster's folder."""
 TMP = "tmp"
 PAGE_BYTES = 64 << 10
+BACKLOG = 1024
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -60,6 +63,45 @@ def folder() -> str | None:
     """
     path = Path(os.environ.get(MARK) or "/nowhere") / TMP
     return str(path) if path.is_dir() else None
+
+
+def listening(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
+    """Return a socket that listens on one address: on the first free port of those that may be.
+
+    Args:
+        host: An IPv4 address of this host; empty: every interface.
+        ports: The first and last port that may be taken; None: the system chooses one.
+
+    Raises:
+        ClusterError: All of them are taken, or the address is not this host's.
+    """
+    reason = ""
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(BACKLOG)
+            return sock
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break
+    raise cannot_listen(host, ports, reason)
+
+
+def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> ClusterError:
+    """Return the error of `listening`."""
+    which = "any port" if ports is None else f"each of {ports[0]} to {ports[1]}"
+    return ClusterError(
+        f"No port is left to listen on at {host or 'this host'}.",
+        seen=f"{which}: {reason}",
+        allowed="each server, the store and each worker of TensorFlow takes a port of its host",
+        next_step="name more ports: %cluster start --ports FIRST-LAST",
+        code="WB-CLUSTER-046",
+    )
 
 
 class Page:
