@@ -1,4 +1,4 @@
-"""A process of a cluster: whose it is, its files, where it may listen, what an import depends on."""
+"""A process of a cluster: whose it is, its files, where it listens, what imports depend on."""
 
 from __future__ import annotations
 
@@ -166,10 +166,13 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that a framework is to be imported with, besides what is given.
 
-    TensorFlow reads these once, while it loads or at its first message. Which framework Keras
+    Frameworks read these once, while they load or at their first message. Which framework Keras
     computes with is what was asked for, whatever the user's settings say. Messages of the C++ side
-    would stand below cells; without an NVIDIA driver its errors are about that.
+    would stand below cells: TensorFlow's, whose errors are about the NVIDIA driver that is not
+    there, and torch's, which warns on every rank where a host's name cannot be looked up.
     """
+    if framework == "torch":
+        return {"TORCH_CPP_LOG_LEVEL": given.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     if framework != "tensorflow":
         return {}
     level = "2" if os.path.exists(NVIDIA_DRIVER) else "3"

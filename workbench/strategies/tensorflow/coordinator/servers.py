@@ -123,12 +123,11 @@ def hold_port(ports: tuple[int, int] | None) -> socket.socket:
     Raises:
         ClusterError: Each port is taken.
     """
-    if ports is not None:
-        return cluster_env.listening("", ports)
-    for port in random.Random(os.urandom(8)).sample(PORTS, len(PORTS)):
+    among = PORTS if ports is None else range(ports[0], ports[1] + 1)
+    for port in random.Random(os.urandom(8)).sample(among, len(among)):
         with contextlib.suppress(ClusterError):
             return cluster_env.listening("", (port, port))
-    raise cluster_env.cannot_listen("", (PORTS[0], PORTS[-1]), "all are taken")
+    raise cluster_env.cannot_listen("", (among[0], among[-1]), "all are taken")
 
 
 def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
@@ -175,10 +174,21 @@ def listening() -> set[tuple[int, str]]:
 
 
 def shut(sockets: set[tuple[int, str]]) -> None:
-    """Let nobody connect to these any more; their owner keeps the descriptors."""
+    """Let nobody reach what listens here any more; its owner keeps the descriptors.
+
+    Connections end as well: a later run may get the same port, and gRPC would go on with the
+    connection that it has, to the server that is no more.
+    """
+    ports = set()
     for descriptor, _ in sockets & listening():
         with socket.socket(fileno=os.dup(descriptor)) as sock:
+            ports.add(sock.getsockname()[1])
             sock.shutdown(socket.SHUT_RDWR)
+    for entry in os.listdir("/proc/self/fd") if ports else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as sock:
+            inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+            if inet and sock.type == socket.SOCK_STREAM and sock.getsockname()[1] in ports:
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 # -- delays on a worker ----------------------------------------------------------------------------
