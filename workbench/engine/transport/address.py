@@ -104,7 +104,7 @@ def interface_of(address: str) -> str:
     """Return the name of the network interface that has this address; empty: none has."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
-            return name
+            return str(name)
     return ""
 
 

@@ -185,10 +185,13 @@ def shut(sockets: set[tuple[int, str]]) -> None:
             ports.add(sock.getsockname()[1])
             sock.shutdown(socket.SHUT_RDWR)
     for entry in os.listdir("/proc/self/fd") if ports else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as sock:
-            inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and sock.type == socket.SOCK_STREAM and sock.getsockname()[1] in ports:
-                sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as sock:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and sock.getsockname()[1] in ports:
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 # -- delays on a worker ----------------------------------------------------------------------------
