@@ -209,17 +209,17 @@ def test_another_algorithm_must_beat_the_backend_clearly() -> None:
         ),
         pytest.param(dict.fromkeys(ALGORITHMS, 3.0), {BACKEND: 1}, BACKEND, id="slow network"),
         pytest.param(
-            {BACKEND: 0.4, "ring": 0.1, "hierarchical": 0.8},
+            {BACKEND: 0.8, "ring": 0.2, "hierarchical": 1.6},
             {BACKEND: 1, "ring": 1, "hierarchical": 1},
             "ring",
             id="time is up",
         ),
         pytest.param(
-            dict.fromkeys(ALGORITHMS, 0.06), dict.fromkeys(ALGORITHMS, 3), BACKEND, id="few rounds"
+            dict.fromkeys(ALGORITHMS, 0.12), dict.fromkeys(ALGORITHMS, 3), BACKEND, id="few rounds"
         ),
     ],
 )
-def test_trying_the_algorithms_takes_about_a_second_at_most(
+def test_trying_the_algorithms_takes_about_two_seconds_at_most(
     monkeypatch: pytest.MonkeyPatch, takes_s: dict[str, float], tried: dict[str, int], chosen: str
 ) -> None:
     runs: dict[str, int] = {}

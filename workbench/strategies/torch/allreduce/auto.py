@@ -10,8 +10,8 @@ adds time.
 Between hosts a message may take as long as a step, and trying all algorithms longer than the run.
 So the first messages of all are looked at: an algorithm that is several times slower than the best
 is tried no further, and where the first ones have used up the time for trying, the rest are not
-tried at all. Over a slow network that is no loss: bytes decide there, and the backend sends as few
-as can be.
+tried at all. Over a slow network bytes decide: the backend sends as few as can be, and between
+hosts the hierarchical algorithm, which is tried second there, sends fewer.
 
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
@@ -47,7 +47,7 @@ LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stay
 LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
 ROUNDS = 9
 COMPUTE_S = 0.5e-3
-BUDGET_S = 1.0
+BUDGET_S = 2.0
 """How long messages may be tried in all; the one that is under way then is the last."""
 HOPELESS = 4.0
 """Times the best's first message: slower ones are not tried again."""
@@ -121,7 +121,10 @@ def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = Fa
     key = (links.size, tuple(links.hosts), near, message.dtype, size_bytes.bit_length())
     choice = _recall(key, links)
     if choice is None:
-        measured = race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS, budget_s=BUDGET_S)
+        names = list(ALGORITHMS)
+        if len(set(links.hosts)) > 1:  # there may be time for two alone: the most promising
+            names.sort(key=lambda name: name not in (BACKEND, "hierarchical"))
+        measured = race(probe, links, aside, names, rounds=ROUNDS, budget_s=BUDGET_S)
         choice = _known[key] = fastest(measured)
     return choice
 
