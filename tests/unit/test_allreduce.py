@@ -240,7 +240,6 @@ def test_trying_the_algorithms_takes_about_two_seconds_at_most(
     )  # fmt: skip
     assert runs == tried
     assert auto.fastest(found).name == chosen
-    assert ("no other way was tried" in auto.fastest(found).explain(1 << 20)) == (len(runs) == 1)
 
 
 def test_the_catalog_offers_every_algorithm() -> None:

@@ -71,11 +71,6 @@ class Choice:
         kib = size_bytes / 1024
         size = f"{kib:.1f} KiB" if kib < 1024 else f"{kib / 1024:.1f} MiB"
         times = ", ".join(f"{name} {1e3 * took_s:.2f}" for name, took_s in self.seconds.items())
-        if len(self.seconds) == 1:
-            return (
-                f"Gradients ({size}) are averaged by {self.name}; messages are slow here, so no "
-                f"other way was tried (ms measured: {times})."
-            )
         return (
             f"Gradients ({size}) are averaged by {self.name}, the fastest here "
             f"(ms measured: {times})."
