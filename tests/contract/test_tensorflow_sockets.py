@@ -12,8 +12,13 @@ from needs import need
 pytestmark = pytest.mark.tensorflow
 need("tensorflow")
 
+from workbench.errors import ClusterError  # noqa: E402
 from workbench.strategies.tensorflow import multi_worker_mirrored, parameter_server  # noqa: E402
-from workbench.strategies.tensorflow.coordinator.servers import listening  # noqa: E402  # noqa: E402
+from workbench.strategies.tensorflow.coordinator.servers import (  # noqa: E402
+    hold_port,
+    listening,
+    shut,
+)
 
 
 class Interrupted:
@@ -63,3 +68,27 @@ def test_an_interrupt_at_the_end_leaves_no_socket_open(
         assert listening() == before
         with pytest.raises(OSError):
             socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_connections_of_a_run_end_with_it() -> None:
+    """A later run may get the same port: gRPC goes on with a connection that it has."""
+    before = listening()
+    with hold_port(None) as server, socket.create_server(("127.0.0.1", 0)) as others:
+        client = socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5)
+        accepted, _ = server.accept()
+        elsewhere = socket.create_connection(others.getsockname(), 5)
+        with client, accepted, elsewhere:
+            shut({one for one in listening() - before if one[0] == server.fileno()})
+            client.settimeout(5)
+            assert client.recv(1) == b""
+            elsewhere.sendall(b"?")
+
+
+def test_engines_of_one_host_hold_different_ports() -> None:
+    with hold_port(None) as free:
+        first = free.getsockname()[1]
+    ports = first, first + 1
+    with hold_port(ports) as one, hold_port(ports) as other:
+        assert {one.getsockname()[1], other.getsockname()[1]} == set(ports)
+        with pytest.raises(ClusterError, match="WB-CLUSTER-046"):
+            hold_port(ports)

@@ -69,12 +69,16 @@ def run(
     number = next(_numbers)
     spec = RunSpec(
         mode="run", rank=rank, world_size=workers, framework="tensorflow",
-        ranks=(0,) * workers if entry.one_engine else tuple(range(workers)),
         threads=2, run=number, run_id=f"run{number}", strategy=entry.name,
         options=entry.settings(options or {}), overrides=overrides or {},
         faults=tuple(map(parse_fault, faults)),
-        init_from=init_from, replicas=held, hosts=("here",) * workers,
-        **{"devices": ("cpu",) * held, **(told or {})},
+        init_from=init_from, replicas=held,
+        **{
+            "ranks": (0,) * workers if entry.one_engine else tuple(range(workers)),
+            "devices": ("cpu",) * held,
+            "hosts": ("here",) * workers,
+            **(told or {}),
+        },
     )  # fmt: skip
     report = Report()
     report.names = {"__name__": "__main__", "wb": workbench, **(names or {})}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import networks
 import pytest
 from fakes import gpu
 from harness import run_here
@@ -57,7 +58,9 @@ ALONE_S = 3.0
 """How long the others may wait for one that has failed; then they are interrupted."""
 
 
-def _serve(pipe: Any, stacks: str) -> None:
+def _serve(pipe: Any, stacks: str, network: str) -> None:
+    if network:
+        networks.enter(network)
     # Asked for by `Workers._abandon`; stays open as long as the process lives.
     faulthandler.register(signal.SIGUSR1, open(stacks, "w"))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in an engine, but while a cell runs
@@ -106,14 +109,16 @@ class Workers:
         self._truths: dict[str, Report] = {}
         self._grow(count)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.meet = "127.0.0.1", self.store.port
         self.runs = 0
 
     def _grow(self, count: int) -> None:
         """Start processes until there are so many."""
         while len(self.processes) < count:
             ours, theirs = self._starter.Pipe()
+            place = len(self.processes)
             process = self._starter.Process(
-                target=_serve, args=(theirs, self._stacks_of(len(self.processes)))
+                target=_serve, args=(theirs, self._stacks_of(place), self._network(place))
             )  # not daemonic: loaders have processes of their own
             with mock.patch.dict(
                 os.environ, self._environ
@@ -122,6 +127,10 @@ class Workers:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+
+    def _network(self, place: int) -> str:
+        """Return the network namespace that a process lives in; empty: this one."""
+        return ""
 
     def _devices(self, rank: int, workers: int) -> dict[str, Any]:
         """Return what a worker is told of its device: one of its own each."""
@@ -166,7 +175,7 @@ class Workers:
         for rank in range(workers + servers):
             spec = RunSpec(
                 mode="run", rank=rank, world_size=workers, ranks=tuple(range(workers)),
-                store=("127.0.0.1", self.store.port), prefix=f"run{self.runs}/", run=self.runs,
+                store=self.meet, prefix=f"run{self.runs}/", run=self.runs,
                 run_id=f"run{self.runs}", strategy=entry.name,
                 options=settings, overrides=overrides or {},
                 faults=tuple(map(parse_fault, faults)), servers=servers,

@@ -197,6 +197,51 @@ def test_another_algorithm_must_beat_the_backend_clearly() -> None:
     assert auto.fastest({"ring": 0.5, "reduce_to_one": 0.6}).name == "ring"
 
 
+@pytest.mark.parametrize(
+    ("takes_s", "tried", "chosen"),
+    [
+        pytest.param({}, dict.fromkeys(ALGORITHMS, 1 + auto.ROUNDS), BACKEND, id="near"),
+        pytest.param(
+            {"ring": 0.9 * auto.NOISE_S / 2, "reduce_to_one": 5 * auto.NOISE_S},
+            {**dict.fromkeys(ALGORITHMS, 1 + auto.ROUNDS), "reduce_to_one": 1},
+            BACKEND,
+            id="one is hopeless",
+        ),
+        pytest.param(dict.fromkeys(ALGORITHMS, 3.0), {BACKEND: 1}, BACKEND, id="slow network"),
+        pytest.param(
+            {BACKEND: 0.8, "ring": 0.2, "hierarchical": 1.6},
+            {BACKEND: 1, "ring": 1, "hierarchical": 1},
+            "ring",
+            id="time is up",
+        ),
+        pytest.param(
+            dict.fromkeys(ALGORITHMS, 0.12), dict.fromkeys(ALGORITHMS, 3), BACKEND, id="few rounds"
+        ),
+    ],
+)
+def test_trying_the_algorithms_takes_about_two_seconds_at_most(
+    monkeypatch: pytest.MonkeyPatch, takes_s: dict[str, float], tried: dict[str, int], chosen: str
+) -> None:
+    runs: dict[str, int] = {}
+
+    class Entrant(SimpleNamespace):
+        def __call__(self, probe: Any) -> None:
+            runs[self.name] = runs.get(self.name, 0) + 1
+            clock[0] += takes_s.get(self.name, 1e-3)
+
+    clock = [0.0]
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(auto, "_compute", lambda: None)
+    monkeypatch.setattr(auto, "AllReduce", lambda name, links: Entrant(name=name))
+    monkeypatch.setattr(auto.dist, "all_reduce", lambda *a, **k: None)
+    found = auto.race(
+        torch.zeros(1), SimpleNamespace(group=None), SimpleNamespace(run=lambda task: task()),
+        list(ALGORITHMS), rounds=auto.ROUNDS, budget_s=auto.BUDGET_S,
+    )  # fmt: skip
+    assert runs == tried
+    assert auto.fastest(found).name == chosen
+
+
 def test_the_catalog_offers_every_algorithm() -> None:
     option = catalog.lookup("mirrored").option("allreduce")
     assert set(option.choices) == {"auto", *ALGORITHMS}

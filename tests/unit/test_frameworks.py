@@ -52,7 +52,9 @@ def test_keras_computes_with_what_was_asked_for_and_the_users_log_level_stands()
     wanted = import_environment("tensorflow", given)
     assert wanted == {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "0"}
     assert import_environment("tensorflow", {})["TF_CPP_MIN_LOG_LEVEL"] in ("2", "3")
-    assert import_environment("torch", given) == {}
+    assert import_environment("torch", given) == {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    asked = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+    assert import_environment("torch", asked) == asked
 
 
 def test_a_process_in_which_tensorflow_has_run_an_operation_must_not_fork(monkeypatch):

@@ -6,13 +6,18 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from workbench.engine.transport import Hub, Link, LinkError, Message, address, connect, connection
+from workbench.errors import ClusterError
+from workbench.shared import cluster_env
+from workbench.shared.protocol import RunSpec
 
 KEY = b"k" * 32
 WAYS = ("shared_memory", "unix", "tcp")
@@ -207,6 +212,58 @@ def test_a_server_listens_on_loopback_for_a_run_on_one_host() -> None:
         assert len(names) == 2
     finally:
         listeners.close()
+
+
+def test_a_server_takes_the_first_free_port_of_those_it_may() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        first = probe.getsockname()[1]
+    ports = first, first + 1
+    before, after = address.Listeners("127.0.0.1", ports), address.Listeners("127.0.0.1", ports)
+    try:
+        assert [one.about["tcp"][1] for one in (before, after)] == [first, first + 1]
+        with pytest.raises(ClusterError, match=rf"each of {first} to {first + 1}.*\n.*\n.*--ports"):
+            address.Listeners("127.0.0.1", ports)
+    finally:
+        before.close()
+        after.close()
+
+
+def test_what_cannot_be_listened_at_is_said() -> None:
+    with pytest.raises(ClusterError, match=r"at 192\.0\.2\.1\..*WB-CLUSTER-046"):
+        cluster_env.listening("192.0.2.1")
+
+
+@pytest.mark.parametrize("towards", ["fd00::1", "a-name-nobody-knows", ""])
+def test_hosts_without_ipv4_are_told_so(towards: str) -> None:
+    with pytest.raises(ClusterError, match=r"IPv6 alone is not enough(.|\n)*--listen"):
+        address.own_address(towards)
+
+
+def test_the_own_address_is_that_of_the_route_there() -> None:
+    assert address.own_address("127.0.0.1") == "127.0.0.1"
+    assert address.interface_of("127.0.0.1") in ("lo", "lo0")
+    assert address.interface_of("192.0.2.1") == ""
+    assert "127.0.0.1" not in address.addresses()
+
+
+def test_a_run_on_one_host_stays_on_loopback_wherever_its_store_is() -> None:
+    spec = RunSpec(mode="run", rank=0, world_size=2, ranks=(0, 1), store=("192.0.2.1", 9))
+    assert address.address_in(replace(spec, hosts=("here", "here"))) == "127.0.0.1"
+    apart = replace(spec, hosts=("here", "there"), store=None)
+    assert address.address_in(replace(apart, address="192.0.2.7")) == "192.0.2.7"
+    with pytest.raises(ClusterError, match="WB-CLUSTER-111"):
+        address.address_in(apart)
+
+
+def test_containers_of_one_machine_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = address.host_token()
+    assert here == address.host_token()
+    network = SimpleNamespace(st_ino=1)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(address.os, "stat", lambda path: network)
+        there = address.host_token()
+    assert there != here
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "unix"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from fakes.accelerator import FakeAccelerator, HostClock
 from torch.profiler import ProfilerActivity
 
 from workbench.engine.debugging import stacks
-from workbench.engine.torch import accelerator, support
+from workbench.engine.torch import accelerator, group, support
 from workbench.shared.protocol import RunSpec
 
 pytestmark = pytest.mark.torch
@@ -111,3 +112,54 @@ def test_without_a_recorder_nothing_is_said(device: Any, monkeypatch: pytest.Mon
     module = torch._C._distributed_c10d
     monkeypatch.delattr(module, "_dump_nccl_trace_json", raising=False)
     assert support.collective_under_way(device) is None
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+    """Rank 2 of four on two hosts; this host reaches the store from 10.0.0.2, on eth7."""
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(group.address, "own_address", {"10.0.0.1": "10.0.0.2"}.__getitem__)
+    monkeypatch.setattr(group.address, "interface_of", {"10.0.0.2": "eth7"}.__getitem__)
+    return RunSpec(
+        mode="run", rank=2, world_size=4, ranks=(0, 1, 2, 3), store=("10.0.0.1", 5),
+        hosts=("z", "z", "a", "a", "z"), backend="cpu:gloo,cuda:nccl",
+    )  # fmt: skip
+
+
+def test_workers_of_several_hosts_talk_on_the_interface_that_leads_to_the_store(
+    two_hosts: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = group.environ(two_hosts)
+    assert [found[name] for name in INTERFACES] == ["eth7"] * 3
+    assert found["MASTER_ADDR"] == "10.0.0.1"
+    ranks = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [found[name] for name in ranks] == ["1", "0", "2"]  # the first rank's host is host 0
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert "GLOO_SOCKET_IFNAME" not in group.environ(two_hosts)  # the user's stands
+
+
+def test_workers_that_are_all_on_one_host_talk_on_its_loopback(two_hosts: RunSpec) -> None:
+    found = group.environ(replace(two_hosts, hosts=("a", "a", "a", "a", "z")))
+    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "TP_SOCKET_IFNAME" not in found
+
+
+@pytest.mark.parametrize("peers", [frozenset(), frozenset({"127.0.0.9"})])
+def test_only_connections_to_the_groups_hosts_are_broken(
+    peers: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_peers", peers)
+    monkeypatch.setattr(group, "_kept", {inode for _, inode in group._sockets()})
+    with socket.create_server(("127.0.0.9", 0)) as worker, socket.create_server(("", 0)) as other:
+        to_worker = socket.create_connection(worker.getsockname())
+        to_other = socket.create_connection(("127.0.0.1", other.getsockname()[1]))
+        with to_worker, to_other:
+            assert group.shutdown_group_sockets() == (1 if peers else 2)
+            with pytest.raises(OSError):
+                to_worker.sendall(b"?")
+            if peers:
+                to_other.sendall(b"?")

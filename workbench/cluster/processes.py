@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import math
 import os
 import re
@@ -160,30 +159,36 @@ def installed(framework: str) -> bool:
         return False
 
 
-def start_keeper(folder: str = "") -> tuple[subprocess.Popen[bytes], str, int]:
+def start_keeper(
+    folder: str = "", host: str = keeper.LOOPBACK, ports: tuple[int, int] | None = None
+) -> tuple[subprocess.Popen[bytes], str, int]:
     """Start a TCPStore keeper without a warm parent; returns process, host and port.
 
     It ends when its stdin is closed, which the end of this process does too.
 
+    Args:
+        folder: The cluster's.
+        host, ports: Where it listens, as in `cluster_env.listening`.
+
     Raises:
-        ClusterError: It did not come up.
+        ClusterError: It cannot listen there, or did not come up.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cluster.forkserver.keeper"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment(folder=folder), start_new_session=True,
-    )  # fmt: skip
+    with cluster_env.listening(host, ports) as sock:
+        address, port = sock.getsockname()[:2]
+        process = subprocess.Popen(
+            [sys.executable, "-m", keeper.__name__, str(sock.fileno())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=environment(folder=folder), start_new_session=True, pass_fds=[sock.fileno()],
+        )  # fmt: skip
     assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
+    if not process.stdout.readline():
         raise ClusterError(
             "The store that workers meet at did not start.",
             seen=f"exit code {process.wait()}",
-            next_step=f"run {sys.executable} -m {keeper.__name__} in a terminal to see why",
+            next_step=f"run {sys.executable} -c 'import torch.distributed' to see why",
             code="WB-CLUSTER-017",
         )
-    answer = json.loads(line)
-    return process, str(answer["host"]), int(answer["port"])
+    return process, str(address), int(port)
 
 
 def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:

@@ -39,7 +39,7 @@ from .telemetry import profiler
 from .telemetry.recorder import Recorder
 from .telemetry.step_gate import FaultInjector, Gate
 from .training import fit_arguments
-from .transport import Hub, connect
+from .transport import Hub, address, connect
 from .transport.connection import LinkError
 
 if TYPE_CHECKING:
@@ -468,10 +468,10 @@ def serve(run: RunContext, framework: Any) -> None:
     if not run.entry.links:  # the framework's own servers know how to meet
         strategy.serve()
         return
-    assert spec.store is not None, "a run with links has a store"
     run.hub = hub = Hub(spec.world_size, bytes.fromhex(spec.key))
     try:
-        hub.admit(framework.open_store(spec), spec.rank - spec.world_size, spec.store[0])
+        store, host = framework.open_store(spec), address.address_in(spec)
+        hub.admit(store, spec.rank - spec.world_size, host, spec.ports)
         strategy.serve()
     finally:
         strategy.close()

@@ -1,4 +1,4 @@
-"""Which cluster a process belongs to, its files there, what a framework's import depends on.
+"""A process of a cluster: whose it is, its files, where it listens, what imports depend on.
 
 And which host it is on: what tells that from others, and the address others reach it by.
 """
@@ -6,21 +6,25 @@ And which host it is on: what tells that from others, and the address others rea
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import json
 import os
 import platform
 import socket
 import threading
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import RunError
+from ..errors import ClusterError, RunError
 
 MARK = "WORKBENCH_CLUSTER"
 """Environment variable of every process of a cluster: the cluster's folder."""
 TMP = "tmp"
 PAGE_BYTES = 64 << 10
+BACKLOG = 1024
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -65,6 +69,45 @@ def folder() -> str | None:
     """
     path = Path(os.environ.get(MARK) or "/nowhere") / TMP
     return str(path) if path.is_dir() else None
+
+
+def listening(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
+    """Return a socket that listens on one address: on the first free port of those that may be.
+
+    Args:
+        host: An IPv4 address of this host; empty: every interface.
+        ports: The first and last port that may be taken; None: the system chooses one.
+
+    Raises:
+        ClusterError: All of them are taken, or the address is not this host's.
+    """
+    reason = ""
+    first, last = ports or (0, 0)
+    for port in range(first, last + 1):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(BACKLOG)
+            return sock
+        except OSError as error:
+            sock.close()
+            reason = error.strerror or str(error)
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break
+    raise cannot_listen(host, ports, reason)
+
+
+def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> ClusterError:
+    """Return the error of `listening`."""
+    which = "any port" if ports is None else f"each of {ports[0]} to {ports[1]}"
+    return ClusterError(
+        f"No port is left to listen on at {host or 'this host'}.",
+        seen=f"{which}: {reason}",
+        allowed="each server, the store and each worker of TensorFlow takes a port of its host",
+        next_step="name more ports: %cluster start --ports FIRST-LAST",
+        code="WB-CLUSTER-046",
+    )
 
 
 class Page:
@@ -129,10 +172,13 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that a framework is to be imported with, besides what is given.
 
-    TensorFlow reads these once, while it loads or at its first message. Which framework Keras
+    Frameworks read these once, while they load or at their first message. Which framework Keras
     computes with is what was asked for, whatever the user's settings say. Messages of the C++ side
-    would stand below cells; without an NVIDIA driver its errors are about that.
+    would stand below cells: TensorFlow's, whose errors are about the NVIDIA driver that is not
+    there, and torch's, which warns on every rank where a host's name cannot be looked up.
     """
+    if framework == "torch":
+        return {"TORCH_CPP_LOG_LEVEL": given.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     if framework != "tensorflow":
         return {}
     level = "2" if os.path.exists(NVIDIA_DRIVER) else "3"
@@ -143,24 +189,48 @@ def import_environment(framework: str, given: Mapping[str, str]) -> dict[str, st
 
 
 def host_token() -> str:
-    """Return what tells hosts apart: processes with the same one share loopback, and may memory.
+    """Return what tells hosts apart: processes with the same one share memory and loopback.
 
-    Containers of one machine have its boot id, and clones their original's name; what differs then
-    is the network.
+    The name alone does not: machines that were cloned share it, and two containers of one machine
+    its boot as well, but not its network.
     """
-    parts = [platform.node()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return "-".join(parts)
+    node = platform.node()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{node}-{boot}-{os.stat('/proc/self/ns/net').st_ino}{_own_time()}"
+    except OSError:  # no Linux
+        return f"{node}-{uuid.getnode():012x}"
 
 
 def own_address(towards: str) -> str:
-    """Return this host's address where its way to another one begins.
+    """Return the address from which this host reaches another: there it is reached, too.
+
+    No name is resolved, neither its own nor the other's: Debian gives a host's own name the address
+    127.0.1.1, and containers know no names of others.
 
     Args:
-        towards: The other one's address; nothing is sent there.
+        towards: An IPv4 address.
+
+    Raises:
+        ClusterError: IPv4 has no way there.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
-        return str(probe.getsockname()[0])
+    try:
+        ipaddress.IPv4Address(towards)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # sends nothing: only the route is looked up
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"This host ({platform.node()}) does not reach the others of the run.",
+            seen=f"{towards}: {error}",
+            allowed="hosts that reach each other by IPv4 (IPv6 alone is not enough)",
+            next_step="name the network that all hosts share: %cluster start --listen ADDRESS",
+            code="WB-CLUSTER-110",
+        ) from error
+
+
+def _own_time() -> str:
+    """Return what tells a container with clocks of its own from its machine."""
+    with contextlib.suppress(OSError):
+        return f"-{os.stat('/proc/self/ns/time').st_ino}"
+    return ""

@@ -188,6 +188,9 @@ class RunSpec(RunSettings):
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
+        hosts: What tells the engines' hosts apart (`address.host_token`), in the order of `ranks`.
+        address: By which other hosts reach this engine, where there is no store to find it by.
+        ports: The first and last port that this engine may listen on; None: any.
         group: Name of the process group, where it outlives the run; by default `prefix`.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
         role: A `server` holds parameters: it never runs the cell, and world_size does not count it.
@@ -231,6 +234,8 @@ class RunSpec(RunSettings):
     accelerator: str = ""
     sharers: int = 1
     reserved: tuple[str, ...] = ()
+    address: str = ""
+    ports: tuple[int, int] | None = None
 
     @property
     def group_name(self) -> str:
@@ -249,6 +254,11 @@ class RunSpec(RunSettings):
     def local_rank(self) -> int:
         """This worker's index among those of its host."""
         return self.host_ranks.index(self.rank)
+
+    @property
+    def host_rank(self) -> int:
+        """The index of this engine's host among the run's, in the order of ranks."""
+        return list(dict.fromkeys(self.hosts)).index(self.hosts[self.rank]) if self.hosts else 0
 
     @property
     def row_rank(self) -> int:
@@ -280,6 +290,8 @@ class RunSpec(RunSettings):
             known[key] = tuple(known.get(key) or ())
         store = known.get("store")
         known["store"] = (str(store[0]), int(store[1])) if store else None
+        ports = known.get("ports")
+        known["ports"] = (int(ports[0]), int(ports[1])) if ports else None
         return RunSpec(**known)
 
 

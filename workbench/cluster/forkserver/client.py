@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from ...errors import ClusterError
+from ...shared import cluster_env
 from .. import folders
 from ..processes import (
     Exit,
@@ -38,6 +39,7 @@ from ..processes import (
     signal_child,
     start_keeper,
 )
+from . import keeper
 from .owner import knock
 
 __all__ = ["Exit", "WarmParent", "can_fork", "start_keeper"]
@@ -254,11 +256,22 @@ class WarmParent:
     def fork_keeper(
         self,
         log_path: str = os.devnull,
-        host: str = "127.0.0.1",
+        host: str = keeper.LOOPBACK,
         ports: tuple[int, int] | None = None,
     ) -> tuple[int, str, int]:
-        """Fork the process that hosts the TCPStore; return its pid, host and port."""
+        """Fork the process that hosts the TCPStore; return its pid, host and port.
+
+        Args:
+            log_path: As of an engine.
+            host: The one address of this host at which it listens.
+            ports: The first and last port that it may take; None: any.
+
+        Raises:
+            ClusterError: It cannot listen there, or the parent is gone or could not fork.
+        """
         answer = self.ask("fork_keeper", log_path=log_path, host=host, ports=ports)
+        if "unheard" in answer:
+            raise cluster_env.cannot_listen(host, ports, answer["unheard"])
         return int(answer["pid"]), str(answer["host"]), int(answer["port"])
 
     def signal(self, pid: int, sig: int) -> bool:

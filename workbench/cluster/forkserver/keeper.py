@@ -13,28 +13,19 @@ import socket
 import sys
 from typing import Any
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
-def listen(address: str = HOST, ports: tuple[int, int] | None = None) -> socket.socket:
-    """Return a socket that listens on a free port of the loopback interface only.
-
-    torch's own TCPStore listens on every interface; handed this socket it does not.
-    """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((address, 0))
-    sock.listen(1024)
-    return sock
-
-
-def host(listen_fd: int, port: int, address: str = HOST) -> Any:
+def host(listen_fd: int) -> Any:
     """Host a TCPStore on a listening socket; it lives as long as the returned object.
 
+    torch's own would listen on every interface; handed this socket it does not.
+
     Args:
-        listen_fd: Descriptor of the listening socket; the store owns it from now on.
-        port: Its port.
+        listen_fd: Descriptor of the socket; the store owns it from now on.
     """
+    with socket.socket(fileno=os.dup(listen_fd)) as sock:
+        address, port = sock.getsockname()[:2]
     dist = importlib.import_module("torch.distributed")
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listen_fd
@@ -42,11 +33,9 @@ def host(listen_fd: int, port: int, address: str = HOST) -> Any:
 
 
 def main() -> None:
-    """Host a store, print `{"host", "port", "pid"}` as one line, end when stdin closes."""
-    sock = listen()
-    port = sock.getsockname()[1]
-    store = host(sock.detach(), port)
-    sys.stdout.write(json.dumps({"host": HOST, "port": port, "pid": os.getpid()}) + "\n")
+    """Host a store on the socket that was handed over, say so in a line, end when stdin closes."""
+    store = host(int(sys.argv[1]))
+    sys.stdout.write(json.dumps({"pid": os.getpid()}) + "\n")
     sys.stdout.flush()
     sys.stdin.buffer.read()
     del store

@@ -23,6 +23,7 @@ import psutil
 from ...errors import ClusterError
 from .. import processes
 from ..processes import ExitCallback, can_fork, is_halted, start_keeper
+from . import keeper
 from .client import WarmParent
 
 
@@ -200,6 +201,7 @@ class Store:
         elsewhere: Has another host keep it: returns pid, address and port there.
 
     Attributes:
+        host, ports: Where the next keeper listens, as in `cluster_env.listening`.
         pid: Its process; 0 while there is none.
         process: The same, where it was not forked from a warm parent.
     """
@@ -216,6 +218,8 @@ class Store:
         self._address: tuple[str, int] | None = None
         self._lock = threading.Lock()
         self._gone = threading.Event()
+        self.host = keeper.LOOPBACK
+        self.ports: tuple[int, int] | None = None
         self.pid = 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -238,9 +242,10 @@ class Store:
         # The store is torch's: a parent that has imported it hosts one at once.
         warm = self._parents.find("torch")
         if warm is not None:
-            self.pid, host, port = warm.fork_keeper(str(self._folder / "log" / "keeper.log"))
+            log = str(self._folder / "log" / "keeper.log")
+            self.pid, host, port = warm.fork_keeper(log, self.host, self.ports)
         else:
-            self.process, host, port = start_keeper(str(self._folder))
+            self.process, host, port = start_keeper(str(self._folder), self.host, self.ports)
             self.pid = self.process.pid
             processes.watch(self.pid, self._on_exit)
         return host, port

@@ -50,6 +50,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ...errors import ClusterError
+from ...shared import cluster_env
 from . import keeper, preload, turns
 from .owner import Nanny, Owner
 
@@ -245,18 +247,20 @@ class WarmServer:
 
     def _on_fork_keeper(self, message: Message) -> Message:
         # Bound here, so that the port is known at once; hosted by the child.
-        address = str(message.get("host") or keeper.HOST)
-        ports = message.get("ports")
-        warm, sock = os.getpid(), keeper.listen(address, tuple(ports) if ports else None)
-        port = sock.getsockname()[1]
+        warm, ports = os.getpid(), message["ports"]
+        try:
+            sock = cluster_env.listening(message["host"], tuple(ports) if ports else None)
+        except ClusterError as error:
+            return {"unheard": error.seen}
+        host, port = sock.getsockname()[:2]
         fd = os.dup(sock.fileno())
         sock.close()
         try:
-            pid = self._fork(lambda: run_keeper(message, warm, fd, port), "keeper")
+            pid = self._fork(lambda: run_keeper(message, warm, fd), "keeper")
         finally:
             if self._job is None:
                 os.close(fd)
-        return {"pid": pid, "host": address, "port": port}
+        return {"pid": pid, "host": host, "port": port}
 
     def _fork(self, job: Job, what: str) -> int:
         if not self._imported:
@@ -459,10 +463,10 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int, port: int) -> None:
+def run_keeper(job: Mapping[str, Any], parent_pid: int, listen_fd: int) -> None:
     """Turn this fresh child into the process that hosts the TCPStore; never returns."""
     _detach(parent_pid, job["log_path"], "store-keeper")
-    store = keeper.host(listen_fd, port, str(job.get("host") or keeper.HOST))
+    store = keeper.host(listen_fd)
     while True:
         signal.pause()
         del store  # pragma: no cover - every signal that is handled ends the process

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import json
 import os
 import socket
 import sys
@@ -46,6 +47,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import ClusterError, EngineSpentError
 from ...shared.events import GROUP_GONE_S
 from ..debugging.marks import GROUP, doing, waits_in
+from ..transport import address
 from . import accelerator
 
 if TYPE_CHECKING:
@@ -76,25 +78,29 @@ DEVICE_COLLECTIVES = {
 """What NCCL's groups are made under, where the user has not set it
 (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html)."""
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Between hosts: gloo would take the address that the host's own name has, on Debian 127.0.1.1, and
+NCCL the first interface there is, which may be a container's bridge."""
+
 _torch_init = dist.init_process_group
 _torch_destroy = dist.destroy_process_group
 _kept: set[int] = set()  # inodes of sockets that are not the group's
 _store_port = 0
 _made: tuple[str, int, int] | None = None  # prefix, rank and size of the group that is there
+_peers: frozenset[str] = frozenset()  # addresses of its hosts, where they are several
 
 
 def environ(spec: RunSpec) -> dict[str, str]:
     """Return the environment that torchrun would set, so that other libraries find their rank."""
-    host = spec.hosts[spec.rank] if spec.hosts else ""
     local_size = len(spec.host_ranks)
-    address, port = spec.store or ("127.0.0.1", 0)
+    master, port = spec.store or (address.LOOPBACK, 0)
     values = {
         "RANK": spec.rank,
         "LOCAL_RANK": spec.local_rank,
         "WORLD_SIZE": spec.world_size,
         "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": sorted(set(spec.hosts)).index(host) if spec.hosts else 0,
-        "MASTER_ADDR": address,
+        "GROUP_RANK": spec.host_rank,
+        "MASTER_ADDR": master,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": spec.run_id or spec.prefix or "workbench",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -106,13 +112,14 @@ def environ(spec: RunSpec) -> dict[str, str]:
     }
     if "OMP_NUM_THREADS" not in os.environ:  # as torchrun, which sets it where the user did not
         values["OMP_NUM_THREADS"] = max(1, spec.threads)
+    wanted = dict(DEVICE_COLLECTIVES) if spec.backend != "gloo" else {}
     if local_size == spec.world_size:
         values["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    if spec.backend != "gloo":
-        wanted = dict(DEVICE_COLLECTIVES)
-        if local_size == spec.world_size:  # its bootstrap listens on the first interface else
+        if spec.backend != "gloo":  # its bootstrap listens on the first interface else
             wanted["NCCL_SOCKET_IFNAME"] = "lo"
-        values |= {name: value for name, value in wanted.items() if name not in os.environ}
+    elif spec.store is not None and (ours := address.interface_of(address.address_in(spec))):
+        wanted |= dict.fromkeys(INTERFACES, ours)
+    values |= {name: value for name, value in wanted.items() if name not in os.environ}
     return {name: str(value) for name, value in values.items()}
 
 
@@ -148,6 +155,7 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
     _kept.clear()
     _kept.update(inode for _, inode in _sockets())
     store.set_timeout(GROUP_TIMEOUT)
+    _learn_peers(spec, stores.PrefixStore(f"{prefix}addresses/", store))
     hook = sys.excepthook
     try:
         _torch_init(
@@ -173,6 +181,16 @@ def _make_group(spec: RunSpec, prefix: str, backend: str, **settings: Any) -> No
         # The communicator is made with the first collective: before a step's clock runs.
         dist.all_reduce(torch.zeros(1, device=device))
         verify()
+
+
+def _learn_peers(spec: RunSpec, store: Any) -> None:
+    """Learn the addresses of all workers' hosts; called by all workers together."""
+    global _peers
+    _peers = frozenset()
+    if len(spec.host_ranks) < spec.world_size:
+        store.set(str(spec.rank), json.dumps(address.addresses()))
+        told = store.multi_get([str(rank) for rank in range(spec.world_size)])
+        _peers = frozenset(one for text in told for one in json.loads(text))
 
 
 def backend_of(group: Any, device: str | torch.device) -> str:
@@ -331,8 +349,8 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
     """Break the process group's connections, so that a blocked collective raises at once.
 
     Callable from any thread. The group's sockets are those opened since it was made that are
-    connected, are not the store's, and lead to this host when the group is local. Listening
-    sockets are left alone (shutting one ends the process).
+    connected, are not the store's, and lead to one of the workers' hosts: what the user has
+    connected to elsewhere stays. Listening sockets are left alone (shutting one ends the process).
 
     Args:
         store: Break the connection to the store as well: a worker whose peer has never joined
@@ -342,14 +360,13 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
         How many connections were shut.
     """
     shut = 0
-    local = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
     for fd, inode in _sockets():
         if inode in _kept and not store:
             continue
         with contextlib.suppress(OSError):
             copy = os.dup(fd)
             with socket.socket(fileno=copy) as connection:
-                wanted = _is_groups(connection, local) if inode not in _kept else False
+                wanted = _is_groups(connection) if inode not in _kept else False
                 wanted = wanted or (store and _peer_port(connection) == _store_port)
                 if os.fstat(copy).st_ino == inode and wanted:
                     connection.shutdown(socket.SHUT_RDWR)
@@ -357,14 +374,13 @@ def shutdown_group_sockets(*, store: bool = False) -> int:
     return shut
 
 
-def _is_groups(connection: socket.socket, local: bool) -> bool:
+def _is_groups(connection: socket.socket) -> bool:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     peer = connection.getpeername()  # OSError for a listening socket: it has no peer
-    address = str(peer[0]).removeprefix("::ffff:")
-    if local and not (address.startswith("127.") or address == "::1"):
-        return False
-    return bool(peer[1] != _store_port)
+    host = str(peer[0]).removeprefix("::ffff:").partition("%")[0]
+    near = host.startswith("127.") or host == "::1"
+    return (host in _peers if _peers else near) and bool(peer[1] != _store_port)
 
 
 def _peer_port(connection: socket.socket) -> int:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
-import platform
 import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import psutil
+
+from ...errors import ClusterError
 from ...shared import cluster_env
+from ...shared.cluster_env import host_token, own_address
 from ..debugging.marks import ANSWER, waits_in
 from .connection import LinkError
 
-BACKLOG = 1024
+if TYPE_CHECKING:
+    from ...shared.protocol import RunSpec
+
+LOOPBACK = "127.0.0.1"
 LOOPBACK_BUFFER_BYTES = 1 << 18
 
 
@@ -31,35 +37,68 @@ class Store(Protocol):
         """Wait for a key and return its value."""
 
 
-def host_token() -> str:
-    """Return what tells hosts apart: two processes with the same one may share memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    with contextlib.suppress(OSError):
-        return f"{platform.node()}-{boot.read_text().strip()}"
-    return platform.node()
+def address_in(spec: RunSpec) -> str:
+    """Return where this engine listens for the others of its run; loopback where all are here.
+
+    Raises:
+        ClusterError: It has no way to them.
+    """
+    if len(set(spec.hosts)) <= 1:
+        return LOOPBACK
+    if spec.store is not None:
+        return own_address(spec.store[0])
+    if spec.address:
+        return spec.address
+    raise ClusterError(
+        "The engine was not told by which address other hosts reach it.",
+        seen=spec.run_id,
+        next_step="%cluster restart",
+        code="WB-CLUSTER-111",
+    )
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has this address; empty: none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    return ""
+
+
+def addresses() -> list[str]:
+    """Return every address by which other hosts may know this one."""
+    every = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    inet = [entry for entry in every if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    plain = {entry.address.partition("%")[0] for entry in inet}
+    return sorted(one for one in plain if not ipaddress.ip_address(one).is_loopback)
 
 
 class Listeners:
     """A server's two listening sockets: a Unix socket in a private folder, and TCP.
 
-    TCP listens on one address only, the one from which this host reaches the run's store: for a run
-    on one host that is loopback.
+    Args:
+        host: The one address on which TCP listens (`address_in`).
+        ports: The first and last port that may be taken; None: any.
+
+    Raises:
+        ClusterError: All of these ports are taken.
     """
 
-    def __init__(self, store_host: str) -> None:
+    def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
         self._folder = ""
         self.sockets: list[socket.socket] = []
         self.about: dict[str, Any] = {"host": host_token(), "pid": os.getpid()}
         with contextlib.suppress(OSError):  # no folder, or a long name: TCP is left
             self._bind_nearby()
-        tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        own = _own_address(store_host)
-        _bound_buffers(tcp, own)  # accepted connections take after it
-        tcp.bind((own, 0))
+        try:
+            tcp = cluster_env.listening(host, ports)
+        except BaseException:
+            self.close()
+            raise
+        _bound_buffers(tcp, host)  # accepted connections take after it
         self.about["tcp"] = list(tcp.getsockname()[:2])
         self.sockets.append(tcp)
         for sock in self.sockets:
-            sock.listen(BACKLOG)
             sock.setblocking(False)
 
     def _bind_nearby(self) -> None:
@@ -75,6 +114,7 @@ class Listeners:
         except OSError:
             unix.close()
             raise
+        unix.listen(cluster_env.BACKLOG)
         self.about["unix"] = path
         self.sockets.append(unix)
 
@@ -94,12 +134,6 @@ def _bound_buffers(sock: socket.socket, host: str) -> None:
     if host.startswith("127."):
         for which in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, which, LOOPBACK_BUFFER_BYTES)
-
-
-def _own_address(store_host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store_host, 9))  # sends nothing: only the route is looked up
-        return str(probe.getsockname()[0])
 
 
 def publish(store: Store, server: int, about: Mapping[str, Any]) -> None:

@@ -48,9 +48,15 @@ class Hub:
         self.strangers = 0
 
     @waits_in(ANSWER)
-    def admit(self, store: Store, server: int, store_host: str) -> None:
-        """Publish this server's addresses and wait until every worker has come."""
-        listeners = Listeners(store_host)
+    def admit(
+        self, store: Store, server: int, host: str, ports: tuple[int, int] | None = None
+    ) -> None:
+        """Publish this server's addresses and wait until every worker has come.
+
+        Args:
+            host, ports: Where it listens (`Listeners`).
+        """
+        listeners = Listeners(host, ports)
         try:
             with selectors.DefaultSelector() as selector:
                 for sock in listeners.sockets:

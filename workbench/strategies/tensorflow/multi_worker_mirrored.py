@@ -37,8 +37,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +47,7 @@ from ...engine.tensorflow import accelerator
 from ...engine.tensorflow.support import configure, reset, seed_all
 from ...errors import ClusterError
 from ...shared import events
-from .coordinator.servers import MEET_S, listening, shut
+from .coordinator.servers import listening, shut, swap_addresses
 from .keras.fit import files_shared
 from .keras.patches import multi_worker
 from .keras.replicated import Replicated
@@ -57,9 +55,6 @@ from .parts.models import Homecoming, owner
 
 LEAVE_S = 10.0
 """How long a worker that is done keeps answering the others."""
-
-PORTS = range(20000, 32000)
-"""Below those that the system hands out: nobody takes one between being found and being opened."""
 
 COMMUNICATION = tf.distribute.experimental.CommunicationImplementation
 
@@ -111,15 +106,11 @@ class MultiWorkerMirrored(Replicated):
         Raises:
             ClusterError: A worker did not come.
         """
-        spec = self.context.spec
         if self.world_size == 1:
             yield
             return
-        context, ranks = self.context, range(self.world_size)
-        several = len(set(spec.hosts)) > 1
-        host = socket.getfqdn() if several else "127.0.0.1"
-        context.post("address", f"{host}:{free_port()}")
-        addresses = context.board.wait("address", ranks, MEET_S)
+        ranks = range(self.world_size)
+        addresses = swap_addresses(self.context, ranks)
         workers = [addresses[rank] for rank in ranks]
         task = {"type": "worker", "index": self.rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
@@ -186,12 +177,3 @@ class MultiWorkerMirrored(Replicated):
     def weights(self) -> dict[str, NDArray[Any]]:
         """Return the trained model's weights by name; equal on all workers."""
         return super().weights() if self._final is None else self._final
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens."""
-    for port in random.Random(os.urandom(8)).sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise ClusterError("No port is free.", seen=f"{PORTS[0]} to {PORTS[-1]}", code="WB-CLUSTER-046")

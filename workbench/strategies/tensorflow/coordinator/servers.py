@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,9 @@ from tensorflow.python.ops import script_ops
 
 from ....engine.telemetry.step_gate import FaultInjector
 from ....engine.tensorflow import accelerator
+from ....engine.transport.address import address_in
 from ....errors import ClusterError
+from ....shared import cluster_env
 from .feeds import BEGAN, DELAY
 
 if TYPE_CHECKING:
@@ -49,6 +52,10 @@ if TYPE_CHECKING:
 
 MEET_S = 60.0
 """How long the tasks of a run wait for each other."""
+
+PORTS = range(20000, 32000)
+"""Where none are named. Below those that the system hands out: nobody takes one between being found
+and being opened."""
 
 ANSWER_S = 5.0
 LISTENING = "0A"
@@ -72,14 +79,13 @@ def serve(context: RunContext) -> None:
     Raises:
         ClusterError: The others did not come.
     """
-    spec = context.spec
+    spec, ranks = context.spec, helpers(context)
     index = spec.rank - spec.world_size
     job, task = ("worker", index) if index < spec.world_size else ("ps", index - spec.world_size)
     before = listening()
     faults = WorkerFaults(context, index) if job == "worker" else None
     try:
-        context.post("address", f"{_own_host(context)}:{_free_port()}")
-        cluster = cluster_of(context, context.board.wait("address", helpers(context), MEET_S))
+        cluster = cluster_of(context, swap_addresses(context, ranks))
         config = tf.compat.v1.ConfigProto(
             intra_op_parallelism_threads=spec.threads,
             inter_op_parallelism_threads=max(4, spec.threads),  # a delay holds one of them
@@ -95,14 +101,33 @@ def serve(context: RunContext) -> None:
             faults.close()
 
 
-def _own_host(context: RunContext) -> str:
-    return "127.0.0.1" if len(set(context.spec.hosts)) <= 1 else socket.getfqdn()
+def swap_addresses(context: RunContext, ranks: Iterable[int]) -> dict[int, str]:
+    """Return where each of these engines, which call this together, opens TensorFlow's server.
+
+    TensorFlow opens the port itself. Until all engines have found one each holds its own, so that
+    two engines of one host never find the same.
+
+    Raises:
+        ClusterError: One of them did not come, or has no port left.
+    """
+    spec = context.spec
+    with hold_port(spec.ports) as held:
+        port = held.getsockname()[1]
+        context.post("address", f"{address_in(spec)}:{port}")
+        return context.board.wait("address", ranks, MEET_S)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def hold_port(ports: tuple[int, int] | None) -> socket.socket:
+    """Return a socket that holds a free port, on every interface, as TensorFlow will.
+
+    Raises:
+        ClusterError: Each port is taken.
+    """
+    among = PORTS if ports is None else range(ports[0], ports[1] + 1)
+    for port in random.Random(os.urandom(8)).sample(among, len(among)):
+        with contextlib.suppress(ClusterError):
+            return cluster_env.listening("", (port, port))
+    raise cluster_env.cannot_listen("", (among[0], among[-1]), "all are taken")
 
 
 def check_alive(addresses: Mapping[int, str], parts: Mapping[int, str]) -> None:
@@ -149,10 +174,24 @@ def listening() -> set[tuple[int, str]]:
 
 
 def shut(sockets: set[tuple[int, str]]) -> None:
-    """Let nobody connect to these any more; their owner keeps the descriptors."""
+    """Let nobody reach what listens here any more; its owner keeps the descriptors.
+
+    Connections end as well: a later run may get the same port, and gRPC would go on with the
+    connection that it has, to the server that is no more.
+    """
+    ports = set()
     for descriptor, _ in sockets & listening():
         with socket.socket(fileno=os.dup(descriptor)) as sock:
+            ports.add(sock.getsockname()[1])
             sock.shutdown(socket.SHUT_RDWR)
+    for entry in os.listdir("/proc/self/fd") if ports else ():
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as sock:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and sock.getsockname()[1] in ports:
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 # -- delays on a worker ----------------------------------------------------------------------------

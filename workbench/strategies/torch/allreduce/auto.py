@@ -7,6 +7,12 @@ some rounds, with a little computation in between. In each round the worker that
 it waited for nobody. Of the rounds the lower quartile counts: what else the machine does only ever
 adds time.
 
+Between hosts a message may take as long as a step, and trying all algorithms longer than the run.
+So the first messages of all are looked at: an algorithm that is several times slower than the best
+is tried no further, and where the first ones have used up the time for trying, the rest are not
+tried at all. Over a slow network bytes decide: the backend sends as few as can be, and between
+hosts the hierarchical algorithm, which is tried second there, sends fewer.
+
 The backend's own all-reduce runs while backward is still computing, and needs no copy of the
 gradients; the measurement sees neither. So another algorithm must be twice as fast to be taken.
 
@@ -41,6 +47,12 @@ LARGEST_BYTES = 8 << 20  # beyond this only bandwidth counts, and the order stay
 LEAST_GAIN = 0.5  # of the backend's time: what another algorithm may take at most
 ROUNDS = 9
 COMPUTE_S = 0.5e-3
+BUDGET_S = 2.0
+"""How long messages may be tried in all; the one that is under way then is the last."""
+HOPELESS = 4.0
+"""Times the best's first message: slower ones are not tried again."""
+NOISE_S = 0.05
+"""First messages that take less are no measure: connections and memory are new."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,11 @@ def choose(message: Message, links: Links, aside: Aside, *, simulated: bool = Fa
     key = (links.size, tuple(links.hosts), near, message.dtype, size_bytes.bit_length())
     choice = _recall(key, links)
     if choice is None:
-        choice = _known[key] = fastest(race(probe, links, aside, list(ALGORITHMS), rounds=ROUNDS))
+        names = list(ALGORITHMS)
+        if len(set(links.hosts)) > 1:  # there may be time for two alone: the most promising
+            names.sort(key=lambda name: name not in (BACKEND, "hierarchical"))
+        measured = race(probe, links, aside, names, rounds=ROUNDS, budget_s=BUDGET_S)
+        choice = _known[key] = fastest(measured)
     return choice
 
 
@@ -122,22 +138,49 @@ def _recall(key: tuple[object, ...], links: Links) -> Choice | None:
 
 @waits_in(ALL_REDUCE)
 def race(
-    probe: torch.Tensor, links: Links, aside: Aside, names: Sequence[str], *, rounds: int
+    probe: torch.Tensor,
+    links: Links,
+    aside: Aside,
+    names: Sequence[str],
+    *,
+    rounds: int,
+    budget_s: float = math.inf,
 ) -> dict[str, float]:
-    """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers."""
-    entrants = {name: _entrant(AllReduce(name, links), aside) for name in names}
-    for entrant in entrants.values():  # connections are opened at first use
-        entrant(probe)
-    taken = torch.zeros(rounds, len(names))
+    """Return the seconds one all-reduce of `probe` takes by algorithm, equal on all workers.
+
+    Args:
+        budget_s: How long all messages may take; names that come too late for it are left out.
+    """
+    entrants: dict[str, Callable[[torch.Tensor], None]] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        entrants[name] = _entrant(AllReduce(name, links), aside)
+        took = torch.tensor([_timed(entrants[name], probe)])  # connections are opened at first use
+        dist.all_reduce(took, dist.ReduceOp.MIN, group=links.group)
+        seconds[name] = float(took)
+        if sum(seconds.values()) > budget_s:
+            return seconds
+    hopeless_s = max(NOISE_S, HOPELESS * min(seconds.values()))
+    left = [name for name in seconds if seconds[name] <= hopeless_s]
+    budget_s -= sum(seconds.values())
+    each_s = sum(seconds[name] for name in left)
+    rounds = rounds if rounds * each_s <= budget_s else int(budget_s / each_s)
+    if rounds == 0:
+        return seconds
+    taken = torch.zeros(rounds, len(left))
     for row in taken:
-        for column, entrant in enumerate(entrants.values()):
+        for column, name in enumerate(left):
             _compute()
-            began = time.perf_counter()
-            entrant(probe)
-            row[column] = time.perf_counter() - began
+            row[column] = _timed(entrants[name], probe)
     dist.all_reduce(taken, dist.ReduceOp.MIN, group=links.group)
     typical = taken.sort(dim=0).values[rounds // 4]
-    return dict(zip(names, typical.tolist(), strict=True))
+    return seconds | dict(zip(left, typical.tolist(), strict=True))
+
+
+def _timed(entrant: Callable[[torch.Tensor], None], probe: torch.Tensor) -> float:
+    began = time.perf_counter()
+    entrant(probe)
+    return time.perf_counter() - began
 
 
 def _compute() -> None:

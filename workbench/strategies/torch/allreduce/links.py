@@ -31,10 +31,10 @@ import torch.distributed as dist
 
 from ....engine.debugging.marks import ALL_REDUCE, waits_in
 from ....engine.torch.group import backend_of, control_wire, data_wire
-from ....engine.transport.address import host_token
 from ....engine.transport.connection import LinkError
 from ....engine.transport.peers import Doorway, Peers
 from ....errors import FitError
+from ....shared.cluster_env import host_token
 
 
 class Links:

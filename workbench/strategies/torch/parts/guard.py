@@ -59,9 +59,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ....engine.debugging.marks import ALL_REDUCE, MESSAGE, waits_in
 from ....engine.torch import accelerator as accelerators
 from ....engine.torch.group import control_wire, verify
-from ....engine.transport.address import host_token
 from ....errors import FitError
 from ....shared import cluster_env
+from ....shared.cluster_env import host_token
 
 if TYPE_CHECKING:
     from ....engine.context import RunContext
