@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import threading
 import time
@@ -88,6 +89,7 @@ class Run:
         self.task: Task | None = None
         self.plot_cpu = float("nan")
         self._files: checkpoints.Sums = {}
+        self._clock_bound_s: list[float | None] = [0.0] * len(self.engines)
         self.color: int | None = None
         self.results: list[Any] = [None] * len(self.members)
         self._state: events.State = "pending"
@@ -234,6 +236,7 @@ class Run:
         self.history = history
         self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
+        self._clock_bound_s = list(meta.get("clock_bound_s") or self._clock_bound_s)
         state = meta.get("state", "failed")
         # A run whose notebook died has no end on record.
         self._state = state if state in events.OVER else "failed"
@@ -428,8 +431,21 @@ class Run:
             "trained_before": self.trained_before,
             "began": self.began,
             "error": None if self.error is None else str(self.error),
+            "clock_bound_s": self.clock_bound_s,
             disk.FILES: self._files,
         }
+
+    @property
+    def clock_bound_s(self) -> list[float | None]:
+        """To how many seconds each rank's clock is known; 0: it is the notebook's; None: unknown.
+
+        Moments of different workers (`start_s`) can be compared to the sum of both.
+        """
+        if self.task is not None and not self.is_over:
+            clock = self.task.engines.router.clock
+            bounds = [clock(engine).bound_s for engine in self.engines]
+            self._clock_bound_s = [one if math.isfinite(one) else None for one in bounds]
+        return list(self._clock_bound_s)
 
     @property
     def trained_before(self) -> bool:
@@ -567,8 +583,9 @@ class Run:
         Raises:
             RunError: It cannot be written there.
         """
-        unwritten = Topic.NOT_ON_DISK in self.history.story.facts
-        memory = None if not unwritten or self.history.on_disk(self.folder) else self.history
+        history = self.history
+        unwritten = Topic.NOT_ON_DISK in history.story.facts or history.several_clocks
+        memory = None if not unwritten or history.on_disk(self.folder) else history
         with contextlib.suppress(OSError):  # the copy says it in any case
             disk.write_meta(self.folder, self.meta())
         return disk.save(self.folder, Path(path), self.meta(), memory)

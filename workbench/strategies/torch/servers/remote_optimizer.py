@@ -28,7 +28,8 @@ class Answer:
 
     Attributes:
         staleness: Updates between this worker's pull and its push's turn, mean over servers.
-        blocked_s: How long the slowest server held the answer back (bounded staleness).
+        blocked_s: How long the slowest server held the answer back, for others (bounded staleness,
+            or the last push of a round).
         sent_bytes: What was pushed.
         blamed: The worker whose push let that answer go; -1 where nothing was held back.
     """

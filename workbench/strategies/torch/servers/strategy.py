@@ -173,6 +173,9 @@ class Served(Strategy):
     def _complete(self, result: StepResult) -> None:
         answer = self.answer
         result.sent_bytes = answer.sent_bytes
+        if self.context.sync and len(set(self.context.spec.hosts)) > 1:
+            # When each gradient was ready cannot be compared; when each push came can be.
+            result.wait_s, result.waited_for = answer.blocked_s, answer.blamed
         self.settle(result, answer)
         if self.guard is not None:
             result.aside_s = self.guard.tick()
