@@ -111,6 +111,11 @@ class ControlRouter:
         """Return what is known of an engine's clock; exactly 0 where it is the kernel's own."""
         return self._clocks.clock(engine)
 
+    def clock_bounds(self, engines: Iterable[int]) -> list[float | None]:
+        """Return the bounds of some engines' clocks, in their order; None: not known."""
+        bounds = [self.clock(engine).bound_s for engine in engines]
+        return [one if math.isfinite(one) else None for one in bounds]
+
     @property
     def connected(self) -> frozenset[int]:
         """Engines that have said hello."""

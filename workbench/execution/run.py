@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import shutil
 import threading
 import time
@@ -21,13 +20,13 @@ from ..history.analysis.summary import RunSummary, summarise
 from ..history.store import RunHistory
 from ..shared import checkpoints, events
 from ..shared.events import Topic
-from ..shared.faults import Fault, parse_fault
+from ..shared.faults import lasting, parse_fault
 from ..shared.log_targets import ALLOWED, parse_targets
 from ..shared.members import Member
 from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
 from ..shared.plan import Plan, cell_of
 from ..shared.protocol import records_from
-from .logging_to import LINGER_S, RunLog, check_targets
+from .logging_to import RunLog, await_all, check_targets
 from .paused import attend, unattended
 from .stop import StopCoordinator
 
@@ -82,7 +81,7 @@ class Run:
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self.init_from, self.resume_from = init_from, resume_from
-        self.faults = _lasting(plan.faults)
+        self.faults = lasting(plan.faults)
         self.logs: list[RunLog] = []
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
@@ -141,7 +140,7 @@ class Run:
                 unattended()
                 raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
         unattended()
-        self._await_logs()
+        await_all(self.logs, self.note)
         if self.error is not None:
             raise self.error
         return self
@@ -365,7 +364,7 @@ class Run:
         for fault in parsed:
             fault.check(len(self.engines), links=self.plan.entry.links)
         if not self.is_over:
-            self.faults = _lasting(parsed)
+            self.faults = lasting(parsed)
             texts = tuple(fault.text for fault in parsed)
             self._tell(Inject(run=self.number, faults=texts))
             self.history.event(events.Injected(faults=list(texts)))
@@ -442,10 +441,8 @@ class Run:
         Moments of different workers (`start_s`) can be compared to the sum of both.
         """
         if self.task is not None and not self.is_over:
-            clock = self.task.engines.router.clock
-            bounds = [clock(engine).bound_s for engine in self.engines]
-            self._clock_bound_s = [one if math.isfinite(one) else None for one in bounds]
-        return list(self._clock_bound_s)
+            self._clock_bound_s = self.task.engines.router.clock_bounds(self.engines)
+        return self._clock_bound_s
 
     @property
     def trained_before(self) -> bool:
@@ -625,22 +622,9 @@ class Run:
         log = RunLog(self, texts)
         self.logs.append(log)
         if self.is_over:
-            self._await_logs()
+            await_all(self.logs, self.note)
         return log
-
-    def _await_logs(self) -> None:
-        """Wait until the logs are whole, but not for ever; an interrupt is noticed at once."""
-        end = time.monotonic() + LINGER_S
-        for log in self.logs:
-            while not log.wait(0.1):
-                if time.monotonic() > end:
-                    self.note(f"--log is still being written, {LINGER_S:g} s after the end.")
-                    return
 
 
 def _to_nobody(engine: int, message: Down) -> None:
     """Deliver nothing."""
-
-
-def _lasting(faults: Sequence[Fault]) -> tuple[str, ...]:
-    return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))
