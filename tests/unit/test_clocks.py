@@ -71,7 +71,9 @@ class Ahead:
         return Records(run=run, dropped=0, rows=packed.tobytes())
 
     def arrived(self, message: Records) -> np.ndarray:
-        return records_from(self.clocks.arrived("n", message, self.now_s).rows)
+        found = self.clocks.arrived("n", message, self.now_s)
+        assert isinstance(found, Records)
+        return records_from(found.rows)
 
 
 @pytest.mark.parametrize(("there_s", "back_s"), [(0.005, 0.005), (0.02, 0.0), (0.0, 0.02)])
@@ -156,7 +158,7 @@ def test_moments_of_rows_and_events_are_the_kernels_when_they_arrive() -> None:
 def test_within_a_run_moments_never_go_backwards_while_the_offset_gets_better() -> None:
     engine = Ahead()
     engine.exchange(0.04, 0.0)  # 20 ms too late: what comes later moves moments back
-    step_s, edges = 0.01, []
+    step_s, edges, bounds = 0.01, [], []
     for batch in range(600):
         if batch == 20:
             engine.exchange(0.0001, 0.0001)
@@ -165,8 +167,11 @@ def test_within_a_run_moments_never_go_backwards_while_the_offset_gets_better() 
         engine.now_s += 10 * step_s
         found = engine.arrived(engine.rows(5, *spans))
         assert (np.abs(found["end_s"] - found["start_s"] - step_s) <= SLEW * step_s + 1e-9).all()
+        bounds.append(engine.clocks.bound_s(1))
+        assert abs(found["end_s"][-1] - engine.now_s) <= bounds[-1] + 1e-9
         edges += np.stack([found["start_s"], found["end_s"]], 1).reshape(-1).tolist()
     assert (np.diff(edges) >= -1e-9).all()
+    assert bounds[25] > 0.015  # it says so while it is on its way
     assert edges[-1] == pytest.approx(engine.now_s, abs=2e-4)  # it has got there by now
 
 

@@ -112,8 +112,8 @@ class ControlRouter:
         return self._clocks.clock(engine)
 
     def clock_bounds(self, engines: Iterable[int]) -> list[float | None]:
-        """Return the bounds of some engines' clocks, in their order; None: not known."""
-        bounds = [self.clock(engine).bound_s for engine in engines]
+        """Return how far rows of engines may be off, in their order; None: not known."""
+        bounds = [self._clocks.bound_s(engine) for engine in engines]
         return [one if math.isfinite(one) else None for one in bounds]
 
     @property
@@ -367,6 +367,15 @@ class Clocks:
             _, found = self._by_engine.get(engine, ("", None))
             return Clock() if found is None else found.at(self._now())
 
+    def bound_s(self, engine: int) -> float:
+        """Return how far an engine's latest rows may be off: they follow a better offset slowly."""
+        with self._lock:
+            _, found = self._by_engine.get(engine, ("", None))
+            if found is None:
+                return 0.0
+            best = found.at(self._now())
+            return best.bound_s + abs(best.offset_s - found.used_s(best.offset_s))
+
     def arrived(self, nonce: str, message: Records | Happened, at_s: float) -> Records | Happened:
         """Return a message of a run with its moments on the kernel's clock."""
         found = self._by_nonce.get(nonce)
@@ -429,6 +438,10 @@ class EngineClock:
         )
         unknown = Clock(self._at_least_s if self._at_least_s > -math.inf else 0.0, math.inf)
         return min(aged, key=lambda one: one.bound_s, default=unknown)
+
+    def used_s(self, best_s: float) -> float:
+        """Return the offset that the latest rows were converted by; `best_s` before the first."""
+        return self._knots[-1][1] if self._knots else best_s
 
     def converted(self, run: int, packed: bytes | memoryview, at_s: float) -> bytes:
         """Return rows of a run with their moments on the kernel's clock."""
