@@ -139,3 +139,19 @@ def test_a_simulated_link_shows_as_transfer_and_is_labelled(
         notes = [note["text"] for note in reports[0].emitted("note")]
         assert any("Simulated" in note and fault in note for note in notes) == bool(faults)
     assert read[1] - read[0] == pytest.approx([ms, ms], abs=4)
+
+
+def test_between_hosts_the_server_tells_who_waited_for_whose_push(workers: Workers) -> None:
+    """Clocks are not compared there, and blocked times are long for all where a link is slow."""
+    reports = clean(
+        workers.run(
+            "central_storage", cells.slow_steps, False, 40, 3, workers=2,
+            faults=("slow=1:50ms/backward",), hosts=("one", "two", "one"),
+        )
+    )  # fmt: skip
+    rows = joined(reports)
+    assert not np.isnan(rows["wait_s"]).any()
+    wait, blamed = record.sync_wait(rows)
+    assert np.median(wait[:, 0]) == pytest.approx(0.05, abs=0.005)
+    assert np.median(wait[:, 1]) == 0.0
+    assert (blamed[:, 0] == 1).mean() >= 0.95

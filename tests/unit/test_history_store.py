@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from workbench.history.reducer import PENDING_ROWS, STORED, Joiner, LoggedColumn
 from workbench.history.store import RunHistory
 from workbench.history.take_snapshot import COLUMNS
 from workbench.history.totals import POINTS, Envelope
-from workbench.shared.record import FLAG_SKEWED_CLOCK, PARTS, RECORD
+from workbench.shared.record import (
+    FLAG_KERNEL_CLOCK,
+    FLAG_SKEWED_CLOCK,
+    MOMENTS,
+    PARTS,
+    RECORD,
+)
 
 
 def same(a: RunHistory, b: RunHistory) -> bool:
@@ -216,6 +223,51 @@ def test_clocks_of_other_hosts_start_at_zero_each() -> None:
     history = make_history(rows)
     assert history["start_s"][:2].tolist() == [0.0, 0.0]
     assert history.totals.wall_s == pytest.approx(4 * 0.016)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_curves_of_clocks_that_nobody_compared_begin_at_0_with_the_rates_of_all(
+    joined: bool,
+) -> None:
+    rows = make_rows(200, 2)
+    rows["flags"] = FLAG_SKEWED_CLOCK
+    for name in MOMENTS:
+        rows[name][:, 0] += 777600.0
+    near, apart = RunHistory([0, 1], joined=joined), RunHistory([0, 1], joined=joined)
+    near.append(make_rows(200, 2).reshape(-1))
+    for rank in (0, 1):
+        apart.append(rows[:, rank])
+    there, here = apart.snapshot(), near.snapshot()
+    assert there.loss_curve.t_s.min() == 0.0
+    assert there.loss_curve.t_s.max() == pytest.approx(here.loss_curve.t_s.max(), abs=0.1)
+    assert there.samples_per_s == pytest.approx(here.samples_per_s, rel=0.1)
+    assert there.elapsed_s == pytest.approx(here.elapsed_s, abs=0.1)
+
+
+def test_moments_on_the_kernels_clock_are_compared_and_their_waits_are_not() -> None:
+    rows = make_rows(4, 2)
+    rows["flags"] = FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK
+    for name in MOMENTS:
+        rows[name][:, 1] += 0.003
+    history = make_history(rows)
+    first = history["start_s"][:2]
+    assert first[1] - first[0] == pytest.approx(
+        float(rows["start_s"][0, 1] - rows["start_s"][0, 0])
+    )
+    plain = make_rows(4, 2)
+    plain["flags"] = FLAG_SKEWED_CLOCK
+    assert history["sync_wait_s"].tolist() == make_history(plain)["sync_wait_s"].tolist()
+
+
+def test_rows_that_the_kernel_put_on_its_clock_stay_in_memory(tmp_path: Path) -> None:
+    """The engine has written them to the disk as its own clock has them."""
+    rows = make_rows(4, 1)
+    rows["flags"] = FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK
+    history = make_history(rows)
+    history.write(tmp_path)
+    assert not history.on_disk(tmp_path)
+    assert not history.rest(tmp_path)
+    assert history.several_clocks
 
 
 def test_logged_values_become_columns_of_the_same_length() -> None:

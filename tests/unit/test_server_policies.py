@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from workbench import catalog  # noqa: E402
 from workbench.engine.transport.connection import Message  # noqa: E402  # noqa: E402
+from workbench.strategies.torch import central_storage  # noqa: E402
 from workbench.strategies.torch.parameter_server import Asynchronous  # noqa: E402
 from workbench.strategies.torch.servers.shard_server import Holder  # noqa: E402  # noqa: E402
 from workbench.strategies.torch.servers.shards import (  # noqa: E402  # noqa: E402
@@ -52,7 +53,7 @@ class Hub:
 class Server:
     """A holder of one number, stepped by SGD with a learning rate of 1, for two workers."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, policy: Any = Asynchronous, **options: Any) -> None:
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], 1.0)
         (shard,) = divide([parameter], 1)
@@ -64,7 +65,7 @@ class Server:
         settings = catalog.lookup("parameter_server", "torch").settings(options)
         self.hub: Any = Hub()
         self.holder = Holder(
-            self.hub, {0: about, 1: about}, 1, lambda holder: Asynchronous(holder, settings)
+            self.hub, {0: about, 1: about}, 1, lambda holder: policy(holder, settings)
         )
         self.hyper = about["hyper"]
         self.holder.handle(0, Message("init"))
@@ -137,3 +138,18 @@ def test_a_worker_is_as_many_steps_ahead_as_the_bound_says_and_no_more(bound: in
     answered = server.push(1)
     assert {rank for rank, *_ in answered} == {0, 1}
     assert [told["blamed"] for rank, _, told in answered if rank == 0] == [1]
+
+
+def test_a_round_is_waited_for_by_those_whose_push_came_before_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = [7.0]
+    monkeypatch.setattr(central_storage, "clock", lambda: now_s[0])
+    server = Server(central_storage.Rounds)
+    for first, last in ((0, 1), (1, 0)):
+        assert server.push(first) == []
+        now_s[0] += 0.2  # the last one's link is slow: nobody else's is
+        told = {rank: about for rank, _, about in server.push(last)}
+        assert told[first]["blocked_s"] == pytest.approx(0.2)
+        assert told[first]["blamed"] == last
+        assert (told[last]["blocked_s"], told[last]["blamed"]) == (0.0, -1)

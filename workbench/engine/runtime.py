@@ -27,7 +27,7 @@ from ..history.disk import RunWriter
 from ..shared import events
 from ..shared.messages import CellOutcome, Copy, OwnLoop
 from ..shared.protocol import RunSpec
-from ..shared.record import FLAG_SKEWED_CLOCK
+from ..shared.record import FLAG_KERNEL_CLOCK, FLAG_SKEWED_CLOCK
 from . import context as run_context
 from .checkpoints import memory_snapshot
 from .context import RunContext
@@ -61,6 +61,8 @@ class Shell(Protocol):
 
 class Link(Protocol):
     """What is needed of the control link (`link.ControlLink`)."""
+
+    kernels_clock: bool
 
     def attach(self, context: RunContext, writer: Writer | None) -> None:
         """Begin to carry a run's records."""
@@ -205,13 +207,14 @@ def _attach(engine: Engine, run: RunContext) -> None:
 
 
 def _new_run(engine: Engine, spec: RunSpec) -> RunContext:
+    at_home = FLAG_KERNEL_CLOCK if engine.link.kernels_clock else 0
     run = RunContext(
         spec=spec,
         # Clocks of several hosts cannot be compared: waits then follow the min rule.
         recorder=Recorder(
             spec.run,
             spec.rank,
-            flags=FLAG_SKEWED_CLOCK if len(set(spec.hosts)) > 1 else 0,
+            flags=FLAG_SKEWED_CLOCK | at_home if len(set(spec.hosts)) > 1 else 0,
             row_rank=spec.row_rank,
             first=spec.rows_from,
         ),

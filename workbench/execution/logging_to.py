@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkbenchError
@@ -35,6 +35,16 @@ def check_targets(targets: Sequence[str]) -> None:
     for text in targets:
         target = parse_target(text)
         kind_of(target).check(target.where)
+
+
+def await_all(logs: Sequence[RunLog], note: Callable[[str], None]) -> None:
+    """Wait until logs are whole, but not for ever; an interrupt is noticed at once."""
+    end = time.monotonic() + LINGER_S
+    for log in logs:
+        while not log.wait(0.1):
+            if time.monotonic() > end:
+                note(f"--log is still being written, {LINGER_S:g} s after the end.")
+                return
 
 
 class RunLog:

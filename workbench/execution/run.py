@@ -20,13 +20,13 @@ from ..history.analysis.summary import RunSummary, summarise
 from ..history.store import RunHistory
 from ..shared import checkpoints, events
 from ..shared.events import Topic
-from ..shared.faults import Fault, parse_fault
+from ..shared.faults import lasting, parse_fault
 from ..shared.log_targets import ALLOWED, parse_targets
 from ..shared.members import Member
 from ..shared.messages import Advance, Down, Happened, Inject, Position, Records, Told
 from ..shared.plan import Plan, cell_of
 from ..shared.protocol import records_from
-from .logging_to import LINGER_S, RunLog, check_targets
+from .logging_to import RunLog, await_all, check_targets
 from .paused import attend, unattended
 from .stop import StopCoordinator
 
@@ -81,13 +81,14 @@ class Run:
         entry = plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self.init_from, self.resume_from = init_from, resume_from
-        self.faults = _lasting(plan.faults)
+        self.faults = lasting(plan.faults)
         self.logs: list[RunLog] = []
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
         self.plot_cpu = float("nan")
         self._files: checkpoints.Sums = {}
+        self._clock_bound_s: list[float | None] = [0.0] * len(self.engines)
         self.color: int | None = None
         self.results: list[Any] = [None] * len(self.members)
         self._state: events.State = "pending"
@@ -139,7 +140,7 @@ class Run:
                 unattended()
                 raise TimeoutError(f"run {self.name} is still {self.state} after {timeout} s")
         unattended()
-        self._await_logs()
+        await_all(self.logs, self.note)
         if self.error is not None:
             raise self.error
         return self
@@ -234,6 +235,7 @@ class Run:
         self.history = history
         self._files = dict(meta.get(disk.FILES) or {})
         self.began = float(meta.get("began", self.began))
+        self._clock_bound_s = list(meta.get("clock_bound_s") or self._clock_bound_s)
         state = meta.get("state", "failed")
         # A run whose notebook died has no end on record.
         self._state = state if state in events.OVER else "failed"
@@ -362,7 +364,7 @@ class Run:
         for fault in parsed:
             fault.check(len(self.engines), links=self.plan.entry.links)
         if not self.is_over:
-            self.faults = _lasting(parsed)
+            self.faults = lasting(parsed)
             texts = tuple(fault.text for fault in parsed)
             self._tell(Inject(run=self.number, faults=texts))
             self.history.event(events.Injected(faults=list(texts)))
@@ -428,8 +430,19 @@ class Run:
             "trained_before": self.trained_before,
             "began": self.began,
             "error": None if self.error is None else str(self.error),
+            "clock_bound_s": self.clock_bound_s,
             disk.FILES: self._files,
         }
+
+    @property
+    def clock_bound_s(self) -> list[float | None]:
+        """To how many seconds each rank's clock is known; 0: it is the notebook's; None: unknown.
+
+        Moments of different workers (`start_s`) can be compared to the sum of both.
+        """
+        if self.task is not None and not self.is_over:
+            self._clock_bound_s = self.task.engines.router.clock_bounds(self.engines)
+        return self._clock_bound_s
 
     @property
     def trained_before(self) -> bool:
@@ -567,8 +580,9 @@ class Run:
         Raises:
             RunError: It cannot be written there.
         """
-        unwritten = Topic.NOT_ON_DISK in self.history.story.facts
-        memory = None if not unwritten or self.history.on_disk(self.folder) else self.history
+        history = self.history
+        unwritten = Topic.NOT_ON_DISK in history.story.facts or history.several_clocks
+        memory = None if not unwritten or history.on_disk(self.folder) else history
         with contextlib.suppress(OSError):  # the copy says it in any case
             disk.write_meta(self.folder, self.meta())
         return disk.save(self.folder, Path(path), self.meta(), memory)
@@ -608,22 +622,9 @@ class Run:
         log = RunLog(self, texts)
         self.logs.append(log)
         if self.is_over:
-            self._await_logs()
+            await_all(self.logs, self.note)
         return log
-
-    def _await_logs(self) -> None:
-        """Wait until the logs are whole, but not for ever; an interrupt is noticed at once."""
-        end = time.monotonic() + LINGER_S
-        for log in self.logs:
-            while not log.wait(0.1):
-                if time.monotonic() > end:
-                    self.note(f"--log is still being written, {LINGER_S:g} s after the end.")
-                    return
 
 
 def _to_nobody(engine: int, message: Down) -> None:
     """Deliver nothing."""
-
-
-def _lasting(faults: Sequence[Fault]) -> tuple[str, ...]:
-    return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from ..shared.record import (
     COLUMNS,
     CURVES,
+    FLAG_KERNEL_CLOCK,
     FLAG_LOSS_SEEN,
     FLAG_SKEWED_CLOCK,
+    MOMENTS,
     PARTS,
     RECORD,
     Derived,
@@ -41,7 +43,8 @@ class Reducer:
 
     Attributes:
         last: Latest step and its loss; -1 and NaN before the first.
-        skewed: Whether the ranks' clocks differ.
+        skewed: Whether the ranks read several clocks.
+        compared: Whether the kernel has put any of these rows on its own clock.
         health: Where the loss of a synchronous run stopped being a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
         logged: What `wb.log` added, by column.
@@ -54,7 +57,9 @@ class Reducer:
         self.totals = Totals(workers)
         self.recent = Recent(workers)
         self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
-        self.skewed = False
+        self.skewed = self.compared = False
+        self._ahead_s: dict[int, float] = {}  # of each clock that nobody has compared, by rank
+        self._began_s = np.nan
         self.last = (-1, float("nan"))
         self._newest_s = -np.inf  # when the row ended whose loss is in `last`
         self.health = LossWatch()
@@ -70,13 +75,37 @@ class Reducer:
         if not known.all():
             self.invalid_rows += int((~known).sum())
             rows = rows[known]
-        self.skewed |= bool((rows["flags"] & FLAG_SKEWED_CLOCK).any())
+        rows = self._on_one_clock(rows)
         if self._joined:
             complete, lost = self._joiner.add(rows)
             self._take_steps(complete)
             self._take_alone(lost, lost=True)
         else:
             self._take_alone(rows[np.argsort(rows["step"], kind="stable")], lost=False)
+
+    def _on_one_clock(self, rows: Rows) -> Rows:
+        """Return rows of one clock; those of a clock that nobody has compared begin with the first.
+
+        The kernel compares as rows arrive; what engines of other hosts have written to a disk
+        themselves is of their own clocks.
+        """
+        if not len(rows):
+            return rows
+        flags = rows["flags"] & (FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK)
+        self.skewed |= bool((flags & FLAG_SKEWED_CLOCK).any())
+        self.compared |= bool((flags & FLAG_KERNEL_CLOCK).any())
+        clock_of = np.where(flags == FLAG_SKEWED_CLOCK, rows["rank"].astype(int), -1)
+        for one in np.unique(clock_of):
+            own = clock_of == one
+            if one not in self._ahead_s:
+                first_s = float(rows["start_s"][own].min())
+                self._began_s = first_s if np.isnan(self._began_s) else self._began_s
+                self._ahead_s[int(one)] = first_s - self._began_s
+            if self._ahead_s[one]:
+                rows = rows.copy()
+                for name in MOMENTS:
+                    rows[name][own] -= self._ahead_s[one]
+        return rows
 
     @property
     def nbytes(self) -> int:
@@ -113,10 +142,8 @@ class Reducer:
         self._take_alone(self._joiner.finish(), lost=True)
 
     def origin_s(self) -> NDArray[np.float64]:
-        """Return (ranks,) the time that counts as 0: one for all unless clocks differ."""
+        """Return (ranks,) the time that counts as 0, one for all."""
         first = self.totals.first_s
-        if self.skewed:
-            return np.where(np.isfinite(first), first, 0.0)
         seen = first[np.isfinite(first)]
         return np.full(len(first), seen.min() if len(seen) else 0.0)
 
@@ -136,7 +163,7 @@ class Reducer:
         self._count(flat, parts_s.reshape(-1, len(PARTS)), blame.flat())
         for at, rank in enumerate(self._ranks):
             self.recent.add(int(rank), rows[:, at], parts_s[:, at], blame[:, at])
-        first, last = (start[:, 0], end[:, 0]) if self.skewed else (start.min(1), end.max(1))
+        first, last = start.min(1), end.max(1)
         self.recent.tick(first, last, samples)
         spent = np.maximum(columns.step_s.max(axis=1), 1e-9)
         self.curves["samples_per_s"].add(step, first, samples / spent, spent)
@@ -399,7 +426,7 @@ def unreduced(
     rows["ready_s"], rows["wait_s"] = np.nan, wait
     rows["exposed_s"] = transfer + np.nan_to_num(wait)
     rows["flags"] = np.where(np.isnan(rows["local_loss"]), 0, FLAG_LOSS_SEEN)
-    rows["flags"] |= FLAG_SKEWED_CLOCK if skewed else 0
+    rows["flags"] |= FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK if skewed else 0  # one clock by now
     blamed = table.column("blamed_rank")[order].astype(np.int64)
     for first, ranks in phases:
         among = np.full(max(int(blamed.max(initial=0)), *ranks) + 2, -1)  # the last is for nobody

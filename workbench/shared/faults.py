@@ -7,6 +7,7 @@ held back for as long as a link of that kind would take, on top of what the real
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
@@ -87,6 +88,11 @@ class Fault:
                 allowed=f"ranks 0 to {workers - 1}",
                 code="WB-PLAN-039",
             )
+
+
+def lasting(faults: Iterable[Fault]) -> tuple[str, ...]:
+    """Return the texts of those that go on; a `kill` is no state."""
+    return tuple(fault.text for fault in faults if fault.kind not in ("kill", "clear"))
 
 
 def parse_fault(text: str) -> Fault:

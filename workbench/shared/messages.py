@@ -152,12 +152,17 @@ class ToUser(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(OfEngine):
-    """The engine is attached."""
+    """The engine is attached.
+
+    Attributes:
+        clock: Names the clock that it reads (`record.clock_name`); empty: it does not say.
+    """
 
     kind: ClassVar[str] = "hello"
     pid: int = 0
     host: str = ""
     python: str = ""
+    clock: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,14 +326,24 @@ class StacksAnswer(WhereAnswer):
     text: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClockAnswer(OfEngine):
+    """Answers `AskClock`: what the engine's clock (`time.perf_counter`) read then."""
+
+    kind: ClassVar[str] = "clock"
+    ask: int
+    at_s: float
+
+
 # -- down: what the kernel says ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
-    """Answers `Hello`."""
+    """Answers `Hello`; `clock` names the kernel's clock, as there."""
 
     kind: ClassVar[str] = "welcome"
+    clock: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +453,14 @@ class AskStacks(Message):
     ask: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class AskClock(Message):
+    """What does your clock read? `ask` comes back."""
+
+    kind: ClassVar[str] = "clock"
+    ask: int
+
+
 Up = (
     Hello
     | Refused
@@ -450,6 +473,7 @@ Up = (
     | Served
     | WhereAnswer
     | StacksAnswer
+    | ClockAnswer
 )
 Down = (
     Welcome
@@ -466,6 +490,7 @@ Down = (
     | Serve
     | AskWhere
     | AskStacks
+    | AskClock
 )
 
 

@@ -16,6 +16,8 @@ clock per host, times in seconds):
 - transfer: exposed communication beyond the wait, `exposed - wait`.
 - across hosts, where clocks differ, and on accelerators, which have clocks of their own:
   `wait_r = exposed_r - min(exposed)` (the min rule).
+- moments of engines whose clock is not the kernel's are put on the kernel's when they arrive there
+  (`cluster/router.py`), right to a bound: good for what is drawn over time, not for waits.
 - other: the residual `step - (data wait + compute + wait + transfer)`; the parts always add up.
   A part that could not be measured is NaN, and its time is in the residual.
 - blame: the rank that a wait was for: the one whose gradient was ready last, or the one that the
@@ -29,14 +31,19 @@ clock per host, times in seconds):
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FLAG_SKEWED_CLOCK = 1
-"""`start_s`/`ready_s` come from another host: waits use the min rule over `exposed_s`."""
+"""The run's workers read several clocks: waits use the min rule over `exposed_s`. Where their
+moments are comparable all the same, `FLAG_KERNEL_CLOCK` says so."""
 
 FLAG_LOSS_SEEN = 2
 """`local_loss` is what the model gave: where it is NaN, the loss is no number. Without it NaN may
@@ -48,6 +55,10 @@ the host's: waits use the min rule over `exposed_s`."""
 
 FLAG_UNMEASURED = 8
 """The device never said when it had done the step: times are those at which the host gave it."""
+
+FLAG_KERNEL_CLOCK = 16
+"""Of a row with `FLAG_SKEWED_CLOCK`: its moments are on the kernel's clock, read there or put on
+it by the kernel, which knows the engine's clock to a bound."""
 
 MIN_RULE_S = 2e-5
 """The min rule compares durations of clocks of their own; less than this says nothing."""
@@ -65,6 +76,7 @@ class Measured:
         curve: Whether views draw its course where a run has it.
         rare: Whether a history has the column only where some row has a value.
         result: The field of a `StepResult` that has it, where that is called otherwise.
+        moment: Whether it is a time on the engine's clock; the others last, or count.
     """
 
     name: str
@@ -73,6 +85,7 @@ class Measured:
     curve: bool = False
     rare: bool = False
     result: str = ""
+    moment: bool = False
 
 
 MEASURED = (
@@ -81,9 +94,11 @@ MEASURED = (
     Measured("rank", "<u2", column=True),
     Measured("flags", "<u2"),
     Measured("samples", "<u4", column=True),
-    Measured("start_s", "<f8", column=True),  # perf_counter of the engine's host
-    Measured("end_s", "<f8"),
-    Measured("ready_s", "<f8"),  # when its last gradient was ready; NaN where nothing waits
+    Measured("start_s", "<f8", column=True, moment=True),  # perf_counter of the engine's host
+    Measured("end_s", "<f8", moment=True),
+    Measured(
+        "ready_s", "<f8", moment=True
+    ),  # when its last gradient was ready; NaN where nothing waits
     Measured("data_wait_s", "<f4"),
     Measured("compute_s", "<f4"),
     Measured("exposed_s", "<f4"),  # time blocked in communication after ready_s
@@ -103,6 +118,7 @@ loss) need the rows of all ranks and are computed in the kernel by `record.deriv
 COLUMNS = {one.name: one.type for one in MEASURED if one.column}
 CURVES = tuple(one.name for one in MEASURED if one.curve)
 RARE = frozenset(one.name for one in MEASURED if one.rare)
+MOMENTS = tuple(one.name for one in MEASURED if one.moment)
 
 
 Floats = NDArray[np.floating[Any]]
@@ -111,6 +127,18 @@ PARTS = ("data_wait_s", "compute_s", "sync_wait_s", "transfer_s", "other_s")
 
 REAL_WAIT_S, REAL_WAIT_SHARE = 1e-3, 0.05
 """A worker that costs the others no more seconds, or no more of the step, stands not out."""
+
+
+def clock_name() -> str:
+    """Return a name that two processes share where `time.perf_counter` is one clock for both.
+
+    That is so on one boot of a machine, in one time namespace: containers may have their own.
+    """
+    boot = space = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/time")
+    return f"{boot or platform.node()} {space}".strip()
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ from ...history import disk
 from ...shared import events
 from ...shared.messages import (
     Advance,
+    AskClock,
     AskStacks,
     AskWhere,
     BadMessageError,
+    ClockAnswer,
     Down,
     Halt,
     HaltAt,
@@ -44,7 +46,7 @@ from ...shared.messages import (
     Welcome,
 )
 from ...shared.protocol import Seal, Wakeup, decode_down, encode
-from ...shared.record import RECORD
+from ...shared.record import RECORD, clock_name
 from ..debugging import stacks, stdin_bridge
 from ..transport import connection
 from .recorder import FINAL_S
@@ -93,6 +95,9 @@ class ControlLink:
             reached within `WELCOME_S`.
         home: Knows when the kernel is another one, or gone for good.
         kernel_key: The kernel's public key (Z85), where what travels is encrypted.
+
+    Attributes:
+        kernels_clock: Whether this engine reads the same clock as the kernel.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class ControlLink:
         self._kernel_key = kernel_key.encode()
         self._engine, self._url, self._about = engine, url, dict(about)
         self._seal, self._kernel = Seal(key), ""  # the kernel's nonce, once it has answered
+        self._clock, self.kernels_clock = clock_name(), True
         self._fallback, self._home = fallback, home
         self._events: deque[tuple[int, events.Event]] = deque(maxlen=MAX_EVENTS)
         self._sayings: deque[Up] = deque(maxlen=MAX_EVENTS)
@@ -212,6 +218,8 @@ class ControlLink:
             self._catch_up()
         if not self._welcomed and not self.using_fallback:
             self.using_fallback = late and self._fallback is not None
+            if self.using_fallback:
+                self._say_hello()
         self._send_pending()
 
     def _stumbled(self) -> None:
@@ -233,8 +241,11 @@ class ControlLink:
         socket.connect(self._url)
         poller.register(socket, zmq.POLLIN)
         self._socket = socket
-        self._send(Hello(engine=self._engine, **self._about))
+        self._say_hello()
         return socket
+
+    def _say_hello(self) -> None:
+        self._send(Hello(engine=self._engine, clock=self._clock, **self._about))
 
     def _interval(self) -> float:
         if self._flush_wanted:
@@ -355,6 +366,10 @@ class ControlLink:
         match message:
             case Welcome():
                 self._welcomed, self.using_fallback = True, False
+                self.kernels_clock = message.clock in ("", self._clock)
+            case AskClock():
+                at_s = time.perf_counter()
+                self._send(ClockAnswer(engine=self._engine, ask=message.ask, at_s=at_s))
             case AskWhere() | AskStacks():
                 self._send(stacks.answer(message, self._engine))
             case OfRun():

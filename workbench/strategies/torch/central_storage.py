@@ -19,7 +19,8 @@ Each worker sends the gradient's size and receives the parameters' size per step
 through the one host, which is what limits this strategy.
 
 Sync wait of worker r: the last worker's gradient was ready so much later than its own. What the
-server then does (sum, clip, step) and the way there and back count as transfer.
+server then does (sum, clip, step) and the way there and back count as transfer. Between hosts,
+whose clocks differ, the server tells: the last push came so much later than worker r's.
 
 MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all workers, then
 `pull(key)`, with the optimizer set on the store.
@@ -27,6 +28,7 @@ MXNet's KVStore `dist_sync` is this strategy: `push(key, gradient)` of all worke
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
     from ...engine.telemetry.recorder import StepResult
     from .servers.strategy import Answer
+
+clock = time.perf_counter
 
 
 def naive_step(model: Any, loss_fn: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
@@ -74,11 +78,12 @@ class Rounds(Policy):
         self._sum = flats[self._ranks[0]]  # the first worker's mailbox becomes the sum
         self._flats = flats
         self._arrived: dict[int, Meta] = {}
+        self._came_s: dict[int, float] = {}  # when, on this server's clock
         self._added = 0
 
     def pushed(self, rank: int, meta: Meta) -> None:
         """Add up in the order of ranks; step when all are in."""
-        self._arrived[rank] = meta
+        self._arrived[rank], self._came_s[rank] = meta, clock()
         while self._added < len(self._ranks) and self._ranks[self._added] in self._arrived:
             self._add(self._ranks[self._added])
             self._added += 1
@@ -115,8 +120,11 @@ class Rounds(Policy):
         holder.update(holder.gradients[first], first, absent=self._absent)
         self._arrived.clear()
         self._added = 0
+        last = max(self._ranks, key=self._came_s.__getitem__)
         for rank in self._ranks:
-            holder.send_parameters(rank)
+            waited_s = self._came_s[last] - self._came_s[rank]
+            blamed = last if waited_s > 0 else -1
+            holder.send_parameters(rank, staleness=0, blocked_s=waited_s, blamed=blamed)
 
     @property
     def _absent(self) -> frozenset[int]:
@@ -147,4 +155,4 @@ class CentralStorage(Served):
         return Rounds(holder, self.options)
 
     def settle(self, result: StepResult, answer: Answer) -> None:
-        """Nothing to add: waits follow from when each worker's gradient was ready."""
+        """Nothing to add: a round has no staleness."""

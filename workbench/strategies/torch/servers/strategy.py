@@ -45,7 +45,8 @@ class Answer:
 
     Attributes:
         staleness: Updates between this worker's pull and its push's turn, mean over servers.
-        blocked_s: How long the slowest server held the answer back (bounded staleness).
+        blocked_s: How long the slowest server held the answer back, for others (bounded staleness,
+            or the last push of a round).
         sent_bytes: What was pushed.
         blamed: The worker whose push let that answer go; -1 where nothing was held back.
     """
@@ -394,6 +395,9 @@ class Served(Strategy):
     def _complete(self, result: StepResult) -> None:
         answer = self.answer
         result.sent_bytes = answer.sent_bytes
+        if self.context.sync and len(set(self.context.spec.hosts)) > 1:
+            # When each gradient was ready cannot be compared; when each push came can be.
+            result.wait_s, result.waited_for = answer.blocked_s, answer.blamed
         self.settle(result, answer)
         if self.guard is not None:
             result.aside_s = self.guard.tick()
