@@ -180,7 +180,7 @@ class Engines:
             self.engines[engine].began = about["began"]
             host = self._ground.host_of(engine)
             self.engines[engine].host = about["host"] if host is None else host.name
-            self.engines[engine].address = "" if host is None else host.facts.address
+            self.engines[engine].address = about["address"]
             self.engines[engine].place = about["place"]
             self.engines[engine].python = about["python"]
             self.engines[engine].frameworks = set(about["frameworks"])

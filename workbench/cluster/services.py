@@ -79,6 +79,7 @@ class ClusterServices:
         )
         keep = None if self.hosted is None else self.hosted.keep_store
         self.store = Store(self.parents, self.folder, self._child_left, keep)
+        self.store.host, self.store.ports = self.address or self.store.host, launch.ports
         self.starter = Starter(
             self.hub, self.parents, self.forks, lambda end: str(self._ending(end)), self.hosted
         )

@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import cloudpickle
 import psutil
@@ -131,8 +132,8 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
             public key, where what travels is encrypted.
 
     Returns:
-        `pid`, `began` (start time), `host`, `place` (what tells it from other hosts), `python`,
-        `frameworks` (what is imported already).
+        `pid`, `began` (start time), `host`, `place` (what tells it from other hosts), `address`
+        (by which they reach it), `python`, `frameworks` (what is imported already).
     """
     global _engine
     if info.get("cwd") and os.path.isdir(info["cwd"]):
@@ -146,6 +147,7 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     about = {"pid": os.getpid(), "host": socket.gethostname(), "python": platform.python_version()}
     began = psutil.Process().create_time()
     answer = {**about, "frameworks": imported(), "began": began, "place": cluster_env.host_token()}
+    answer["address"] = cluster_env.own_address(str(urlsplit(info["url"]).hostname))
     attached_before = _engine is not None
     if _engine is not None:
         _engine.link.close()

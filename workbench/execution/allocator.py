@@ -188,6 +188,8 @@ class EngineAllocator:
             one_engine=plan is not None and plan.entry.one_engine,
             helpers=() if plan is None else plan.helpers,
             remote_workers=plan is not None and plan.entry.remote_workers,
+            addresses={i: self.engines.engines[i].address for i in ids},
+            ports=self.engines.launch.ports,
             reserved=[str(path) for path in self.devices.reservations.files.values()],
         )
         self.given |= {i: lease_of(spec, leases) for i, spec in specs.items()}

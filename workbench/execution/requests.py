@@ -49,6 +49,8 @@ def make_specs(
     helpers: Sequence[str] = (),
     remote_workers: bool = False,
     reserved: Sequence[str] = (),
+    addresses: Mapping[int, str] | None = None,
+    ports: tuple[int, int] | None = None,
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -62,6 +64,8 @@ def make_specs(
         remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
             first engine, which only hands out work, computes on the CPU.
         reserved: Files that reserve the GPUs.
+        addresses: Of the engines' hosts, where there are several.
+        ports: What may be listened on; None: anything.
     """
     cores = device_pool.cpu_count()
     threads = device_pool.threads_per_worker(len(hosts), cores)
@@ -101,6 +105,8 @@ def make_specs(
             accelerator=leases.kind,
             sharers=mine[0].sharers if mine else 1,
             reserved=tuple(reserved),
+            address=(addresses or {}).get(engine, ""),
+            ports=ports,
             part="" if worker else helpers[position - holders],
         )
     return specs
