@@ -80,9 +80,10 @@ class WorkbenchMagics(Magics):
 
     def _start(self, asked: ClusterLine) -> None:
         progress = ProgressLine()
-        settings: dict[str, Any] = {"devices": asked.devices, "framework": asked.framework}
-        settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+        settings: dict[str, Any] = {"framework": asked.framework, **asked.launch}
         settings |= {"keep": asked.keep, "idle_timeout": asked.idle_timeout}
+        if asked.devices is not None:
+            settings["devices"] = asked.devices
         try:
             cluster = session.start(asked.count or 2, progress=progress, **settings)
         except BaseException:

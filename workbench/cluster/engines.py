@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ClusterError
 from . import calls, folders, processes, progress
 from .calls import Call, NoAnswerError, Pending, gather
+from .hosts.settings import LOCAL, LaunchSettings
 from .processes import Ending, lives
 from .router import ControlRouter
 from .services import ClusterServices
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
 log = logging.getLogger("workbench.cluster")
-START_TIMEOUT_S = 120.0
 FETCH_TIMEOUT_S = 60.0
 ORPHAN_S = 3.0
 """How long an engine that was not forked does without its kernel before it ends."""
@@ -48,8 +48,7 @@ class Engines:
 
     Args:
         framework: What engines have imported when they start, unless another one is asked for.
-        launcher: `local`, or the name of one of ipyparallel's engine launchers.
-        hosts: Interface the controller listens on when engines run elsewhere.
+        launch: Where engines are started; by default here.
         folder, key: Of a kept cluster that is taken over (`take_over`); by default fresh ones.
 
     Attributes:
@@ -62,18 +61,16 @@ class Engines:
         listeners: Listeners,
         *,
         framework: str = "torch",
-        launcher: str = "local",
-        hosts: str = "",
+        launch: LaunchSettings | None = None,
         folder: Path | None = None,
         key: bytes | None = None,
     ) -> None:
         self.idle_timeout_s: float | None = None
         self._listeners = listeners
-        self.launcher = launcher
-        self._hosts = hosts
+        self.launch = launch or LaunchSettings()
         self._ground = self._make_ground(framework, folder)
         self._calls = Pending(self._idle)
-        self.router = ControlRouter(self._heard, hosts or "127.0.0.1", key)
+        self.router = ControlRouter(self._heard, self.launch.listen or "127.0.0.1", key)
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()
         """Ids of engines that are being started, or replaced."""
@@ -84,9 +81,7 @@ class Engines:
         self._next_id = 0
 
     def _make_ground(self, framework: str, folder: Path | None = None) -> ClusterServices:
-        return ClusterServices(
-            framework, self.launcher, self._hosts, self._engine_left, self._helper_left, folder
-        )
+        return ClusterServices(framework, self.launch, self._engine_left, self._helper_left, folder)
 
     def listen(self, listeners: Listeners) -> None:
         """Tell others from now on; for engines that were prepared before their cluster existed."""
@@ -145,7 +140,7 @@ class Engines:
         self.starting = (*self.starting, *ids)
         try:
             ground.ensure(report)
-            uuids = ground.launch(ids, START_TIMEOUT_S, framework, report)
+            uuids = ground.launch(ids, self.launch.start_timeout_s, framework, report)
             self._take_in(uuids)
         finally:
             self.starting = tuple(i for i in self.starting if i not in ids)
@@ -260,7 +255,7 @@ class Engines:
         Its warm parent would, but may be halted; the hub's heartbeats are slow, or halted too.
         """
         info = self.engines.get(engine)
-        if info is None or info.state == "dead" or self.launcher != "local":
+        if info is None or info.state == "dead" or self.launch.launcher != LOCAL:
             return
         if not lives(info.pid):
             self._lost(
@@ -450,7 +445,7 @@ class Engines:
             "next_id": self._next_id,
             "key": self.router.key.hex() if self.kept else "",
             "framework": self._ground.framework,
-            "launcher": self.launcher,
+            "launcher": self.launch.launcher,
         }
 
     def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:

@@ -24,11 +24,13 @@ import psutil
 from ..errors import ClusterError
 from . import controller, folders, processes, progress
 from .forkserver.parents import Parents, Store
+from .hosts.settings import LOCAL
 from .hub import ENGINE_ARGS, Controller, WarmEngineSetLauncher
 from .processes import Exit, is_halted
 
 if TYPE_CHECKING:
     from .forkserver.client import WarmParent
+    from .hosts.settings import LaunchSettings
 
 log = logging.getLogger("workbench.cluster")
 PREPARED_POLL_S = 0.1
@@ -51,21 +53,20 @@ class ClusterServices:
     def __init__(
         self,
         framework: str,
-        launcher: str,
-        hosts: str,
+        launch: LaunchSettings,
         on_exit: Callable[[int, processes.Ending], None],
         on_helper_exit: Callable[[str, int, processes.Ending], None] = lambda what, pid, how: None,
         folder: Path | None = None,
     ) -> None:
-        self.framework, self.launcher, self.hosts = framework, launcher, hosts
+        self.framework, self.settings = framework, launch
         self.folder = folder or folders.create()
-        self.parents = Parents(launcher, self._child_left, self.folder)
+        self.parents = Parents(launch.launcher, self._child_left, self.folder)
         self.why_not = self.parents.why_not(framework)
         self.forks = not self.why_not
         self.hub = Controller(
             self.folder,
-            "" if self.forks else launcher,
-            hosts,
+            "" if self.forks else launch.launcher,
+            launch.listen,
             self._controller_left,
             self._unlisted,
         )
@@ -92,7 +93,7 @@ class ClusterServices:
         """Whether other engines can stand on it: they are forked here, and all of it works."""
         warm = self.warm
         return (
-            self.forks and not self.hosts and not self.broken and not self._stopping
+            self.forks and not self.settings.listen and not self.broken and not self._stopping
             and warm is not None and warm.alive
         )  # fmt: skip
 
@@ -240,7 +241,7 @@ class ClusterServices:
             if sig == signals.SIGKILL:
                 self._ended_by_us[forked] = "by Workbench: it did not answer"
             self.parents.signal(forked, sig)
-        elif self.launcher == "local" and pid > 0:
+        elif self.settings.launcher == LOCAL and pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
         else:

@@ -57,7 +57,6 @@ def attach(cluster: str, *, take: bool = False) -> Cluster:
     engines = Engines(
         nobody,
         framework=about["framework"],
-        launcher=about["launcher"],
         folder=found.folder,
         key=bytes.fromhex(about["key"]),
     )
@@ -94,7 +93,6 @@ def _restore(found: folders.Found, engines: Engines) -> Cluster:
     cluster = Cluster(
         max(1, len(engines.ids)),
         devices=about["devices"],
-        launcher=about["launcher"],
         framework=about["framework"],
         engines=engines,
         keep=True,
