@@ -381,6 +381,27 @@ def test_what_was_prepared_here_is_not_taken_for_engines_elsewhere(
     assert all("launcher" not in one for one in made)
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), PlanError("a mistake")])
+def test_what_a_failed_start_has_stopped_is_not_started_on_again(
+    monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    prepared: Any = SimpleNamespace(launch=LaunchSettings(), framework="torch", reusable=True)
+    prepared.stop = lambda: None
+    session = Session(prepared=prepared)
+
+    def fails(count: int, **settings: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(state, "Cluster", fails)
+    with pytest.raises(type(failure)):
+        session.start(2, framework="torch")
+    assert session.prepared is prepared  # nothing had been touched
+    prepared.reusable = False
+    with pytest.raises(type(failure)):
+        session.start(2, framework="torch")
+    assert session.prepared is None
+
+
 def test_the_site_file_is_the_documented_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert str(configuration.SITE_FILE) == "/etc/workbench/launchers.toml"

@@ -57,13 +57,13 @@ def test_the_wire_is_json_and_has_the_share() -> None:
 def test_a_queue_says_state_reason_and_place_and_a_wait_that_nobody_knows_the_end_of() -> None:
     first = progress.queued("PENDING")
     assert str(first) == "job in the queue: pending"
-    assert str(progress.queued("PENDING", "Resources", 3, 59.0)) == (
+    assert str(progress.queued("PENDING", "Resources", 3)) == (
         "job in the queue: pending (Resources), number 3 in line"
     )
     assert str(progress.queued("PENDING", "Priority", 2, 130.0)) == (
-        "job in the queue: pending (Priority), number 2 in line, 2 min so far"
+        "job in the queue: pending (Priority), number 2 in line, 2 min 10 s so far"
     )
-    assert str(progress.queued("", "", 0, 7500.0)).endswith("waiting, 2 h 5 min so far")
+    assert str(progress.queued("", "", 0, 7500.0)).endswith("waiting, 2 h 5 min 0 s so far")
     assert first.to_wire()["endless"]
     assert not progress.hosts(1, 3).endless
 

@@ -127,18 +127,18 @@ def queued(state: str, reason: str = "", position: int = 0, waited_s: float = 0.
     """
     parts = [state.lower() or "waiting", f"({reason})" if reason else ""]
     place = f", number {position} in line" if position else ""
-    waited = f", {_waited(waited_s)} so far" if waited_s >= _MINUTE_S else ""
+    waited = f", {_waited(waited_s)} so far" if waited_s >= 1 else ""
     return Progress(
         "queue", 0, 1, f"job in the queue: {' '.join(filter(None, parts))}{place}{waited}"
     )
 
 
-_MINUTE_S = 60
-
-
 def _waited(seconds: float) -> str:
-    minutes = int(seconds // _MINUTE_S)
-    return f"{minutes} min" if minutes < _MINUTE_S else f"{minutes // 60} h {minutes % 60} min"
+    """Return a time to the second: as long as it changes, something is alive."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    parts = [f"{hours} h" if hours else "", f"{minutes} min" if hours or minutes else ""]
+    return " ".join(filter(None, [*parts, f"{whole % 60} s"]))
 
 
 def hosts(found: int, wanted: int) -> Progress:

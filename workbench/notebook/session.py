@@ -74,8 +74,10 @@ class Session:
             self.prepared = prepared = None
         try:
             self.cluster = Cluster(count, engines=prepared, launch=launch, **settings)
-        except ClusterError:
-            self.prepared = None  # it was stopped with what failed
+        except BaseException:  # an interrupt as well
+            if prepared is not None and not prepared.reusable:
+                prepared.stop()
+                self.prepared = None
             raise
         self.prepared = None
         return self._have(self.cluster)
