@@ -39,6 +39,8 @@ def test_engines_are_asked_of_slurm_and_the_queue_is_shown_and_left(notebook, tm
     book.screenshot(tmp_path / "ssh.png", ".wbp")
     press(book, "Start: ")
     panel.get_by_text("A host is named twice").first.wait_for()
+    words = panel.locator(".wbp-notice dt").first  # JupyterLab gives it a fifth of its place
+    assert words.bounding_box()["height"] < 30
     book.screenshot(tmp_path / "ssh-mistake.png", ".wbp")
 
     panel.get_by_label("Launcher", exact=True).select_option("slurm")
