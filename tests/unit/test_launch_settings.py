@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -400,6 +401,18 @@ def test_what_a_failed_start_has_stopped_is_not_started_on_again(
     with pytest.raises(type(failure)):
         session.start(2, framework="torch")
     assert session.prepared is None
+
+
+def test_the_file_on_the_documentations_page_is_one_that_is_understood(own_files: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "clusters-of-machines.md").read_text("utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (own_files / "site.toml").write_text(example)
+    slurm = of_line("--launcher slurm")
+    assert (slurm.partition, slurm.time, slurm.options["exclusive"]) == ("gpu", "4:00:00", "")
+    ssh = of_line("--launcher ssh")
+    assert (len(ssh.on), ssh.ports) == (2, (20000, 20100))
+    assert ssh.options == {"python": "/opt/ml/bin/python"}
+    assert of_line("--launcher mpi").options == {"oversubscribe": ""}
 
 
 def test_the_site_file_is_the_documented_one(monkeypatch: pytest.MonkeyPatch) -> None:
