@@ -96,7 +96,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(socket.AF_INET, None, 0, "", (NAMES[name], 0))]
 
     monkeypatch.setattr(limits, "interfaces", lambda: HERE)
-    monkeypatch.setattr(limits.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(limits, "_outward", lambda: "10.1.2.3")
 
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -336,7 +336,7 @@ def test_what_is_not_typed_stays_as_the_cluster_has_it(launch: LaunchSettings, l
 @pytest.mark.parametrize(
     ("launch", "line", "seen", "allowed"),
     [
-        (LaunchSettings("mpi"), "start 6 --launcher local", "local", "mpi"),
+        (LaunchSettings("mpi"), "start 6 --launcher local", "--launcher local", "mpi"),
         (SLURM, "start 6 --partition cpu", "--partition cpu", "gpu"),
         (SLURM, "start 6 --launcher-option qos=low", "--launcher-option qos=low", "qos=high"),
         (SLURM, "start 6 --time 60", "--time 60", "nothing of that kind was said"),
@@ -386,9 +386,9 @@ def test_what_was_prepared_here_is_not_taken_for_engines_elsewhere(
 def test_what_a_failed_start_has_stopped_is_not_started_on_again(
     monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
-    prepared: Any = SimpleNamespace(launch=LaunchSettings(), framework="torch", reusable=True)
-    prepared.stop = lambda: None
-    session = Session(prepared=prepared)
+    made = SimpleNamespace(launch=LaunchSettings(), framework="torch", reusable=True)
+    made.stop = lambda: None
+    session = Session(prepared=(prepared := cast("Any", made)))
 
     def fails(count: int, **settings: Any) -> None:
         raise failure
@@ -397,7 +397,7 @@ def test_what_a_failed_start_has_stopped_is_not_started_on_again(
     with pytest.raises(type(failure)):
         session.start(2, framework="torch")
     assert session.prepared is prepared  # nothing had been touched
-    prepared.reusable = False
+    made.reusable = False
     with pytest.raises(type(failure)):
         session.start(2, framework="torch")
     assert session.prepared is None

@@ -121,10 +121,10 @@ class Session:
     def _grow(cluster: Cluster, count: int, settings: dict[str, Any]) -> None:
         others = differences(cluster.launch, **_where(settings))
         if settings.get("devices", now := cluster.devices_asked) != now:
-            others["devices"] = (settings["devices"], now)
-        for name, (wanted, now) in others.items():
+            others["devices"] = (f"--devices {settings['devices']}", now)
+        for wanted, now in others.values():
             raise PlanError(
-                f"The notebook's cluster runs with other {name.replace('_', ' ')}.",
+                "The notebook's cluster was started otherwise.",
                 seen=wanted,
                 allowed=now or "what it was started with: nothing of that kind was said",
                 next_step="%cluster stop, then start again",

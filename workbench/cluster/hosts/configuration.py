@@ -135,7 +135,7 @@ def differences(
     said = given.pop("launcher", None)
     launcher = launch.launcher if said is None else _launcher(said)
     if said is not None and launcher != launch.launcher:
-        return {"launcher": (launcher, launch.launcher)}
+        return {"launcher": (said.shown, launch.launcher)}
     _refuse_stray(given, launcher)
     for name, one in given.items():
         field, wanted = _read(name, one, launcher)
@@ -241,7 +241,7 @@ def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
         owners = [other for other in TAKES if name in TAKES[other]]
         flags = ", ".join(f"--{each.replace('_', '-')}" for each in takes)
         raise PlanError(
-            f"{one.shown.split()[0]} says nothing to the launcher {launcher}.",
+            f"The launcher {launcher} does not take {one.shown.split()[0]}.",
             seen=one.shown,
             allowed=flags.replace("--options", "--launcher-option"),
             next_step=f"leave it out, or say --launcher {' or '.join(owners)}",
