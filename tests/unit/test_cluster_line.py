@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from workbench.errors import PlanError
+from workbench.magics import _complete
 from workbench.shared.magic_args import cluster_parser, parse_cluster_line
 
 
@@ -51,6 +54,12 @@ def test_a_number_that_counts_nothing_is_refused_with_its_flag():
         parse_cluster_line("start 8 --launcher slurm --nodes two")
     with pytest.raises(PlanError, match="--nodes"):
         parse_cluster_line("start 8 --launcher slurm --nodes 0")
+
+
+@pytest.mark.parametrize("line", ["%cluster start 2 --launcher ", "%cluster start --launcher sl"])
+def test_launchers_are_completed_by_name(line):
+    assert {"local", "ssh", "slurm", "mpi"} <= set(_complete(None, SimpleNamespace(line=line)))
+    assert "--launcher" in _complete(None, SimpleNamespace(line="%cluster start 2 --la"))
 
 
 def test_help_names_the_actions():

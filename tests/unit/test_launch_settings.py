@@ -100,6 +100,11 @@ def test_every_time_that_slurm_knows_is_taken(time: str) -> None:
     assert of_line(f"--launcher slurm --time {time}").time == time
 
 
+def test_so_many_ports_as_a_notebook_needs_are_enough() -> None:
+    assert of_line("--ports 20000-20015").ports == (20000, 20015)
+    assert launch_settings(2, ports=[1024, 65535]).ports == (1024, 65535)  # type: ignore[arg-type]
+
+
 def test_ipyparallels_launchers_and_classes_are_known_by_name() -> None:
     found = configuration.known_launchers()
     assert {"local", "ssh", "slurm", "mpi", "pbs", "lsf", "htcondor"} <= set(found)
@@ -138,7 +143,7 @@ def test_ipyparallels_launchers_and_classes_are_known_by_name() -> None:
         ("--ports 20100-20000", "WB-PLAN-172", "first-last"),
         ("--ports 1-100", "WB-PLAN-172", "1024"),
         ("--ports 60000-70000", "WB-PLAN-172", "65535"),
-        ("--ports 20000-20010", "WB-PLAN-173", "11 in --ports 20000-20010"),
+        ("--ports 20000-20014", "WB-PLAN-173", "15 in --ports 20000-20014"),
         ("--start-timeout soon", "WB-PLAN-174", "10m"),
         ("--start-timeout never", "WB-PLAN-174", "10m"),
         ("--listen '*'", "WB-PLAN-163", "never on all"),

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 SITE_FILE = Path("/etc/workbench/launchers.toml")
 VARIABLE = "WORKBENCH_LAUNCHERS"
-LEAST_PORTS = 12
-"""The notebook listens on about ten for ipyparallel, one for its own messages and one for hosts."""
+LEAST_PORTS = 16
+"""A notebook listens on 13 for ipyparallel's controller, one for control messages, one for agents
+and, where workers are on its own machine, one for the store."""
 ALLOCATION = "SLURM_JOB_ID"
 PROGRAMS = {
     SSH: (("ssh",), "openssh-client"),
