@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..errors import PlanError, WorkbenchWarning
 
 if sys.version_info >= (3, 11):
@@ -287,6 +285,8 @@ class ExposureWarning(WorkbenchWarning):
 
 def interfaces() -> dict[str, list[str]]:
     """Return this machine's IPv4 addresses by interface."""
+    import psutil  # the doctor reads limits where no package is installed
+
     found = {
         name: [one.address for one in addresses if one.family == socket.AF_INET]
         for name, addresses in psutil.net_if_addrs().items()
