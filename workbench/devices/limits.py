@@ -381,11 +381,12 @@ def beyond_loopback(address: str) -> bool:
         return True
 
 
-def exposure_words(listen: str, launcher: str = "local") -> str:
+def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = False) -> str:
     """Return what the user should know of what is about to listen.
 
     Args:
         listen: The address; empty: the one from which the other machines are reached.
+        encrypted: Whether what the notebook and its engines say to each other is.
     """
     where = f"on {listen}" if listen else "on the address from which they are reached"
     if launcher == "local":
@@ -395,19 +396,20 @@ def exposure_words(listen: str, launcher: str = "local") -> str:
             "encrypted. Engines of this machine do not need it: leave it out, or use it on a "
             f"private network only ({PAGE})."
         )
+    sealed = "signed and encrypted (CURVE)" if encrypted else "signed, but not encrypted"
     return (
         f"--launcher {launcher}: engines run on other machines, and the notebook listens for them "
-        f"{where}. What they and the notebook say to each other is signed and encrypted (CURVE). "
-        "What workers send each other is neither: gloo, NCCL, the TCPStore and TensorFlow's gRPC "
+        f"{where}. What they and the notebook say to each other is {sealed}. What workers send "
+        "each other is neither: gloo, NCCL, the TCPStore and TensorFlow's gRPC "
         "have no authentication at all. Whoever can connect to these can read and change what is "
         f"trained. Use it on a private network or behind a firewall only ({PAGE})."
     )
 
 
-def warn(listen: str, launcher: str = "local") -> None:
+def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> None:
     """Tell the user, each time, where other machines will be able to connect."""
     if beyond_loopback(listen) or (launcher != "local" and not listen):
-        words = exposure_words(listen, launcher)
+        words = exposure_words(listen, launcher, encrypted=encrypted)
         with warnings.catch_warnings():
             warnings.simplefilter("always", ExposureWarning)
             warnings.warn(ExposureWarning(words, code="WB-WARN-001"), stacklevel=3)
