@@ -12,6 +12,7 @@ from typing import Any
 
 from fake_run import fake_snapshot
 
+from workbench.cluster.hosts.settings import LaunchSettings
 from workbench.cluster.vitals import EngineVitals
 from workbench.shared.faults import parse_fault
 
@@ -105,6 +106,7 @@ class FakeCluster:
     """What the panel's parts ask of `Cluster`."""
 
     framework, devices_asked, is_busy = "torch", "auto", False
+    launch = LaunchSettings()
 
     def __init__(self, workers: int, run: FakeRun) -> None:
         self.worker_ids, self.busy = list(range(workers)), run

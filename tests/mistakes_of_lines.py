@@ -97,6 +97,39 @@ LINE = [
         "%cluster start 2 --devices 97",
         "WB-PLAN-127",
     ),
+    Mistake(
+        "A launcher's name is misspelt",
+        "%cluster start 2 --launcher slrum",
+        "WB-PLAN-037",
+        "%cluster start 2",
+    ),
+    Mistake(
+        "A flag of another launcher",
+        "%cluster start 2 --partition gpu",
+        "WB-PLAN-165",
+        "%cluster start 2",
+    ),
+    Mistake(
+        "ssh without hosts",
+        "wb.Cluster(2, launcher='ssh')",
+        "WB-PLAN-166",
+    ),
+    Mistake(
+        "A host that is named twice",
+        "wb.Cluster(2, launcher='ssh', on='node1,me@node1')",
+        "WB-PLAN-168",
+    ),
+    Mistake(
+        "A time that Slurm does not know",
+        "wb.Cluster(2, launcher='slurm', time='2h')",
+        "WB-PLAN-170",
+    ),
+    Mistake(
+        "Too few ports",
+        "%cluster start 2 --ports 20000-20005",
+        "WB-PLAN-173",
+        "%cluster start 2",
+    ),
     Mistake("An engine that does not exist", "%cluster restart 9", "WB-CLUSTER-006"),
     Mistake("A variable to push that does not exist", "%push no_such_name", "WB-PLAN-134"),
     Mistake(

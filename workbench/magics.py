@@ -9,6 +9,7 @@ from typing import Any
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from . import catalog
+from .cluster.hosts.configuration import known_launchers
 from .cookbook.recipe import Recipe
 from .errors import PlanError, RunError
 from .execution import registry
@@ -80,9 +81,10 @@ class WorkbenchMagics(Magics):
 
     def _start(self, asked: ClusterLine) -> None:
         progress = ProgressLine()
-        settings: dict[str, Any] = {"devices": asked.devices, "framework": asked.framework}
-        settings |= {"launcher": asked.launcher, "hosts": asked.hosts}
+        settings: dict[str, Any] = {"framework": asked.framework, **asked.launch}
         settings |= {"keep": asked.keep, "idle_timeout": asked.idle_timeout}
+        if asked.devices is not None:
+            settings["devices"] = asked.devices
         try:
             cluster = session.start(asked.count or 2, progress=progress, **settings)
         except BaseException:
@@ -289,6 +291,8 @@ def _complete(shell: Any, event: Any) -> list[str]:
     line = event.line
     words = line.split()
     if line.startswith(("%cluster", "cluster")):
+        if words[-1 if line.endswith(" ") else -2 :][:1] == ["--launcher"]:
+            return known_launchers()
         return [*ACTIONS, *(o for a in cluster_parser()._actions for o in a.option_strings)]
     last = words[-1] if words and not line.endswith(" ") else ""
     previous = words[-2] if len(words) > 1 and last else (words[-1] if words else "")

@@ -269,9 +269,10 @@ UNGUARDED = """
     import json, os, signal, sys
     sys.path[:0] = {paths!r}
     import ipyparallel.cluster.launcher as launcher
+    from workbench.cluster.hosts.settings import LaunchSettings
     from workbench.cluster.services import ClusterServices
     from workbench.cluster.forkserver.client import WarmParent
-    ground = ClusterServices("torch", "local", "", lambda *end: None)
+    ground = ClusterServices("torch", LaunchSettings(), lambda *end: None)
     def die(pid):
         about = dict(pids=[ground.warm.pid, pid], folder=str(ground.folder))
         print(json.dumps(about), flush=True)

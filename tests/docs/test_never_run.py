@@ -9,11 +9,12 @@ import pytest
 from doc_pages import DOCS, REPOSITORY, name_of, pages
 
 from workbench import catalog
-from workbench.shared.magic_args import cluster_parser
+from workbench.shared.magic_args import LAUNCH
 
 TABLE = "never-run.md"
+MACHINES = "clusters-of-machines.md"
 BEYOND = re.compile(
-    r"--launcher[ =`]+(?:ssh|slurm|mpi)|--hosts|several (?:hosts|machines)|other hosts"
+    r"--launcher[ =`]+(?:ssh|slurm|mpi)|--(?:listen|hosts)|several (?:hosts|machines)|other hosts"
 )
 LINKED = [
     "README.md",
@@ -36,17 +37,19 @@ def test_the_table_is_linked(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [pytest.param(one, id=name_of(one)) for one in pages()])
-def test_a_page_on_several_machines_says_that_they_do_not_work_yet(page: Path) -> None:
+def test_a_page_on_several_machines_leads_to_what_was_run_on_them(page: Path) -> None:
     text = page.read_text("utf-8")
     if name_of(page) in EXEMPT or not BEYOND.search(text):
         return
-    assert TABLE in text or "not yet" in text.lower() or "do not work yet" in text, name_of(page)
+    assert TABLE in text or MACHINES in text, name_of(page)
 
 
-@pytest.mark.parametrize("flag", ["--launcher", "--hosts"])
-def test_help_for_several_machines_says_not_yet(flag: str) -> None:
-    (action,) = (each for each in cluster_parser()._actions if flag in each.option_strings)
-    assert "not yet" in (action.help or "")
+def test_the_page_on_several_machines_names_every_flag_and_the_table() -> None:
+    text = (DOCS / MACHINES).read_text("utf-8")
+    assert f"{TABLE})" in text
+    for flag in LAUNCH:
+        name = {"launcher_options": "launcher-option"}.get(flag, flag.replace("_", "-"))
+        assert f"--{name}" in text, name
 
 
 def test_a_strategy_that_never_ran_on_its_device_says_so() -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from workbench.cluster.engines import EngineInfo, Engines
+from workbench.cluster.hosts.settings import LaunchSettings
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def test_only_an_engine_that_has_ended_is_given_up(child, monkeypatch):
     lost = []
     monkeypatch.setattr(Engines, "_lost", lambda self, info, how: lost.append((info.id, str(how))))
     engines = Engines.__new__(Engines)
-    engines.launcher = "local"
+    engines.launch = LaunchSettings()
     engines.engines = {3: EngineInfo(id=3, uuid="u", pid=child.pid)}
     engines.give_up(3)
     engines.give_up(4)  # there is none

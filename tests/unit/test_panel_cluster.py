@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench.cluster.hosts.settings import HostSlots, LaunchSettings
 from workbench.cluster.progress import Progress
 from workbench.cluster.vitals import EngineVitals
 from workbench.errors import ClusterError
@@ -29,6 +30,7 @@ class Vitals:
 class Cluster:
     framework, devices_asked = "torch", "auto"
     is_busy, busy, waiting = False, None, 0
+    launch = LaunchSettings()
 
     def __init__(self, count):
         self.worker_ids, self.vitals = list(range(count)), Vitals()
@@ -51,10 +53,11 @@ class Session:
     def __init__(self):
         self.cluster, self.lost, self.asked, self.during = None, "", [], lambda: None
 
-    def start(self, count, *, devices, progress):
-        self.asked.append((count, devices))
+    def start(self, count, *, devices, progress, **where):
+        self.asked.append((count, devices, *([where] if where else [])))
         progress(Progress("connect", 1, count, f"connecting engines: 1 of {count}"))
         self.during()
+        progress(Progress("connect", 2, count, "connecting engines: 2"))
         if devices == "cuda":
             raise ClusterError(
                 "There is no GPU.", seen="cuda", next_step="devices cpu", code="WB-CLUSTER-000"
@@ -71,7 +74,8 @@ class Session:
 
 
 @pytest.fixture
-def panel():
+def panel(monkeypatch):
+    monkeypatch.setattr("workbench.panels.cluster.installed", lambda: ["local", "ssh", "slurm"])
     return Panel(Session(), (ClusterPart,))
 
 
@@ -94,6 +98,49 @@ def test_a_start_that_fails_leaves_a_message_and_no_progress(panel):
     assert "devices cpu" in notice.text
     wire = panel.wire()["cluster"]
     assert (wire["running"], wire["progress"]) == (False, None)
+
+
+def test_the_launchers_that_are_installed_are_offered_with_what_each_needs(panel):
+    wire = panel.wire()["cluster"]
+    assert wire["launchers"] == [
+        {"name": "local", "fields": []},
+        {"name": "ssh", "fields": ["on"]},
+        {"name": "slurm", "fields": ["nodes", "partition", "time"]},
+    ]
+    assert wire["where"] == {"launcher": "local"}
+
+
+def test_engines_start_where_it_was_said_and_a_field_of_another_launcher_is_left_out(panel):
+    panel.do("cluster.where", {"launcher": "slurm", "on": "a", "nodes": " 2 ", "partition": "gpu"})
+    assert panel.wire()["cluster"]["where"]["nodes"] == "2"
+    panel.do("cluster.start", {"count": 4})
+    assert panel.settled()
+    where = {"launcher": "slurm", "nodes": "2", "partition": "gpu"}
+    assert panel.session.asked == [(4, "auto", where)]
+    panel.do("cluster.start", {"count": 6})  # a cluster that is up keeps its place
+    assert panel.settled()
+    assert panel.session.asked[1:] == [(6, "auto")]
+
+
+def test_where_a_cluster_is_that_a_line_has_started_is_shown(panel):
+    panel.session.cluster = cluster = Cluster(2)
+    hosts = (HostSlots("a", 2), HostSlots("me@b"))
+    cluster.launch = LaunchSettings("ssh", on=hosts)
+    where = panel.wire()["cluster"]["where"]
+    assert (where["launcher"], where["on"], where["nodes"]) == ("ssh", "a:2,me@b", "")
+
+
+def test_a_start_that_waits_can_be_cancelled(panel):
+    panel.session.during = lambda: panel.do("cluster.cancel", {})
+    panel.do("cluster.start", {"count": 2})
+    assert panel.settled()
+    assert "WB-CLUSTER-120" in panel.notices[0].text
+    wire = panel.wire()["cluster"]
+    assert (wire["running"], wire["progress"]) == (False, None)
+    panel.session.during = lambda: None
+    panel.do("cluster.start", {"count": 2})  # the next one is not
+    assert panel.settled()
+    assert panel.wire()["cluster"]["running"]
 
 
 def test_engines_are_watched_while_somebody_looks_and_those_of_the_present_cluster_only(panel):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from workbench.cluster.hosts.settings import LaunchSettings
 from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError
 from workbench.panels.cluster import ClusterPart, QueuePart
@@ -16,6 +17,7 @@ class Cluster:
     """One that is busy with a cell, so that its queue begins nothing."""
 
     framework, devices_asked, is_busy, busy = "torch", "auto", True, object()
+    launch = LaunchSettings()
 
     def __init__(self, count):
         self.worker_ids, self.row = list(range(count)), Queue(self)

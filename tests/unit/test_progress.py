@@ -12,6 +12,10 @@ STORY = [
     progress.preparing(False, False, "torch"),
     progress.preparing(True, False, "torch"),
     progress.preparing(True, True, "torch"),
+    progress.asking("asking Slurm for a job"),
+    progress.queued("PENDING", "Priority", 7),
+    progress.queued("PENDING", "Resources", 1, 3700.0),
+    *(progress.hosts(k, 3) for k in range(4)),
     progress.importing("torch"),
     progress.starting(8),
     *(progress.forked(k, 8) for k in range(1, 9)),
@@ -45,9 +49,29 @@ def test_what_is_still_waited_for_is_named() -> None:
 def test_the_wire_is_json_and_has_the_share() -> None:
     wire = json.loads(json.dumps(progress.forked(4, 8).to_wire()))
     assert wire == {
-        "stage": "fork", "done": 4, "total": 8, "fraction": 0.75,
+        "stage": "fork", "done": 4, "total": 8, "fraction": 0.75, "endless": False,
         "text": "starting engines: 4 of 8",
     }  # fmt: skip
+
+
+def test_a_queue_says_state_reason_and_place_and_a_wait_that_nobody_knows_the_end_of() -> None:
+    first = progress.queued("PENDING")
+    assert str(first) == "job in the queue: pending"
+    assert str(progress.queued("PENDING", "Resources", 3)) == (
+        "job in the queue: pending (Resources), number 3 in line"
+    )
+    assert str(progress.queued("PENDING", "Priority", 2, 130.0)) == (
+        "job in the queue: pending (Priority), number 2 in line, 2 min 10 s so far"
+    )
+    assert str(progress.queued("", "", 0, 7500.0)).endswith("waiting, 2 h 5 min 0 s so far")
+    assert first.to_wire()["endless"]
+    assert not progress.hosts(1, 3).endless
+
+
+def test_hosts_are_counted_also_while_nobody_knows_how_many_come() -> None:
+    assert str(progress.hosts(2, 3)) == "hosts that answer: 2 of 3"
+    assert str(progress.hosts(0, 0)) == "hosts that answer: 0"
+    assert progress.hosts(0, 0).fraction == progress.hosts(0, 3).fraction
 
 
 def test_nothing_is_said_twice_in_a_row() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import workbench
+from workbench.cluster.hosts.settings import LaunchSettings
 from workbench.cookbook.recipe import Recipe
 from workbench.notebook import session as state
 from workbench.notebook.session import Session
@@ -23,7 +24,7 @@ def test_two_threads_that_start_the_cluster_get_the_same_one(monkeypatch):
         made.append(
             SimpleNamespace(
                 keeping=SimpleNamespace(on_end=None), devices_asked="auto",
-                launcher="local", worker_ids=list(range(count)),
+                launch=LaunchSettings(), worker_ids=list(range(count)),
             )
         )  # fmt: skip
         return made[-1]

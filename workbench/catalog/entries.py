@@ -376,7 +376,7 @@ TENSORFLOW: tuple[Strategy, ...] = (
         "added up from engine to engine.",
         module="workbench.strategies.tensorflow.multi_worker_mirrored:MultiWorkerMirrored",
         messages="workbench.catalog.step_messages:multi_worker_mirrored",
-        suits="one process per GPU on one host; several hosts: not yet",
+        suits="one process per GPU, on one host or several",
         source="tf.distribute.MultiWorkerMirroredStrategy; Patarasuk and Yuan, JPDC 2009",
         aliases=("multi_worker",),
         ways=_TENSORFLOW_WAYS,

@@ -28,7 +28,7 @@ from ..errors import ClusterError
 from ..shared.cluster_env import host_token
 from . import calls, folders, processes, progress
 from .calls import Call, NoAnswerError, Pending, gather
-from .hosts.settings import HERE, LaunchSettings
+from .hosts.settings import HERE, LOCAL, LaunchSettings
 from .processes import Ending, lives
 from .router import ControlRouter
 from .services import ClusterServices
@@ -263,7 +263,7 @@ class Engines:
         Its warm parent would, but may be halted; the hub's heartbeats are slow, or halted too.
         """
         info = self.engines.get(engine)
-        if info is None or info.state == "dead" or self.launcher != "local":
+        if info is None or info.state == "dead" or self.launch.launcher != LOCAL:
             return
         if not lives(info.pid):
             self._lost(
@@ -453,7 +453,7 @@ class Engines:
             "next_id": self._next_id,
             "key": self.router.key.hex() if self.kept else "",
             "framework": self._ground.framework,
-            "launcher": self.launcher,
+            "launcher": self.launch.launcher,
         }
 
     def take_over(self, about: Mapping[str, Any], *, take: bool) -> None:

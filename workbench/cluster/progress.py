@@ -9,14 +9,18 @@ from typing import Any, Literal, TypeAlias
 
 log = logging.getLogger("workbench.cluster")
 
-Stage: TypeAlias = Literal["queue", "controller", "framework", "fork", "connect", "ready"]
+Stage: TypeAlias = Literal[
+    "controller", "job", "queue", "hosts", "framework", "fork", "connect", "ready"
+]
 
 _BEGINS: dict[Stage, float] = {
-    "queue": 0.0, "controller": 0.0, "framework": 0.6, "fork": 0.7, "connect": 0.8, "ready": 1.0,
+    "controller": 0.0, "job": 0.6, "queue": 0.61, "hosts": 0.62, "framework": 0.66,
+    "fork": 0.7, "connect": 0.8, "ready": 1.0,
 }  # fmt: skip
 """Share of a cold start that is over when a stage begins; where all was prepared ahead the first
-two take no time. Measured with 4 PyTorch engines on 2 cores: they say how long things take, not
-how many there are."""
+ones take no time, and `job`, `queue` and `hosts` are of engines on other machines. Measured with 4
+PyTorch engines on 2 cores: they say how long things take, not how many there are. Nobody knows how
+long a queue is, so its wait moves nothing (`endless`)."""
 _ORDER = tuple(_BEGINS)
 _CONTROLLER = "starting the controller"
 
@@ -27,9 +31,11 @@ class Progress:
 
     Attributes:
         stage: `controller` (ipyparallel's starts, while the warm parent imports the framework),
-            `framework` (only the import is waited for), `fork`, `connect` (engines register),
-            `ready`.
-        done, total: Within the stage: engines forked or connected, of how many.
+            `job` (a launcher is asked for hosts), `queue` (the job waits for its turn), `hosts`
+            (they report), `framework` (only the import is waited for), `fork`, `connect` (engines
+            register), `ready`.
+        done, total: Within the stage: hosts that reported, engines forked or connected, of how
+            many.
         text: In words: `connecting engines: 3 of 8`.
     """
 
@@ -46,6 +52,11 @@ class Progress:
         begins, ends = _BEGINS[self.stage], _BEGINS[_ORDER[_ORDER.index(self.stage) + 1]]
         return begins + (ends - begins) * min(1.0, self.done / max(1, self.total))
 
+    @property
+    def endless(self) -> bool:
+        """Whether nobody knows how long this stage takes."""
+        return self.stage == "queue"
+
     def to_wire(self) -> dict[str, Any]:
         """Return it as JSON-ready data."""
         return {
@@ -53,6 +64,7 @@ class Progress:
             "done": self.done,
             "total": self.total,
             "fraction": round(self.fraction, 4),
+            "endless": self.endless,
             "text": self.text,
         }
 
@@ -97,16 +109,42 @@ def preparing(controller: bool, client: bool, imports: str) -> Progress:
     return Progress("controller", done, 3, ", ".join(parts) or "the controller is ready")
 
 
-def queued(state: str, reason: str, position: int, waited_s: float) -> Progress:
-    """Return the stage in which a job waits for its turn."""
-    why = f" ({reason})" if reason else ""
-    place = f", number {position} of those that wait" if position else ""
-    return Progress("queue", 0, 1, f"the job waits: {state}{why}{place}; {waited_s:.0f} s")
+def asking(what: str) -> Progress:
+    """Return the stage in which a launcher is asked for hosts.
+
+    Args:
+        what: In words: `asking Slurm for a job`, `connecting to 3 hosts`.
+    """
+    return Progress("job", 0, 1, what)
+
+
+def queued(state: str, reason: str = "", position: int = 0, waited_s: float = 0.0) -> Progress:
+    """Return the stage in which a job waits for its turn.
+
+    Args:
+        state, reason: As the scheduler says them: `PENDING`, `Resources`.
+        position: Which one it is among those that wait; 0: not known.
+    """
+    parts = [state.lower() or "waiting", f"({reason})" if reason else ""]
+    place = f", number {position} in line" if position else ""
+    waited = f", {_waited(waited_s)} so far" if waited_s >= 1 else ""
+    return Progress(
+        "queue", 0, 1, f"job in the queue: {' '.join(filter(None, parts))}{place}{waited}"
+    )
+
+
+def _waited(seconds: float) -> str:
+    """Return a time to the second: as long as it changes, something is alive."""
+    whole = int(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    parts = [f"{hours} h" if hours else "", f"{minutes} min" if hours or minutes else ""]
+    return " ".join(filter(None, [*parts, f"{whole % 60} s"]))
 
 
 def hosts(found: int, wanted: int) -> Progress:
-    """Return the stage in which agents are waited for."""
-    return Progress("controller", found, max(1, wanted), f"waiting for hosts: {found} of {wanted}")
+    """Return how many hosts have reported; `wanted` is 0 while nobody knows how many will."""
+    of = f" of {wanted}" if wanted else ""
+    return Progress("hosts", found, wanted, f"hosts that answer: {found}{of}")
 
 
 def importing(framework: str) -> Progress:

@@ -25,6 +25,7 @@ from ..errors import ClusterError
 from . import controller, folders, processes, progress
 from .forkserver.parents import Parents, Store
 from .hosts.places import HostedEngines
+from .hosts.settings import LOCAL
 from .hub import ENGINE_ARGS, Controller, WarmEngineSetLauncher
 from .processes import Exit, is_halted
 
@@ -259,7 +260,7 @@ class ClusterServices:
             if sig == signals.SIGKILL:
                 self._ended_by_us[forked] = "by Workbench: it did not answer"
             self.parents.signal(forked, sig)
-        elif self.launcher == "local" and pid > 0:
+        elif self.launcher == LOCAL and pid > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
         else:

@@ -12,7 +12,8 @@ A file that cannot be read or understood is an error, not "no limits": a mistype
 an open door. What this cannot do is said in `docs/shared-machines.md`: it guards against mistakes
 and greed by accident, not against somebody who changes the code that reads it.
 
-With `--hosts` something listens beyond loopback: what, and how the user is told.
+Engines on other machines, and `--listen`, make something listen beyond loopback: where, what, and
+how the user is told.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ALLOWED = {
     "max_engines": "a whole number, at least 1",
     "devices": '"all", "cpu", or GPUs as nvidia-smi lists them: "0,2", "GPU-5f3e"',
     "idle_timeout": 'a time: "45m", "2h", "90s", or "never"',
-    "hosts": "true or false: whether --hosts may be used",
+    "hosts": "true or false: whether engines may run on other machines",
 }
 _ORDERED = {"max_engines": "max_engines", "idle_timeout": "idle_timeout_s", "hosts": "hosts"}
 _PER_UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -63,7 +64,7 @@ class Limits:
         devices: Lists of GPUs, as NVML numbers or (prefixes of) UUIDs; a GPU may be used that is in
             every one of them. An empty list means CPU only; no list means all GPUs.
         idle_timeout_s: After how long a cluster in which nothing runs must end; infinite: never.
-        hosts: Whether anything may listen beyond loopback.
+        hosts: Whether engines may run on other machines, and anything listen beyond loopback.
         sources: Where each limit that is set comes from, by name.
     """
 
@@ -93,14 +94,16 @@ class Limits:
             code="WB-PLAN-055",
         )
 
-    def check_hosts(self, hosts: str) -> None:
-        """Raise PlanError where listening beyond loopback is asked for and not allowed."""
-        if hosts and not self.hosts:
+    def check_hosts(self, listen: str, launcher: str = "local") -> None:
+        """Raise PlanError where something beyond this machine is asked for and not allowed."""
+        elsewhere = launcher != "local"
+        if (listen or elsewhere) and not self.hosts:
+            flag = f"--launcher {launcher}" if elsewhere else f"--listen {listen}"
             raise PlanError(
                 "The administrator allows no engines on other hosts.",
-                seen=f"--hosts {hosts}",
+                seen=flag,
                 allowed=f"engines of this machine ({self.sources.get('hosts')})",
-                next_step="leave --hosts out",
+                next_step=f"leave {flag.split()[0]} out",
                 code="WB-PLAN-056",
             )
 
@@ -155,11 +158,7 @@ def load(environment: Mapping[str, str] | None = None, path: Path | None = None)
 
 def _of_file(path: Path) -> Limits:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES).decode()
-        given = tomllib.loads(text)
-    except (FileNotFoundError, NotADirectoryError):
-        return Limits()
+        given = read_toml(path)
     except (OSError, ValueError) as error:
         raise PlanError(
             "The machine's limits cannot be read, so nothing is started.",
@@ -172,6 +171,20 @@ def _of_file(path: Path) -> Limits:
     if unknown:
         raise _misunderstood(str(path), unknown[0], given[unknown[0]], ", ".join(VARIABLES))
     return _limits({name: (value, f"set in {path}") for name, value in given.items()})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a small TOML file says; nothing where there is none.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.loads(file.read(_MAX_FILE_BYTES).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def _of_environment(environment: Mapping[str, str]) -> Limits:
@@ -261,51 +274,147 @@ def _yes_or_no(value: object) -> bool:
 
 
 PAGE = "docs/security.md"
-EVERY = ("*", "0.0.0.0", "::")
+EVERY = ("*", "0.0.0.0", "::", "0", "[::]")
+OUTSIDE = ("192.0.2.1", 9)
+"""An address of nobody (RFC 5737): the route to it is the one to other networks."""
 
 
 class ExposureWarning(WorkbenchWarning):
     """Something is about to listen where other hosts can connect."""
 
 
-def beyond_loopback(hosts: str) -> bool:
-    """Whether listening on `hosts` can be reached from other machines; a name counts as such."""
-    if not hosts or hosts == "localhost":
+def interfaces() -> dict[str, list[str]]:
+    """Return this machine's IPv4 addresses by interface."""
+    import psutil  # the doctor reads limits where no package is installed
+
+    found = {
+        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def listening(listen: str) -> str:
+    """Return the one address of this machine on which to listen.
+
+    Args:
+        listen: An address, the name of an interface (`eth0`), a network (`10.0.0.0/8`): the address
+            in it; or a host name of this machine. Empty stays empty.
+
+    Raises:
+        PlanError: It is none of this machine's, or all of them.
+    """
+    listen, here = listen.strip(), interfaces()
+    if not listen:
+        return ""
+    if listen in EVERY:
+        raise PlanError(
+            "Workbench listens on one address, never on all of them.",
+            seen=listen,
+            allowed=_choices(here),
+            next_step="name the network that the other machines are in: --listen 10.0.0.0/8",
+            code="WB-PLAN-163",
+        )
+    found = here.get(listen) or _of_network(listen, here) or _of_name(listen, here)
+    if not found:
+        raise PlanError(
+            "There is nothing of that name to listen on: --listen names this machine's own end of "
+            "the network, not the other machines.",
+            seen=listen,
+            allowed=_choices(here),
+            next_step="leave --listen out; --launcher ssh --on HOSTS names the other machines",
+            code="WB-PLAN-164",
+        )
+    return found[0]
+
+
+def _choices(here: Mapping[str, list[str]]) -> str:
+    own = ", ".join(f"{name} ({', '.join(each)})" for name, each in here.items())
+    return f"an interface or its IPv4 address: {own}; a network as 10.0.0.0/8; this machine's name"
+
+
+def _of_network(listen: str, here: Mapping[str, list[str]]) -> list[str]:
+    """Return the addresses of this machine that an address or a network stands for."""
+    try:
+        network = ipaddress.ip_network(listen, strict=False)
+    except ValueError:
+        return []
+    if network.version == 4 and network.is_loopback and network.num_addresses == 1:
+        return [listen]  # all of 127.0.0.0/8 is this machine's
+    own = [address for each in here.values() for address in each]
+    return [one for one in own if ipaddress.ip_address(one) in network]
+
+
+def _of_name(listen: str, here: Mapping[str, list[str]]) -> list[str]:
+    """Return the addresses of this machine that a host name stands for."""
+    try:
+        resolved = {str(one[4][0]) for one in socket.getaddrinfo(listen, None, socket.AF_INET)}
+    except (OSError, UnicodeError):
+        return []
+    own = [address for each in here.values() for address in each]
+    if listen.split(".")[0] == "localhost":
+        return sorted(resolved)
+    if all(ipaddress.ip_address(one).is_loopback for one in resolved):
+        # Debian gives a machine's own name 127.0.1.1, which no other machine reaches.
+        first = [address for address in (_outward(),) if address]
+        return first or [one for one in own if not ipaddress.ip_address(one).is_loopback]
+    return [one for one in own if one in resolved]
+
+
+def _outward() -> str:
+    """Return the address from which other networks are reached; empty where there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(OUTSIDE)  # sends nothing: only the route is looked up
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def beyond_loopback(address: str) -> bool:
+    """Whether listening on an address can be reached from other machines; a name counts as such."""
+    if not address or address == "localhost":
         return False
     try:
-        return not ipaddress.ip_address(hosts).is_loopback
+        return not ipaddress.ip_address(address).is_loopback
     except ValueError:
         return True
 
 
-def exposure_words(hosts: str) -> str:
-    """Return what the user should know before listening on `hosts`."""
-    where = "on every interface" if hosts in EVERY else f"on {hosts}"
+def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = False) -> str:
+    """Return what the user should know of what is about to listen.
+
+    Args:
+        listen: The address; empty: the one from which the other machines are reached.
+        encrypted: Whether what the notebook and its engines say to each other is.
+    """
+    where = f"on {listen}" if listen else "on the address from which they are reached"
+    if launcher == "local":
+        return (
+            f"--listen {listen}: ipyparallel's controller and our control socket listen {where}. "
+            "Both take nothing that is not signed with the cluster's key, but nothing is "
+            "encrypted. Engines of this machine do not need it: leave it out, or use it on a "
+            f"private network only ({PAGE})."
+        )
+    sealed = "signed and encrypted (CURVE)" if encrypted else "signed, but not encrypted"
     return (
-        f"--hosts {hosts}: ipyparallel's controller and our control socket listen {where}; both "
-        "take nothing that is not signed with the cluster's key, but nothing is encrypted. "
-        "Training over several machines does not work yet; what it uses has no authentication at "
-        "all: gloo, NCCL, the TCPStore, TensorFlow's gRPC. Whoever can connect to these can read "
-        "and change what is trained. Use it on a private network or behind a firewall only "
-        f"({PAGE})."
+        f"--launcher {launcher}: engines run on other machines, and the notebook listens for them "
+        f"{where}. What they and the notebook say to each other is {sealed}. What workers send "
+        "each other is neither: gloo, NCCL, the TCPStore and TensorFlow's gRPC "
+        "have no authentication at all. Whoever can connect to these can read and change what is "
+        f"trained. Use it on a private network or behind a firewall only ({PAGE})."
     )
 
 
-def warn(hosts: str) -> None:
-    """Tell the user, each time, where listening on `hosts` can be reached from other machines."""
-    if beyond_loopback(hosts):
+def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> None:
+    """Tell the user, each time, where other machines will be able to connect."""
+    if beyond_loopback(listen) or (launcher != "local" and not listen):
+        words = exposure_words(listen, launcher, encrypted=encrypted)
         with warnings.catch_warnings():
             warnings.simplefilter("always", ExposureWarning)
-            warnings.warn(ExposureWarning(exposure_words(hosts), code="WB-WARN-001"), stacklevel=3)
+            warnings.warn(ExposureWarning(words, code="WB-WARN-001"), stacklevel=3)
 
 
 def reachable(host: str) -> str:
     """Return the address under which other hosts reach what is bound to `host`."""
-    if host not in EVERY:
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: only the route is looked up
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    return _outward() or "127.0.0.1" if host in EVERY else host

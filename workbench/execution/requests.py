@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import catalog
 from ..cluster import folders
 from ..cluster.calls import Unread, travels
+from ..cluster.hosts.settings import LOCAL, LaunchSettings
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
 from ..devices import leases as device_pool
@@ -305,18 +306,22 @@ def check_size(what: str, count: object) -> int:
     return checked
 
 
-def check_limits(wanted: int, own: Sequence[int] = (), *, hosts: str = "") -> None:
+def check_limits(
+    wanted: int, own: Sequence[int] = (), *, launch: LaunchSettings | None = None
+) -> None:
     """Raise PlanError where so many more engines are beyond the administrator's limits.
 
-    Who asks to listen beyond loopback, and may, is told what that exposes.
+    Who asks for what listens beyond loopback, and may, is told what that exposes.
 
     Args:
         own: Pids of the engines that the cluster has already.
-        hosts: What is to be listened on beyond loopback.
+        launch: Where they are to be started; None: where the others are.
     """
     allowed = limits.load()
-    allowed.check_hosts(hosts)
-    limits.warn(hosts)
+    if launch is not None:
+        launcher = launch.launcher if launch.leaves_machine else LOCAL
+        allowed.check_hosts(launch.listen, launcher)
+        limits.warn(launch.listen, launcher, encrypted=launch.has_agents)
     if allowed.max_engines is not None:  # the census looks at every process of the machine
         allowed.check_engines(wanted + len(own), folders.elsewhere(own))
 

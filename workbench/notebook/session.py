@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..cluster.engines import NOBODY, Engines
+from ..cluster.hosts.configuration import LaunchArguments, differences, launch_settings
 from ..errors import ClusterError, PlanError
 from ..execution import registry
 from ..execution.allocator import default_framework, know_notebook, prewarmed
@@ -24,6 +25,7 @@ from .recipes import recipes
 from .run_view import CellView, RunView, check_view
 
 if TYPE_CHECKING:
+    from ..cluster.hosts.settings import LaunchSettings
     from ..cookbook.recipe import Recipe
     from ..execution.run import Run
     from ..execution.task import Task
@@ -69,14 +71,18 @@ class Session:
         if self.cluster is not None:
             self._grow(self.cluster, count, settings)
             return self.cluster
+        launch = launch_settings(count, **_where(settings))
+        settings = {name: settings[name] for name in set(settings) - _WHERE}
         prepared = self.prepared
-        if prepared is not None and not _fits(prepared, settings):
+        if prepared is not None and not _fits(prepared, launch, settings):
             threading.Thread(target=prepared.stop, daemon=True).start()
             self.prepared = prepared = None
         try:
-            self.cluster = Cluster(count, engines=prepared, **settings)
-        except ClusterError:
-            self.prepared = None  # it was stopped with what failed
+            self.cluster = Cluster(count, engines=prepared, launch=launch, **settings)
+        except BaseException:  # an interrupt as well
+            if prepared is not None and not prepared.reusable:
+                prepared.stop()
+                self.prepared = None
             raise
         self.prepared = None
         return self._have(self.cluster)
@@ -118,15 +124,17 @@ class Session:
 
     @staticmethod
     def _grow(cluster: Cluster, count: int, settings: dict[str, Any]) -> None:
-        for name, now in (("devices", cluster.devices_asked), ("launcher", cluster.launcher)):
-            if settings.get(name, now) != now:
-                raise PlanError(
-                    f"The notebook's cluster runs with other {name}.",
-                    seen=settings[name],
-                    allowed=now,
-                    next_step="%cluster stop, then start again",
-                    code="WB-PLAN-127",
-                )
+        others = differences(cluster.launch, **_where(settings))
+        if settings.get("devices", now := cluster.devices_asked) != now:
+            others["devices"] = (f"--devices {settings['devices']}", now)
+        for wanted, now in others.values():
+            raise PlanError(
+                "The notebook's cluster was started otherwise.",
+                seen=wanted,
+                allowed=now or "what it was started with: nothing of that kind was said",
+                next_step="%cluster stop, then start again",
+                code="WB-PLAN-127",
+            )
         if settings.get("keep") and not cluster.keeping.kept:
             raise PlanError(
                 "The notebook's cluster was started without --keep.",
@@ -288,13 +296,19 @@ class Session:
         return self.recipe
 
 
-def _fits(prepared: Engines, settings: dict[str, Any]) -> bool:
+_WHERE = frozenset(LaunchArguments.__annotations__)
+
+
+def _where(settings: dict[str, Any]) -> LaunchArguments:
+    """Return those settings that say where engines are started."""
+    return cast("LaunchArguments", {name: settings[name] for name in _WHERE & set(settings)})
+
+
+def _fits(prepared: Engines, launch: LaunchSettings, settings: dict[str, Any]) -> bool:
     """Whether a cluster with these settings can be made of what was prepared."""
     framework = settings.get("framework") or default_framework()
-    return (
-        settings.get("launcher", "local") == "local"
-        and not settings.get("hosts")
-        and (framework == prepared.framework or prepared.can_fork(framework))
+    return launch == prepared.launch and (
+        framework == prepared.framework or prepared.can_fork(framework)
     )
 
 

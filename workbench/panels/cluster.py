@@ -9,6 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.hosts.configuration import installed
+from ..cluster.hosts.settings import LOCAL, MPI, SLURM, SSH
+from ..errors import ClusterError
 from ..execution.run import Run
 from .choice import MOST
 from .model import Part, Wire, action
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from .model import Panel
 
 LOG_LINES = 200
+FIELDS: dict[str, tuple[str, ...]] = {
+    LOCAL: (), SSH: ("on",), SLURM: ("nodes", "partition", "time"), MPI: ()
+}  # fmt: skip
+"""Per launcher: what the row has a field for; a line and the launchers' file can say more."""
 
 
 class ClusterPart(Part):
@@ -35,6 +42,10 @@ class ClusterPart(Part):
         self._watched: Cluster | None = None
         self._undo: Callable[[], None] = lambda: None
         self._engines: list[Wire] = []
+        self._where: dict[str, str] = {"launcher": LOCAL}
+        self._launchers = [{"name": name, "fields": list(FIELDS[name])} for name in installed()]
+        self._starter = 0  # the thread that starts engines for us
+        self._cancelled = False
 
     def wire(self) -> Wire:
         """Its engines, and how far a start has come."""
@@ -50,6 +61,8 @@ class ClusterPart(Part):
             "framework": None if cluster is None else cluster.framework,
             "kept": cluster is not None and cluster.keeping.kept,
             "progress": None if progress is None else progress.to_wire(),
+            "launchers": self._launchers,
+            "where": self._where if cluster is None else _where(cluster),
             "lost": session.lost,
             "engines": self._engines,
         }
@@ -96,16 +109,48 @@ class ClusterPart(Part):
         """Start engines, or add some until there are `count`."""
         self.bring(int(count), devices.strip() or "auto")
 
+    @action()
+    def where(
+        self,
+        launcher: str = LOCAL,
+        on: str = "",
+        nodes: str = "",
+        partition: str = "",
+        time: str = "",
+    ) -> None:
+        """Take note of where engines are to be started; Start and Run do so."""
+        typed = {"on": on, "nodes": nodes, "partition": partition, "time": time}
+        said = {name: text.strip() for name, text in typed.items() if text.strip()}
+        self._where = {"launcher": launcher, **said}
+
+    @action()
+    def cancel(self) -> None:
+        """Give up a start that is under way, as Interrupt does for a cell's."""
+        self._cancelled = True
+
     def bring(self, count: int, devices: str = "auto") -> None:
         """Do so, and tell how far it is."""
+        session, where, settings = self.panel.session, self._where, {}
+        if session.cluster is None and where["launcher"] != LOCAL:
+            takes = ("launcher", *FIELDS.get(where["launcher"], ()))
+            settings = {name: where[name] for name in takes if name in where}
+        self._starter, self._cancelled = threading.get_ident(), False
         try:
-            self.panel.session.start(count, devices=devices, progress=self._tell)
+            session.start(count, devices=devices, progress=self._tell, **settings)
+        except KeyboardInterrupt:
+            raise ClusterError(
+                "The start was cancelled.",
+                next_step="Start begins again",
+                code="WB-CLUSTER-120",
+            ) from None
         finally:
-            self._progress = None
+            self._progress, self._starter = None, 0
 
     def _tell(self, progress: Progress) -> None:
         self._progress = progress
         self.panel.changed.set()
+        if self._cancelled and threading.get_ident() == self._starter:
+            raise KeyboardInterrupt
 
     @action(slow=True)
     def restart(self, engine: int | None = None) -> None:
@@ -122,6 +167,15 @@ class ClusterPart(Part):
         """The last lines of an engine's log."""
         text = self.panel.session.need_cluster().logs(int(engine))
         return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def _where(cluster: Cluster) -> Wire:
+    """Return where a cluster's engines are, as the row's fields show it."""
+    launch = cluster.launch
+    hosts = (f"{one.name}:{one.slots}" if one.slots else one.name for one in launch.on)
+    nodes = str(launch.nodes or "")
+    return {"launcher": launch.launcher, "on": ",".join(hosts), "nodes": nodes,
+            "partition": launch.partition, "time": launch.time}  # fmt: skip
 
 
 class QueuePart(Part):

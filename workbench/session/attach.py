@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster import folders
 from ..cluster.engines import Engines, Listeners
-from ..cluster.hosts.settings import LaunchSettings
 from ..devices.leases import Lease, Leases
 from ..errors import ClusterError, RunError, WorkbenchError
 from ..execution import hangs, registry
@@ -58,7 +57,6 @@ def attach(cluster: str, *, take: bool = False) -> Cluster:
     engines = Engines(
         nobody,
         framework=about["framework"],
-        launch=LaunchSettings(launcher=about["launcher"]),
         folder=found.folder,
         key=bytes.fromhex(about["key"]),
     )
@@ -95,7 +93,6 @@ def _restore(found: folders.Found, engines: Engines) -> Cluster:
     cluster = Cluster(
         max(1, len(engines.ids)),
         devices=about["devices"],
-        launcher=about["launcher"],
         framework=about["framework"],
         engines=engines,
         keep=True,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..cluster.engines import EngineInfo, Engines, Listeners
-from ..cluster.hosts.settings import LaunchSettings
+from ..cluster.hosts.configuration import LaunchArguments, check_keep, launch_settings
+from ..cluster.hosts.settings import LOCAL, LaunchSettings
 from ..cluster.progress import Report, quiet
 from ..cookbook.recipe import Recipe
 from ..errors import RunError
@@ -53,6 +54,8 @@ from .queue import Queue
 from .status import Vitals
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ..devices.leases import Leases
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -76,19 +79,25 @@ class Cluster:
         workers: Engines to start with.
         devices: `auto` (a GPU for each worker, the least used that no other notebook holds; CPUs
             where there are fewer), `cpu`, `cuda`, or GPU numbers as `0,1`; these may be shared.
-        launcher: `local`. Not yet: another of ipyparallel's launchers by name. Its own
-            configuration is not read, and training works on one machine only.
-        hosts: Interface on which controller and control socket listen; by default loopback. It
-            does not make engines on other machines work.
         framework: What engines have imported when they start; by default torch, where installed.
         keep: Whether it outlives this kernel; `wb.attach` takes it over then.
         idle_timeout: `30m`, `never`, or seconds, after which a cluster in which nothing runs ends;
             by default never, or after a day for a kept one.
         progress: Called with a `Progress` (stage, done, total, fraction, text) while engines start;
             as text it is one line.
+        launch: Where engines are started, checked; by default made of the arguments below.
+        launcher: `local`, `ssh`, `slurm`, `mpi`, or the name of one of ipyparallel's launchers.
+        on: Hosts for ssh, with their engines: `node1:4,user@node2:4`, or a list.
+        nodes, gpus_per_node, time, partition, account: Of the job, for Slurm.
+        setup: Lines of shell that run on each host before the engines; those that begin with
+            `#SBATCH` are options of the job.
+        launcher_options: Further options of sbatch, ssh or mpiexec: `{"qos": "high"}`.
+        listen: Where the notebook listens: an address, an interface, a network, a name; `hosts` is
+            the same. ports: First and last port, `20000-20100`.
+        start_timeout: `10m`, or seconds: how long a start may take, with the queue.
 
     Raises:
-        PlanError: The number of engines or the devices make no sense.
+        PlanError: The number of engines, the devices or the launcher's arguments make no sense.
         ClusterError: The engines did not come up.
 
     Example:
@@ -101,19 +110,20 @@ class Cluster:
         workers: int = 2,
         *,
         devices: str = "auto",
-        launcher: str = "local",
-        hosts: str = "",
         framework: str | None = None,
         engines: Engines | None = None,
         keep: bool = False,
         idle_timeout: str | float | None = None,
         progress: Report = quiet,
         launch: LaunchSettings | None = None,
+        **where: Unpack[LaunchArguments],
     ) -> None:
         count = check_size("The number of engines", workers)
-        check_limits(count, hosts=hosts)
-        launch = launch or LaunchSettings(launcher=launcher, listen=hosts)
-        self.launcher = launcher = launch.launcher
+        launch = launch or launch_settings(count, **where)
+        if keep:
+            check_keep(launch.launcher)
+        check_limits(count, launch=launch)
+        self.launch = launch
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
         self._said: set[str] = set()  # to cells: the same of each would bury their output
@@ -123,7 +133,7 @@ class Cluster:
         self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
         pool.lease(count)  # what cannot be had is said before anything is started
         pool.most_workers = count
-        if launcher == "local":
+        if launch.launcher == LOCAL:
             check_framework(framework)
         self.engine_set: Engines = engines or Engines(
             self.listeners(), framework=framework, launch=launch

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ..errors import PlanError, unknown
@@ -111,14 +111,17 @@ ACTIONS = ("start", "status", "restart", "logs", "stacks", "debug", "free", "att
 
 @dataclass(frozen=True)
 class ClusterLine:
-    """What a `%cluster` line asks for."""
+    """What a `%cluster` line asks for.
+
+    Attributes:
+        launch: Where engines are started, as arguments of `wb.Cluster`; only what was typed.
+    """
 
     action: str
     count: int | None = None
     ranks: tuple[int, ...] = ()
-    devices: str = "auto"
-    launcher: str = "local"
-    hosts: str = ""
+    devices: str | None = None
+    launch: Mapping[str, Any] = field(default_factory=dict)
     framework: str | None = None
     commands: tuple[str, ...] = ()
     port: int | None = None
@@ -136,15 +139,53 @@ def cluster_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("action", nargs="?", default="status", help=", ".join(ACTIONS))
     add("values", nargs="*", help="start: number of engines; else: engine ids")
-    add("--devices", default="auto", help="auto, cpu, cuda, or GPU numbers 0,1")
-    add("--launcher", default="local", help="local; others of ipyparallel's: not yet")
-    add("--hosts", default="", help="interface to listen on; other hosts: not yet")
+    add("--devices", help="auto, cpu, cuda, or GPU numbers 0,1")
     add("--framework", metavar="NAME", help="framework to have ready: torch or tensorflow")
     add("--keep", action="store_true", help="start: outlive this notebook; attach finds it again")
     add("--idle-timeout", metavar="T", help="start: end when nothing ran for so long: 30m, never")
     add("--take", action="store_true", help="attach: also from a notebook that has it")
+    _launch_flags(add)
     _debug_flags(add)
     return parser
+
+
+LAUNCH = ("launcher", "on", "nodes", "gpus_per_node", "time", "partition", "account", "setup",
+          "launcher_options", "listen", "ports", "start_timeout")  # fmt: skip
+"""Flags that say where engines are started, as arguments of `wb.Cluster`."""
+
+
+def _launch_flags(add: Callable[..., Any]) -> None:
+    add("--launcher", metavar="NAME", help="start: local, ssh, slurm, mpi, or ipyparallel's")
+    add("--on", metavar="HOSTS", help="ssh: hosts with their engines: node1:4,user@node2:4")
+    add("--nodes", metavar="N", help="slurm: nodes of the job")
+    add("--gpus-per-node", metavar="N", help="slurm: GPUs of each node")
+    add("--time", metavar="T", help="slurm: time limit of the job: 90, 1:30:00, 2-12")
+    add("--partition", metavar="NAME", help="slurm: partition of the job")
+    add("--account", metavar="NAME", help="slurm: account of the job")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a line of shell on each host before engines; '#SBATCH ...' is an option of the job",
+    )
+    add(
+        "--launcher-option",
+        action="append",
+        default=[],
+        dest="launcher_options",
+        metavar="KEY=VALUE",
+        help="an option of sbatch, ssh or mpiexec; python=... is the interpreter on the hosts",
+    )
+    add(
+        "--hosts",
+        "--listen",
+        dest="listen",
+        metavar="WHERE",
+        help="where the notebook listens: an address, an interface, a network 10.0.0.0/8, a name",
+    )
+    add("--ports", metavar="A-B", help="ports that may be listened on")
+    add("--start-timeout", metavar="T", help="how long a start may take, with the queue: 10m")
 
 
 def _debug_flags(add: Callable[..., Any]) -> None:
@@ -188,8 +229,7 @@ def parse_cluster_line(line: str) -> ClusterLine:
         count,
         ranks,
         given["devices"],
-        given["launcher"],
-        given["hosts"],
+        _launch(given),
         given["framework"],
         tuple(given["command"]),
         None if given["port"] is None else _port(given["port"]),
@@ -200,6 +240,19 @@ def parse_cluster_line(line: str) -> ClusterLine:
         take=given["take"],
         cluster=values[0] if action == "attach" else "",
     )
+
+
+def _launch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was typed of where engines are started."""
+    found = {name: given[name] for name in LAUNCH if given[name] not in (None, [])}
+    for name, least in (("nodes", 1), ("gpus_per_node", 0)):
+        if name in found:
+            flag = f"--{name.replace('_', '-')}"
+            found[name] = whole_number(flag, found[name], least)
+    for name in ("setup", "launcher_options"):
+        if name in found:
+            found[name] = tuple(found[name])
+    return found
 
 
 def _port(text: str) -> int:

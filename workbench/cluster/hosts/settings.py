@@ -34,7 +34,8 @@ class LaunchSettings:
         setup: Lines of a shell before the agent starts; those that begin with `#SBATCH` are the
             job's options.
         options: Further options of the launcher: of `sbatch`, `ssh` or `mpiexec` by their long
-            names; `python`, the interpreter on the hosts; `profile`, ipyparallel's.
+            names, one with an empty value being a flag alone; `python`, the interpreter on the
+            hosts; `profile`, ipyparallel's.
         listen: Address on which the notebook listens for the hosts; empty: the one from which they
             are reached.
         ports: First and last port that may be listened on; None: any.
@@ -58,6 +59,12 @@ class LaunchSettings:
     def has_agents(self) -> bool:
         """Whether engines are forked by agents on other hosts."""
         return self.launcher in OURS
+
+    @property
+    def leaves_machine(self) -> bool:
+        """Whether engines may run on other machines; mpiexec stays here unless it is told hosts."""
+        hosts = {"host", "hosts", "hostfile", "machinefile"} & set(self.options)
+        return self.launcher != LOCAL and (self.launcher != MPI or bool(hosts))
 
 
 HERE = LaunchSettings()

@@ -51,20 +51,49 @@ SECTIONS.push((() => {
     count.input.addEventListener("input", () => { redraw(); if (possible()) app.do("cluster.asked", { count: count.read() }); });
     const devices = kit.field({ kind: "str", label: "Devices", placeholder: "auto, cpu, cuda, 0,1" });
     devices.set("auto");
+    const launcher = kit.field({ kind: "choice", label: "Launcher", choices: ["local"], onchange: () => { redraw(); place(); } });
+    launcher.input.title = "What starts the engines: local is this machine";
+    const fields = {
+      on: kit.field({ kind: "str", label: "Hosts", placeholder: "node1:4,user@node2:4", onchange: () => place() }),
+      nodes: kit.field({ kind: "str", label: "Nodes", placeholder: "any", onchange: () => place() }),
+      partition: kit.field({ kind: "str", label: "Partition", placeholder: "the default", onchange: () => place() }),
+      time: kit.field({ kind: "str", label: "Time limit", placeholder: "1:30:00", onchange: () => place() }),
+    };
+    for (const [name, field] of Object.entries(fields)) field.root.classList.add(`wbp-where-${name}`);
     const start = kit.button("Start", "Start this many engines", () => app.do("cluster.start", { count: Number(count.read()), devices: devices.read() }), "wbp-primary");
     const restart = kit.button("Restart", "Replace all engines by fresh ones", () => ask("Restart all engines?", "cluster.restart"));
     const stop = kit.button("Stop cluster", "End all engines and what runs on them", () => ask("Stop the cluster?", "cluster.stop"));
     const sure = kit.h("div", { class: "wbp-sure", role: "alertdialog", "aria-label": "Are you sure?", hidden: true });
+    const cancel = kit.button("Cancel", "Give up this start", () => { cancel.disabled = true; app.do("cluster.cancel"); });
     const words = kit.h("span", { class: "wbp-muted", role: "status" });
     const track = kit.h("progress", { max: 1, class: "wbp-progress", hidden: true, "aria-label": "Starting the engines" });
     const engines = kit.h("div", { class: "wbp-engines", role: "group", "aria-label": "Engines" });
-    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, start, kit.h("span", { class: "wbp-together" }, restart, stop), track, words), sure, engines);
-    let latest = { count: 0, running: false };
+    root.append(kit.h("div", { class: "wbp-row wbp-clusterrow" }, kit.h("strong", { class: "wbp-brand" }, "Workbench"), count.root, devices.root, launcher.root, Object.values(fields).map((f) => f.root), start, kit.h("span", { class: "wbp-together" }, restart, stop), track, words, cancel), sure, engines);
+    let latest = { count: 0, running: false, launchers: [{ name: "local", fields: [] }], where: {} }, shown = "";
     count.input.value = 2;
 
     function possible() {
       const asked = Number(count.read());
       return Number.isInteger(asked) && asked >= 1 && asked <= MOST;
+    }
+
+    /** Tell the kernel where Start and Run are to start engines. */
+    function place() {
+      const typed = Object.entries(fields).map(([name, field]) => [name, field.read()]);
+      if (!latest.running) app.do("cluster.where", { launcher: launcher.read(), ...Object.fromEntries(typed) });
+    }
+
+    /** Offer the launchers that are installed, and that of a cluster that was started by a line. */
+    function offer({ launchers, where, running }) {
+      const names = [...new Set([...launchers.map((one) => one.name), where.launcher])];
+      if (launcher.input.children.length !== names.length) launcher.input.replaceChildren(...names.map((n) => kit.h("option", { value: n }, n)));
+      const now = JSON.stringify([where, running]);
+      if (now !== shown) {
+        launcher.set(where.launcher);
+        for (const [name, field] of Object.entries(fields)) field.set(where[name] ?? "");
+      }
+      shown = now;
+      kit.show(launcher.root, names.length > 1);
     }
 
     /** Where something goes on, ask before it is ended. */
@@ -85,6 +114,9 @@ SECTIONS.push((() => {
       else kit.rename(start, "Start", "Start this many engines");
       start.disabled = busy || !possible() || (running && asked <= latest.count);
       devices.enable(!running);
+      launcher.enable(!running && !busy);
+      const takes = latest.launchers.find((one) => one.name === launcher.read())?.fields ?? [];
+      for (const [name, field] of Object.entries(fields)) { kit.show(field.root, takes.includes(name)); field.enable(!running && !busy); }
     }
 
     return {
@@ -97,7 +129,11 @@ SECTIONS.push((() => {
         if (value.running) devices.set(value.devices);
         for (const button of [restart, stop]) { kit.show(button, value.running); button.disabled = busy && !value.progress; }
         kit.show(track, Boolean(value.progress));
-        if (value.progress) track.value = value.progress.fraction;
+        if (value.progress?.endless) track.removeAttribute("value"); // nobody knows how long a queue is
+        else if (value.progress) track.value = value.progress.fraction;
+        if (!value.progress) cancel.disabled = false;
+        kit.show(cancel, Boolean(value.progress));
+        offer(value);
         kit.text(words, value.progress?.text ?? (busy ? "one moment…" : whole(value)));
         redraw();
         kit.list(engines, value.engines, (e) => e.engine, line(app, ask), update);

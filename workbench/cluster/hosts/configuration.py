@@ -1,0 +1,565 @@
+"""What was asked of a launcher, by a line, an argument or a file, checked before anything starts.
+
+Two files say what need not be typed each time, with a table per launcher and the names of the
+flags (`partition = "gpu"`). The line wins over the user's file, and that one over the site's:
+
+    /etc/workbench/launchers.toml            the site's
+    ~/.config/workbench/launchers.toml       the user's; WORKBENCH_LAUNCHERS names another one
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from ...devices import limits
+from ...errors import PlanError, unknown
+from .settings import (
+    LOCAL,
+    MPI,
+    OURS,
+    QUEUE_TIMEOUT_S,
+    SLURM,
+    SSH,
+    START_TIMEOUT_S,
+    HostSlots,
+    LaunchSettings,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SITE_FILE = Path("/etc/workbench/launchers.toml")
+VARIABLE = "WORKBENCH_LAUNCHERS"
+LEAST_PORTS = 16
+"""A notebook listens on 13 for ipyparallel's controller, one for control messages, one for agents
+and, where workers are on its own machine, one for the store."""
+ALLOCATION = "SLURM_JOB_ID"
+PROGRAMS = {
+    SSH: (("ssh",), "openssh-client"),
+    SLURM: (("sbatch", "srun"), "slurm-client"),
+    MPI: (("mpiexec",), "openmpi-bin"),
+}
+"""Per launcher: the programs that it calls, and Debian's package of them."""
+_ANYWHERE = ("listen", "ports", "start_timeout")
+TAKES: Mapping[str, tuple[str, ...]] = {
+    LOCAL: _ANYWHERE,
+    SSH: ("on", "setup", "options", *_ANYWHERE),
+    SLURM: (
+        "nodes", "gpus_per_node", "time", "partition", "account", "setup", "options", *_ANYWHERE
+    ),
+    MPI: ("setup", "options", *_ANYWHERE),
+}  # fmt: skip
+"""What each launcher can be told; ipyparallel's: `_THEIRS`."""
+_THEIRS = ("options", *_ANYWHERE)
+_HOST = re.compile(r"((?:[A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,5}))?")
+_TIME = re.compile(
+    r"[0-9]+(?::[0-5]?[0-9])?|[0-9]+:[0-5]?[0-9]:[0-5]?[0-9]"
+    r"|[0-9]+-[0-9]+(?::[0-5]?[0-9]){0,2}"
+)
+_WORD = re.compile(r"[A-Za-z0-9_][\w.,+@:/=-]*")
+_OPTION = re.compile(r"[A-Za-z][\w-]*(?: [\w.-]+)?")
+
+
+class LaunchArguments(TypedDict, total=False):
+    """What `wb.Cluster` takes for engines on other machines; what is None or empty was not said."""
+
+    launcher: str | None
+    on: str | Sequence[str]
+    nodes: int | None
+    gpus_per_node: int | None
+    time: str
+    partition: str
+    account: str
+    setup: str | Sequence[str]
+    launcher_options: Mapping[str, object] | Sequence[str]
+    listen: str
+    hosts: str
+    ports: str | tuple[int, int]
+    start_timeout: str | float | None
+
+
+_NAMES = {"launcher_options": "options", "hosts": "listen"}
+"""Arguments whose field has another name."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, and how the place where it stands is shown in a message."""
+
+    value: Any
+    shown: str
+
+
+def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSettings:
+    """Return what was asked for, checked; what was not said is the files'.
+
+    Args:
+        engines: How many are to be started; there must be room for them.
+
+    Raises:
+        PlanError: Something makes no sense, or a program is missing.
+    """
+    if strange := sorted(set(asked) - set(LaunchArguments.__annotations__)):
+        raise TypeError(f"Cluster() got an unexpected keyword argument {strange[0]!r}")
+    given = _typed(asked)
+    launcher = _launcher(given.pop("launcher", None))
+    _refuse_stray(given, launcher)
+    if launcher in OURS:
+        given = _merged(_of_files(launcher), given)
+    waits = QUEUE_TIMEOUT_S if launcher == SLURM else START_TIMEOUT_S
+    found = {"start_timeout_s": waits, **dict(_read(*one, launcher) for one in given.items())}
+    settings = LaunchSettings(launcher=launcher, **found)
+    _check_hosts(settings, engines)
+    _check_programs(launcher)
+    return settings
+
+
+def differences(
+    launch: LaunchSettings, **asked: Unpack[LaunchArguments]
+) -> dict[str, tuple[str, str]]:
+    """Return what was said that is not how a cluster was started: by name, as said and as it is.
+
+    Raises:
+        PlanError: It makes no sense.
+    """
+    given, found = _typed(asked), {}
+    said = given.pop("launcher", None)
+    launcher = launch.launcher if said is None else _launcher(said)
+    if said is not None and launcher != launch.launcher:
+        return {"launcher": (said.shown, launch.launcher)}
+    _refuse_stray(given, launcher)
+    for name, one in given.items():
+        field, wanted = _read(name, one, launcher)
+        now = getattr(launch, field)
+        if name == "options":
+            now = {key: now.get(key) for key in wanted}
+        if wanted != now:
+            found[name] = (one.shown, _told(getattr(launch, field)))
+    return found
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={each}" for key, each in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(getattr(one, "name", str(one)) for one in value)
+    return str(value) if value else ""
+
+
+def _typed(asked: Mapping[str, Any]) -> dict[str, Given]:
+    """Return what was said, by the field it is for, each as a line would show it."""
+    found = {}
+    for name, value in asked.items():
+        if value is None or (isinstance(value, (str, Sequence, Mapping)) and not value):
+            continue
+        field = _NAMES.get(name, name)
+        flag = "--launcher-option" if field == "options" else f"--{field.replace('_', '-')}"
+        words = value
+        if isinstance(value, Mapping):
+            words = " ".join(f"{key}={each}" for key, each in value.items())
+        elif not isinstance(value, str) and isinstance(value, Sequence):
+            words = ("-" if field == "ports" else " ").join(map(str, value))
+        found[field] = Given(value, f"{flag} {words}")
+    return found
+
+
+def check_keep(launcher: str) -> None:
+    """Raise PlanError where engines of that launcher are to outlive the notebook."""
+    if launcher != LOCAL:
+        raise PlanError(
+            "Only engines of this machine can outlive the notebook.",
+            seen=f"--keep --launcher {launcher}",
+            allowed="--keep without --launcher",
+            next_step="leave --keep out; --checkpoint keeps what was trained",
+            code="WB-PLAN-176",
+        )
+
+
+# -- launchers -----------------------------------------------------------------------------------
+
+
+def known_launchers() -> list[str]:
+    """Return the names of ours and of ipyparallel's launchers."""
+    theirs = metadata.entry_points(group="ipyparallel.engine_launchers")
+    return sorted({LOCAL, *OURS, *(one.name for one in theirs if one.name != "workbench")})
+
+
+def installed() -> list[str]:
+    """Return those of our launchers whose programs are found here; `local` always."""
+    return [LOCAL, *(name for name in OURS if not _missing(name))]
+
+
+def _missing(launcher: str) -> list[str]:
+    programs, _ = PROGRAMS.get(launcher, ((), ""))
+    if launcher == SLURM and os.environ.get(ALLOCATION):
+        programs = ("srun",)  # engines are started in the job that we are in
+    return [name for name in programs if shutil.which(name) is None]
+
+
+def _launcher(given: Given | None) -> str:
+    if given is None:
+        return LOCAL
+    name = str(given.value)
+    if name in known_launchers():
+        return name
+    module, _, kind = name.rpartition(".")
+    if not module:
+        raise unknown("launcher", name, known_launchers(), "or name a class: package.module.Class")
+    try:
+        found = getattr(importlib.import_module(module), kind, None)
+    except ImportError as error:
+        raise _no_class(name, str(error)) from error
+    if not isinstance(found, type):
+        raise _no_class(name, f"{module} has no class {kind}")
+    return name
+
+
+def _no_class(name: str, why: str) -> PlanError:
+    return PlanError(
+        "The launcher's class cannot be imported.",
+        seen=f"{name}: {why}",
+        allowed=f"package.module.Class, or one of {', '.join(known_launchers())}",
+        next_step="see that the notebook can import it, then start again",
+        code="WB-PLAN-184",
+    )
+
+
+def _refuse_stray(given: Mapping[str, Given], launcher: str) -> None:
+    takes = TAKES.get(launcher, _THEIRS)
+    for name, one in given.items():
+        if name in takes:
+            continue
+        owners = [other for other in TAKES if name in TAKES[other]]
+        flags = ", ".join(f"--{each.replace('_', '-')}" for each in takes)
+        raise PlanError(
+            f"The launcher {launcher} does not take {one.shown.split()[0]}.",
+            seen=one.shown,
+            allowed=flags.replace("--options", "--launcher-option"),
+            next_step=f"leave it out, or say --launcher {' or '.join(owners)}",
+            code="WB-PLAN-165",
+        )
+
+
+def _check_programs(launcher: str) -> None:
+    if missing := _missing(launcher):
+        raise PlanError(
+            f"The launcher {launcher} needs {' and '.join(missing)}, and this machine has none.",
+            seen=f"PATH={os.environ.get('PATH', '')}",
+            allowed=f"launchers that can be used here: {', '.join(installed())}",
+            next_step=f"install Debian's package {PROGRAMS[launcher][1]}, or start Jupyter where"
+            f" {missing[0]} is found",
+            code="WB-PLAN-175",
+        )
+
+
+def _check_hosts(settings: LaunchSettings, engines: int) -> None:
+    if settings.launcher == SSH and not settings.on:
+        raise PlanError(
+            "ssh needs to know the hosts.",
+            seen="--launcher ssh",
+            allowed="--on node1:4,user@node2:4 (engines per host behind the colon)",
+            next_step=f"%cluster start {engines} --launcher ssh --on node1,node2",
+            code="WB-PLAN-166",
+        )
+    slots = [host.slots for host in settings.on]
+    if slots and all(slots) and sum(slots) < engines:
+        raise PlanError(
+            "There are fewer slots on the hosts than engines.",
+            seen=f"{sum(slots)} slots for {engines} engines",
+            allowed=f"slots that add up to {engines}, or a host without a number",
+            next_step=f"%cluster start {sum(slots)}, or more slots: --on {settings.on[0].name}:"
+            f"{settings.on[0].slots + engines - sum(slots)}",
+            code="WB-PLAN-169",
+        )
+    if settings.nodes > engines:
+        raise PlanError(
+            "There are more nodes than engines: some would have none.",
+            seen=f"--nodes {settings.nodes} for {engines} engines",
+            allowed=f"--nodes 1 to {engines}",
+            next_step=f"%cluster start {settings.nodes}",
+            code="WB-PLAN-177",
+        )
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def files() -> list[Path]:
+    """Return the files that are read, the one that wins last."""
+    if named := os.environ.get(VARIABLE, "").strip():
+        return [SITE_FILE, Path(named).expanduser()]
+    home = os.environ.get("XDG_CONFIG_HOME", "").strip() or "~/.config"
+    return [SITE_FILE, Path(home).expanduser() / "workbench" / "launchers.toml"]
+
+
+def _of_files(launcher: str) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+    for path in files():
+        found = _merged(found, _of_file(path, launcher))
+    return found
+
+
+def _merged(under: Mapping[str, Given], over: Mapping[str, Given]) -> dict[str, Given]:
+    """Return both; options are put together one by one, of all else `over` wins."""
+    found = {**under, **over}
+    if "options" in under and "options" in over:
+        mine, theirs = _options(under["options"]), _options(over["options"])
+        found["options"] = Given({**mine, **theirs}, over["options"].shown)
+    return found
+
+
+def _of_file(path: Path, launcher: str) -> dict[str, Given]:
+    try:
+        named = os.environ.get(VARIABLE, "").strip()
+        if named and path != SITE_FILE and not path.exists():
+            raise FileNotFoundError(f"there is no such file ({VARIABLE} names it)")
+        tables = limits.read_toml(path)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            "The launchers' file cannot be read, so nothing is started.",
+            seen=f"{path}: {error}",
+            allowed="a TOML file with the tables [ssh], [slurm] and [mpi]",
+            next_step=f"correct it, or remove it; {VARIABLE} names another one",
+            code="WB-PLAN-178",
+        ) from error
+    for name, table in tables.items():
+        if name not in OURS or not isinstance(table, dict):
+            raise PlanError(
+                f"{path}: there is no table of that name.",
+                seen=f"[{name}]" if isinstance(table, dict) else f"{name} = {table!r}",
+                allowed="[ssh], [slurm], [mpi], and in them the names of the flags",
+                next_step="correct it there",
+                code="WB-PLAN-179",
+            )
+    return _of_table(tables.get(launcher, {}), launcher, str(path))
+
+
+def _of_table(table: Mapping[str, Any], launcher: str, path: str) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+    where = f"{path}, [{launcher}]"
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name == "python":
+            value, name = {"python": value, **table.get("options", {})}, "options"
+        elif name == "options" and "python" in table:
+            continue  # taken with it
+        if name not in TAKES[launcher]:
+            raise PlanError(
+                f"{where}: there is no such setting.",
+                seen=key,
+                allowed=", ".join((*TAKES[launcher], "python")),
+                next_step="correct it there",
+                code="WB-PLAN-180",
+            )
+        found[name] = Given(value, f"{key} = {value!r} ({where})")
+    return found
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def _read(name: str, one: Given, launcher: str) -> tuple[str, Any]:
+    """Return the field of the settings that something is for, and its value there."""
+    readers: dict[str, tuple[str, Callable[[Given], Any]]] = {
+        "on": ("on", _hosts),
+        "nodes": ("nodes", partial(_count, least=1)),
+        "gpus_per_node": ("gpus_per_node", partial(_count, least=0)),
+        "time": ("time", _time),
+        "partition": ("partition", _word),
+        "account": ("account", _word),
+        "setup": ("setup", _lines),
+        "options": ("options", lambda one: _checked_options(one, launcher)),
+        "listen": ("listen", lambda one: limits.listening(_text(one))),
+        "ports": ("ports", _ports),
+        "start_timeout": ("start_timeout_s", _timeout),
+    }
+    field, reader = readers[name]
+    return field, reader(one)
+
+
+def _text(one: Given) -> str:
+    if isinstance(one.value, bool) or not isinstance(one.value, (str, int)):
+        raise PlanError(
+            "That must be a text.",
+            seen=one.shown,
+            allowed="a text in quotation marks",
+            next_step="put it in quotation marks",
+            code="WB-PLAN-185",
+        )
+    return str(one.value).strip()
+
+
+def _texts(one: Given) -> list[str]:
+    """Return a text's lines, or those of a list of texts."""
+    several = not isinstance(one.value, str) and isinstance(one.value, Sequence)
+    parts = one.value if several else [one.value]
+    return [line for part in parts for line in _text(Given(part, one.shown)).splitlines()]
+
+
+def _lines(one: Given) -> tuple[str, ...]:
+    return tuple(line.rstrip() for line in _texts(one) if line.strip())
+
+
+def _word(one: Given) -> str:
+    text = _text(one)
+    if not _WORD.fullmatch(text):
+        raise PlanError(
+            "That is no name that a scheduler knows.",
+            seen=one.shown,
+            allowed="letters, digits, and - _ . , between them",
+            next_step="sinfo lists the partitions, sacctmgr show user $USER the accounts",
+            code="WB-PLAN-181",
+        )
+    return text
+
+
+def _count(one: Given, least: int) -> int:
+    text = _text(one)
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        raise PlanError(
+            "That must be a number that counts something.",
+            seen=one.shown,
+            allowed=f"a whole number, at least {least}",
+            next_step=f"{one.shown.split()[0]} {max(1, least)}",
+            code="WB-PLAN-171",
+        )
+    return int(text)
+
+
+def _hosts(one: Given) -> tuple[HostSlots, ...]:
+    found: dict[str, HostSlots] = {}
+    for text in (part.strip() for line in _texts(one) for part in line.split(",")):
+        match = _HOST.fullmatch(text)
+        if not match or match[2] == "0":
+            raise PlanError(
+                "The list of hosts was not understood.",
+                seen=f"{text or 'nothing between two commas'!s} in {one.shown}",
+                allowed="names or addresses with commas between them, each as host, host:4 (four"
+                " engines) or user@host:4; a port or a key belongs into ~/.ssh/config",
+                next_step="--on node1:4,user@node2:4",
+                code="WB-PLAN-167",
+            )
+        name = match[1].rpartition("@")[2].lower()
+        if name in found:
+            raise PlanError(
+                "A host is named twice.",
+                seen=f"{found[name].name} and {match[1]}",
+                allowed="each host once, with the sum of its engines",
+                next_step=f"--on {match[1]}:{found[name].slots + int(match[2] or 0) or 2}",
+                code="WB-PLAN-168",
+            )
+        found[name] = HostSlots(match[1], int(match[2] or 0))
+    return tuple(found.values())
+
+
+def _time(one: Given) -> str:
+    # A bare number is minutes; TOML reads 1:00:00 without quotation marks as no string.
+    text = _text(one)
+    if not _TIME.fullmatch(text):
+        guess = "--time 1:00:00"
+        try:
+            seconds = limits.duration_s(text)
+        except ValueError:
+            seconds = math.inf
+        if math.isfinite(seconds):
+            minutes = max(1, math.ceil(seconds / 60))
+            guess = f"--time {minutes // 60}:{minutes % 60:02d}:00"
+        raise PlanError(
+            "Slurm does not know a time like that.",
+            seen=one.shown,
+            allowed="minutes, minutes:seconds, hours:minutes:seconds, days-hours,"
+            " days-hours:minutes, days-hours:minutes:seconds",
+            next_step=guess,
+            code="WB-PLAN-170",
+        )
+    return text
+
+
+def _ports(one: Given) -> tuple[int, int]:
+    value = one.value
+    pair = not isinstance(value, str) and isinstance(value, Sequence)
+    text = "-".join(map(str, value)) if pair else _text(one)
+    match = re.fullmatch(r"([0-9]{1,5})\s*-\s*([0-9]{1,5})", text)
+    if not match or not 1024 <= int(match[1]) <= int(match[2]) < 1 << 16:
+        raise PlanError(
+            "That is no range of ports.",
+            seen=one.shown,
+            allowed="first-last, from 1024 to 65535",
+            next_step="--ports 20000-20100",
+            code="WB-PLAN-172",
+        )
+    first, last = int(match[1]), int(match[2])
+    if last - first + 1 < LEAST_PORTS:
+        raise PlanError(
+            "Those are too few ports for one notebook.",
+            seen=f"{last - first + 1} in {one.shown}",
+            allowed=f"at least {LEAST_PORTS}; more where several notebooks share them",
+            next_step=f"--ports {first}-{min(first + 99, (1 << 16) - 1)}",
+            code="WB-PLAN-173",
+        )
+    return first, last
+
+
+def _timeout(one: Given) -> float:
+    try:
+        seconds = limits.duration_s(one.value)
+    except ValueError:
+        seconds = math.inf
+    if not math.isfinite(seconds):
+        raise PlanError(
+            "How long a start may take was not understood.",
+            seen=one.shown,
+            allowed="90s, 10m, 2h, 1d, or seconds",
+            next_step="--start-timeout 10m",
+            code="WB-PLAN-174",
+        )
+    return seconds
+
+
+def _options(one: Given) -> dict[str, str]:
+    """Return options by name; one without a value is a flag alone."""
+    if isinstance(one.value, Mapping):
+        pairs = [(str(key), value) for key, value in one.value.items()]
+    else:
+        split = (line.partition("=") for line in _texts(one))
+        pairs = [(key.strip(), value.strip()) for key, _, value in split]
+    found = {}
+    for key, value in pairs:
+        text = "" if value is True else _text(Given(value, one.shown))
+        key = key.removeprefix("--")
+        if not _OPTION.fullmatch(key) or "\n" in text:
+            raise PlanError(
+                "An option of the launcher was not understood.",
+                seen=one.shown,
+                allowed="its long name without --, an equals sign and a value, or the name alone",
+                next_step="--launcher-option qos=high",
+                code="WB-PLAN-183",
+            )
+        found[key] = text
+    return found
+
+
+def _checked_options(one: Given, launcher: str) -> dict[str, str]:
+    found = _options(one)
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name in TAKES.get(launcher, ()) or (launcher == SSH and not value):
+            own = launcher != SSH or name in TAKES[SSH]
+            raise PlanError(
+                f"The option {key} has a flag of its own." if own else f"{key} needs a value.",
+                seen=one.shown,
+                allowed=f"--{key} {value}".strip() if own else f"{key}=value, as ssh -o takes it",
+                next_step=f"leave {key} out of the launcher's options" if own else "man ssh_config",
+                code="WB-PLAN-182",
+            )
+    return found
