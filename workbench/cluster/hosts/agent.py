@@ -89,6 +89,8 @@ class Agent:
 
     def run(self) -> int:
         """Serve the kernel until it is gone; return this process's exit code."""
+        if self._join.framework:
+            self._workers.submit(self._warm, self._join.framework)
         context = zmq.Context()
         sock = context.socket(zmq.DEALER)
         sock.curve_serverkey = self._join.key.encode()

@@ -73,6 +73,10 @@ class Launcher(Protocol):
 
     on_end: Callable[[], None]
 
+    @property
+    def asks(self) -> str:
+        """What it does first, in words: `asking Slurm for a job`."""
+
     def start(self, join: wire.Join, engines: int) -> None:
         """Begin to start agents for so many engines; returns at once.
 
@@ -302,6 +306,12 @@ class Ssh:
         self.on_end: Callable[[], None] = nothing
         self._started: list[Started] = []
 
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        names = [one.name for one in self._settings.on]
+        return f"connecting to {names[0] if len(names) == 1 else f'{len(names)} hosts'}"
+
     def start(self, join: wire.Join, engines: int) -> None:
         """Connect to all hosts at once."""
         settings = self._settings
@@ -373,6 +383,11 @@ class Mpi:
         self.on_end: Callable[[], None] = nothing
         self._ranks = 0
         self._started: Started | None = None
+
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        return "starting mpiexec"
 
     def start(self, join: wire.Join, engines: int) -> None:
         """Start mpiexec."""

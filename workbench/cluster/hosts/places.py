@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,11 @@ class HostedEngines:
 
     # -- hosts -------------------------------------------------------------------------------------
 
-    def begin(self, engines: int) -> None:
+    def begin(self, engines: int, framework: str, report: progress.Report) -> None:
         """Have the agents started, if they are not yet; returns at once.
+
+        Args:
+            framework: What they import while they connect.
 
         Raises:
             ClusterError: The launcher refused.
@@ -93,7 +97,8 @@ class HostedEngines:
         with self._lock:
             started, self._started = self._started, True
         if not started:
-            self.launcher.start(self.agents.join, engines)
+            report(progress.asking(self.launcher.asks))
+            self.launcher.start(replace(self.agents.join, framework=framework), engines)
 
     def order(self, connection: str, framework: str) -> None:
         """Tell agents, those to come too, where engines register and what they import."""
@@ -324,7 +329,7 @@ def way_to_hosts(settings: LaunchSettings) -> str:
         for node in nodes:
             with contextlib.suppress(OSError):
                 return own_address(socket.gethostbyname(node))
-    if {"host", "hostfile", "machinefile"} & set(settings.options):
+    if settings.leaves_machine or os.environ.get(ALLOCATION):
         with contextlib.suppress(OSError):
             return own_address("192.0.2.1")  # nothing is sent: the way to everywhere else
     return "127.0.0.1"

@@ -45,6 +45,11 @@ class Sbatch:
         self._about: dict[str, str] = {}
         self._looked_at = 0.0
 
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        return "asking Slurm for a job"
+
     def start(self, join: wire.Join, engines: int) -> None:
         """Hand the job in.
 
@@ -175,6 +180,11 @@ class Srun:
         self.on_end: Callable[[], None] = nothing
         self._nodes = settings.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         self._started: Started | None = None
+
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        return f"starting a step in allocation {os.environ[ALLOCATION]}"
 
     def start(self, join: wire.Join, engines: int) -> None:
         """Start the step."""

@@ -42,11 +42,13 @@ class Join:
         url: Of the kernel's socket.
         key: Its public key (Z85).
         word: What proves that the agent was started by this kernel (hex).
+        framework: What it imports while it connects; empty: nothing yet.
     """
 
     url: str
     key: str
     word: str = field(repr=False)
+    framework: str = ""
 
     def to_text(self) -> str:
         """Return it as one word of letters, digits and `=`, `-`, `_`."""
