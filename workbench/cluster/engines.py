@@ -73,7 +73,7 @@ class Engines:
         self._calls = Pending(self._idle)
         address = self._ground.address or "127.0.0.1"
         self.router = ControlRouter(
-            self._heard, address, key, secret=launch.has_agents, ports=launch.ports
+            self._heard, address, key, secret=launch.launcher != LOCAL, ports=launch.ports
         )
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()

@@ -75,8 +75,9 @@ class ClusterServices:
             self.address,
             self._controller_left,
             self._unlisted,
-            secret=launch.has_agents,
+            secret=launch.launcher != LOCAL,
             ports=launch.ports,
+            options={} if launch.has_agents else launch.options,
         )
         keep = None if self.hosted is None else self.hosted.keep_store
         self.store = Store(self.parents, self.folder, self._child_left, keep)

@@ -321,7 +321,7 @@ def check_limits(
     if launch is not None:
         launcher = launch.launcher if launch.leaves_machine else LOCAL
         allowed.check_hosts(launch.listen, launcher)
-        limits.warn(launch.listen, launcher, encrypted=launch.has_agents)
+        limits.warn(launch.listen, launcher, encrypted=launcher != "local")
     if allowed.max_engines is not None:  # the census looks at every process of the machine
         allowed.check_engines(wanted + len(own), folders.elsewhere(own))
 

@@ -362,7 +362,7 @@ class Agent:
     def _read_log(self, engine: int) -> None:
         log = self._logs.get(engine)
         while log is not None and (data := log.new()):
-            self._say(wire.Logged(engine=engine, data=data))
+            self._say(wire.LogAdded(engine=engine, data=data))
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -283,7 +283,7 @@ class Agents:
                     future.set_result(message)
             case wire.EngineLeft():
                 self._ears.left(message.engine, message.pid, message.ending)
-            case wire.Logged():
+            case wire.LogAdded():
                 self._ears.logged(message.engine, bytes(message.data))
 
     def _welcome(self, identity: bytes, message: wire.Arrived) -> None:

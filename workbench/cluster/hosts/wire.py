@@ -152,7 +152,7 @@ class EngineLeft(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logged(Message):
+class LogAdded(Message):
     """What was added to an engine's log; -1: what the agent itself has to say."""
 
     kind: ClassVar[str] = "logged"
@@ -166,7 +166,7 @@ class Logged(Message):
         return (self.data,)
 
     @classmethod
-    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Logged:
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> LogAdded:
         return cls(**fields_of(cls, data), data=_one(cls, buffers))
 
 
@@ -287,9 +287,9 @@ class RemoveFile(Asked):
     path: str
 
 
-Up = Arrived | Alive | Answer | EngineLeft | Logged
+Up = Arrived | Alive | Answer | EngineLeft | LogAdded
 Down = Ready | End | Fork | Signal | Keep | Measure | ReadFile | WriteFile | RemoveFile
-_UP: dict[str, Any] = {one.kind: one for one in (Arrived, Alive, Answer, EngineLeft, Logged)}
+_UP: dict[str, Any] = {one.kind: one for one in (Arrived, Alive, Answer, EngineLeft, LogAdded)}
 _DOWN: dict[str, Any] = {
     one.kind: one
     for one in (Ready, End, Fork, Signal, Keep, Measure, ReadFile, WriteFile, RemoveFile)
