@@ -147,7 +147,8 @@ class Controller:
         found = Config()
         if profile := self._options.get("profile"):
             try:
-                folder = ProfileDir.find_profile_dir_by_name(get_ipython_dir(), profile).location
+                find: Any = ProfileDir.find_profile_dir_by_name
+                folder = find(get_ipython_dir(), profile).location
             except ProfileDirError as error:
                 raise ClusterError(
                     "There is no such profile of ipyparallel's.",

@@ -123,7 +123,9 @@ class ClusterServices:
         return self.hub.together()
 
     def can_fork(self, framework: str) -> bool:
-        """Whether engines that have this framework can be forked here."""
+        """Whether engines that have this framework can be forked where they are to be."""
+        if self.hosted is not None:
+            return self.hosted.has(framework)
         return self.forks and not self.parents.why_not(framework)
 
     def prefer(self, framework: str) -> None:

@@ -221,6 +221,10 @@ class HostedEngines:
             chosen[engine] = self._hosts[engine] = host
         return chosen
 
+    def has(self, framework: str) -> bool:
+        """Whether the hosts have a framework, as far as they are there."""
+        return all(framework in host.facts.versions for host in self.agents.living)
+
     def host_of(self, engine: int) -> Host | None:
         """Return an engine's host; None where it has none."""
         return self._hosts.get(engine)
