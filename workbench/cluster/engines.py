@@ -299,6 +299,12 @@ class Engines:
         self._ground = self._make_ground(self.framework)
         return self._replace(sorted(self.engines), framework)
 
+    def seek_hosts(self) -> None:
+        """Have the next restart ask for other hosts, where none of the cluster's is there."""
+        hosted = self._ground.hosted
+        if hosted is not None and hosted.is_over and not self._ground.broken:
+            self._ground.broken = "none of its hosts is there any more"
+
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:
             info = self.engines[engine]

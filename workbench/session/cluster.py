@@ -456,6 +456,7 @@ class Cluster:
             ClusterError: There is no engine of that id.
         """
         self.pool.drop_group()
+        self.engine_set.seek_hosts()
         return self.engine_set.restart(
             list(ids) if ids is not None else [e.id for e in self.engines]
         )

@@ -47,6 +47,7 @@ class Host:
         name: What it is called in tables; no two hosts have the same.
         slots: For how many engines it was asked for; more are possible.
         gone: Why it is there no more; empty while it is.
+        was_told: Whether somebody told its agent to end: it did not fall silent.
     """
 
     place: int
@@ -56,6 +57,7 @@ class Host:
     identity: bytes
     heard_at: float
     gone: str = ""
+    was_told: bool = False
     waiting: dict[int, Future[wire.Answer]] = field(default_factory=dict)
 
 
@@ -281,6 +283,9 @@ class Agents:
                     future = host.waiting.pop(message.ask, None)
                 if future is not None:
                     future.set_result(message)
+            case wire.Leaving():
+                host.was_told = True
+                self.lose([host], message.why)
             case wire.EngineLeft():
                 self._ears.left(message.engine, message.pid, message.ending)
             case wire.LogAdded():

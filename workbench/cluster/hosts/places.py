@@ -37,6 +37,7 @@ POLL_S = 0.1
 ARRIVE_S = 60.0
 """How long an agent may take once its job runs."""
 FORK_S = 150.0
+SETTLED_S = 4.0
 MUST_AGREE = ("python", "distributed-workbench", "ipyparallel")
 HANDED = (
     "NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "TF_", "KERAS_", "XLA_",
@@ -221,6 +222,11 @@ class HostedEngines:
             chosen[engine] = self._hosts[engine] = host
         return chosen
 
+    @property
+    def is_over(self) -> bool:
+        """Whether hosts have come and none is left."""
+        return self._came and not self.agents.living
+
     def has(self, framework: str) -> bool:
         """Whether the hosts have a framework, as far as they are there."""
         return all(framework in host.facts.versions for host in self.agents.living)
@@ -286,7 +292,12 @@ class HostedEngines:
 
     def _settle(self, host: Host) -> None:
         """Tell why a host's engines are gone; its launcher may know more than that it is silent."""
-        why = self.launcher.ended(host.place) or host.gone
+        why = self.launcher.ended(host.place)
+        end = time.monotonic() + (SETTLED_S if host.was_told else 0.0)
+        while not why and time.monotonic() < end:  # a job's state comes after its end
+            time.sleep(POLL_S)
+            why = self.launcher.ended(host.place)
+        why = why or host.gone
         host.gone = why
         how = processes.Ending(what=f"its host is gone: {why}")
         if self._keeper is host:

@@ -142,6 +142,14 @@ class Answer(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leaving(Message):
+    """The agent was told to end, by somebody else than its kernel; `why` in words."""
+
+    kind: ClassVar[str] = "leaving"
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLeft(Message):
     """An engine's process ended; -1: the store's keeper."""
 
@@ -287,9 +295,11 @@ class RemoveFile(Asked):
     path: str
 
 
-Up = Arrived | Alive | Answer | EngineLeft | LogAdded
+Up = Arrived | Alive | Answer | Leaving | EngineLeft | LogAdded
 Down = Ready | End | Fork | Signal | Keep | Measure | ReadFile | WriteFile | RemoveFile
-_UP: dict[str, Any] = {one.kind: one for one in (Arrived, Alive, Answer, EngineLeft, LogAdded)}
+_UP: dict[str, Any] = {
+    one.kind: one for one in (Arrived, Alive, Answer, Leaving, EngineLeft, LogAdded)
+}
 _DOWN: dict[str, Any] = {
     one.kind: one
     for one in (Ready, End, Fork, Signal, Keep, Measure, ReadFile, WriteFile, RemoveFile)
