@@ -46,7 +46,7 @@ class ControlRouter:
     """Receives from and sends to every engine of one cluster.
 
     Args:
-        on_message: Called with each authentic message.
+        on_message: Called with each authentic message and the engine it is from (-1: not known).
         host: Interface to listen on; loopback unless engines run on other hosts.
         key: The cluster's; by default a fresh one.
         secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
@@ -72,6 +72,7 @@ class ControlRouter:
         self.key = key or new_key()
         self._outbox: deque[tuple[int, Down]] = deque()
         self._peers: dict[int, tuple[bytes, str]] = {}  # address on the socket, nonce
+        self._speakers: dict[str, int] = {}  # engines by nonce
         self.questions = Questions(self.send)
         self._closed = False
         self._seal = Seal(self.key, open_to_any=True)
@@ -162,10 +163,12 @@ class ControlRouter:
                 case WhereAnswer():
                     self.questions.heard(message)
                 case _:
+                    if isinstance(message, Hello):
+                        self._speakers[nonce] = engine
                     if isinstance(message, Hello) and identity:
                         self._peers[engine] = identity, nonce
                         self._outbox.append((engine, Welcome()))
-                    self._on_message(engine, message)
+                    self._on_message(self._speakers.get(nonce, engine), message)
         except Exception:  # one run's trouble must not deafen the others
             log.exception("A message of engine %d was not understood", engine)
 
