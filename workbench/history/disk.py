@@ -36,7 +36,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RunError
+from ..errors import RunError, WorkbenchError
 from ..shared import checkpoints, cluster_env
 from ..shared.events import Noted, Topic
 from ..shared.messages import Happened, Position, Records
@@ -91,9 +91,8 @@ class RunWriter:
 class FarWriter:
     """Writes what engines on other machines have sent, on a thread of its own.
 
-    The thread lives while there is something to write, and closes the files when nothing has come
-    for `IDLE_S`. Where they cannot be written, or not as fast as rows come, the run goes on without
-    them.
+    The thread ends, and the files are closed, when nothing has come for `IDLE_S`, or with the run.
+    Where they cannot be written, or not as fast as rows come, the run goes on without them.
 
     Args:
         folder: Of the run.
@@ -146,36 +145,36 @@ class FarWriter:
 
     def _main(self) -> None:
         while True:
-            try:
+            item = None
+            with contextlib.suppress(queue.Empty):
                 item = self._queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                self._close()
-                with self._lock:
-                    if self._queue.empty():
-                        self._thread = None
-                        return
+            if isinstance(item, tuple):
+                self._write(*item)
                 continue
-            if isinstance(item, threading.Event):
-                self._close()
-                item.set()
-                continue
-            rank, message = item
+            self._close()
             with self._lock:
-                self._waiting_bytes -= _size(message)
-            if not self._failed:
-                try:
-                    self._write(rank, message)
-                except Exception as error:  # a full disk: it costs the files, not the run
-                    self._give_up(error)
+                over = self._queue.empty()
+                self._thread = None if over else self._thread
+            if item is not None:
+                item.set()
+            if over:
+                return
 
     def _write(self, rank: int, message: Records | Happened) -> None:
-        file = self._files.get(rank)
-        if file is None:
-            file = self._files[rank] = RunWriter(self._folder, rank)
-        if isinstance(message, Records):
-            file.append_records(bytes(message.rows))
-        else:
-            file.append_event(message.event.name, message.event.to_wire())
+        with self._lock:
+            self._waiting_bytes -= _size(message)
+        if self._failed:
+            return
+        try:
+            file = self._files.get(rank)
+            if file is None:
+                file = self._files[rank] = RunWriter(self._folder, rank)
+            if isinstance(message, Records):
+                file.append_records(bytes(message.rows))
+            else:
+                file.append_event(message.event.name, message.event.to_wire())
+        except Exception as error:  # a full disk: it costs the files, not the run
+            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         with self._lock:
@@ -213,6 +212,8 @@ def reason_of(error: BaseException) -> str:
     """Return why something could not be written, in a line: `No space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, WorkbenchError):
+        return error.what
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
