@@ -15,6 +15,7 @@ code, and not more than `MOST` times in a run.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import threading
@@ -75,8 +76,12 @@ class RunExecution:
     def __post_init__(self) -> None:
         self.plan = self.run.plan  # under which it runs now; a run may go on with fewer workers
         self._recoverer = Recoverer(self)
-        self.files = FarFiles(self.pool.engines, self.run, self.servers)
         self._token = ""  # of the unfinished checkpoints of its last submission
+
+    @functools.cached_property
+    def files(self) -> FarFiles:
+        """Its files on other machines."""
+        return FarFiles(self.pool.engines, self.run, self.servers)
 
     def narrow(self, members: Sequence[int]) -> None:
         """Go on with these workers only, each on the device it had."""
@@ -396,9 +401,10 @@ class Recoverer:
 
     def _rescue(self, beyond: int) -> Checkpoint | None:
         """Have the furthest survivor write down what it holds, if that is further than `beyond`."""
-        run, engines, files = self._launch.run, self._launch.pool.engines, self._launch.files
-        if run.task is None or not files.can_send(run.members):
+        run, engines = self._launch.run, self._launch.pool.engines
+        if run.task is None or not self._launch.files.can_send(run.members):
             return None
+        files = self._launch.files
         kept = {i: o.kept_step for i, o in run.task.outcomes.items()}
         living = [i for i in kept if kept[i] > beyond and i in self._launch.pool.ids]
         if not living:
