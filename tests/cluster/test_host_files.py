@@ -11,7 +11,8 @@ from hosted import hosted_cluster
 
 import workbench as wb
 from workbench.cluster.hosts.agents import HostFiles
-from workbench.errors import RunError
+from workbench.errors import PlanError, RunError
+from workbench.execution import requests
 from workbench.session.cluster import Cluster
 
 WAIT_S = 120
@@ -108,6 +109,19 @@ def test_weights_that_do_not_arrive_are_told_as_a_full_disk_is(
     assert "could be written to disk: left is gone. (" in note
     with pytest.raises(RunError, match="could not be written to disk"):
         run.weights()
+
+
+def test_a_folder_that_is_not_shared_is_refused_before_a_run_exists(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(requests, "BLIND", "posixpath:join")  # says something, thus why not
+    before = list(wb.runs)
+    with pytest.raises(PlanError, match="shares the folder") as caught:
+        a_run(cluster, checkpoint=str(tmp_path / "saved"))
+    assert "left: " in str(caught.value)
+    assert "right: " in str(caught.value)
+    assert list(wb.runs) == before
+    assert not (tmp_path / "saved").exists()
 
 
 def test_checkpoints_lie_in_a_shared_folder(cluster: Cluster, tmp_path: Path) -> None:

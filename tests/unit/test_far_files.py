@@ -266,6 +266,19 @@ def test_what_cannot_be_sent_is_told_with_the_hosts_name(tmp_path):
     assert "No space left" in str(caught.value)
 
 
+def test_only_whole_weights_and_profiles_are_brought(tmp_path):
+    run, engines = a_run(tmp_path), Engines(tmp_path)
+    left = tmp_path / "node1" / "tmp" / run.folder.name
+    for name in ("weights.npz", "weights.pt", "weights-rank2.npz", "run.json", "profiles/r.json"):
+        (left / name).parent.mkdir(parents=True, exist_ok=True)
+        (left / name).write_text(name)
+    whole = CellOutcome(status="ok", weights="weights.npz")
+    FarFiles(engines, run, []).fetch({1: whole, 2: CellOutcome(status="died")})
+    brought = sorted(str(one.relative_to(run.folder)) for one in run.folder.rglob("*.*"))
+    assert brought == ["profiles/r.json", "weights.npz", "weights.pt"]
+    assert not list(left.iterdir())
+
+
 # -- folders that all share ------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ import secrets
 import shutil
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
@@ -534,14 +535,19 @@ class FarFiles:
         files, run = self._engines.host_files, self._run
         for host in self.hosts if files is not None else ():
             assert files is not None
-            left = [o for i, o in outcomes.items() if o.weights and self._host_of(i) is host]
+            left = {
+                Path(outcome.weights).stem  # `weights`, of which there may be two forms
+                for engine, outcome in outcomes.items()
+                if outcome.weights and self._host_of(engine) is host
+            }
             try:
                 if host.gone and not left:
                     continue
-                files.fetch(host, f"{host.facts.folder}/{self._there}", run.folder)
+                where = f"{host.facts.folder}/{self._there}"
+                files.fetch(host, where, run.folder, partial(_is_left, stems=left))
             except Exception as error:  # the host may be gone, the disk full
-                for outcome in left:
-                    for path in run.folder.glob(f"{Path(outcome.weights or '').stem}.*"):
+                for stem in left:  # half of them is worse than none
+                    for path in run.folder.glob(f"{stem}.*"):
                         path.unlink(missing_ok=True)
                 run.history.event(disk.unwritten(run.folder, error))
             finally:
@@ -550,6 +556,12 @@ class FarFiles:
 
 def _is_weights(name: str) -> bool:
     return name == disk.META or (name.startswith("weights") and name.endswith(".npz"))
+
+
+def _is_left(name: str, stems: Container[str]) -> bool:
+    """Whether a file is what a run leaves: whole weights, of these names, or a profile."""
+    path = PurePosixPath(name)
+    return path.parts[0] == disk.PROFILES or (len(path.parts) == 1 and path.stem in stems)
 
 
 def _is_for(name: str, ranks: Container[str]) -> bool:

@@ -400,8 +400,17 @@ class HostFiles:
             sent[key] = f"{host.facts.folder}/{path}"
             return sent[key]
 
-    def fetch(self, host: Host, folder: str, into: Path) -> list[str]:
-        """Copy all files below a folder of a host to here; return their names, none without it.
+    def fetch(
+        self,
+        host: Host,
+        folder: str,
+        into: Path,
+        wanted: Callable[[str], bool] = lambda name: True,
+    ) -> list[str]:
+        """Copy the files below a folder of a host to here; return their names, none without it.
+
+        Args:
+            wanted: Which of them.
 
         Raises:
             ClusterError: The host is gone, or cannot read them.
@@ -409,7 +418,8 @@ class HostFiles:
         """
         seen = self.look(host, folder, deep=True)
         names = []
-        for name, size, _ in () if seen is None else seen.files:
+        files = () if seen is None else seen.files
+        for name, size, _ in (one for one in files if wanted(one[0])):
             target = into / name
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (came := self._agents.read_file(host, f"{folder}/{name}", target)) != size:
