@@ -6,7 +6,7 @@ reading order:
     settings   what may be asked for: launcher, hosts, nodes, time, set-up lines, options
     wire       what do kernel and agents say to each other, and how is it kept secret
     agent      the process on a host: forks engines, tells how they end, ends with its kernel
-    agents     the kernel's end: which hosts are there, and what is asked of them
+    agents     the kernel's end: which hosts are there, what is asked of them, and their files
     launchers  how agents are started: ssh, sbatch, srun, mpiexec; what they say when they cannot
     places     which engine is on which host
 """
