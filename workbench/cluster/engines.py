@@ -35,6 +35,7 @@ from .services import ClusterServices
 
 if TYPE_CHECKING:
     from ..shared.messages import Up
+    from .hosts.agents import Host, HostFiles
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
@@ -250,6 +251,15 @@ class Engines:
         pending = [self.submit(i, name, args, for_values=True) for i in ids]
         replies = gather(pending, name, FETCH_TIMEOUT_S)
         return {engine: calls.read_values(reply) for engine, reply in replies.items()}
+
+    def host_of(self, engine: int) -> Host | None:
+        """Return the host of an engine that an agent has started; None of any other."""
+        return self._ground.host_of(engine)
+
+    @property
+    def host_files(self) -> HostFiles | None:
+        """What runs read and write on hosts with agents; None where there are none."""
+        return None if self._ground.hosted is None else self._ground.hosted.files
 
     def signal(self, engine: int, sig: int) -> None:
         """Send a signal to one engine (by pid; only engines we started)."""

@@ -203,6 +203,7 @@ class Agent:
             devices=[asdict(one) for one in found.devices],
             notes=found.notes,
             folder=str(self.folder),
+            home=str(Path.home()),
         )
         return wire.Arrived(place=_place(), slots=_slots(), facts=facts)
 
@@ -238,6 +239,9 @@ class Agent:
                 return self._write(message)
             case wire.RemoveFile():
                 return self._remove(message)
+            case wire.Look():
+                seen = wire.Seen.at(message.path, deep=message.deep)
+                return wire.Answer(ask=message.ask, value=seen and asdict(seen))
         raise NotImplementedError(message.kind)
 
     def _warm(self, framework: str) -> WarmParent:
