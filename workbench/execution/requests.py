@@ -6,6 +6,7 @@ The checks come before a cluster is started or asked for anything.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def make_specs(
     helpers: Sequence[str] = (),
     remote_workers: bool = False,
     reserved: Sequence[str] = (),
+    rooms: Mapping[int, str] | None = None,
+    cores: Mapping[int, int] | None = None,
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -62,9 +65,11 @@ def make_specs(
         remote_workers: Whether the first helpers are the workers: theirs are the devices, and the
             first engine, which only hands out work, computes on the CPU.
         reserved: Files that reserve the GPUs.
+        rooms: Which of `Leases.places` each engine sees the GPUs of, where there are several.
+        cores: Of each engine's host; by default this machine's.
     """
-    cores = device_pool.cpu_count()
-    threads = device_pool.threads_per_worker(len(hosts), cores)
+    own_cores = device_pool.cpu_count()
+    on_host = Counter(hosts.values())
     each = workers if one_engine else 1  # replicas per engine
     holders = workers // each
     engines = list(hosts)
@@ -79,6 +84,7 @@ def make_specs(
             mine = leases.leases[first : first + 1] if 0 <= first < workers else ()
         else:
             mine = here
+        all_cores = (cores or {}).get(engine) or own_cores
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
@@ -86,8 +92,8 @@ def make_specs(
             ranks=tuple(places),
             device=mine[0].device if mine else "cpu",
             role="worker" if worker else "server",
-            threads=threads,
-            cores=cores,
+            threads=device_pool.threads_per_worker(on_host[hosts[engine]], all_cores),
+            cores=all_cores,
             framework=framework,
             store=store,
             prefix=prefix,
@@ -97,7 +103,7 @@ def make_specs(
             replicas=each if worker else 1,
             devices=tuple(lease.device for lease in here or mine),
             labels=tuple(lease.label for lease in here or mine if lease.gpu),
-            gpus=leases.seen_by(mine[0] if mine else None),
+            gpus=leases.seen_by(mine[0] if mine else None, (rooms or {}).get(engine, "")),
             accelerator=leases.kind,
             sharers=mine[0].sharers if mine else 1,
             reserved=tuple(reserved),
@@ -299,7 +305,9 @@ def check_size(what: str, count: object) -> int:
     return checked
 
 
-def check_limits(wanted: int, own: Sequence[int] = (), *, hosts: str = "") -> None:
+def check_limits(
+    wanted: int, own: Sequence[int] = (), *, hosts: str = "", elsewhere: bool = False
+) -> None:
     """Raise PlanError where so many more engines are beyond the administrator's limits.
 
     Who asks to listen beyond loopback, and may, is told what that exposes.
@@ -307,12 +315,15 @@ def check_limits(wanted: int, own: Sequence[int] = (), *, hosts: str = "") -> No
     Args:
         own: Pids of the engines that the cluster has already.
         hosts: What is to be listened on beyond loopback.
+        elsewhere: Whether they are on other hosts: what else runs on this machine, or there, is
+            not counted then.
     """
     allowed = limits.load()
     allowed.check_hosts(hosts)
     limits.warn(hosts)
     if allowed.max_engines is not None:  # the census looks at every process of the machine
-        allowed.check_engines(wanted + len(own), folders.elsewhere(own))
+        others = 0 if elsewhere else folders.elsewhere(own)
+        allowed.check_engines(wanted + len(own), others)
 
 
 def check_members(ids: Sequence[int], members: Sequence[int]) -> None:

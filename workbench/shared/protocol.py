@@ -186,7 +186,7 @@ class RunSpec(RunSettings):
         reserved: Files that say whose the GPUs are; the engine holds them too
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
-        threads: CPU threads of this worker; `cores` are what all of them have together.
+        threads: CPU threads of this worker; `cores` are what all on its host have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         group: Name of the process group, where it outlives the run; by default `prefix`.
         mode: `run` trains under a strategy; `spmd` runs on every worker with a process group.
@@ -249,6 +249,14 @@ class RunSpec(RunSettings):
     def local_rank(self) -> int:
         """This worker's index among those of its host."""
         return self.host_ranks.index(self.rank)
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Engines of the run on this engine's host, this one too, in the order of the ranks."""
+        if not self.hosts:
+            return list(dict.fromkeys(self.ranks))
+        where = zip(self.ranks, self.hosts, strict=False)
+        return list(dict.fromkeys(i for i, host in where if host == self.hosts[self.rank]))
 
     @property
     def row_rank(self) -> int:

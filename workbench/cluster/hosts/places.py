@@ -16,10 +16,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...errors import ClusterError
+from ...devices.discovery import Device, Survey
+from ...devices.leases import (
+    AUTO,
+    CPU,
+    NOT_PROVED,
+    DevicePool,
+    Lease,
+    Leases,
+    once,
+    parse_devices,
+)
+from ...devices.mask import KINDS
+from ...devices.reservations import Reservations
+from ...errors import ClusterError, PlanError, WorkbenchError
 from .. import processes, progress
 from . import wire
 from .agents import KEEPER, Agents, Ears, Host, unlike
@@ -166,6 +180,38 @@ class HostedEngines:
         ]
         self.said += [f"{h.name}: {note}" for h in self.agents.living for note in h.facts.notes]
 
+    def differences(self, engines: Sequence[int], framework: str) -> list[str]:
+        """Return what a run of these engines is to be told of their hosts, a sentence each."""
+        known = {self._hosts[one].place: self._hosts[one] for one in engines if one in self._hosts}
+        hosts = [known[place] for place in sorted(known)]
+        others = {"torch", "tensorflow", "keras"} - {framework}
+        others -= {"keras"} if framework == "tensorflow" else set()
+        said = []
+        for name, seen in unlike(hosts, {}).items():
+            if name == framework:
+                said.append(
+                    f"The hosts of this run have different versions of {name} "
+                    f"({_versions(seen)}): its workers may fail, or compute different numbers. "
+                    "Install the same everywhere."
+                )
+            elif name not in others:
+                said.append(f"The hosts of this run differ: {_words(name, seen)}.")
+        return said + [f"{one.name}: {note}" for one in hosts for note in one.facts.notes]
+
+    def cores_of(self, engine: int) -> int:
+        """Return how many cores the engines of a host have together; 0 where that is not known.
+
+        Agents of one host (MPI) may be bound to cores of their own.
+        """
+        host = self._hosts.get(engine)
+        if host is None:
+            return 0
+        near = [one.facts for one in self.agents.hosts if one.facts.token == host.facts.token]
+        cpus = {cpu for one in near for cpu in one.cpus}
+        if not cpus or any(one.cores < len(one.cpus) for one in near):  # a container's quota
+            return max(one.cores for one in near)
+        return len(cpus)
+
     # -- engines -----------------------------------------------------------------------------------
 
     def fork(self, ids: Sequence[int], framework: str) -> None:
@@ -185,6 +231,17 @@ class HostedEngines:
             self._pids.update(zip(mine, map(int, pids), strict=True))
 
     def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
+        living, load = self._living(), self._load()
+        chosen = {engine: _where(self._hosts.get(engine), living, load) for engine in ids}
+        self._hosts |= chosen
+        return chosen
+
+    def _living(self) -> list[Host]:
+        """Return the hosts that are there.
+
+        Raises:
+            ClusterError: There is none.
+        """
         living = self.agents.living
         if not living:
             raise ClusterError(
@@ -193,19 +250,16 @@ class HostedEngines:
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-074",
             )
-        load = Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
-        chosen = {}
-        for engine in ids:
-            host = self._hosts.get(engine)
-            if host is None or host.gone:
-                # The first with room; where none has any, the one with the least too many.
-                host = next(
-                    (one for one in living if load[one.place] < max(1, one.slots)),
-                    min(living, key=lambda one: load[one.place] - max(1, one.slots)),
-                )
-            load[host.place] += 1
-            chosen[engine] = self._hosts[engine] = host
-        return chosen
+        return living
+
+    def _load(self) -> Counter[int]:
+        """Return how many engines live on each host, by its place."""
+        return Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
+
+    def next_hosts(self, count: int) -> list[Host]:
+        """Return where so many more engines would be."""
+        living, load = self._living(), self._load()
+        return [_where(None, living, load) for _ in range(count)]
 
     def host_of(self, engine: int) -> Host | None:
         """Return an engine's host; None where it has none."""
@@ -237,8 +291,7 @@ class HostedEngines:
         Raises:
             ClusterError: No host is there.
         """
-        self._choose([])
-        host = self.agents.living[0]
+        host = self._living()[0]
         found = self.agents.ask(host, wire.Keep(ask=0, ports=self._settings.ports or ()), FORK_S)
         pid, address, port = found.value
         self._keeper = self._hosts[KEEPER] = host
@@ -292,6 +345,19 @@ class HostedEngines:
         self.launcher.stop()
 
 
+def _where(before: Host | None, living: Sequence[Host], load: Counter[int]) -> Host:
+    """Return an engine's host, the one it had while that lives; and count it there."""
+    host = before
+    if host is None or host.gone:
+        # The first with room; where none has any, the one with the least too many.
+        host = next(
+            (one for one in living if load[one.place] < max(1, one.slots)),
+            min(living, key=lambda one: load[one.place] - max(1, one.slots)),
+        )
+    load[host.place] += 1
+    return host
+
+
 def here() -> Mapping[str, str]:
     """Return this kernel's versions of what agents tell of."""
     found = {"python": platform.python_version()}
@@ -308,18 +374,236 @@ def _keeps_apart(package: str, seen: Mapping[str, str]) -> bool:
 
 
 def _words(package: str, seen: Mapping[str, str]) -> str:
-    return f"{package} " + ", ".join(f"{version} on {name}" for name, version in seen.items())
+    return f"{package} {_versions(seen)}"
 
 
-def readings(agents: Agents, hosts: Sequence[Host], *, all_memory: bool = False) -> dict[int, Any]:
-    """Return what the engines of hosts use (fields of `vitals.Reading`), by engine."""
-    asked = []
-    for host in hosts:
-        with contextlib.suppress(ClusterError):
-            asked.append((host, agents.begin(host, wire.Measure(ask=0, all_memory=all_memory))))
-    found: dict[int, Any] = {}
-    for host, future in asked:
-        with contextlib.suppress(ClusterError):
-            value = agents.answer(host, future, 2.0).value
-            found |= {int(engine): one for engine, one in value.items()}
-    return found
+def _versions(seen: Mapping[str, str]) -> str:
+    return ", ".join(f"{version} on {name}" for name, version in seen.items())
+
+
+# -- devices -----------------------------------------------------------------------------------
+
+
+class HostDevices:
+    """The GPUs of a cluster whose engines are on other hosts, as its agents have told of them.
+
+    Each host has a `DevicePool` of its own, by the rules of one machine. What is decided for all
+    together: they compute on GPUs, or all on their CPUs; on GPUs of one kind; and their group is
+    NCCL's where each has one for itself. Nothing is reserved: the files for that are this
+    machine's, and a scheduler keeps its jobs apart by itself.
+
+    Where agents of one host (MPI has one for each rank) see different GPUs, they count as hosts of
+    their own: their engines can open no others.
+
+    Args:
+        asked: What `parse_devices` takes.
+        framework: Devices that it cannot use where they are do not count.
+        hosts: Those that have been there, in the order of their places.
+
+    Attributes:
+        held: Whether GPUs are reserved on this machine: never.
+
+    Raises:
+        PlanError: `asked` was not understood.
+    """
+
+    held = False
+
+    def __init__(self, asked: str, framework: str, hosts: Callable[[], Sequence[Host]]) -> None:
+        self.asked, self.framework, self._hosts = asked, framework, hosts
+        self._wanted = parse_devices(asked)
+        self._known: dict[int, str] = {}  # rooms, by the host's place
+        self._pools: dict[str, DevicePool] = {}
+        self._on_cpu: dict[tuple[str, ...], Leases] = {}  # what was begun there stays there
+        self.reservations = Reservations()
+
+    @property
+    def settled(self) -> dict[int, Leases]:
+        """What another kernel would have to know: nothing, as these clusters are not kept."""
+        return {}
+
+    def room_of(self, host: Host) -> str:
+        """Return the place of a host's devices: its own, or its agent's alone."""
+        return self._rooms()[host.place]
+
+    def _rooms(self) -> dict[int, str]:
+        hosts = self._hosts()
+        if len(self._known) != len(hosts):
+            seen: dict[str, set[tuple[str, ...]]] = {}
+            for one in hosts:
+                uuids = tuple(sorted(str(gpu["uuid"]) for gpu in one.facts.devices))
+                seen.setdefault(one.facts.token, set()).add(uuids)
+            tokens = {one.place: one.facts.token for one in hosts}
+            self._known = {
+                place: token if len(seen[token]) == 1 else f"{token} {place}"
+                for place, token in tokens.items()
+            }
+        return self._known
+
+    def _host(self, room: str) -> Host:
+        rooms = self._rooms()
+        return next(one for one in self._hosts() if rooms[one.place] == room)
+
+    def _pool(self, room: str) -> DevicePool:
+        if room not in self._pools:
+            facts = self._host(room).facts
+            found = tuple(Device(**{**one, "pids": tuple(one["pids"])}) for one in facts.devices)
+
+            def find(framework: str) -> Survey:
+                if (why := facts.unfit.get(framework)) is not None:
+                    return Survey(notes=tuple(why))
+                return Survey(found, () if found else facts.notes)
+
+            self._pools[room] = DevicePool(self.asked, self.framework, find=find, reserves=False)
+        return self._pools[room]
+
+    def lease(self, rooms: Sequence[str]) -> Leases:
+        """Return which device the worker of each rank gets, or would get.
+
+        Args:
+            rooms: Of each worker's host (`room_of`).
+
+        Raises:
+            PlanError: A host has not the GPUs that were named, or they are not alike.
+            ClusterError: GPUs were asked for and a host has none.
+        """
+        if (settled := self._on_cpu.get(tuple(rooms))) is not None:
+            return settled
+        each = {}
+        for room, count in Counter(rooms).items():
+            try:
+                each[room] = self._pool(room).lease(count)
+            except (PlanError, ClusterError) as error:  # noqa: PERF203
+                raise _lacking(self._host(room), error) from error
+        return self._join(rooms, each)
+
+    def hold(
+        self, rooms: Sequence[str], engines: Mapping[str, Mapping[int, int]]
+    ) -> tuple[Leases, list[str]]:
+        """Settle the devices of workers; return them, and what is to be said.
+
+        Args:
+            engines: Pids of the living engines by id, by room; each keeps its GPU in later runs.
+
+        Raises:
+            PlanError, ClusterError: As `lease`; or a GPU would be shared that cannot be.
+        """
+        leases = self.lease(rooms)
+        leases.check_shared()
+        if not leases.on_gpus:
+            self._on_cpu[tuple(rooms)] = leases
+            return leases, [*self._notes(rooms), *filter(None, [once(leases.warning)])]
+        each, said = {}, []
+        for room, count in Counter(rooms).items():
+            mine = engines.get(room, {})
+            each[room], words = self._pool(room).hold(count, mine, max(count, len(mine)))
+            name = self._host(room).name
+            said += [text if text == NOT_PROVED else f"{name}: {text}" for text in words]
+        return self._join(rooms, each), list(dict.fromkeys(said))
+
+    def _join(self, rooms: Sequence[str], each: Mapping[str, Leases]) -> Leases:
+        names = {room: self._host(room).name for room in each}
+        seen = {room: one.gpus for room, one in each.items()}
+        parts = any(one.parts for one in each.values())
+        kinds = {one.kind for one in each.values() if one.on_gpus}
+        why = self._why_cpu(rooms, each, names)
+        if why is not None:
+            cpus = tuple(Lease("cpu", "cpu", host=names[room], place=room) for room in rooms)
+            return Leases(cpus, "gloo", why, kind=min(kinds, default=""), parts=parts, places=seen)
+        (kind,) = kinds
+        given = {room: iter(one.leases) for room, one in each.items()}
+        leases = tuple(replace(next(given[room]), host=names[room], place=room) for room in rooms)
+        if parts:  # each is shown its own alone
+            leases = tuple(replace(one, device=f"{KINDS[kind].device}:0") for one in leases)
+        alone = all(one.backend != "gloo" for one in each.values())
+        alone = alone and not (parts and len(rooms) > 1)
+        said = [f"{names[room]}: {one.warning}" for room, one in each.items() if one.warning]
+        backend = KINDS[kind].backend if alone else "gloo"
+        return Leases(leases, backend, " ".join(said), kind=kind, parts=parts, places=seen)
+
+    def _why_cpu(
+        self, rooms: Sequence[str], each: Mapping[str, Leases], names: Mapping[str, str]
+    ) -> str | None:
+        """Return why all compute on the CPU, empty where nobody expects more; None: on GPUs.
+
+        Raises:
+            PlanError: GPUs were named that are of different kinds.
+        """
+        counts, auto = Counter(rooms), self._wanted == AUTO
+        lacking = [room for room, one in each.items() if not one.on_gpus]
+        kinds = sorted({one.kind for one in each.values() if one.on_gpus})
+        if self._wanted == CPU or not any(self._pool(room).found for room in each):
+            return ""
+        if lacking:
+            some = all(self._pool(room).found for room in lacking)
+            words = [
+                f"{names[room]} has {_count(len(self._pool(room).found), 'GPU')} for "
+                f"{_count(counts[room], 'worker')}"
+                for room in lacking
+            ]
+            step = " --devices cuda shares them." if some else ""
+            return f"{'; '.join(words)}: so all compute on the CPU.{step}"
+        if len(kinds) > 1 and not auto:
+            raise PlanError(
+                "The hosts' GPUs are of different kinds, so their workers cannot form a group.",
+                seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
+                allowed="GPUs of one kind",
+                next_step="--devices cpu, or hosts that are alike",
+                code="WB-PLAN-190",
+            )
+        if len(kinds) > 1:
+            return f"GPUs of {' and '.join(kinds)} cannot form a group: so all compute on the CPU."
+        if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
+            return "MIG instances cannot form an NCCL group: so all compute on the CPU."
+        return None
+
+    def told(self, engines: Mapping[str, Mapping[int, int]]) -> None:
+        """Note which engines (pids by id, by room) have been shown their host's GPUs."""
+        for room, mine in engines.items():
+            self._pool(room).told(mine)
+
+    def free(self) -> None:
+        """Let the next run choose anew: variables are gone."""
+        for pool in self._pools.values():
+            pool.free()
+        self._on_cpu.clear()
+
+    def words(self, rooms: Sequence[str]) -> list[str]:
+        """Return what to say below a table of these workers."""
+        given = self.lease(rooms)
+        warning = [given.warning] if given.warning and not given.on_gpus else []
+        return [*self._notes(rooms), *warning]
+
+    def _notes(self, rooms: Sequence[str]) -> list[str]:
+        """Return what was left out on each host."""
+        each = ((self._host(room).name, self._pool(room).notes) for room in dict.fromkeys(rooms))
+        return [f"{name}: {note}" for name, notes in each for note in notes]
+
+    def restore(self, *_: object) -> None:
+        """Do nothing: these clusters are not kept."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
+    """Return an error about devices as one about a host's."""
+    if isinstance(error, ClusterError):
+        return ClusterError(
+            f"GPUs were asked for, but {host.name} has none that can be used.",
+            seen=error.seen,
+            allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
+            next_step=" ".join(host.facts.notes)
+            or f"nvidia-smi on {host.name} shows what its driver sees; --devices cpu",
+            code="WB-CLUSTER-150",
+        )
+    return PlanError(
+        f"{host.name} has no such GPU, or it was named twice: each host uses those with the "
+        "numbers that were given.",
+        seen=error.seen,
+        allowed=error.allowed,
+        next_step="numbers count on each host, within CUDA_VISIBLE_DEVICES; leave --devices out "
+        "for auto",
+        code="WB-PLAN-191",
+    )
