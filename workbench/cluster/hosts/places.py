@@ -412,8 +412,9 @@ class HostDevices:
     def __init__(self, asked: str, framework: str, hosts: Callable[[], Sequence[Host]]) -> None:
         self.asked, self.framework, self._hosts = asked, framework, hosts
         self._wanted = parse_devices(asked)
-        self._known: dict[int, str] = {}  # rooms, by the host's place
-        self._pools: dict[str, DevicePool] = {}
+        self._seen: tuple[wire.HostFacts, ...] = ()
+        self._known: dict[int, str] = {}  # rooms of these, by the host's place
+        self._pools: dict[str, tuple[wire.HostFacts, DevicePool]] = {}
         self._on_cpu: dict[tuple[str, ...], Leases] = {}  # what was begun there stays there
         self.reservations = Reservations()
 
@@ -428,7 +429,8 @@ class HostDevices:
 
     def _rooms(self) -> dict[int, str]:
         hosts = self._hosts()
-        if len(self._known) != len(hosts):
+        if tuple(one.facts for one in hosts) != self._seen:
+            self._seen = tuple(one.facts for one in hosts)
             seen: dict[str, set[tuple[str, ...]]] = {}
             for one in hosts:
                 uuids = tuple(sorted(str(gpu["uuid"]) for gpu in one.facts.devices))
@@ -445,8 +447,9 @@ class HostDevices:
         return next(one for one in self._hosts() if rooms[one.place] == room)
 
     def _pool(self, room: str) -> DevicePool:
-        if room not in self._pools:
-            facts = self._host(room).facts
+        facts = self._host(room).facts
+        known, pool = self._pools.get(room, (None, None))
+        if pool is None or facts is not known:  # a job that was begun anew may be given other ones
             found = tuple(Device(**{**one, "pids": tuple(one["pids"])}) for one in facts.devices)
 
             def find(framework: str) -> Survey:
@@ -454,8 +457,9 @@ class HostDevices:
                     return Survey(notes=tuple(why))
                 return Survey(found, () if found else facts.notes)
 
-            self._pools[room] = DevicePool(self.asked, self.framework, find=find, reserves=False)
-        return self._pools[room]
+            pool = DevicePool(self.asked, self.framework, find=find, reserves=False)
+            self._pools[room] = facts, pool
+        return pool
 
     def lease(self, rooms: Sequence[str]) -> Leases:
         """Return which device the worker of each rank gets, or would get.
@@ -509,7 +513,7 @@ class HostDevices:
         why = self._why_cpu(rooms, each, names)
         if why is not None:
             cpus = tuple(Lease("cpu", "cpu", host=names[room], place=room) for room in rooms)
-            return Leases(cpus, "gloo", why, kind=min(kinds, default=""), parts=parts, places=seen)
+            return Leases(cpus, "gloo", why)
         (kind,) = kinds
         given = {room: iter(one.leases) for room, one in each.items()}
         leases = tuple(replace(next(given[room]), host=names[room], place=room) for room in rooms)
@@ -564,7 +568,7 @@ class HostDevices:
 
     def free(self) -> None:
         """Let the next run choose anew: variables are gone."""
-        for pool in self._pools.values():
+        for _, pool in self._pools.values():
             pool.free()
         self._on_cpu.clear()
 
@@ -594,8 +598,7 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
             f"GPUs were asked for, but {host.name} has none that can be used.",
             seen=error.seen,
             allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
-            next_step=" ".join(host.facts.notes)
-            or f"nvidia-smi on {host.name} shows what its driver sees; --devices cpu",
+            next_step=error.next_step,
             code="WB-CLUSTER-150",
         )
     return PlanError(
