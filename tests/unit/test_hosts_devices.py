@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes import nvml
 
+from workbench.cluster import folders
 from workbench.cluster.engines import EngineInfo
 from workbench.cluster.hosts.agents import Host, HostReading, readings
 from workbench.cluster.hosts.places import HostDevices, HostedEngines
@@ -22,7 +23,6 @@ from workbench.devices import discovery, leases, reservations
 from workbench.devices.discovery import Device
 from workbench.engine.torch.group import environ
 from workbench.errors import ClusterError, PlanError
-from workbench.execution import requests
 from workbench.execution.allocator import EngineAllocator
 from workbench.session.status import Vitals
 from workbench.shared.plan import make_plan
@@ -262,15 +262,30 @@ def test_ranks_go_host_by_host_and_what_will_be_started_is_foreseen() -> None:
     foreseen = pool.lease(6)
     pool.add(2)
     assert pool.worker_ids == [0, 1, 4, 2, 3, 5]
+    assert pool.of_ranks([2, 5]) == [4, 5]
+    assert pool.of_ranks() == pool.worker_ids
     assert [one.host for one in foreseen.leases] == ["node1"] * 3 + ["node2"] * 3
     assert [one.device for one in specs_of(pool, 6)] == ["cuda:0", "cuda:1", "cuda:2"] * 2
+
+
+def test_a_host_that_came_and_is_gone_is_not_waited_for() -> None:
+    gone = host_of(1)
+    gone.gone = "its ssh has ended"
+    hosted = Hosted([host_of(0), gone])
+
+    def look() -> None:
+        raise ClusterError("ssh node2 has ended.", code="WB-CLUSTER-068")
+
+    hosted.launcher = SimpleNamespace(agents=2, look=look)
+    hosted.await_hosts(lambda progress: None, float("inf"))
+    assert {one.host for one in hosted.begun([0, 1]).values()} == {"node1"}
 
 
 def test_a_limit_counts_engines_of_the_cluster_wherever_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORKBENCH_MAX_ENGINES", "5")
-    monkeypatch.setattr(requests.folders, "elsewhere", lambda own: 1000)
+    monkeypatch.setattr(folders, "elsewhere", lambda own: 1000)
     pool = pool_on(host_of(0), host_of(1), engines=4)
     pool.add(1)
     with pytest.raises(PlanError):

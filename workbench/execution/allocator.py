@@ -120,6 +120,18 @@ class EngineAllocator:
         known = self.engines.engines
         return sorted(ids, key=lambda one: (order[known[one].place], one))
 
+    def of_ranks(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Return the engines that the user means by ranks, those of no rank by id; None: all.
+
+        Ranks are ids, unless they go host by host and engines were added later.
+        """
+        if self._far is None:
+            return self.ids if ranks is None else list(ranks)
+        workers = self.worker_ids
+        if ranks is None:
+            return [*workers, *(one for one in self.ids if one not in workers)]
+        return [workers[one] if one < len(workers) else one for one in ranks]
+
     @property
     def lost_workers(self) -> list[int]:
         """Ids of dead engines that ran cells, while there are fewer workers than there were."""

@@ -125,7 +125,8 @@ class HostedEngines:
         """
         began, runs_since = time.monotonic(), 0.0
         while True:
-            wanted, found = self.launcher.agents, len(self.agents.living)
+            # Hosts that came and are gone again are not waited for: engines go to the others.
+            wanted, found = self.launcher.agents, len(self.agents.hosts)
             if wanted and found >= wanted:
                 break
             queued = self.launcher.look()
