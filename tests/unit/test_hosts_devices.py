@@ -281,6 +281,16 @@ def test_a_host_that_came_and_is_gone_is_not_waited_for() -> None:
     assert {one.host for one in hosted.begun([0, 1]).values()} == {"node1"}
 
 
+def test_a_table_of_engines_can_be_shown_when_all_hosts_are_gone() -> None:
+    pool = pool_on(host_of(0, gpus("a", 2)), engines=2)
+    for info in pool.all:
+        info.state = "dead"
+    hosted: Any = pool.hosted
+    hosted.agents.living = []
+    assert pool.words() == []
+    assert pool.lease(2).leases == ()
+
+
 def test_a_limit_counts_engines_of_the_cluster_wherever_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

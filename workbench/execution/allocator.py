@@ -204,13 +204,16 @@ class EngineAllocator:
         return found
 
     def _rooms(self, workers: int, plan: Plan | None = None) -> list[str]:
-        """Return where the worker of each rank is, or would be: engines may be missing yet."""
+        """Return where the worker of each rank is, or would be: engines may be missing yet.
+
+        Fewer, where no host is there any more that could have them.
+        """
         hosted, far = self.hosted, self._far
         if hosted is None or far is None:
             return []
         wanted = workers if plan is None else plan.engines
         helpers = 0 if plan is None else len(plan.helpers)
-        have = self.worker_ids
+        have = [one for one in self.worker_ids if hosted.host_of(one) is not None]
         servers = sorted(self.servers & set(self.ids))
         lacking = max(0, wanted - len(have))
         fresh = hosted.next_hosts(lacking + max(0, helpers - len(servers)))
@@ -367,7 +370,7 @@ def _of_workers(places: Sequence[str], workers: int, plan: Plan | None) -> list[
     if plan is not None and plan.entry.remote_workers:
         return list(places[plan.engines : plan.engines + workers])
     if plan is not None and plan.entry.one_engine:
-        return [places[0]] * workers
+        return list(places[:1]) * workers
     return list(places[:workers])
 
 

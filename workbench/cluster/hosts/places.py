@@ -258,9 +258,9 @@ class HostedEngines:
         return Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
 
     def next_hosts(self, count: int) -> list[Host]:
-        """Return where so many more engines would be."""
-        living, load = self._living(), self._load()
-        return [_where(None, living, load) for _ in range(count)]
+        """Return where so many more engines would be; nothing where no host is there."""
+        living, load = self.agents.living, self._load()
+        return [_where(None, living, load) for _ in range(count)] if living else []
 
     def host_of(self, engine: int) -> Host | None:
         """Return an engine's host; None where it has none."""
@@ -497,7 +497,8 @@ class HostDevices:
         leases.check_shared()
         if not leases.on_gpus:
             self._on_cpu[tuple(rooms)] = leases
-            return leases, [*self._notes(rooms), *filter(None, [once(leases.warning)])]
+            said = [once(text) for text in (*self._notes(rooms), leases.warning)]
+            return leases, list(filter(None, said))
         each, said = {}, []
         for room, count in Counter(rooms).items():
             mine = engines.get(room, {})
