@@ -493,7 +493,7 @@ class Starter:
             f"Engines {list(engines)} ended before they were connected.",
             seen=said[-LOG_CHARS:] or "nothing in their logs",
             next_step="%cluster stop, then start again",
-            code="WB-CLUSTER-075",
+            code="WB-CLUSTER-070",
         )
 
     def _output(self, engine_set: Any, missing: Sequence[int]) -> str:

@@ -149,7 +149,7 @@ class HostedEngines:
                 f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
                 next_step="--start-timeout 2h waits longer; squeue shows who is before you",
-                code="WB-CLUSTER-071",
+                code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
         return ClusterError(
@@ -157,7 +157,7 @@ class HostedEngines:
             seen=names,
             next_step="a firewall may drop what hosts send back: --ports and --listen; "
             "workbench doctor --on HOST tries it",
-            code="WB-CLUSTER-072",
+            code="WB-CLUSTER-067",
         )
 
     def _compare(self) -> None:
@@ -174,7 +174,7 @@ class HostedEngines:
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the same there, or name another interpreter: "
                 "--launcher-option python=/path/to/python",
-                code="WB-CLUSTER-073",
+                code="WB-CLUSTER-068",
             )
         self.said = [
             f"versions differ: {_words(name, seen)}"
@@ -278,7 +278,7 @@ class HostedEngines:
                 "No host of this cluster is there any more.",
                 seen="; ".join(one.gone for one in self.agents.hosts) or "none has come",
                 next_step="%cluster stop, then start again",
-                code="WB-CLUSTER-074",
+                code="WB-CLUSTER-069",
             )
         return living
 
