@@ -11,12 +11,13 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .settings import LaunchSettings
 
 POLL_S = 0.1
-ARRIVE_S = 60.0
+ARRIVE_S = 120.0
 """How long an agent may take once its job runs."""
 FORK_S = 150.0
 SETTLED_S = 4.0
@@ -83,6 +84,7 @@ class HostedEngines:
         self._pids: dict[int, int] = {}
         self._keeper: Host | None = None
         self._ended_by_us: dict[int, str] = {}
+        self._ended_early: dict[int, int] = {}  # pids that were gone before they were known
         self._started = False
         self._lock = threading.Lock()
 
@@ -258,7 +260,14 @@ class HostedEngines:
             asked.append((host, mine, self.agents.begin(host, order)))
         for host, mine, future in asked:
             pids = self.agents.answer(host, future, FORK_S).value
-            self._pids.update(zip(mine, map(int, pids), strict=True))
+            for engine, pid in zip(mine, map(int, pids), strict=True):
+                if self._ended_early.pop(engine, 0) != pid:
+                    self._pids[engine] = pid
+
+    def abandon(self, ids: Iterable[int]) -> None:
+        """End engines of a start that failed: nobody would."""
+        for engine in ids:
+            self.signal(engine, signal.SIGKILL, "by Workbench: others of its start failed")
 
     def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
         living, load = self._living(), self._load()
@@ -346,6 +355,8 @@ class HostedEngines:
             if why := self._ended_by_us.pop(engine, ""):
                 how = processes.Ending(how.signal, how.code, hint=why)
             self._on_left(engine, how)
+        else:
+            self._ended_early[engine] = pid
 
     def _logged(self, engine: int, data: bytes) -> None:
         with self.log_path(engine).open("ab") as file:
