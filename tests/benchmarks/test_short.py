@@ -26,7 +26,10 @@ PARTS = {
     "fault_scenarios_death.py", "model_zoo.py",
 }  # fmt: skip
 """What chaos.py, bench_faults.py and bench_models.py are made of."""
-ELSEWHERE = {"soak.py": "cluster/test_soak.py"}
+ELSEWHERE = {
+    "soak.py": "cluster/test_soak.py",
+    "bench_hosts.py": "hosts/test_bench_hosts.py",
+}
 """Benchmarks that a test file of their own runs."""
 
 Range = tuple[float, float]

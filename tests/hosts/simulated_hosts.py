@@ -74,13 +74,17 @@ def missing(needs: Mapping[str, str] = NEEDS) -> str:
     """Return why no hosts can be made here, or "" where they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "simulated hosts need Linux and root"
-    packages = sorted({package for tool, package in needs.items() if not shutil.which(tool)})
+    packages = sorted({package for tool, package in needs.items() if not _where(tool)})
     if packages:
         return f"simulated hosts need the packages {', '.join(packages)}"
     made = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True
     )
     return f"this root may make no namespaces: {made.stderr.strip()}" if made.returncode else ""
+
+
+def _where(tool: str) -> str | None:
+    return shutil.which(tool) or shutil.which(tool, path="/usr/sbin:/sbin")
 
 
 class SimulatedHosts:

@@ -18,7 +18,6 @@ from hosts.simulated_hosts import (
     ROOT,
     HostSettings,
     SimulatedHosts,
-    leftovers,
 )
 
 CLOCK = "python3 -c 'import time; print(time.monotonic())'"
@@ -135,7 +134,8 @@ def test_a_job_of_slurm_waits_while_the_nodes_are_full_and_is_cancelled(slurm: L
     assert slurm.state(jobs[0]) == "CANCELLED"
 
 
-def test_nothing_is_left_when_the_tests_are_killed() -> None:
+@pytest.mark.parametrize("end", ["down", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_process_namespace_interface_or_folder_is_left(end: str) -> None:
     code = f"""
         import sys, time
         sys.path.insert(0, {str(ROOT / "tests")!r})
@@ -146,19 +146,25 @@ def test_nothing_is_left_when_the_tests_are_killed() -> None:
         LocalSlurm(hosts).up()
         hosts.enter("xh1", ["sleep", "600"])
         print("up", flush=True)
-        time.sleep(600)
+        sys.stdin.readline()
+        hosts.down()
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # an interrupt's traceback
         env={**os.environ, "WORKBENCH_TEST_NETWORK": OTHER},
     ) as tests:
         assert tests.stdout is not None
         assert tests.stdout.readline() == b"up\n"
         assert found(OTHER)
-        tests.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 20
-    while found(OTHER) and time.monotonic() < end:
+        if end == "down":
+            tests.communicate(b"\n")
+        else:
+            tests.send_signal(getattr(signal, end))
+    latest = time.monotonic() + (0 if end == "down" else 20)
+    while found(OTHER) and time.monotonic() < latest:
         time.sleep(0.1)
     assert found(OTHER) == ""
 
@@ -173,12 +179,3 @@ def found(network: str) -> str:
         text=True,
         check=True,
     ).stdout.strip()
-
-
-@pytest.mark.leaks("the hosts are those of all tests, taken down and made again")
-def test_down_leaves_no_process_namespace_interface_or_folder(hosts: SimulatedHosts) -> None:
-    hosts.enter("xh1", ["sleep", "600"]).poll()
-    assert leftovers()
-    hosts.down()
-    assert leftovers() == []
-    hosts.up()

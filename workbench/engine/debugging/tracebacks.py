@@ -296,13 +296,6 @@ def _name_cells_in_warnings(numbers: Callable[[], Mapping[str, int]]) -> None:
 
 SHARED = "/dev/shm"
 _NO_ROOM_BYTES = 64 << 10
-_SHARED_STEP = (
-    f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
-    "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
-    "--shm-size=2g)"
-)
-_UNNAMED = re.compile(r"(No space left on device|Read-only file system)\s*$")
-"""An error that names no file: what makes semaphores and pipes, as a DataLoader's start does."""
 """With less room than this a place counts as full."""
 
 _KNOWN: tuple[tuple[str, str], ...] = (
@@ -540,29 +533,21 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         r"before Module\.__init__\(\) call",
         "begin the model's __init__ with super().__init__()",
     ),
-    (
-        r"^SystemExit",
-        "end a cell early with raise, or put the rest under if",
-    ),
+    (r"^SystemExit", "end a cell early with raise, or put the rest under if"),
     (
         r"shared memory\(shm\)|insufficient shared memory|[Bb]us error"
         r"|Error while creating shared memory segment",
-        _SHARED_STEP,
+        f"{SHARED}, which worker processes of a DataLoader hand batches over in, has too little "
+        "room: DataLoader(..., num_workers=0) needs none of it, or enlarge it (docker run "
+        "--shm-size=2g)",
     ),
     (
         r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
-        "no more processes and threads are allowed here (the container's pids limit, or ulimit "
-        "-u): raise it (docker run --pids-limit=-1), or use fewer engines, DataLoader(..., "
-        "num_workers=0) and --threads 1",
+        "no more processes and threads are allowed here: raise the container's pids limit (docker "
+        "run --pids-limit=-1) or ulimit -u, or use fewer engines or num_workers=0",
     ),
-    (
-        r"No space left on device|Disk quota exceeded",
-        "make room there, or write to another folder",
-    ),
-    (
-        r"Address already in use|EADDRINUSE",
-        "use another port, or 0 for any that is free",
-    ),
+    (r"No space left on device|Disk quota exceeded", "make room there, or write to another folder"),
+    (r"Address already in use|EADDRINUSE", "use another port, or 0 for any that is free"),
 )
 
 
@@ -576,32 +561,27 @@ def plain(text: str) -> str:
 
 def advice(words: str) -> str | None:
     """Return the next step for an error, given as `Name: message`, or None where there is none."""
-    if _UNNAMED.search(words) and _shared_is_closed():
-        return _SHARED_STEP
+    # Where no file is named, a DataLoader's start found no place for its semaphores.
+    unnamed = re.search(r"(No space left on device|Read-only file system)\s*$", words)
+    closed = _is_full(SHARED) or (os.path.isdir(SHARED) and not os.access(SHARED, os.W_OK))
+    if unnamed and closed:
+        return _known("shared memory(shm)")
     step = _known(words)
     if step is not None and "No space left" in words and (places := _full_places()):
         return f"{' and '.join(places)}: {step}"
     return step
 
 
-def _shared_is_closed() -> bool:
-    """Whether nothing can be put into shared memory."""
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(SHARED).free < _NO_ROOM_BYTES or not os.access(SHARED, os.W_OK)
-    return False
-
-
 def _full_places() -> list[str]:
     """Return where no room is left, of the places that are written to without naming them."""
-    found = []
-    for place, what in (
-        (tempfile.gettempdir(), "the folder for temporary files"),
-        (os.getcwd(), "the present folder"),
-    ):
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(place).free < _NO_ROOM_BYTES:
-                found.append(f"{place} ({what}) is full")
-    return found
+    places = {tempfile.gettempdir(): "the folder for temporary files", ".": "the present folder"}
+    return [f"{place} ({what}) is full" for place, what in places.items() if _is_full(place)]
+
+
+def _is_full(place: str) -> bool:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(place).free < _NO_ROOM_BYTES
+    return False
 
 
 def _known(words: str) -> str | None:
