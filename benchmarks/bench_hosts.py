@@ -1,12 +1,15 @@
-"""Two hosts: how long until they train together, and how fast, with torchrun alone.
+"""Two hosts: how long until they train together, and how fast, against torchrun.
 
 The hosts are simulated on this machine, and Slurm spans them (tests/hosts): needs root, ssh and
-Slurm. gloo on the CPU, a small model. Two figures, each a line of JSON:
+Slurm. gloo on the CPU, a small model, the same loop on both sides, in turns. Two figures:
 
-first_step_s  from `sbatch` of a job on two nodes to the end of its first averaged step, as the
-              job's rank 0 wrote the time down; `imports_s` of them is the slowest import of torch
-steps_per_s   DistributedDataParallel over both hosts, torchrun started on each by ssh: the median
-              of several stretches of steps, with the least and the most
+first_step_s  from the start to the end of the first averaged step, as rank 0 wrote the time down:
+              `sbatch` of a job on two nodes with torchrun, against `wb.Cluster(launcher="slurm")`
+              and a run under `mirrored`; `imports_s` of them is the slowest import of torch
+steps_per_s   over both hosts by ssh: DistributedDataParallel under torchrun, against `mirrored`
+              with telemetry on: the median of several stretches of steps, the least and the most
+
+Each pair is followed by a line with Workbench's share of torchrun (`ratio`).
 
     python benchmarks/bench_hosts.py            5 rounds
     python benchmarks/bench_hosts.py --short    one, of few steps
@@ -18,12 +21,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import workbench as wb
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -78,6 +85,40 @@ dist.destroy_process_group()
 BATCH = """#!/bin/sh
 export OMP_NUM_THREADS=1
 srun --ntasks-per-node=1 sh -c '{torchrun} --node-rank=$SLURM_NODEID {job}'
+"""
+
+
+CELL = """
+import json, os, time
+import torch
+from torch import nn
+torch.manual_seed(0)
+width, batch, stretches, steps = {sizes}
+model = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model, optimizer = wb.prepare(model, optimizer)
+inputs = torch.randn(batch // world_size, 64)
+labels = torch.randint(0, 10, (batch // world_size,))
+def step():
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+step()
+first, times = time.time(), []
+for _ in range(stretches):
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    times.append(time.perf_counter() - start)
+total = sum(p.detach().sum() for p in model.parameters()).reshape(1)
+alike = [torch.zeros(1) for _ in range(world_size)]
+torch.distributed.all_gather(alike, total)
+if rank == 0:
+    about = {{"first": first, "times": times,
+              "alike": all(torch.equal(alike[0], one) for one in alike)}}
+    with open({answer!r} + ".part", "w") as file:
+        json.dump(about, file)
+    os.rename({answer!r} + ".part", {answer!r})
 """
 
 
@@ -164,6 +205,45 @@ def by_ssh(
     return {"workers": found["workers"], "rates": [steps / one for one in found["times"]]}
 
 
+@contextlib.contextmanager
+def surroundings(values: Mapping[str, str]) -> Iterator[None]:
+    """Have ssh and Slurm mean the simulated hosts."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def by_workbench(
+    shared: Path, launch: Mapping[str, Any], workers: int, stretches: int, steps: int
+) -> dict[str, Any]:
+    """Start a cluster on both hosts and train: seconds to the first step, and steps per second."""
+    answer = shared / f"workbench-{time.time_ns()}.json"
+    cell = CELL.format(sizes=f"64, 64, {stretches}, {steps}", answer=str(answer))
+    began = time.time()
+    with wb.Cluster(2 * workers, **launch) as cluster:
+        ready = time.time()
+        cluster.run(cell, strategy="mirrored").wait(LIMIT_S)
+    found = awaited(answer, lambda: "the run wrote no answer")
+    return {
+        "first_step_s": found["first"] - began,
+        "ready_s": ready - began,
+        "workers": 2 * workers,
+        "rates": [steps / one for one in found["times"]],
+    }
+
+
+def told(what: str, figure: str, values: Sequence[float], **more: Any) -> float:
+    """Print a figure as a line of JSON; return its median."""
+    median = statistics.median(values)
+    spread = {"least": round(min(values), 3), "most": round(max(values), 3)}
+    print(json.dumps({"what": what, figure: round(median, 3), **spread, **more}), flush=True)
+    return median
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one round of few steps")
@@ -181,26 +261,48 @@ def main() -> None:
     with SimulatedHosts() as hosts, LocalSlurm(hosts) as slurm:
         job = hosts.shared / "job.py"
         job.write_text(JOB)
-        starts = [by_slurm(slurm, hosts.shared, str(job), workers) for _ in range(rounds)]
-        times = [one["first_step_s"] for one in starts]
-        print(json.dumps({
-            "what": f"sbatch to the first averaged step, torchrun, 2 hosts x {workers}, gloo",
-            "first_step_s": round(statistics.median(times), 3),
-            "least_s": round(min(times), 3), "most_s": round(max(times), 3),
-            "imports_s": round(statistics.median(one["imports_s"] for one in starts), 3),
-            "rounds": rounds,
-        }), flush=True)  # fmt: skip
+        torch_starts, our_starts = [], []
+        for _ in range(rounds):  # in turns: the machine is not as quiet all the time
+            torch_starts.append(by_slurm(slurm, hosts.shared, str(job), workers))
+            with surroundings(slurm.environment):
+                launch = {"launcher": "slurm", "nodes": 2}
+                our_starts.append(by_workbench(hosts.shared, launch, workers, 0, 0))
+        where = f"2 hosts x {workers}, gloo"
+        imports = round(statistics.median(one["imports_s"] for one in torch_starts), 3)
+        firsts = [one["first_step_s"] for one in torch_starts]
+        theirs = told(
+            f"sbatch to the first averaged step, torchrun, {where}", "first_step_s", firsts,
+            imports_s=imports, rounds=rounds,
+        )  # fmt: skip
+        firsts = [one["first_step_s"] for one in our_starts]
+        ours = told(
+            f"Slurm to the first averaged step, Workbench, {where}", "first_step_s", firsts,
+            ready_s=round(statistics.median(one["ready_s"] for one in our_starts), 3),
+        )  # fmt: skip
+        ratios = [
+            b["first_step_s"] / a["first_step_s"]
+            for a, b in zip(torch_starts, our_starts, strict=True)
+        ]
+        told(
+            f"first step, Workbench / torchrun, {where}", "ratio", ratios, of_medians=ours / theirs
+        )
+        rates: dict[str, list[float]] = {"torchrun": [], "Workbench": []}
         with contextlib.ExitStack() as stack:
             if given.delay_ms:
                 stack.enter_context(hosts.delayed(SECOND, given.delay_ms, given.mbit))
-            found = by_ssh(hosts, str(job), workers, max(3, rounds), steps)
+            launch = {"launcher": "ssh", "on": ",".join(f"{host}:{workers}" for host in ADDRESSES)}
+            pairs = []
+            for _ in range(rounds):
+                found = by_ssh(hosts, str(job), workers, 3, steps)["rates"]
+                with surroundings(hosts.environment):
+                    mine = by_workbench(hosts.shared, launch, workers, 3, steps)["rates"]
+                rates["torchrun"] += found
+                rates["Workbench"] += mine
+                pairs.append(statistics.median(mine) / statistics.median(found))
         link = f", {given.delay_ms:g} ms and {given.mbit:g} Mbit/s" if given.delay_ms else ""
-        print(json.dumps({
-            "what": f"DDP over two hosts by ssh, torchrun, 2 hosts x {workers}, gloo{link}",
-            "steps_per_s": round(statistics.median(found["rates"]), 2),
-            "least": round(min(found["rates"]), 2), "most": round(max(found["rates"]), 2),
-            "workers": found["workers"], "steps": steps,
-        }), flush=True)  # fmt: skip
+        for who, values in rates.items():
+            told(f"steps over two hosts by ssh, {who}, {where}{link}", "steps_per_s", values)
+        told(f"steps/s, Workbench / torchrun, {where}{link}", "ratio", pairs, steps=steps)
 
 
 if __name__ == "__main__":

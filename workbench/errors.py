@@ -67,7 +67,7 @@ class WorkbenchError(Exception):
         shown, self.code = _coded(what, code)
         lines = [shown]
         if seen is not None:
-            lines.append(f"  seen:    {_shown(seen)}")
+            lines.append(f"  seen:    {_shown(seen)}".replace(":    \n", ":\n"))
         if allowed is not None:
             lines.append(f"  allowed: {allowed}")
         if next_step is not None:

@@ -33,7 +33,7 @@ import numpy as np
 import zmq
 
 from ..devices import limits
-from ..errors import ClusterError
+from ..shared.cluster_env import Wakeup
 from ..shared.messages import (
     AskClock,
     AskStacks,
@@ -51,8 +51,9 @@ from ..shared.messages import (
     Welcome,
     WhereAnswer,
 )
-from ..shared.protocol import Seal, Wakeup, decode_up, encode, new_key, records_from
+from ..shared.protocol import Seal, decode_up, encode, new_key, records_from
 from ..shared.record import FLAG_KERNEL_CLOCK, FLAG_SKEWED_CLOCK, MOMENTS, clock_name
+from .hosts.wire import bind, encrypt
 
 log = logging.getLogger("workbench.cluster")
 
@@ -105,10 +106,7 @@ class ControlRouter:
         self._socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
         self.public_key = ""
         if secret:
-            public, private = zmq.curve_keypair()
-            self._socket.curve_server = True
-            self._socket.curve_publickey, self._socket.curve_secretkey = public, private
-            self.public_key = public.decode()
+            self.public_key = encrypt(self._socket)
         port = bind(self._socket, host, ports)
         self.url = f"tcp://{limits.reachable(host)}:{port}"
         self._thread = threading.Thread(target=self._main, name="workbench-router", daemon=True)
@@ -228,44 +226,6 @@ class ControlRouter:
             peer = self._peers.get(engine)
             if peer is not None:
                 self._send_to(peer, AskClock(ask=self._clocks.ask(engine)))
-
-
-def bind(sock: Any, address: str, ports: tuple[int, int] | None) -> int:
-    """Bind a socket of ZeroMQ to a free port; return it.
-
-    Raises:
-        ClusterError: None of those that may be taken is free, or there is no such address here.
-    """
-    try:
-        if ports is None:
-            return int(sock.bind_to_random_port(f"tcp://{address}"))
-        for port in range(ports[0], ports[1] + 1):
-            if _bind_to(sock, f"tcp://{address}:{port}"):
-                return port
-    except zmq.ZMQError as error:
-        raise ClusterError(
-            "This machine cannot listen there.",
-            seen=f"{address}: {error}",
-            allowed="an address of this machine",
-            next_step="--listen names an interface, an address or a network of this machine",
-            code="WB-CLUSTER-062",
-        ) from error
-    raise ClusterError(
-        "All ports that may be taken are in use.",
-        seen=f"{ports[0]}-{ports[1]} on {address}",
-        next_step="--ports with a wider range, or end what uses them (ss -ltnp)",
-        code="WB-CLUSTER-063",
-    )
-
-
-def _bind_to(sock: Any, url: str) -> bool:
-    try:
-        sock.bind(url)
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EADDRINUSE:
-            raise
-        return False
-    return True
 
 
 @dataclass

@@ -156,7 +156,7 @@ class ClusterServices:
             ClusterError: They did not come up.
         """
         if self.hosted is not None:
-            self.hosted.begin(engines)
+            self.hosted.begin(engines, self.framework, report)
         self.prepare_in_background()
         if self.warm is not None and self.warm.alive:  # else another one is started below
             self.warm.soon()

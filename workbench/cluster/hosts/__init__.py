@@ -8,6 +8,7 @@ reading order:
     wire           what do kernel and agents say to each other, and how is it kept secret
     agent          the process on a host: forks engines, tells how they end, ends with its kernel
     agents         the kernel's end: which hosts are there, and what is asked of them
-    launchers      how agents are started: ssh, sbatch, srun, mpiexec; why they cannot
+    launchers      how are agents started, by ssh and mpiexec; what is said when none comes
+    slurm          how are they started as a job, or in the allocation that we are in
     places         which engine is on which host
 """

@@ -37,9 +37,8 @@ from ...devices.discovery import survey
 from ...devices.leases import cpu_count
 from ...errors import ClusterError
 from ...shared import cluster_env
-from ...shared.cluster_env import host_token, import_environment, own_address
+from ...shared.cluster_env import Wakeup, host_token, import_environment, own_address
 from ...shared.messages import BadMessageError
-from ...shared.protocol import Wakeup
 from .. import folders
 from ..forkserver.client import WarmParent
 from ..hub import ENGINE_ARGS
@@ -90,6 +89,8 @@ class Agent:
 
     def run(self) -> int:
         """Serve the kernel until it is gone; return this process's exit code."""
+        if self._join.framework:
+            self._workers.submit(self._warm, self._join.framework)
         context = zmq.Context()
         sock = context.socket(zmq.DEALER)
         sock.curve_serverkey = self._join.key.encode()
@@ -188,7 +189,7 @@ class Agent:
             pid=os.getpid(),
             versions={
                 "python": platform.python_version(),
-                **dict(filter(None, map(_version, wire.PACKAGES))),
+                **dict(filter(None, map(_installed, wire.PACKAGES))),
             },
             devices=[asdict(one) for one in found.devices],
             notes=found.notes,
@@ -396,7 +397,7 @@ class _Log:
             return data
 
 
-def _version(package: str) -> tuple[str, str] | None:
+def _installed(package: str) -> tuple[str, str] | None:
     try:
         return package, importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from ...errors import ClusterError
+from ...shared.cluster_env import Wakeup
 from ...shared.messages import BadMessageError
-from ...shared.protocol import Wakeup
-from ..router import bind
 from . import wire
 
 if TYPE_CHECKING:
@@ -90,17 +89,16 @@ class Agents:
         self.orders: wire.Ready | None = None
         """Told to each agent when it arrives."""
         self._word = secrets.token_bytes(32)
-        public, secret = zmq.curve_keypair()
         self._context = zmq.Context()
         self._socket = sock = self._context.socket(zmq.ROUTER)
-        sock.curve_server, sock.curve_publickey, sock.curve_secretkey = True, public, secret
+        public = wire.encrypt(sock)
         sock.setsockopt(zmq.LINGER, 500)
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that is made anew takes over
         sock.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
         sock.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
-        port = bind(sock, address, ports)
-        self.join = wire.Join(f"tcp://{address}:{port}", public.decode(), self._word.hex())
+        port = wire.bind(sock, address, ports)
+        self.join = wire.Join(f"tcp://{address}:{port}", public, self._word.hex())
         self._thread = threading.Thread(target=self._main, name="workbench-hosts", daemon=True)
         self._thread.start()
 

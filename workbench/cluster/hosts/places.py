@@ -11,19 +11,24 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ClusterError
+from ...shared.cluster_env import own_address
 from .. import processes, progress
 from . import wire
 from .agents import KEEPER, Agents, Ears, Host, unlike
-from .launchers import Launcher, Queued, launcher_of, way_to_hosts
+from .launchers import Launcher, Mpi, Queued, Ssh, address_of, ask_program, ssh_name
+from .settings import MPI, SLURM, SSH
+from .slurm import ALLOCATION, Sbatch, Srun
 
 if TYPE_CHECKING:
     from .settings import LaunchSettings
@@ -80,8 +85,11 @@ class HostedEngines:
 
     # -- hosts -------------------------------------------------------------------------------------
 
-    def begin(self, engines: int) -> None:
+    def begin(self, engines: int, framework: str, report: progress.Report) -> None:
         """Have the agents started, if they are not yet; returns at once.
+
+        Args:
+            framework: What they import while they connect.
 
         Raises:
             ClusterError: The launcher refused.
@@ -89,7 +97,8 @@ class HostedEngines:
         with self._lock:
             started, self._started = self._started, True
         if not started:
-            self.launcher.start(self.agents.join, engines)
+            report(progress.asking(self.launcher.asks))
+            self.launcher.start(replace(self.agents.join, framework=framework), engines)
 
     def order(self, connection: str, framework: str) -> None:
         """Tell agents, those to come too, where engines register and what they import."""
@@ -295,6 +304,35 @@ class HostedEngines:
         """End all agents, with their engines, and what started them."""
         self.agents.close()
         self.launcher.stop()
+
+
+def launcher_of(settings: LaunchSettings) -> Launcher:
+    """Return what starts the agents; inside of an allocation of Slurm that is srun."""
+    if settings.launcher == SSH:
+        return Ssh(settings)
+    if settings.launcher == MPI:
+        return Mpi(settings)
+    assert settings.launcher == SLURM, settings.launcher
+    return Srun(settings) if os.environ.get(ALLOCATION) else Sbatch(settings)
+
+
+def way_to_hosts(settings: LaunchSettings) -> str:
+    """Return the address of this machine from which the hosts are reached.
+
+    Raises:
+        ClusterError: A host is not known here.
+    """
+    if settings.launcher == SSH:
+        return own_address(address_of(ssh_name(settings, settings.on[0].name)))
+    if settings.launcher == SLURM:
+        nodes = ask_program(["sinfo", "-h", "-N", "-o", "%o"]).split()
+        for node in nodes:
+            with contextlib.suppress(OSError):
+                return own_address(socket.gethostbyname(node))
+    if settings.leaves_machine or os.environ.get(ALLOCATION):
+        with contextlib.suppress(OSError):
+            return own_address("192.0.2.1")  # nothing is sent: the way to everywhere else
+    return "127.0.0.1"
 
 
 def here() -> Mapping[str, str]:

@@ -15,6 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+import zmq
+
+from ...shared.cluster_env import cannot_listen
 from ...shared.messages import BadMessageError, Buffer, Message, fields_of
 from ..processes import Ending  # noqa: TC001 - read when messages are checked
 
@@ -39,11 +42,13 @@ class Join:
         url: Of the kernel's socket.
         key: Its public key (Z85).
         word: What proves that the agent was started by this kernel (hex).
+        framework: What it imports while it connects; empty: nothing yet.
     """
 
     url: str
     key: str
     word: str = field(repr=False)
+    framework: str = ""
 
     def to_text(self) -> str:
         """Return it as one word of letters, digits and `=`, `-`, `_`."""
@@ -335,3 +340,47 @@ def _unpack(frames: Sequence[bytes], word: bytes, kinds: Mapping[str, Any]) -> A
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadMessageError("kind") from error
     return kind.from_wire(body, frames[2:])
+
+
+# -- the kernel's sockets ----------------------------------------------------------------------
+
+
+def encrypt(sock: Any) -> str:
+    """Have a socket of ZeroMQ that is to be bound take encrypted messages only.
+
+    Returns:
+        The public key that others encrypt with (Z85).
+    """
+    public, secret = zmq.curve_keypair()
+    sock.curve_server, sock.curve_publickey, sock.curve_secretkey = True, public, secret
+    return public.decode()
+
+
+def bind(sock: Any, address: str, ports: tuple[int, int] | None) -> int:
+    """Bind a socket of ZeroMQ to a free port; return it.
+
+    Args:
+        ports: First and last port that may be taken; None: any.
+
+    Raises:
+        ClusterError: None of them is free, or there is no such address here.
+    """
+    if ports is None:
+        try:
+            return int(sock.bind_to_random_port(f"tcp://{address}"))
+        except zmq.ZMQError as error:
+            raise cannot_listen(address, ports, str(error)) from error
+    why = ""
+    for port in range(ports[0], ports[1] + 1):
+        why = _refusal(sock, f"tcp://{address}:{port}")
+        if not why:
+            return port
+    raise cannot_listen(address, ports, why)
+
+
+def _refusal(sock: Any, url: str) -> str:
+    try:
+        sock.bind(url)
+    except zmq.ZMQError as error:
+        return str(error)
+    return ""

@@ -23,6 +23,7 @@ import zmq
 from ...errors import WorkbenchError
 from ...history import disk
 from ...shared import events
+from ...shared.cluster_env import Wakeup
 from ...shared.messages import (
     Advance,
     AskClock,
@@ -45,7 +46,7 @@ from ...shared.messages import (
     Up,
     Welcome,
 )
-from ...shared.protocol import Seal, Wakeup, decode_down, encode
+from ...shared.protocol import Seal, decode_down, encode
 from ...shared.record import RECORD, clock_name
 from ..debugging import stacks, stdin_bridge
 from ..transport import connection

@@ -1,0 +1,232 @@
+"""Slurm: agents as a job's (sbatch), or as a step of the allocation that we are in (srun)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...errors import ClusterError
+from . import wire
+from .launchers import (
+    Queued,
+    Started,
+    ask_program,
+    environment,
+    failed,
+    nothing,
+    options_of,
+    refuse_missing,
+    script_of,
+    spread,
+)
+
+if TYPE_CHECKING:
+    from .settings import LaunchSettings
+
+ALLOCATION = "SLURM_JOB_ID"
+LOOK_S = 1.0
+_LASTING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESV_DEL_HOLD"})
+_RUNNING = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"})
+
+
+class Sbatch:
+    """A job of Slurm's: one agent on each of its nodes, started by srun."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        refuse_missing("sbatch", "slurm-client")
+        self._settings = settings
+        self.on_end: Callable[[], None] = nothing
+        self.job = ""
+        self._about: dict[str, str] = {}
+        self._looked_at = 0.0
+
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        return "asking Slurm for a job"
+
+    def start(self, join: wire.Join, engines: int) -> None:
+        """Hand the job in.
+
+        Raises:
+            ClusterError: sbatch refused it; says its words.
+        """
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=self.script(join, engines), capture_output=True,
+            text=True, timeout=60, env=environment(), check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise ClusterError(
+                "Slurm refused the job.",
+                seen=done.stderr.strip() or f"exit code {done.returncode}",
+                next_step="sinfo shows partitions and their limits",
+                code="WB-CLUSTER-070",
+            )
+        self.job = done.stdout.strip().partition(";")[0]
+
+    def script(self, join: wire.Join, engines: int) -> str:
+        """Return the job's script."""
+        settings = self._settings
+        head = ["--job-name=workbench", "--output=/dev/null", "--no-requeue", f"--ntasks={engines}"]
+        if settings.nodes:
+            per_node = -(-engines // settings.nodes)
+            head += [f"--nodes={settings.nodes}", f"--ntasks-per-node={per_node}"]
+        for name in ("gpus_per_node", "time", "partition", "account"):
+            if value := getattr(settings, name):
+                head.append(f"--{name.replace('_', '-')}={value}")
+        head += options_of(settings)
+        raw = [line.strip() for line in settings.setup if line.lstrip().startswith("#SBATCH")]
+        return "\n".join([
+            "#!/bin/sh",
+            *(f"#SBATCH {one}" for one in head),
+            *raw,
+            f"export {wire.JOIN}={join.to_text()} {wire.SLOTS}=\"$SLURM_TASKS_PER_NODE\"",
+            "said=$(mktemp)",
+            # One task on each node, which has all that the job has there.
+            'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+            "--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --export=ALL "
+            f"sh -c {shlex.quote(script_of(settings))} > \"$said\" 2>&1",
+            "code=$?",
+            # What an agent said that could not reach its notebook: nothing else of it gets there.
+            '[ $code = 0 ] || scontrol update JobId="$SLURM_JOB_ID" '
+            "Comment=\"$(grep -v '^srun: ' \"$said\" | uniq | tail -c 600 | tr '\\n=' ' :')\"",
+            'rm -f "$said"',
+            "exit $code",
+            "",
+        ])  # fmt: skip
+
+    @property
+    def agents(self) -> int:
+        """One for each node, once the job has got them."""
+        nodes = self._about.get("NumNodes", "")
+        return int(nodes) if nodes.isdecimal() and self._state in _RUNNING else 0
+
+    @property
+    def _state(self) -> str:
+        return self._about.get("JobState", "")
+
+    def look(self) -> Queued | None:
+        """Ask Slurm how the job is, at most once a second."""
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._about = job_facts(self.job) or self._about
+        if not self._about or self._state in _RUNNING:
+            return None
+        if self._state in _LASTING:
+            reason = self._about.get("Reason", "None")
+            return Queued(self._state, "" if reason == "None" else reason, self._position())
+        raise self._failed()
+
+    def _position(self) -> int:
+        """Return which of the partition's waiting jobs it is, those of higher priority first."""
+        partition = self._about.get("Partition", "")
+        waiting = ask_program(
+            ["squeue", "-h", "-t", "PD", "-p", partition, "-S", "-p,i", "-o", "%i"]
+        )
+        jobs = waiting.split()
+        return jobs.index(self.job) + 1 if self.job in jobs else 0
+
+    def _failed(self) -> ClusterError:
+        comment = self._about.get("Comment", "")
+        code = self._about.get("ExitCode", "0:0").partition(":")[0]
+        what = f"Slurm's job {self.job}"
+        if self._state == "FAILED" and comment:
+            number = int(code) if code.isdecimal() else None
+            return failed(what, number, comment)
+        return failed(what, None, self.words())
+
+    def words(self) -> str:
+        """Return how the job is, in Slurm's words."""
+        reason = self._about.get("Reason", "None")
+        end = {
+            "TIMEOUT": f"its time limit of {self._about.get('TimeLimit', '?')} was reached",
+            "CANCELLED": "somebody cancelled it (scancel)",
+            "PREEMPTED": "another job needed its nodes",
+            "NODE_FAIL": "one of its nodes failed",
+            "OUT_OF_MEMORY": "it needed more memory than it was given (--mem)",
+        }.get(self._state, f"reason {reason}" if reason != "None" else "")
+        return self._state + (f": {end}" if end else "")
+
+    def ended(self, place: int) -> str:
+        """Whether the job is over; asked when a host fell silent."""
+        self._about = job_facts(self.job) or self._about
+        over = self._state not in _RUNNING | _LASTING
+        return f"Slurm's job {self.job} has ended ({self.words()})" if over else ""
+
+    def stop(self) -> None:
+        """Cancel the job."""
+        if self.job:
+            ask_program(["scancel", self.job])
+
+
+def job_facts(job: str) -> dict[str, str]:
+    """Return what Slurm knows of a job, by the names that `scontrol show job` uses."""
+    found = ask_program(["scontrol", "show", "job", job, "--oneliner"])
+    return dict(re.findall(r"(\w+(?:/\w+)?)=(.*?)(?=\s+\w+(?:/\w+)?=|\s*$)", found.strip()))
+
+
+class Srun:
+    """A step in the allocation that this kernel runs in (salloc, batchspawner, JupyterHub)."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        refuse_missing("srun", "slurm-client")
+        self._settings = settings
+        self.on_end: Callable[[], None] = nothing
+        self._nodes = settings.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        self._started: Started | None = None
+
+    @property
+    def asks(self) -> str:
+        """What it does first."""
+        return f"starting a step in allocation {os.environ[ALLOCATION]}"
+
+    def start(self, join: wire.Join, engines: int) -> None:
+        """Start the step."""
+        nodes = self._nodes
+        per_node = ",".join(str(one) for one in spread(engines, [0] * nodes))
+        job = os.environ[ALLOCATION]
+        command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}"]
+        command += ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        if self._settings.gpus_per_node:
+            command.append(f"--gpus-per-node={self._settings.gpus_per_node}")
+        command += [*options_of(self._settings), "sh", "-c", script_of(self._settings)]
+        env = environment(**{wire.JOIN: join.to_text(), wire.SLOTS: per_node})
+        for name in (
+            "SLURM_NTASKS",
+            "SLURM_NPROCS",
+            "SLURM_TASKS_PER_NODE",
+            "SLURM_NTASKS_PER_NODE",
+        ):
+            env.pop(f"SLURM_{name}", None)  # the allocation's, which srun would take as asked for
+        self._started = Started("srun", command, env, lambda: self.on_end())
+
+    @property
+    def agents(self) -> int:
+        """One for each node."""
+        return self._nodes
+
+    def look(self) -> Queued | None:
+        """Raise where the step has ended."""
+        one = self._started
+        if one is not None and one.code is not None:
+            raise failed("srun", one.code, one.said)
+        return None
+
+    def ended(self, place: int) -> str:
+        """Whether the step is over."""
+        one = self._started
+        if one is None or one.code is None:
+            return ""
+        return f"srun has ended: {(one.said.splitlines() or ['exit code ' + str(one.code)])[-1]}"
+
+    def stop(self) -> None:
+        """End the step."""
+        if self._started is not None:
+            self._started.stop()
+            self._started.wait()
