@@ -34,12 +34,18 @@ FIT = (
     MODEL
     + """
 wb.fit(model, (x, y), loss=torch.nn.CrossEntropyLoss(), steps=STEPS, batch_size=23,
-       optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9))
+       optimizer=lambda p: torch.optim.SGD(p, 0.2, momentum=0.9), eval_data=(x, y), eval_every=20)
 """
 )
 """100 samples in 23s: each epoch ends with an uneven batch."""
 SHORT, ENDLESS = FIT.replace("STEPS", "20"), FIT.replace("STEPS", "10**7")
+MET = "[ranks 0-3] sum 4"
 SUM = "\nimport torch\nx = torch.ones(1); dist.all_reduce(x); print('sum', int(x))"
+
+
+def met(book: Notebook) -> bool:
+    """Whether four ranks can add something up."""
+    return MET in book.ok("%%distributed" + SUM).text
 
 
 @contextlib.contextmanager
@@ -101,11 +107,15 @@ def failed(run: Run, within_s: float) -> str:
     return str(run.error)
 
 
-def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Return the largest difference between two sets of weights."""
-    assert mine.keys() == theirs.keys()
-    assert mine
-    return max(float(np.abs(mine[name] - theirs[name]).max()) for name in mine)
+def losses(run: Run) -> np.ndarray[Any, Any]:
+    """Return each step's loss of all workers, and last that of all samples, which weights make.
+
+    A step's is NaN where a worker died before its row was sent.
+    """
+    step, loss = run.history.together("step", "loss").values()
+    _, first = np.unique(step, return_index=True)
+    assert len(first) == 20, run
+    return np.array([*loss[first], run.evals[-1]["loss"]])
 
 
 # -- kernels that die ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Cells and runs on two hosts that ssh reaches: the same numbers, records and controls as on one."""
+"""Cells and runs on two hosts that ssh reaches: numbers, records and controls as on one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from hosts.on_hosts import (
     BOTH,
+    MET,
     SHORT,
     SUM,
     WAIT_S,
     cluster_of,
-    difference,
     failed,
     going,
     hosts_of,
     kill,
+    losses,
+    met,
     pids,
     settled,
     started,
@@ -47,8 +49,8 @@ def cluster(book: Notebook) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def truth(book: Notebook) -> dict[str, np.ndarray]:
-    return cluster_of(book).run(SHORT, strategy="one_device").wait(WAIT_S).weights()
+def truth(book: Notebook) -> np.ndarray:
+    return losses(cluster_of(book).run(SHORT, strategy="one_device").wait(WAIT_S))
 
 
 # -- cells and strategies --------------------------------------------------------------------------
@@ -60,7 +62,7 @@ def test_ranks_go_host_by_host_and_meet(book: Notebook) -> None:
         "own = ' '.join(os.environ[n] for n in ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK'))\n"
         "print(f'rank {rank} of {world_size} on {os.uname().nodename}: {own}: {int(x)}')"
     )
-    found = sorted(line[line.index("rank ") :] for line in cell.lines() if "rank " in line)
+    found = sorted(line[line.rindex("rank ") :] for line in cell.lines() if " on xh" in line)
     assert found == [
         "rank 0 of 4 on xh1: 0 2 0: 6",
         "rank 1 of 4 on xh1: 1 2 0: 6",
@@ -72,22 +74,28 @@ def test_ranks_go_host_by_host_and_meet(book: Notebook) -> None:
     assert "xh2" in said
 
 
-@pytest.mark.parametrize("name", [e.name for e in catalog.strategies("torch") if e.exact_with is not None])
+@pytest.mark.parametrize(
+    "name", [e.name for e in catalog.strategies("torch") if e.exact_with is not None]
+)
 def test_a_strategy_trains_as_one_device_does(
-    cluster: Cluster, truth: dict[str, np.ndarray], name: str
+    cluster: Cluster, truth: np.ndarray, name: str
 ) -> None:
     entry = catalog.lookup(name)
-    options = {**dict(entry.exact_with or ()), **({entry.sync_option: True} if entry.sync_option else {})}
+    options = {
+        **dict(entry.exact_with or ()),
+        **({entry.sync_option: True} if entry.sync_option else {}),
+    }
     run = cluster.run(SHORT, strategy=name, options=options).wait(WAIT_S)
     assert run.state == "finished"
     assert len(run.engines) == min(4, entry.max_workers or 4)
-    assert difference(run.weights(), truth) < 1e-6
+    assert losses(run) == pytest.approx(truth, abs=1e-6)
     assert set(hosts_of(cluster).values()) == {"xh1", "xh2"}
 
 
 @pytest.mark.parametrize("name", ["gossip", "parameter_server"])
 def test_a_strategy_at_its_own_pace_learns(cluster: Cluster, name: str) -> None:
-    run = cluster.run(SHORT.replace("steps=20", "steps=120"), strategy=name).wait(WAIT_S)
+    source = SHORT.replace("steps=20", "steps=120").replace("0.2", "0.02")
+    run = cluster.run(source, strategy=name).wait(WAIT_S)
     loss = run.history["local_loss"]
     assert run.state == "finished"
     assert np.nanmean(loss[-40:]) < np.nanmean(loss[:40])
@@ -101,7 +109,7 @@ def test_servers_are_engines_of_the_same_hosts(cluster: Cluster) -> None:
     assert len(after) == 6
     assert {engine: after[engine] for engine in before} == before
     assert set(after.values()) == {"xh1", "xh2"}
-    assert [engine for engine in run.engines] == [0, 1, 2, 3]
+    assert list(run.engines) == [0, 1, 2, 3]
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -173,14 +181,14 @@ def test_an_interrupt_of_a_blocked_collective_leaves_engines_and_variables(
     kept = book.ok("%%distributed\nprint('kept', kept)" + SUM).text
     for rank in range(4):
         assert f"kept {10 * rank}" in kept
-    assert kept.count("sum 4") == 4
+    assert MET in kept
 
 
 def test_an_error_of_one_rank_names_it_and_the_next_cell_works(book: Notebook) -> None:
     cell = book.run("%%distributed\nimport torch\nif rank == 2:\n    1 / 0" + SUM)
     assert "Rank 2" in str(cell.error)
     assert "ZeroDivisionError" in str(cell.error)
-    assert book.ok("%%distributed" + SUM).text.count("sum 4") == 4
+    assert met(book)
 
 
 # -- deaths ----------------------------------------------------------------------------------------
@@ -200,22 +208,23 @@ def test_a_killed_rank_is_named_at_once_and_its_successor_is_on_its_host(
     assert hosts_of(cluster)[3] == "xh2"
     after = pids(cluster)
     assert [engine for engine in range(4) if after[engine] != before[engine]] == [3]
-    assert book.ok("%%distributed" + SUM).text.count("sum 4") == 4
+    assert met(book)
 
 
-def test_the_others_go_on_without_a_killed_rank(
-    cluster: Cluster, truth: dict[str, np.ndarray]
-) -> None:
+def test_the_others_go_on_without_a_killed_rank(cluster: Cluster, truth: np.ndarray) -> None:
     run = cluster.run(SHORT, strategy="mirrored", on_failure="continue", inject=["kill=3@8"])
     run.wait(WAIT_S)
     assert run.state == "finished"
     assert [done.workers for done in run.recoveries] == [3]
-    assert difference(run.weights(), truth) < 1e-6
+    mine = losses(run)
+    known = ~np.isnan(mine)
+    assert known[-1]
+    assert mine[known] == pytest.approx(truth[known], abs=1e-6)
     assert len(set(run.history["step"])) == 20
 
 
 def test_a_killed_rank_is_replaced_on_its_host_from_a_checkpoint(
-    cluster: Cluster, truth: dict[str, np.ndarray], reached: SimulatedHosts
+    cluster: Cluster, truth: np.ndarray, reached: SimulatedHosts
 ) -> None:
     before = pids(cluster)
     folder = reached.shared / f"checkpoints-{time.time_ns()}"
@@ -226,7 +235,10 @@ def test_a_killed_rank_is_replaced_on_its_host_from_a_checkpoint(
     run.wait(WAIT_S)
     (done,) = run.recoveries
     assert (done.engines, done.workers) == ((2,), 4)
-    assert difference(run.weights(), truth) < 1e-6
+    mine = losses(run)
+    known = ~np.isnan(mine)
+    assert known[-1]
+    assert mine[known] == pytest.approx(truth[known], abs=1e-6)
     assert hosts_of(cluster)[2] == "xh2"
     assert [engine for engine in range(4) if pids(cluster)[engine] != before[engine]] == [2]
     assert os.listdir(folder)
