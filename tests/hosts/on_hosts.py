@@ -142,14 +142,14 @@ def family(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-def left(hosts: SimulatedHosts) -> list[str]:
-    """Return what is there of Workbench on the hosts: processes and folders."""
+def left(hosts: SimulatedHosts, *names: str) -> list[str]:
+    """Return what is there of Workbench on hosts (all): processes and folders."""
     found = []
-    for host in ADDRESSES:
+    for host in names or ADDRESSES:
         for process in hosts.processes(host):
             with contextlib.suppress(psutil.Error):
                 command = " ".join(process.cmdline())
-                if "workbench" in command:
+                if "workbench.cluster" in command:
                     found.append(f"{host}: {process.pid} {command[:200]}")
         found += [f"{host}: {path}" for path in hosts.path(host, "/tmp").glob("workbench-*")]
     return found

@@ -22,7 +22,7 @@ from hosts.on_hosts import (
     settled,
     started,
 )
-from hosts.simulated_hosts import SimulatedHosts
+from hosts.simulated_hosts import ADDRESSES, SimulatedHosts
 from notebook_shell import Notebook, soon
 
 
@@ -76,9 +76,7 @@ def test_a_silent_host_is_named_and_ends_what_it_has_when_it_is_back(
     assert "xh2" in text
     assert soon(lambda: cluster.ids == [0, 1], 5)
     reached.link("xh2", up=True)
-    assert soon(lambda: not [one for one in left(reached) if one.startswith("xh2")], 15), left(
-        reached
-    )
+    assert soon(lambda: not left(reached, "xh2"), 15), left(reached, "xh2")
     book.ok("%cluster restart 2 3")
     assert met(book)
 
@@ -97,16 +95,21 @@ def test_the_others_go_on_without_a_dead_host(book: Notebook, reached: Simulated
     assert run.wait(WAIT_S).state == "stopped"
 
 
-def test_stop_leaves_nothing_on_the_hosts(reached: SimulatedHosts) -> None:
-    with started(f"4 --launcher ssh --on {BOTH}") as book:
-        assert met(book)
-        assert left(reached)
-        book.ok("%cluster stop")
-        assert soon(lambda: not left(reached), 15), left(reached)
+@pytest.mark.timing
+def test_a_stopped_cluster_leaves_nothing_on_the_hosts(
+    book: Notebook, reached: SimulatedHosts
+) -> None:
+    assert met(book)
+    for host in ADDRESSES:
+        assert left(reached, host)
+    assert book.ok("%cluster stop").seconds < 5
+    assert soon(lambda: not left(reached), 5), left(reached)
 
 
 @pytest.mark.timing
 def test_a_killed_kernel_leaves_nothing_anywhere(reached: SimulatedHosts) -> None:
+    if not reached.is_plain():
+        reached.again()
     start = f"cluster = wb.Cluster(4, launcher='ssh', on={BOTH!r})\n"
     start += "task = cluster.execute('import torch; kept = 1'); task.over.wait(60)"
     with kernel(start) as process:

@@ -1,4 +1,4 @@
-"""Whatever hosts call themselves and each other, and whatever their clocks say, a cluster trains."""
+"""Whatever hosts call themselves and each other, and whatever their clocks say, they train."""
 
 from __future__ import annotations
 
@@ -32,5 +32,6 @@ def test_hosts_meet_train_and_are_told_apart(reached: SimulatedHosts, kind: str)
             assert len(starts) == 20
             assert (np.diff(starts) >= 0).all()
             assert -0.1 < starts[0] <= starts[-1] < WAIT_S
-        assert max(run.meta()["clock_bound_s"]) < 0.1
-        assert sum(bound > 0 for bound in run.meta()["clock_bound_s"]) == 2
+        bounds = run.meta()["clock_bound_s"]
+        assert [0 <= bound < 0.1 for bound in bounds] == [True, True]
+        assert (bounds[1] > 0) == SETTINGS[kind].skewed
