@@ -39,7 +39,7 @@ def test_engines_elsewhere_say_what_is_encrypted_and_what_is_not(launch: LaunchS
         check_limits(1, launch=launch)
     said = str(caught[0].message)
     where = launch.listen or "the address from which they are reached"
-    sealed = "not encrypted" if launch.launcher == "pbs" else "signed and encrypted (CURVE)"
+    sealed = "signed and encrypted (CURVE)"
     for word in (where, sealed, "neither", "gloo", "NCCL", "TCPStore", "gRPC"):
         assert word in said
     assert limits.PAGE in said

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -195,8 +196,9 @@ def test_whatever_fails_in_settling_a_run_it_is_over(tmp_path, monkeypatch, name
     assert "Workbench itself failed" in str(run.error)
 
 
-def test_a_home_that_cannot_be_made_keeps_runs_in_memory(nowhere, monkeypatch):
+def test_where_no_folder_can_be_made_runs_are_kept_in_memory(nowhere, monkeypatch):
     monkeypatch.setenv(folders.HOME_VARIABLE, str(nowhere))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(nowhere))
     plan = make_plan(Recipe("wb.fit()"), "mirrored", workers=2, name="in-memory")
     try:
         run = registry.new_run(plan, number=1, engines=[0, 1], devices=["cpu"] * 2)

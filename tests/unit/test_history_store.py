@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -257,17 +256,6 @@ def test_moments_on_the_kernels_clock_are_compared_and_their_waits_are_not() -> 
     plain = make_rows(4, 2)
     plain["flags"] = FLAG_SKEWED_CLOCK
     assert history["sync_wait_s"].tolist() == make_history(plain)["sync_wait_s"].tolist()
-
-
-def test_rows_that_the_kernel_put_on_its_clock_stay_in_memory(tmp_path: Path) -> None:
-    """The engine has written them to the disk as its own clock has them."""
-    rows = make_rows(4, 1)
-    rows["flags"] = FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK
-    history = make_history(rows)
-    history.write(tmp_path)
-    assert not history.on_disk(tmp_path)
-    assert not history.rest(tmp_path)
-    assert history.several_clocks
 
 
 def test_logged_values_become_columns_of_the_same_length() -> None:

@@ -35,6 +35,7 @@ from .services import ClusterServices
 
 if TYPE_CHECKING:
     from ..shared.messages import Up
+    from .hosts.agents import Host, HostFiles
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
@@ -74,7 +75,7 @@ class Engines:
         address = self._ground.address or "127.0.0.1"
         try:
             self.router = ControlRouter(
-                self._heard, address, key, secret=launch.has_agents, ports=launch.ports
+                self._heard, address, key, secret=launch.launcher != LOCAL, ports=launch.ports
             )
         except BaseException:  # no port is free, most likely
             self._ground.stop()
@@ -255,6 +256,15 @@ class Engines:
         replies = gather(pending, name, FETCH_TIMEOUT_S)
         return {engine: calls.read_values(reply) for engine, reply in replies.items()}
 
+    def host_of(self, engine: int) -> Host | None:
+        """Return the host of an engine that an agent has started; None of any other."""
+        return self._ground.host_of(engine)
+
+    @property
+    def host_files(self) -> HostFiles | None:
+        """What runs read and write on hosts with agents; None where there are none."""
+        return None if self._ground.hosted is None else self._ground.hosted.files
+
     def signal(self, engine: int, sig: int) -> None:
         """Send a signal to one engine (by pid; only engines we started)."""
         info = self.engines.get(engine)
@@ -302,6 +312,12 @@ class Engines:
         self._ground.stop()
         self._ground = self._make_ground(self.framework)
         return self._replace(sorted(self.engines), framework)
+
+    def seek_hosts(self) -> None:
+        """Have the next restart ask for other hosts, where none of the cluster's is there."""
+        hosted = self._ground.hosted
+        if hosted is not None and hosted.is_over and not self._ground.broken:
+            self._ground.broken = "none of its hosts is there any more"
 
     def _replace(self, gone: Sequence[int], framework: str) -> list[int]:
         for engine in gone:

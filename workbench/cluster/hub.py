@@ -27,9 +27,14 @@ import ipyparallel
 import psutil
 import zmq
 from ipyparallel.cluster.launcher import EngineLauncher, NotRunning, ProcessStateError
+from IPython.core.profiledir import ProfileDir, ProfileDirError
+from IPython.paths import get_ipython_dir
 from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode
+from traitlets.config import Config
+from traitlets.config.loader import ConfigFileNotFound, DeferredConfigString, PyFileConfigLoader
 
+from ..errors import ClusterError
 from .calls import Gathering, NoAnswerError
 from .controller import config
 from .forkserver.client import WarmParent
@@ -53,6 +58,8 @@ class Controller:
         interface: Where the controller listens; empty: on this machine only.
         secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
         ports: First and last port that may be listened on; None: any.
+        options: For ipyparallel's launcher: `profile`, whose settings are read, and settings as
+            `PBSLauncher.queue`.
         on_left: Told when the controller's process ended.
         on_unlisted: Told of an engine that is no longer registered.
 
@@ -72,12 +79,13 @@ class Controller:
         *,
         secret: bool = False,
         ports: tuple[int, int] | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self.cluster: Any = None
         self.client: Any = None
         self.socket: Any = None
         self._folder, self._launcher, self._interface = folder, launcher, interface
-        self._secret, self._ports = secret, ports
+        self._secret, self._ports, self._options = secret, ports, options or {}
         self._on_left, self._on_unlisted = on_left, on_unlisted
         self._changed, self._ended = threading.Event(), threading.Event()
 
@@ -127,12 +135,35 @@ class Controller:
         return ipyparallel.Cluster(
             profile_dir=str(self._folder),
             cluster_id="",
-            config=config(self._folder),
+            config=self._settings(),
             log=quiet,
             n=0,
             shutdown_atexit=False,
             **settings,
         )
+
+    def _settings(self) -> Config:
+        """Return ipyparallel's settings: of the profile that was named, then ours, then options."""
+        found = Config()
+        if profile := self._options.get("profile"):
+            try:
+                find: Any = ProfileDir.find_profile_dir_by_name
+                folder = find(get_ipython_dir(), profile).location
+            except ProfileDirError as error:
+                raise ClusterError(
+                    "There is no such profile of ipyparallel's.",
+                    seen=f"profile={profile}",
+                    next_step=f"ipython profile create --parallel --profile={profile}",
+                    code="WB-CLUSTER-077",
+                ) from error
+            with contextlib.suppress(ConfigFileNotFound):
+                found.merge(PyFileConfigLoader("ipcluster_config.py", folder).load_config())
+        found.merge(config(self._folder))
+        for name, value in self._options.items():
+            owner, dot, trait = name.partition(".")
+            if dot:
+                found[owner][trait] = DeferredConfigString(value)
+        return found
 
     def _connect(self) -> None:
         end = time.monotonic() + CONNECT_S

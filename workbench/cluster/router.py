@@ -65,7 +65,7 @@ class ControlRouter:
     """Receives from and sends to every engine of one cluster.
 
     Args:
-        on_message: Called with each authentic message.
+        on_message: Called with each authentic message and the engine it is from (-1: not known).
         host: Interface to listen on; loopback unless engines run on other hosts.
         key: The cluster's; by default a fresh one.
         secret: Whether what travels is encrypted (CURVE), as it must be between hosts.
@@ -91,6 +91,7 @@ class ControlRouter:
         self.key = key or new_key()
         self._outbox: deque[tuple[int, Down]] = deque()
         self._peers: dict[int, tuple[bytes, str]] = {}  # address on the socket, nonce
+        self._speakers: dict[str, int] = {}  # engines by nonce
         self.questions = Questions(self.send)
         self._clocks = Clocks(clock_name())
         self._closed = False
@@ -195,12 +196,13 @@ class ControlRouter:
                 case _:
                     if isinstance(message, Hello):
                         self._clocks.hello(nonce, message, asked=bool(identity))
+                        self._speakers[nonce] = engine
                     if isinstance(message, Hello) and identity:
                         self._peers[engine] = identity, nonce
                         self._outbox.append((engine, Welcome(clock=self._clocks.name)))
                     if isinstance(message, (Records, Happened)):
                         message = self._clocks.arrived(nonce, message, at_s)
-                    self._on_message(engine, message)
+                    self._on_message(self._speakers.get(nonce, engine), message)
         except Exception:  # one run's trouble must not deafen the others
             log.exception("A message of engine %d was not understood", engine)
 

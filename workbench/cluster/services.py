@@ -81,8 +81,9 @@ class ClusterServices:
             self.address,
             self._controller_left,
             self._unlisted,
-            secret=launch.has_agents,
+            secret=launch.launcher != LOCAL,
             ports=launch.ports,
+            options={} if launch.has_agents else launch.options,
         )
         keep = None if self.hosted is None else self.hosted.keep_store
         self.store = Store(self.parents, self.folder, self._child_left, keep)
@@ -128,7 +129,9 @@ class ClusterServices:
         return self.hub.together()
 
     def can_fork(self, framework: str) -> bool:
-        """Whether engines that have this framework can be forked here."""
+        """Whether engines that have this framework can be forked where they are to be."""
+        if self.hosted is not None:
+            return self.hosted.has(framework)
         return self.forks and not self.parents.why_not(framework)
 
     def prefer(self, framework: str) -> None:

@@ -398,11 +398,9 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
         )
     sealed = "signed and encrypted (CURVE)" if encrypted else "signed, but not encrypted"
     return (
-        f"--launcher {launcher}: engines run on other machines, and the notebook listens for them "
-        f"{where}. What they and the notebook say to each other is {sealed}. What workers send "
-        "each other is neither: gloo, NCCL, the TCPStore and TensorFlow's gRPC "
-        "have no authentication at all. Whoever can connect to these can read and change what is "
-        f"trained. Use it on a private network or behind a firewall only ({PAGE})."
+        f"--launcher {launcher}: the notebook listens {where}, for engines on other machines. What "
+        f"they and the notebook say is {sealed}; what workers send each other is neither (gloo, "
+        f"NCCL, the TCPStore, gRPC): use a private network ({PAGE})."
     )
 
 

@@ -163,7 +163,9 @@ def attach(info: Mapping[str, Any]) -> dict[str, Any]:
     _keep_diary(info)
     if cluster_env.folder() is not None:  # where multiprocessing puts its sockets
         vars(multiprocessing.current_process())["_config"]["tempdir"] = cluster_env.folder()
-    _engine = Engine(info["engine"], link, InterruptWatch(_break_out))
+    # What others (ipyparallel's launchers) have put there before the first cell is not the user's.
+    found = set() if attached_before else set(IPythonShell().namespace)
+    _engine = Engine(info["engine"], link, InterruptWatch(_break_out), injected=found)
     stdin_bridge.install(info["engine"], link.say)
     debugger.install()
     tracebacks.install(IPythonShell().shell)

@@ -25,6 +25,7 @@ from ..errors import EngineSpentError, RunStopped, WorkbenchError
 from ..history import disk
 from ..history.disk import RunWriter
 from ..shared import events
+from ..shared.cluster_env import run_folder
 from ..shared.messages import CellOutcome, Copy, OwnLoop
 from ..shared.protocol import RunSpec
 from ..shared.record import FLAG_KERNEL_CLOCK, FLAG_SKEWED_CLOCK
@@ -343,13 +344,24 @@ def _ensure_group(engine: Engine, spec: RunSpec, framework: Any) -> None:
     engine.group = spec.group_name
 
 
+NOT_BROUGHT = (
+    "The final weights were not kept: this engine is on another machine, from which Workbench "
+    "brings no files. Save them in the cell, or start engines by ssh, slurm or mpi "
+    "(%cluster start --launcher)."
+)
+
+
 @doing("writing the final weights")
 def _save_weights(run: RunContext, framework: Any) -> str | None:
     """Write the final weights beside the run's records; return the file's name.
 
     None where there are none, or they could not be written: that costs no run.
     """
-    if run.weights is None or not run.spec.run_dir:
+    folder = run_folder(run.spec.run_dir, run.spec.run_id)
+    if run.weights is None:
+        return None
+    if folder is None:
+        run.emit(events.Noted(rank=run.spec.rank, text=NOT_BROUGHT))
         return None
     arrays: dict[str, Any] = {}
     try:
@@ -369,7 +381,6 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
             )
         )
         return None
-    folder = Path(run.spec.run_dir)
     try:
         return str(framework.save_weights(folder, run.spec.rank, arrays))
     except Exception as error:  # a full disk; each writer has errors of its own for it

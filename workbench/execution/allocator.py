@@ -322,8 +322,8 @@ def bring(engines: Engines, ids: Iterable[int], framework: str) -> list[int]:
     held = engines.call(lacking, VARIABLES)
     bare = [i for i in lacking if not held[i]] if engines.can_fork(framework) else []
     rest = [i for i in lacking if i not in bare]
-    if rest:
-        _say(rest, framework)
+    if holding := [i for i in rest if held[i]]:
+        _say(holding, framework)
     if bare:
         engines.restart(bare, framework)
     for engine, names in engines.call(rest, LOAD, (framework,), LOAD_TIMEOUT_S).items():

@@ -15,15 +15,18 @@ code, and not more than `MOST` times in a run.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ClusterError, PlanError, RunError, WorkbenchError
+from ..history import disk
 from ..shared import checkpoints
 from ..shared.checkpoints import Checkpoint, at, faults, found, refusal
 from ..shared.plan import Plan, check_fewer
@@ -35,6 +38,7 @@ from .requests import (
     PUSH,
     RESULT,
     TAKE,
+    FarFiles,
     check_arrived,
     members_of,
     run_requests,
@@ -74,6 +78,11 @@ class RunExecution:
         self._recoverer = Recoverer(self)
         self._token = ""  # of the unfinished checkpoints of its last submission
 
+    @functools.cached_property
+    def files(self) -> FarFiles:
+        """Its files on other machines."""
+        return FarFiles(self.pool.engines, self.run, self.servers)
+
     def narrow(self, members: Sequence[int]) -> None:
         """Go on with these workers only, each on the device it had."""
         ranks = [self.run.members.index(engine) for engine in members]
@@ -93,7 +102,8 @@ class RunExecution:
         group = pool.run_group(ids[: self.plan.workers], self.leases, framework)
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = with_original_ranks(specs, run.engines)
-        asked = run_requests(run, specs, self.number, self.autoreload, self.plan)
+        far = self.files.settings(again=run.task is not None)
+        asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
         pool.on_task(task_record(asked, members_of(specs), **about))
@@ -144,12 +154,21 @@ class RunExecution:
         error = self._recoverer.explain(error) if error else outcome_error(run, task.outcomes)
         for text in outcome_notes(task.outcomes):
             run.note(text)
-        if run.plan.recipe.function:
+        if run.plan.recipe.function or self.files.hosts:
             threading.Thread(
-                target=self._fetch_results, args=(error,), name="workbench-results", daemon=True
-            ).start()
+                target=self._bring, args=(error, task.outcomes), name="workbench-results",
+                daemon=True,
+            ).start()  # fmt: skip
         else:
             run.finish(error)
+
+    def _bring(self, error: RunError | None, outcomes: Outcomes) -> None:
+        """Fetch what the run has left on other hosts, and what its function returned."""
+        self.files.fetch(outcomes)
+        if self.run.plan.recipe.function:
+            self._fetch_results(error)
+        else:
+            self.run.finish(error)
 
     def _sweep(self, outcomes: Outcomes) -> None:
         """Remove parts that came after their checkpoint had been given up.
@@ -328,6 +347,7 @@ class Recoverer:
         ranks = [rank for rank, i in enumerate(run.engines) if i in members]
         for stale in run.folder.glob("weights*"):  # what the survivors had when they gave up
             stale.unlink()
+        run.far.settle()
         lost_steps = run.history.rewind(step, run.folder, ranks)
         if _stopping(run):
             run.finish(None)
@@ -382,19 +402,23 @@ class Recoverer:
     def _rescue(self, beyond: int) -> Checkpoint | None:
         """Have the furthest survivor write down what it holds, if that is further than `beyond`."""
         run, engines = self._launch.run, self._launch.pool.engines
-        if run.task is None or len({engines.engines[i].host for i in run.members}) > 1:
+        if run.task is None or not self._launch.files.can_send(run.members):
             return None
+        files = self._launch.files
         kept = {i: o.kept_step for i, o in run.task.outcomes.items()}
         living = [i for i in kept if kept[i] > beyond and i in self._launch.pool.ids]
         if not living:
             return None
         furthest = max(living, key=lambda i: kept[i])
         try:
-            path = engines.call([furthest], RESCUE, (str(run.folder / RESCUED),), LOAN_TIMEOUT_S)
-        except ClusterError as error:
-            run.note(f"What {run.called(furthest)} held could not be written: {error.what}")
+            where = str(Path(files.folder_of(furthest)) / RESCUED)
+            path = engines.call([furthest], RESCUE, (where,), LOAN_TIMEOUT_S)[furthest]
+            path = files.brought(furthest, str(path), run.folder / RESCUED)
+        except (ClusterError, RunError, OSError) as error:
+            why = error.what if isinstance(error, WorkbenchError) else disk.reason_of(error)
+            run.note(f"What {run.called(furthest)} held could not be written: {why}")
             return None
-        return Checkpoint(str(path[furthest]), kept[furthest])
+        return Checkpoint(path, kept[furthest])
 
     def _lend(self, fresh: Sequence[int]) -> None:
         """Give fresh engines what the cell needs of what earlier cells had defined."""

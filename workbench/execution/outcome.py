@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cluster.processes import RESTARTED, EngineDiedError
@@ -18,6 +19,7 @@ from ..shared.messages import CellOutcome, Outcomes, OwnLoop
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo
+    from ..cluster.hosts.agents import Host
     from ..history.run_data import RunData
 
 _TELLING = (
@@ -111,6 +113,21 @@ def outcome_of_death(error: BaseException) -> CellOutcome:
         recoverable=by_itself,
         restarted=isinstance(error, EngineDiedError) and not by_itself,
         with_all=with_all,
+    )
+
+
+def left_behind(outcome: CellOutcome, host: Host | None) -> str | None:
+    """Return what to do where a module lies beside the notebook, in a folder that a host lacks."""
+    found = re.search(r"No module named '(\w+)", outcome.evalue)
+    if host is None or host.has_cwd or found is None:
+        return None
+    name, cwd = found[1], Path.cwd()
+    if not (cwd / name).is_dir() and not (cwd / f"{name}.py").is_file():
+        return None
+    return (
+        f"{name} lies beside the notebook, in {cwd}, which {host.name} does not share: work in a "
+        f"folder on a shared disk, or copy {name} to each host, or define what is in it in a "
+        "%%distributed cell"
     )
 
 

@@ -1,13 +1,18 @@
 """What engines are asked to run: requests made from runs and cells, and checked first.
 
-The checks come before a cluster is started or asked for anything.
+The checks come before a cluster is started or asked for anything. `FarFiles` are the files of one
+run on machines other than this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
@@ -19,12 +24,17 @@ from ..cookbook.recipe import Recipe
 from ..devices import leases as device_pool
 from ..devices import limits
 from ..errors import ClusterError, PlanError, RunError, unknown
+from ..history import disk
+from ..shared import cluster_env
 from ..shared.members import Member
 from ..shared.plan import Plan, check_count
 from ..shared.protocol import RunSpec
 
 if TYPE_CHECKING:
+    from ..cluster.engines import Engines
+    from ..cluster.hosts.agents import Host, HostFiles
     from ..history.run_data import RunData
+    from ..shared.messages import Outcomes
 
 PUSH = "workbench.engine.entry:push"
 PULL = "workbench.engine.entry:pull"
@@ -124,12 +134,18 @@ def lease_of(spec: RunSpec, leases: device_pool.Leases) -> device_pool.Lease:
 
 
 def run_requests(
-    run: RunData, specs: Specs, number: int, autoreload: str, plan: Plan | None = None
+    run: RunData,
+    specs: Specs,
+    number: int,
+    autoreload: str,
+    plan: Plan | None = None,
+    far: Mapping[int, Mapping[str, str]] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Return each engine's request for a training run.
 
     Args:
         plan: Under which it runs now, where it has fewer workers or faults than it began with.
+        far: What is told to engines on other machines in place of that: paths there.
     """
     plan = plan or run.plan
     recipe = plan.recipe
@@ -155,7 +171,7 @@ def run_requests(
     }
     found = {}
     for engine, spec in specs.items():
-        wire = {**spec.to_wire(), **about}
+        wire = {**spec.to_wire(), **about, **(far or {}).get(engine, {})}
         found[engine] = _request(source, number, autoreload, wire, plan.traceback)
     return found
 
@@ -321,7 +337,7 @@ def check_limits(
     if launch is not None:
         launcher = launch.launcher if launch.leaves_machine else LOCAL
         allowed.check_hosts(launch.listen, launcher)
-        limits.warn(launch.listen, launcher, encrypted=launch.has_agents)
+        limits.warn(launch.listen, launcher, encrypted=launcher != "local")
     if allowed.max_engines is not None:  # the census looks at every process of the machine
         allowed.check_engines(wanted + len(own), folders.elsewhere(own))
 
@@ -372,3 +388,194 @@ def to_recipe(source: str | Callable[..., Any] | Recipe, args: tuple[Any, ...] =
     raise PlanError(
         "A recipe is source code or a function.", seen=type(source).__name__, code="WB-PLAN-102"
     )
+
+
+BLIND = "workbench.engine.checkpoints.files:blind"
+
+
+def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
+    """Refuse a folder for checkpoints that a machine of the run does not share with this one.
+
+    Rank 0 would wait for parts that others wrote to disks of their own.
+
+    Args:
+        ids: The run's workers.
+        folder: Empty where the run writes none.
+
+    Raises:
+        PlanError: It names the machines; a folder that was made for the test is gone again.
+    """
+    far = {one.place: one for i in reversed(ids) if not (one := engines.engines[i]).is_here}
+    if not folder or not far:
+        return
+    path, token = Path(folder), secrets.token_hex(16)
+    made = [above for above in (path, *path.parents) if not above.exists()]
+    file = path / f".workbench-{token[:8]}"
+    why: dict[int, str] = {}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file.write_text(token)
+        why = dict.fromkeys((one.id for one in far.values()), "not asked")
+        why = engines.call([one.id for one in far.values()], BLIND, (str(file), token))
+    except OSError as error:
+        raise PlanError(
+            "Checkpoints cannot be written there.",
+            seen=f"{folder} ({disk.reason_of(error)})",
+            next_step="name another folder",
+            code="WB-PLAN-196",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+            for above in made if any(why.values()) else ():
+                above.rmdir()
+    seen = [f"{one.host or one.address}: {why[one.id]}" for one in far.values() if why[one.id]]
+    if seen:
+        raise PlanError(
+            "Not every machine of the run shares the folder for checkpoints with the notebook.",
+            seen=f"{folder} ({'; '.join(sorted(seen))})",
+            allowed="a folder on a disk that the notebook's machine and all hosts of the run share",
+            next_step="--checkpoint with a folder there (on many clusters: the home folder, or "
+            "scratch); without a shared disk leave --checkpoint away",
+            code="WB-PLAN-195",
+        )
+
+
+class FarFiles:
+    """The files of one run on other machines: what it starts from goes there, the rest comes back.
+
+    Engines there are not told the run's folder. Their rows and events are written here, as they
+    arrive; what they write themselves (final weights, profiles) lies below their agent's folder
+    until the run's end.
+    """
+
+    def __init__(self, engines: Engines, run: RunData, servers: Sequence[int]) -> None:
+        self._engines, self._run, self._servers = engines, run, servers
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Hosts with agents that engines of the run are on, and not the kernel."""
+        found = map(self._host_of, [*self._run.members, *self._servers])
+        return list(dict.fromkeys(one for one in found if one is not None))
+
+    def _host_of(self, engine: int) -> Host | None:
+        info = self._engines.engines.get(engine)
+        if info is None or info.is_here:
+            return None
+        return self._engines.host_of(engine)
+
+    def can_send(self, engines: Sequence[int]) -> bool:
+        """Whether files can be brought to all of these engines, and from them."""
+        return all(self._engines.engines[i].is_here or self._host_of(i) for i in engines)
+
+    def folder_of(self, engine: int) -> str:
+        """Return where an engine writes files of the run."""
+        host = self._host_of(engine)
+        return str(self._run.folder) if host is None else f"{host.facts.folder}/{self._there}"
+
+    @property
+    def _there(self) -> str:
+        return f"{cluster_env.TMP}/{self._run.folder.name}"  # as `cluster_env.run_folder` says
+
+    def settings(self, *, again: bool = False) -> dict[int, dict[str, str]]:
+        """Return what engines on other machines are told in place of the run's paths here.
+
+        What the run starts from is there when this returns.
+
+        Args:
+            again: Whether engines have been at it before; what they left must not come back.
+
+        Raises:
+            RunError: It could not be sent.
+        """
+        run = self._run
+        ids = [*run.members, *self._servers]
+        far = [i for i in ids if not self._engines.engines[i].is_here]
+        run.far.ranks = {i: run.engines.index(i) for i in far if i in run.engines}
+        found = {i: {"run_dir": ""} for i in far}
+        files = self._engines.host_files
+        if not far or files is None:
+            return found
+        for host in self.hosts:
+            if again:
+                files.remove(host, self._there, wait=True)
+            mine = [i for i in far if self._host_of(i) is host]
+            told = self._sent(files, host, mine)
+            for engine in mine:
+                found[engine] |= told
+        return found
+
+    def _sent(self, files: HostFiles, host: Host, engines: Sequence[int]) -> dict[str, str]:
+        """Send a host what the run starts from; return the settings that say where it is there."""
+        run, told = self._run, {}
+        ranks = {str(run.members.index(i)) for i in engines if i in run.members}
+        try:
+            if run.init_from:
+                told["init_from"] = files.send(host, Path(run.init_from), _is_weights)
+            if run.resume_from:
+                told["resume"] = files.send(
+                    host, Path(run.resume_from), lambda name: _is_for(name, ranks)
+                )
+                told["resume_name"] = run.resume_from
+        except (ClusterError, OSError) as error:
+            raise RunError(
+                f"What the run starts from could not be sent to {host.name}.",
+                seen=error.seen or error.what if isinstance(error, ClusterError) else error,
+                next_step=f"make room in {host.facts.folder} there, or set TMPDIR by --setup "
+                "'export TMPDIR=...'; a folder on a shared disk is not sent",
+                code="WB-RUN-131",
+            ) from error
+        return told
+
+    def brought(self, engine: int, path: str, into: Path) -> str:
+        """Return where a folder that an engine has written is here, once it is.
+
+        Raises:
+            ClusterError, OSError: It could not be fetched.
+        """
+        host, files = self._host_of(engine), self._engines.host_files
+        if host is None or files is None:
+            return path
+        target = into / Path(path).name
+        shutil.rmtree(target, ignore_errors=True)
+        files.fetch(host, path, target)
+        return str(target)
+
+    def fetch(self, outcomes: Outcomes) -> None:
+        """Bring final weights and profiles into the run's folder; what fails costs no run."""
+        files, run = self._engines.host_files, self._run
+        for host in self.hosts if files is not None else ():
+            assert files is not None
+            left = {
+                Path(outcome.weights).stem  # `weights`, of which there may be two forms
+                for engine, outcome in outcomes.items()
+                if outcome.weights and self._host_of(engine) is host
+            }
+            try:
+                if host.gone and not left:
+                    continue
+                where = f"{host.facts.folder}/{self._there}"
+                files.fetch(host, where, run.folder, partial(_is_left, stems=left))
+            except Exception as error:  # the host may be gone, the disk full
+                for stem in left:  # half of them is worse than none
+                    for path in run.folder.glob(f"{stem}.*"):
+                        path.unlink(missing_ok=True)
+                run.history.event(disk.unwritten(run.folder, error))
+            finally:
+                files.remove(host, self._there)
+
+
+def _is_weights(name: str) -> bool:
+    return name == disk.META or (name.startswith("weights") and name.endswith(".npz"))
+
+
+def _is_left(name: str, stems: Container[str]) -> bool:
+    """Whether a file is what a run leaves: whole weights, of these names, or a profile."""
+    path = PurePosixPath(name)
+    return path.parts[0] == disk.PROFILES or (len(path.parts) == 1 and path.stem in stems)
+
+
+def _is_for(name: str, ranks: Container[str]) -> bool:
+    """Whether some of these ranks need a file of a checkpoint: it is everybody's, or theirs."""
+    first, _, rank = name.partition("/")[0].partition("-")
+    return first != "rank" or rank in ranks

@@ -57,6 +57,7 @@ class Run:
         init_from: Folder of the run whose weights the model starts from; empty: none.
         resume_from: The checkpoint (`DIR/step-N`) that the run goes on from; empty: none.
         folder: Where records, events and final weights are on disk.
+        far: Writes there what engines on other machines have to say.
         color: Number of its colour in all views (`registry.Runs.color`); None: it has none yet.
         logs: What writes it elsewhere, by `--log` and `log_to`.
     """
@@ -77,12 +78,12 @@ class Run:
         self.plan, self.number, self.name = plan, number, name
         self.engines, self.devices = tuple(engines), tuple(devices)
         self.members = tuple(dict.fromkeys(engines))
-        self.folder = folder
-        entry = plan.entry
+        self.folder, entry = folder, plan.entry
         self.history = RunHistory(self.engines, joined=plan.sync, data_parallel=entry.data_parallel)
         self.init_from, self.resume_from = init_from, resume_from
         self.faults = lasting(plan.faults)
         self.logs: list[RunLog] = []
+        self.far = disk.FarWriter(folder, self.history.event)
         self._dropped: dict[int, int] = {}
         self.error: RunError | None = None
         self.task: Task | None = None
@@ -96,8 +97,7 @@ class Run:
         self.recoveries: list[Recovery] = []
         self.rows_from = 0
         self._halting = self._make_halting()
-        self._lock = threading.RLock()
-        self.over = threading.Event()
+        self._lock, self.over = threading.RLock(), threading.Event()
         self._paused_ranks: set[int] = set()
         self._everyone: tuple[int, ...] = ()
         self._deliver: Callable[[int, Down], None] = _to_nobody
@@ -146,7 +146,7 @@ class Run:
         return self
 
     def begin(self, task: Task) -> None:
-        """Have its cell under way on its engines: this is what they are doing."""
+        """Have its cell under way on its engines."""
         self.task = task
 
     def returned(self, values: Sequence[Any]) -> None:
@@ -187,8 +187,8 @@ class Run:
         """
         if self.is_over:
             return
-        parts = (self._halting.close, lambda: self._conclude(error), self.history.finish,
-                 self._count_files, self.record)  # fmt: skip
+        parts = (self._halting.close, lambda: self._conclude(error), self.far.settle,
+                 self.history.finish, self._count_files, self.record)  # fmt: skip
         try:
             for part in parts:
                 try:
@@ -245,8 +245,9 @@ class Run:
 
     # -- messages from the engines --------------------------------------------------------------
 
-    def receive(self, message: Records | Happened | Position) -> None:
+    def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
         """Take a message of this run; called on the router's thread."""
+        self.far.take(engine, message)
         if self.task is not None and not isinstance(message, Position):
             self.task.moved()
         match message:
@@ -581,7 +582,7 @@ class Run:
             RunError: It cannot be written there.
         """
         history = self.history
-        unwritten = Topic.NOT_ON_DISK in history.story.facts or history.several_clocks
+        unwritten = Topic.NOT_ON_DISK in history.story.facts
         memory = None if not unwritten or history.on_disk(self.folder) else history
         with contextlib.suppress(OSError):  # the copy says it in any case
             disk.write_meta(self.folder, self.meta())

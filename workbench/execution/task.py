@@ -132,6 +132,10 @@ class Task:
                 failed_of=self._shown_by(call.engine),
                 ended=f"ended, since it did not answer an interrupt for {self._kill_s:g} s",
             )
+        if outcome.ename == "ModuleNotFoundError":
+            host = self.engines.host_of(call.engine)
+            advice = gone.left_behind(outcome, host) or outcome.advice
+            outcome = replace(outcome, advice=advice)
         self.moved()
         with self._lock:
             self.outcomes[call.engine] = outcome

@@ -6,10 +6,11 @@
       events-rank<r>.jsonl     one event a line: name, t_s, fields
       weights.npz, weights.pt  written at the end of the run
 
-Every file is written by one process only and flushed at each append, so a run whose kernel or
-engines were killed can be read up to the last whole row. Where it cannot be written (a full disk)
-the run goes on in memory, and `unwritten` is what is said of it. Engines import this module: it
-needs nothing but NumPy and the protocol.
+The rows and events of engines on other machines are written by the kernel, as they arrive
+(`FarWriter`). Every file is written by one process only and flushed at each append, so a run whose
+kernel or engines were killed can be read up to the last whole row. Where it cannot be written (a
+full disk) the run goes on in memory, and `unwritten` is what is said of it. Engines import this
+module: it needs nothing but NumPy and the protocol.
 
 `Tail` reads a run's folder while its engines write it: every row and event once, in their order.
 """
@@ -17,30 +18,37 @@ needs nothing but NumPy and the protocol.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import queue
 import re
 import secrets
 import shutil
+import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RunError
+from ..errors import RunError, WorkbenchError
 from ..shared import checkpoints, cluster_env
 from ..shared.events import Noted, Topic
+from ..shared.messages import Happened, Position, Records
 from ..shared.record import RECORD
 
 META = "run.json"
 ROW_BYTES = "record_bytes"  # in run.json: tells rows of another version from ours
 FILES = "files"  # in run.json: what the other files were when the run ended, or was saved
 PROFILES = "profiles"
+IDLE_S = 5.0
+MOST_WAITING_BYTES = 256 << 20
+_EVENT_BYTES = 500  # about what one takes
 _WEIGHTS = ("weights*.npz", "weights*.pt")
 _SAVED = (META, "records-rank*.bin", "events-rank*.jsonl", *_WEIGHTS)
 
@@ -80,6 +88,113 @@ class RunWriter:
             self._events.close()
 
 
+class FarWriter:
+    """Writes what engines on other machines have sent, on a thread of its own.
+
+    The thread ends, and the files are closed, when nothing has come for `IDLE_S`, or with the run.
+    Where they cannot be written, or not as fast as rows come, the run goes on without them.
+
+    Args:
+        folder: Of the run.
+        tell: Told once that not all could be written.
+
+    Attributes:
+        ranks: The rank under which each engine's rows are kept, by engine; of the others, which
+            write themselves, nothing is taken.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[Noted], None]) -> None:
+        self._folder, self._tell = folder, tell
+        self.ranks: Mapping[int, int] = {}
+        self._queue: queue.SimpleQueue[tuple[int, Records | Happened] | threading.Event]
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._files: dict[int, RunWriter] = {}
+        self._waiting_bytes = 0
+        self._failed = False
+
+    def take(self, engine: int, message: Records | Happened | Position) -> None:
+        """Take what an engine says of the run; never waits."""
+        rank = self.ranks.get(engine)
+        if rank is None or self._failed or isinstance(message, Position):
+            return
+        with self._lock:
+            self._waiting_bytes += _size(message)
+            behind = self._waiting_bytes > MOST_WAITING_BYTES
+        if behind:
+            self._give_up(TimeoutError(errno.ETIMEDOUT, "the disk is slower than the run"))
+        else:
+            self._put((rank, message))
+
+    def settle(self, timeout_s: float = 10.0) -> None:
+        """Wait until all that was taken is written; the files are closed then."""
+        written = threading.Event()
+        if self.ranks:
+            self._put(written)
+            written.wait(timeout_s)
+
+    def _put(self, item: tuple[int, Records | Happened] | threading.Event) -> None:
+        with self._lock:
+            self._queue.put(item)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._main, name="workbench-run-files", daemon=True
+                )
+                self._thread.start()
+
+    def _main(self) -> None:
+        while True:
+            item = None
+            with contextlib.suppress(queue.Empty):
+                item = self._queue.get(timeout=IDLE_S)
+            if isinstance(item, tuple):
+                self._write(*item)
+                continue
+            self._close()
+            with self._lock:
+                over = self._queue.empty()
+                self._thread = None if over else self._thread
+            if item is not None:
+                item.set()
+            if over:
+                return
+
+    def _write(self, rank: int, message: Records | Happened) -> None:
+        with self._lock:
+            self._waiting_bytes -= _size(message)
+        if self._failed:
+            return
+        try:
+            file = self._files.get(rank)
+            if file is None:
+                file = self._files[rank] = RunWriter(self._folder, rank)
+            if isinstance(message, Records):
+                file.append_records(bytes(message.rows))
+            else:
+                file.append_event(message.event.name, message.event.to_wire())
+        except Exception as error:  # a full disk: it costs the files, not the run
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        if first:
+            self._tell(unwritten(self._folder, error))
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            try:
+                file.close()
+            except Exception as error:  # noqa: PERF203 - disks of other hosts say it only now
+                self._give_up(error)
+        self._files.clear()
+
+
+def _size(message: Records | Happened) -> int:
+    return len(message.rows) if isinstance(message, Records) else _EVENT_BYTES
+
+
 def unwritten(
     run_dir: str | os.PathLike[str], error: BaseException, rank: int | None = None
 ) -> Noted:
@@ -97,6 +212,8 @@ def reason_of(error: BaseException) -> str:
     """Return why something could not be written, in a line: `No space left on device`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, WorkbenchError):
+        return error.what
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

@@ -44,7 +44,6 @@ class Reducer:
     Attributes:
         last: Latest step and its loss; -1 and NaN before the first.
         skewed: Whether the ranks read several clocks.
-        compared: Whether the kernel has put any of these rows on its own clock.
         health: Where the loss of a synchronous run stopped being a number.
         invalid_rows: Rows of ranks that the run does not have; they are left out.
         logged: What `wb.log` added, by column.
@@ -57,7 +56,7 @@ class Reducer:
         self.totals = Totals(workers)
         self.recent = Recent(workers)
         self.curves = {name: Envelope() for name in ("loss", "samples_per_s", *CURVES)}
-        self.skewed = self.compared = False
+        self.skewed = False
         self._ahead_s: dict[int, float] = {}  # of each clock that nobody has compared, by rank
         self._began_s = np.nan
         self.last = (-1, float("nan"))
@@ -93,7 +92,6 @@ class Reducer:
             return rows
         flags = rows["flags"] & (FLAG_SKEWED_CLOCK | FLAG_KERNEL_CLOCK)
         self.skewed |= bool((flags & FLAG_SKEWED_CLOCK).any())
-        self.compared |= bool((flags & FLAG_KERNEL_CLOCK).any())
         clock_of = np.where(flags == FLAG_SKEWED_CLOCK, rows["rank"].astype(int), -1)
         for one in np.unique(clock_of):
             own = clock_of == one

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from ..errors import RunError
     from ..shared.plan import Plan
+    from .disk import FarWriter
     from .snapshot import Snapshot
     from .store import RunHistory
 
@@ -22,6 +23,8 @@ class RunData(Protocol):
     number: int
     folder: Path
     engines: tuple[int, ...]
+    members: tuple[int, ...]
+    far: FarWriter
     devices: tuple[str, ...]
     history: RunHistory
     error: RunError | None

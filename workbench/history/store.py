@@ -355,25 +355,13 @@ class RunHistory(Mapping[str, NDArray[Any]]):
             return True
 
     def on_disk(self, folder: Path) -> bool:
-        """Whether all rows that have come are in the run's folder, as they are in memory.
-
-        What the kernel has put on its own clock is not: engines write what their clocks say.
-        """
+        """Whether all rows that have come are in the run's folder, as they are in memory."""
         with self._lock:
             if self._live is None:
                 return True
             self._fold()
-            if self._live.compared:
-                return False
             rows = int(self._live.totals.rows.sum()) + self._live.invalid_rows
             return disk.holds(folder, len(self.engines), rows)
-
-    @property
-    def several_clocks(self) -> bool:
-        """Whether workers read other clocks than the kernel's."""
-        with self._lock:
-            self._fold()
-            return self._reduced.skewed
 
     def wake(self) -> None:
         """Have the rows in memory again."""

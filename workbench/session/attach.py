@@ -197,13 +197,13 @@ class FollowedRun(Run):
         self._tail = Tail(self.folder)
         self._reading = threading.Lock()
 
-    def receive(self, message: Records | Happened | Position) -> None:
+    def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
         """Take a message of this run; what is on disk as well is taken from there."""
         match message:
             case Position():
-                super().receive(message)
+                super().receive(message, engine)
             case Happened() if (getattr(message.event, "rank", None) or 0) >= len(self.engines):
-                super().receive(message)
+                super().receive(message, engine)
 
     def catch_up(self) -> None:
         """Take in what engines have written since the last time."""

@@ -30,6 +30,7 @@ from ..execution.requests import (
     BusyError,
     cell_requests,
     check_arrived,
+    check_folder,
     check_framework,
     check_limits,
     check_members,
@@ -278,6 +279,7 @@ class Cluster:
         ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
+        check_folder(pool.engines, ids, plan.checkpoint)
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(
             plan, number=self.hearing.number(), engines=ids, devices=names, resume_from=resume_from
@@ -295,6 +297,7 @@ class Cluster:
             launch = RunExecution(
                 pool, run, servers, leases, number, autoreload, self.hearing.renumber
             )
+            launch.files.settings()  # what is to be sent to other hosts may take long
             with deferred():
                 launch.submit()
         except KeyboardInterrupt:
@@ -389,7 +392,7 @@ class Cluster:
             case Stopped() | Answered() | Left() | Served():
                 self.paused.hear(message)
             case Records() | Happened() | Position():
-                self.hearing.receive(message)
+                self.hearing.receive(message, engine)
 
     def _death(self, engine: EngineInfo) -> None:
         self.paused.forget(engine.id)
@@ -456,6 +459,7 @@ class Cluster:
             ClusterError: There is no engine of that id.
         """
         self.pool.drop_group()
+        self.engine_set.seek_hosts()
         return self.engine_set.restart(
             list(ids) if ids is not None else [e.id for e in self.engines]
         )
@@ -616,8 +620,8 @@ class RunDispatcher:
             self._runs[number], self.folders[number] = run, run.folder
         return number
 
-    def receive(self, message: Records | Happened | Position) -> None:
+    def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
         """Hand a message to the run it names; one of a run that is not heard is dropped."""
         run = self._runs.get(message.run)
         if run is not None:
-            run.receive(message)
+            run.receive(message, engine)

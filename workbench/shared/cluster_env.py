@@ -110,6 +110,20 @@ def cannot_listen(host: str, ports: tuple[int, int] | None, reason: str) -> Clus
     )
 
 
+def run_folder(run_dir: str, run_id: str) -> Path | None:
+    """Return where an engine writes files of a run: its folder, or one that the kernel fetches.
+
+    None where it is told no folder and has none of ours: on a machine without an agent.
+
+    Args:
+        run_dir: The run's folder, where the engine is on the kernel's machine.
+    """
+    if run_dir:
+        return Path(run_dir)
+    ours = folder()
+    return Path(ours) / run_id if ours and run_id else None
+
+
 class Page:
     """A small file of which the last whole line holds: for what changes with every cell.
 

@@ -169,6 +169,7 @@ class RunSpec(RunSettings):
         run_id: Unique, sortable name of the run's folder.
         ranks: Engine ids by rank; an engine that holds several replicas stands there several times.
         resume: The checkpoint (`DIR/step-N`) that the run goes on from; empty: it begins anew.
+        resume_name: What it is called where it was sent to this host from: its path there.
         original_rank: Rank under which this engine's rows are kept, where the run has gone on with
             fewer workers and ranks were given anew; -1: its own.
         rows_from: Rows of earlier steps are not recorded: the run's history has them already.
@@ -185,6 +186,7 @@ class RunSpec(RunSettings):
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
         threads: CPU threads of this worker; `cores` are what all of them have together.
+        run_dir: Of the run; empty on other machines than the kernel's, where it writes instead.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         hosts: What tells the engines' hosts apart (`address.host_token`), in the order of `ranks`.
         address: By which other hosts reach this engine, where there is no store to find it by.
@@ -220,6 +222,7 @@ class RunSpec(RunSettings):
     servers: int = 0
     key: str = field(default="", repr=False)
     resume: str = ""
+    resume_name: str = ""
     original_rank: int = -1
     rows_from: int = 0
     rescue: bool = False

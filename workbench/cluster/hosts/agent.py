@@ -26,6 +26,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -101,6 +102,8 @@ class Agent:
         sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         monitor = sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         sock.connect(self._join.url)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._told_to_end)
         try:
             if not monitor.poll(int(1e3 * CONNECT_S)):
                 where = urlsplit(self._join.url)
@@ -125,7 +128,7 @@ class Agent:
             poller.register(one, zmq.POLLIN)
         lost_at: float | None = None
         beat_at = 0.0
-        while not self._over:
+        while not (self._over and not self._outbox):
             ready = dict(poller.poll(int(1e3 * LOOK_S)))
             now = time.monotonic()
             if self._wakeup.fileno() in ready:
@@ -177,6 +180,12 @@ class Agent:
         self._over = True
         self._wakeup.set()
 
+    def _told_to_end(self, number: int, _frame: FrameType | None) -> None:
+        why = f"it was told to end ({signal.Signals(number).name})"
+        self._outbox.append(wire.Leaving(why=why))
+        self._over = True
+        self._wakeup.set()
+
     def _arrived(self) -> wire.Arrived:
         address = own_address(str(urlsplit(self._join.url).hostname))
         found = survey()
@@ -194,6 +203,7 @@ class Agent:
             devices=[asdict(one) for one in found.devices],
             notes=found.notes,
             folder=str(self.folder),
+            home=str(Path.home()),
         )
         return wire.Arrived(place=_place(), slots=_slots(), facts=facts)
 
@@ -229,6 +239,9 @@ class Agent:
                 return self._write(message)
             case wire.RemoveFile():
                 return self._remove(message)
+            case wire.Look():
+                seen = wire.Seen.at(message.path, deep=message.deep)
+                return wire.Answer(ask=message.ask, value=seen and asdict(seen))
         raise NotImplementedError(message.kind)
 
     def _warm(self, framework: str) -> WarmParent:
@@ -362,7 +375,7 @@ class Agent:
     def _read_log(self, engine: int) -> None:
         log = self._logs.get(engine)
         while log is not None and (data := log.new()):
-            self._say(wire.Logged(engine=engine, data=data))
+            self._say(wire.LogAdded(engine=engine, data=data))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -381,7 +394,8 @@ class _Log:
     """What is added to a log; read by whoever comes first."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._lock = path, 0, threading.Lock()
+        self._path, self._lock = path, threading.Lock()
+        self._at = path.stat().st_size if path.exists() else 0  # of an engine of before
 
     def new(self) -> bytes:
         with self._lock:

@@ -6,6 +6,9 @@ with all its engines, and what waits for its answers is told so.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import itertools
 import logging
 import os
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from ...errors import ClusterError
+from ...errors import ClusterError, RunError
 from ...shared.cluster_env import Wakeup
 from ...shared.messages import BadMessageError
 from . import wire
@@ -36,6 +39,9 @@ LOOK_S = 0.5
 ASK_S = 60.0
 CHUNK_BYTES = 4 << 20
 KEEPER = -1
+SENT = "sent"
+"""Folder, in an agent's own, of what runs there start from."""
+KEPT_COPIES = 3
 
 
 @dataclass(eq=False)
@@ -47,6 +53,8 @@ class Host:
         name: What it is called in tables; no two hosts have the same.
         slots: For how many engines it was asked for; more are possible.
         gone: Why it is there no more; empty while it is.
+        was_told: Whether somebody told its agent to end: it did not fall silent.
+        has_cwd: Whether it has the notebook's folder, and it is the same one.
     """
 
     place: int
@@ -56,6 +64,8 @@ class Host:
     identity: bytes
     heard_at: float
     gone: str = ""
+    was_told: bool = False
+    has_cwd: bool = True
     waiting: dict[int, Future[wire.Answer]] = field(default_factory=dict)
 
 
@@ -281,9 +291,12 @@ class Agents:
                     future = host.waiting.pop(message.ask, None)
                 if future is not None:
                     future.set_result(message)
+            case wire.Leaving():
+                host.was_told = True
+                self.lose([host], message.why)
             case wire.EngineLeft():
                 self._ears.left(message.engine, message.pid, message.ending)
-            case wire.Logged():
+            case wire.LogAdded():
                 self._ears.logged(message.engine, bytes(message.data))
 
     def _welcome(self, identity: bytes, message: wire.Arrived) -> None:
@@ -328,6 +341,110 @@ class Agents:
         self._wakeup.set()
         self._thread.join(timeout=2)
         self.lose(self.living, "the cluster was stopped")
+
+
+class HostFiles:
+    """What runs read and write on the hosts: sent there once, fetched from there, removed.
+
+    Args:
+        agents: Of the hosts.
+    """
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+        self._sent: dict[int, dict[str, str]] = {}  # by place of the host; the newest last
+        self._lock = threading.Lock()
+
+    def look(self, host: Host, path: str, *, deep: bool = False) -> wire.Seen | None:
+        """Return what is at a path of a host; None where nothing is.
+
+        Raises:
+            ClusterError: The host is gone.
+            RunError: It answers something else.
+        """
+        found = self._agents.ask(host, wire.Look(ask=0, path=path, deep=deep)).value
+        try:
+            return wire.Seen.told(found)
+        except BadMessageError as error:
+            raise RunError(
+                f"{host.name} has told of files what makes no sense.",
+                seen=str(found)[:200],
+                next_step="%cluster stop, then start again",
+                code="WB-RUN-130",
+            ) from error
+
+    def send(self, host: Host, folder: Path, wanted: Callable[[str], bool]) -> str:
+        """Return where a host finds the files of a folder of this machine.
+
+        Nothing is sent where it sees the very files, or was sent them before.
+
+        Args:
+            wanted: Of which names below the folder; what a copy lacks of the others is not missed.
+
+        Raises:
+            ClusterError: They cannot be written there.
+            OSError: They cannot be read here.
+        """
+        mine = wire.Seen.at(folder, deep=True)
+        if mine is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        files = [one for one in mine.files if wanted(one[0])]
+        theirs = self.look(host, str(folder), deep=True)
+        if theirs is not None and set(files) <= set(theirs.files):
+            return str(folder)
+        key = hashlib.sha256(repr((str(folder), files)).encode()).hexdigest()[:16]
+        with self._lock:
+            sent = self._sent.setdefault(host.place, {})
+            if (known := sent.pop(key, "")) and self.look(host, known) is not None:
+                sent[key] = known
+                return known
+            while len(sent) >= KEPT_COPIES:
+                self.remove(host, f"{SENT}/{next(iter(sent))}")
+                del sent[next(iter(sent))]
+            path = f"{SENT}/{key}/{folder.name}"
+            for name, _, _ in files:
+                self._agents.write_file(host, f"{path}/{name}", folder / name)
+            sent[key] = f"{host.facts.folder}/{path}"
+            return sent[key]
+
+    def fetch(
+        self,
+        host: Host,
+        folder: str,
+        into: Path,
+        wanted: Callable[[str], bool] = lambda name: True,
+    ) -> list[str]:
+        """Copy the files below a folder of a host to here; return their names, none without it.
+
+        Args:
+            wanted: Which of them.
+
+        Raises:
+            ClusterError: The host is gone, or cannot read them.
+            OSError: They cannot be written here.
+        """
+        seen = self.look(host, folder, deep=True)
+        names = []
+        files = () if seen is None else seen.files
+        for name, size, _ in (one for one in files if wanted(one[0])):
+            target = into / name
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (came := self._agents.read_file(host, f"{folder}/{name}", target)) != size:
+                target.unlink(missing_ok=True)
+                raise OSError(errno.EIO, f"{came} of {size} bytes of {name} came from {host.name}")
+            names.append(name)
+        return names
+
+    def remove(self, host: Host, path: str, *, wait: bool = False) -> None:
+        """Remove what is at a path in the agent's folder; of a host that is gone nothing is left.
+
+        Args:
+            wait: Until it is done.
+        """
+        with contextlib.suppress(ClusterError):
+            future = self._agents.begin(host, wire.RemoveFile(ask=0, path=path))
+            if wait:
+                self._agents.answer(host, future)
 
 
 def _gone(host: Host) -> ClusterError:

@@ -67,7 +67,7 @@ _TIME = re.compile(
     r"|[0-9]+-[0-9]+(?::[0-5]?[0-9]){0,2}"
 )
 _WORD = re.compile(r"[A-Za-z0-9_][\w.,+@:/=-]*")
-_OPTION = re.compile(r"[A-Za-z][\w-]*(?: [\w.-]+)?")
+_OPTION = re.compile(r"[A-Za-z][\w.-]*(?: [\w.-]+)?")
 
 
 class LaunchArguments(TypedDict, total=False):

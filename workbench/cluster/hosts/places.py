@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ClusterError
+from ...errors import ClusterError, WorkbenchError
 from ...shared.cluster_env import own_address
 from .. import processes, progress
 from . import wire
-from .agents import KEEPER, Agents, Ears, Host, unlike
+from .agents import KEEPER, Agents, Ears, Host, HostFiles, unlike
 from .launchers import Launcher, Mpi, Queued, Ssh, address_of, ask_program, ssh_name
 from .settings import MPI, SLURM, SSH
 from .slurm import ALLOCATION, Sbatch, Srun
@@ -37,6 +37,7 @@ POLL_S = 0.1
 ARRIVE_S = 60.0
 """How long an agent may take once its job runs."""
 FORK_S = 150.0
+SETTLED_S = 4.0
 MUST_AGREE = ("python", "distributed-workbench", "ipyparallel")
 HANDED = (
     "NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "TF_", "KERAS_", "XLA_",
@@ -56,6 +57,7 @@ class HostedEngines:
 
     Attributes:
         address: Of this machine, where it listens for the hosts.
+        files: What runs read and write on the hosts.
         said: What is to be told of differences between the hosts, a sentence each.
     """
 
@@ -74,6 +76,7 @@ class HostedEngines:
             self.address, settings.ports, Ears(self._left, self._logged, self._lost)
         )
         self.launcher.on_end = self.look
+        self.files = HostFiles(self.agents)
         self.said: list[str] = []
         self._came = False
         self._hosts: dict[int, Host] = {}  # by engine
@@ -179,6 +182,33 @@ class HostedEngines:
             if name not in MUST_AGREE
         ]
         self.said += [f"{h.name}: {note}" for h in self.agents.living for note in h.facts.notes]
+        self.said += filter(None, map(self._look_for_folder, self.agents.living))
+
+    def _look_for_folder(self, host: Host) -> str:
+        """Return what is to be said where a host does not have the notebook's folder."""
+        cwd = os.getcwd()
+        try:
+            mine, theirs = wire.Seen.at(cwd), self.files.look(host, cwd)
+        except WorkbenchError:  # it is going; who needs it will say so
+            return ""
+        found = theirs if theirs is not None and theirs.is_folder else None
+        host.has_cwd = found is not None and (
+            mine is None
+            # One disk of two hosts shows the same number, or at least the same time.
+            or found.inode == mine.inode
+            or found.changed_ns == mine.changed_ns
+        )
+        if host.has_cwd:
+            return ""
+        if found is not None:
+            return (
+                f"{host.name}: {cwd} is another folder there than the notebook's; what lies "
+                "beside the notebook is not there"
+            )
+        return (
+            f"{host.name}: the notebook's folder {cwd} is not there; engines begin in "
+            f"{host.facts.home}"
+        )
 
     # -- engines -----------------------------------------------------------------------------------
 
@@ -220,6 +250,15 @@ class HostedEngines:
             load[host.place] += 1
             chosen[engine] = self._hosts[engine] = host
         return chosen
+
+    @property
+    def is_over(self) -> bool:
+        """Whether hosts have come and none is left."""
+        return self._came and not self.agents.living
+
+    def has(self, framework: str) -> bool:
+        """Whether the hosts have a framework, as far as they are there."""
+        return all(framework in host.facts.versions for host in self.agents.living)
 
     def host_of(self, engine: int) -> Host | None:
         """Return an engine's host; None where it has none."""
@@ -282,7 +321,12 @@ class HostedEngines:
 
     def _settle(self, host: Host) -> None:
         """Tell why a host's engines are gone; its launcher may know more than that it is silent."""
-        why = self.launcher.ended(host.place) or host.gone
+        why = self.launcher.ended(host.place)
+        end = time.monotonic() + (SETTLED_S if host.was_told else 0.0)
+        while not why and time.monotonic() < end:  # a job's state comes after its end
+            time.sleep(POLL_S)
+            why = self.launcher.ended(host.place)
+        why = why or host.gone
         host.gone = why
         how = processes.Ending(what=f"its host is gone: {why}")
         if self._keeper is host:

@@ -86,16 +86,16 @@ class Sbatch:
             *(f"#SBATCH {one}" for one in head),
             *raw,
             f"export {wire.JOIN}={join.to_text()} {wire.SLOTS}=\"$SLURM_TASKS_PER_NODE\"",
-            "said=$(mktemp)",
+            # What is said goes to a file without a name, so that none is left behind.
+            'said=$(mktemp) && exec 3<>"$said" && rm -f "$said"',
             # One task on each node, which has all that the job has there.
             'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
             "--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --export=ALL "
-            f"sh -c {shlex.quote(script_of(settings))} > \"$said\" 2>&1",
+            f"sh -c {shlex.quote(script_of(settings))} >&3 2>&1",
             "code=$?",
             # What an agent said that could not reach its notebook: nothing else of it gets there.
             '[ $code = 0 ] || scontrol update JobId="$SLURM_JOB_ID" '
-            "Comment=\"$(grep -v '^srun: ' \"$said\" | uniq | tail -c 600 | tr '\\n=' ' :')\"",
-            'rm -f "$said"',
+            "Comment=\"$(grep -v '^srun: ' /dev/fd/3 | uniq | tail -c 600 | tr '\\n=' ' :')\"",
             "exit $code",
             "",
         ])  # fmt: skip

@@ -11,8 +11,11 @@ from __future__ import annotations
 import base64
 import hmac
 import json
-from collections.abc import Mapping, Sequence
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import zmq
@@ -81,6 +84,7 @@ class HostFacts:
         devices: `discovery.Device`, field by field.
         notes: What is to be said of devices that cannot be used.
         folder: The agent's private one.
+        home: Its user's home folder, where engines begin that do not find the notebook's folder.
     """
 
     hostname: str
@@ -93,6 +97,7 @@ class HostFacts:
     devices: Any = ()
     notes: tuple[str, ...] = ()
     folder: str = ""
+    home: str = ""
 
 
 # -- up: what agents say -----------------------------------------------------------------------
@@ -142,6 +147,14 @@ class Answer(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leaving(Message):
+    """The agent was told to end, by somebody else than its kernel; `why` in words."""
+
+    kind: ClassVar[str] = "leaving"
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLeft(Message):
     """An engine's process ended; -1: the store's keeper."""
 
@@ -152,7 +165,7 @@ class EngineLeft(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logged(Message):
+class LogAdded(Message):
     """What was added to an engine's log; -1: what the agent itself has to say."""
 
     kind: ClassVar[str] = "logged"
@@ -166,7 +179,7 @@ class Logged(Message):
         return (self.data,)
 
     @classmethod
-    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> Logged:
+    def from_wire(cls, data: Mapping[str, Any], buffers: Sequence[Buffer]) -> LogAdded:
         return cls(**fields_of(cls, data), data=_one(cls, buffers))
 
 
@@ -287,12 +300,80 @@ class RemoveFile(Asked):
     path: str
 
 
-Up = Arrived | Alive | Answer | EngineLeft | Logged
-Down = Ready | End | Fork | Signal | Keep | Measure | ReadFile | WriteFile | RemoveFile
-_UP: dict[str, Any] = {one.kind: one for one in (Arrived, Alive, Answer, EngineLeft, Logged)}
+@dataclass(frozen=True, kw_only=True)
+class Look(Asked):
+    """Find out what is at a path; the answer is a `Seen`'s fields, or None where nothing is.
+
+    Attributes:
+        deep: Whether the files below a folder are listed.
+    """
+
+    kind: ClassVar[str] = "look"
+    path: str
+    deep: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A file or folder of a host.
+
+    Attributes:
+        files: Below a folder: their paths there, bytes, and time of change.
+    """
+
+    is_folder: bool
+    inode: int
+    changed_ns: int
+    files: tuple[tuple[str, int, int], ...] = ()
+
+    @staticmethod
+    def at(path: str | os.PathLike[str], *, deep: bool = False) -> Seen | None:
+        """Return what is at a path of this machine; None where nothing is, or may be seen."""
+        try:
+            found = os.stat(path)
+            is_folder = stat.S_ISDIR(found.st_mode)
+            files = tuple(_files(Path(path))) if deep and is_folder else ()
+        except OSError:
+            return None
+        return Seen(is_folder, found.st_ino, found.st_mtime_ns, files)
+
+    @staticmethod
+    def told(value: Any) -> Seen | None:
+        """Return what an agent has seen, of its answer's value.
+
+        Raises:
+            BadMessageError: It is something else, or names files that are not below the folder.
+        """
+        if value is None:
+            return None
+        try:
+            files = tuple((str(n), int(size), int(ns)) for n, size, ns in value["files"])
+            found = Seen(
+                bool(value["is_folder"]), int(value["inode"]), int(value["changed_ns"]), files
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise BadMessageError("seen") from error
+        for path in (PurePosixPath(name) for name, _, _ in files):
+            if path.is_absolute() or not path.parts or ".." in path.parts:
+                raise BadMessageError("path")
+        return found
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found = path.stat()
+            yield path.relative_to(folder).as_posix(), found.st_size, found.st_mtime_ns
+
+
+Up = Arrived | Alive | Answer | Leaving | EngineLeft | LogAdded
+Down = Ready | End | Fork | Signal | Keep | Measure | ReadFile | WriteFile | RemoveFile | Look
+_UP: dict[str, Any] = {
+    one.kind: one for one in (Arrived, Alive, Answer, Leaving, EngineLeft, LogAdded)
+}
 _DOWN: dict[str, Any] = {
     one.kind: one
-    for one in (Ready, End, Fork, Signal, Keep, Measure, ReadFile, WriteFile, RemoveFile)
+    for one in (Ready, End, Fork, Signal, Keep, Measure, ReadFile, WriteFile, RemoveFile, Look)
 }
 
 

@@ -165,7 +165,7 @@ class Checkpoints:
         workers = (
             "" if then == spec.world_size else f" ({then} workers then, {spec.world_size} now)"
         )
-        text = f"Resumed at step {start.step} from {start.path}{workers}."
+        text = f"Resumed at step {start.step} from {spec.resume_name or start.path}{workers}."
         self.context.emit(events.Noted(rank=0, text=text))
 
     def _read(self, folder: Path) -> Any:

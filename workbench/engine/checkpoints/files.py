@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +25,33 @@ from typing import Any
 import numpy as np
 
 from ...errors import FitError
+
+SEE_S, SEE_POLL_S = 3.0, 0.1
+"""How long a shared disk may take to show on one host what another one has written, looked for."""
+
+
+def blind(path: str, token: str) -> str:
+    """Return why this host does not share a folder, or cannot write to it; empty where it does.
+
+    Args:
+        path: A file in it that another host has just written.
+        token: What that file says.
+    """
+    end_s = time.monotonic() + SEE_S
+    while True:
+        try:
+            if Path(path).read_text() == token:
+                os.rmdir(tempfile.mkdtemp(prefix=".workbench-", dir=Path(path).parent))
+                return ""
+            why = "it is another folder there"
+        except FileNotFoundError:
+            there = Path(path).parent.is_dir()
+            why = "it is another folder there" if there else "it is not there"
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+        if time.monotonic() > end_s:
+            return why
+        time.sleep(SEE_POLL_S)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import FitError
 from ...history.disk import PROFILES
+from ...shared import cluster_env
+from ...shared.cluster_env import run_folder
 from .step_gate import Gate
 
 if TYPE_CHECKING:
@@ -139,10 +141,11 @@ class Window:
 
     def _wrote(self, steps: str, where: Path | None, seconds: float) -> None:
         if self.path.stem.startswith(("rank0", "ranks0-")):  # one line stands for all ranks
-            folder = (where or self.path).parent
+            folder, ours = (where or self.path).parent, cluster_env.folder()
+            brought = ours is not None and folder.is_relative_to(ours)  # its path is the host's
             self._note(
                 f"Profile of {steps}, a file for each rank (run.profiles; ui.perfetto.dev opens "
-                f"them): {folder}"
+                f"them){'' if brought else f': {folder}'}"
             )
 
 
@@ -168,7 +171,11 @@ def gate(spec: RunSpec, note: Callable[[str], object]) -> Gate:
     if not spec.profile:
         return Gate()
     module = importlib.import_module(f"workbench.engine.{spec.framework}.support")
-    path = Path(spec.run_dir) / PROFILES / _name(spec)
+    folder = run_folder(spec.run_dir, spec.run_id)
+    if folder is None:
+        note("Nothing is profiled: this engine is on a machine from which no files are brought.")
+        return Gate()
+    path = folder / PROFILES / _name(spec)
     start, stop = spec.profile
     window = Window(start, stop, lambda: module.make(spec), path, note)
     return ProfiledGate(window)

@@ -22,7 +22,7 @@ The last stage's worker computes the loss from the output (`pipeline/program.py`
 computes it itself, the targets travel with the activations, and microbatches are equally large.
 
 Where the model is a function that returns one, no worker ever holds the whole
-(`pipeline/build.py`). Where to cut is decided from measured times (`pipeline/cut.py`), or by the
+(`pipeline/pipeline.py`). Where to cut is decided from measured times (`pipeline/cut.py`), or by the
 user.
 """
 

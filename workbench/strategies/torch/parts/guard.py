@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 BUNDLE_BYTES = 32 << 20
 
 
+@waits_in(MESSAGE)
 def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
     """Give all workers rank 0's parameters and buffers.
 
@@ -82,6 +83,7 @@ def begin_equal(model: torch.nn.Module, device: torch.device) -> None:
     broadcast([*model.parameters(), *model.buffers()], device)
 
 
+@waits_in(MESSAGE)
 def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> None:
     """Check that names, shapes and dtypes agree, since unequal messages would end the process.
 
@@ -109,16 +111,19 @@ def check_alike(model: torch.nn.Module, device: torch.device | None = None) -> N
         )
 
 
+@waits_in(MESSAGE)
 def broadcast_model(model: torch.nn.Module) -> None:
     """Give all workers rank 0's parameters and buffers, of a model that is on its device."""
     broadcast([*model.parameters(), *model.buffers()])
 
 
+@waits_in(MESSAGE)
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give all workers rank 0's buffers, of a model that is on its device."""
     broadcast(model.buffers())
 
 
+@waits_in(MESSAGE)
 def broadcast(
     tensors: Iterable[torch.Tensor],
     device: torch.device | None = None,

@@ -10,7 +10,7 @@ is put back as it was when the run ends:
     gather:    DTensor -> the same plain parameter, filled again; classes and hooks as before
 
 So the user's module, optimizer and scheduler keep their identity throughout. Only a parameter that
-had no memory before (device `meta`, see `filling.py`) is another one after.
+had no memory before (device `meta`, see `sharded.py`) is another one after.
 
 The whole is gathered tensor by tensor, each part freed as soon as its whole is there. Where the
 whole does not fit the workers' devices it is gathered on the host, and where that has no room for a
