@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 
@@ -135,21 +134,19 @@ def test_the_end_of_the_allocation_ends_the_run_in_slurms_words_and_keeps_its_hi
 def test_a_full_queue_is_shown_and_an_interrupt_leaves_no_job(
     full: int, queues: LocalSlurm
 ) -> None:
+    before = queues.submit("#!/bin/sh\nsleep 600\n", "-N2", "--exclusive")
+    assert soon(lambda: "PENDING" in queues.state(before))
     said: list[str] = []
 
     def report(progress: Progress) -> None:
         said.append(str(progress))
-        if "(Resources)" in said[-1] and not any(one.is_alive() for one in later):
-            later.append(threading.Timer(0.3, interrupt_main_thread))
-            later[-1].start()
+        if "number 2 in line" in said[-1]:
+            interrupt_main_thread()
 
-    later: list[threading.Timer] = []
-    with pytest.raises((KeyboardInterrupt, ClusterError)):
-        wb.Cluster(4, launcher="slurm", nodes=2, progress=report)
-    for one in later:
-        one.join()
-    assert "job in the queue: pending (Resources), number 1 in line" in "\n".join(said)
-    assert soon(lambda: queues.jobs() == [full], 5)
+    with pytest.raises(KeyboardInterrupt):
+        wb.Cluster(4, launcher="slurm", nodes=2, start_timeout="30s", progress=report)
+    assert "job in the queue: pending (Priority), number 2 in line" in "\n".join(said)
+    assert soon(lambda: sorted(queues.jobs()) == [full, before], 5)
 
 
 @pytest.mark.timing
