@@ -115,7 +115,7 @@ class FakeCluster:
 
     def lease(self, workers: int) -> Any:
         leases = tuple(SimpleNamespace(device="cpu", label="cpu") for _ in range(workers))
-        return SimpleNamespace(leases=leases)
+        return SimpleNamespace(leases=leases, words=["cpu"] * workers)
 
     def queue(self) -> Any:
         wire = {"items": [], "busy": False, "progress": 1.0, "remaining_s": None, "rough": False}

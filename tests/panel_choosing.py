@@ -23,7 +23,7 @@ class FakeCluster:
         self.framework, self.devices_asked, self._device = framework, device, device
 
     def lease(self, workers):
-        return SimpleNamespace(leases=[SimpleNamespace(device=self._device)] * workers)
+        return SimpleNamespace(words=[self._device] * workers)
 
 
 @contextmanager

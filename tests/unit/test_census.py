@@ -92,11 +92,10 @@ def test_a_cluster_beyond_the_limit_is_refused_before_anything_is_started(
 def test_refused_messages_are_counted_below_the_table() -> None:
     from types import SimpleNamespace
 
-    from workbench.devices.leases import DevicePool
     from workbench.session import status as session_status
 
     router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
-    pool = SimpleNamespace(devices=DevicePool("cpu"))
+    pool = SimpleNamespace(words=list)
     engines = SimpleNamespace(router=router)
     cluster = SimpleNamespace(engine_set=engines, pool=pool, worker_ids=[])
     assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -183,3 +184,13 @@ def test_marks_of_processes_that_ended_hold_nothing(home):
     assert not folders.is_marked(folder)
     mark.write_text("half a li")
     assert not folders.is_marked(folder)
+
+
+def test_marks_of_another_host_of_the_same_name_hold(home, monkeypatch):
+    folder = folders.new_run_dir("there")
+    with monkeypatch.context() as there:
+        there.setattr(folders.cluster_env, "host_token", lambda: f"{socket.gethostname()}-other")
+        folders.mark(folder)
+    (mark,) = [path for path in folder.iterdir() if path.name.startswith(".in-use")]
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "began": 1.0}))  # of no pid here
+    assert folders.is_marked(folder)

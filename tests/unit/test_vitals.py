@@ -69,7 +69,7 @@ def test_a_log_is_never_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def cluster_of(infos: list[EngineInfo], folder: Path, starting: tuple[int, ...] = ()):
     living = [info.id for info in infos if info.state != "dead"]
     lease = leases.Leases((leases.Lease("cpu", "cpu"),) * max(1, len(infos)))
-    pool = SimpleNamespace(given={}, devices=leases.DevicePool("cpu"))
+    pool = SimpleNamespace(given={}, hosted=None, words=list)
     engines = SimpleNamespace(starting=starting, log_path=lambda i: folder / f"{i}.log")
     return SimpleNamespace(
         engines=infos, ids=living, worker_ids=living, lease=lambda count: lease,
@@ -125,7 +125,7 @@ def test_rows_show_what_engines_were_told_to_compute_on_and_no_other(tmp_path: P
 
 def test_an_engine_of_another_host_shows_dashes(tmp_path: Path) -> None:
     info = info_of(0, psutil.Process().pid)
-    info.host = "another-host"
+    info.place = "another host"  # of the same name
     (row,) = Vitals(cluster_of([info], tmp_path), gpus=Gpus(list)).now()
     assert row.memory_bytes is row.cpu_percent is None
 

@@ -36,6 +36,7 @@ from .services import ClusterServices
 if TYPE_CHECKING:
     from ..shared.messages import Up
     from .hosts.agents import Host, HostFiles
+    from .hosts.places import HostedEngines
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
@@ -115,6 +116,11 @@ class Engines:
     def framework(self, framework: str) -> None:
         self._ground.prefer(framework)
 
+    @property
+    def hosted(self) -> HostedEngines | None:
+        """The agents and hosts of engines that are started by agents; None of any others."""
+        return self._ground.hosted
+
     def can_fork(self, framework: str) -> bool:
         """Whether engines that have this framework are forked from a warm parent here."""
         return self._ground.can_fork(framework)
@@ -160,13 +166,20 @@ class Engines:
     def _take_in(self, uuids: Mapping[int, str]) -> None:
         """Attach engines that have registered."""
         ground = self._ground
-        found = {i: EngineInfo(id=i, uuid=u) for i, u in uuids.items()}
+        found = {i: self._known_of(i, uuid) for i, uuid in uuids.items()}
         with self._lock:
             self.engines.update(found)
         if self.idle_timeout_s is not None:
             ground.parents.keep(ground.folder, self.idle_timeout_s)
             self.invite()
         self._attach(sorted(found))
+
+    def _known_of(self, engine: int, uuid: str) -> EngineInfo:
+        host = self._ground.host_of(engine)
+        if host is None:
+            return EngineInfo(engine, uuid)
+        facts = host.facts
+        return EngineInfo(engine, uuid, host=host.name, place=facts.token, address=facts.address)
 
     def _attach(self, ids: Sequence[int]) -> None:
         info = {
@@ -183,8 +196,8 @@ class Engines:
         for engine, about in replies.items():
             self.engines[engine].pid = about["pid"]
             self.engines[engine].began = about["began"]
-            host = self._ground.host_of(engine)
-            self.engines[engine].host = about["host"] if host is None else host.name
+            if self._ground.host_of(engine) is None:
+                self.engines[engine].host = about["host"]
             self.engines[engine].address = about["address"]
             self.engines[engine].place = about["place"]
             self.engines[engine].python = about["python"]

@@ -14,7 +14,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import ClusterError, PlanError
@@ -38,6 +38,8 @@ class Lease:
         gpu: Permanent name (UUID) of the GPU; empty for a CPU.
         sharers: How many workers of the run compute on this GPU, this one included.
         exclusive: Whether the GPU lets one process at a time in.
+        host, place: Name of the host it is on and which of `Leases.places` that is, where engines
+            are on several; empty on this machine.
     """
 
     device: str
@@ -45,6 +47,13 @@ class Lease:
     gpu: str = ""
     sharers: int = 1
     exclusive: bool = False
+    host: str = ""
+    place: str = ""
+
+    @property
+    def word(self) -> str:
+        """The device with its host, if it has one: the same for those alone that share it."""
+        return f"{self.host} {self.device}" if self.host and self.gpu else self.device
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class Leases:
             instances, of which a process can use only one, are shown to their workers alone.
         kind: What they are, a name in `mask.KINDS`; empty where there is none.
         parts: Whether some are MIG instances.
+        places: Where engines are on several hosts, the GPUs that those of each see, in place of
+            `gpus`.
     """
 
     leases: tuple[Lease, ...]
@@ -68,16 +79,26 @@ class Leases:
     gpus: tuple[str, ...] = ()
     kind: str = ""
     parts: bool = False
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def on_gpus(self) -> bool:
         """Whether the workers compute on GPUs; all do, or none."""
         return bool(self.leases) and bool(self.leases[0].gpu)
 
-    def seen_by(self, lease: Lease | None) -> tuple[str, ...]:
-        """Return the GPUs that an engine with this lease is shown; None: it has none."""
+    @property
+    def words(self) -> list[str]:
+        """What each worker computes on; the same for those alone that share it."""
+        return [lease.word for lease in self.leases]
+
+    def seen_by(self, lease: Lease | None, place: str = "") -> tuple[str, ...]:
+        """Return the GPUs that an engine with this lease is shown; None: it has none.
+
+        Args:
+            place: Where it is, of `places`.
+        """
         if not self.parts:
-            return self.gpus
+            return self.places.get(place, ()) if self.places else self.gpus
         return (lease.gpu,) if lease is not None and lease.gpu else ()
 
     def check_shared(self) -> None:
@@ -347,6 +368,8 @@ class DevicePool:
         framework: Devices that it cannot use here do not count.
         notebook: Whose cluster it is, for other users.
         find: What there is; replaced in tests.
+        reserves: Whether other notebooks of this machine are asked, and told; it knows nothing of
+            those that use another one.
 
     Attributes:
         held: Whether they are reserved for this cluster now.
@@ -361,8 +384,10 @@ class DevicePool:
         framework: str = "",
         notebook: str = "",
         find: Callable[[str], Survey] = survey,
+        reserves: bool = True,
     ) -> None:
         self.asked, self.framework, self._find = asked, framework, find
+        self._reserves = reserves
         self._wanted = parse_devices(asked)
         self._gpus: tuple[str, ...] = ()  # settled, in the order in which engines see them
         self._settled: dict[int, Leases] = {}
@@ -373,6 +398,16 @@ class DevicePool:
         self._found: tuple[Device, ...] = ()
         self.reservations = Reservations(notebook)
         self.held = False
+
+    @property
+    def found(self) -> tuple[Device, ...]:
+        """The devices that there were when it was last looked."""
+        return self._found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of those that were left out then."""
+        return self._notes
 
     def lease(self, workers: int, own: Iterable[int] = ()) -> Leases:
         """Return which device each of so many workers gets, or would get.
@@ -392,7 +427,7 @@ class DevicePool:
         if self._wanted == CPU:
             return give(Choice(cpu=True), workers)
         found = self._find(self.framework)
-        others = holders(self.reservations.files.values())
+        others = self._others()
         choice = choose(self.asked, workers, found, taken=others, first=self._gpus, own=own)
         self._found = found.devices
         busy = [gpu for gpu in choice.gpus if gpu.exclusive and set(gpu.pids) - set(own)]
@@ -432,7 +467,9 @@ class DevicePool:
             if not leases.on_gpus:
                 return self._settle(workers, leases, ())
             explicit = self._wanted != AUTO
-            others = self.reservations.take(leases.gpus, partly=explicit)
+            others: Mapping[str, Holder] = {}
+            if self._reserves:
+                others = self.reservations.take(leases.gpus, partly=explicit)
             notes = [f"{self._place(gpu, leases)} is held by {who}" for gpu, who in others.items()]
             if not others or explicit:
                 self.held = True
@@ -459,7 +496,7 @@ class DevicePool:
         if not leases.on_gpus:
             said.append(once(leases.warning))
         else:
-            said.append(once(trouble()))
+            said.append(once(trouble()) if self._reserves else "")
             names = {self._names.get(one.gpu, "") for one in leases.leases}
             said.append(once(NOT_PROVED) if names - set(PROVED_ON) else "")
             said.append(leases.warning)
@@ -496,12 +533,16 @@ class DevicePool:
         found = {gpu.uuid: gpu.place for gpu in self._found}
         mine = [found.get(gpu, gpu) for gpu in self.reservations.files]
         who = [f"{', '.join(mine)}: this cluster"] if mine else []
-        others = holders(self.reservations.files.values())
+        others = self._others()
         who += [f"{found.get(gpu, gpu)}: {holder}" for gpu, holder in others.items()]
         held = {*others, *self.reservations.files}
         free = [place for gpu, place in found.items() if gpu not in held]
         who += [f"{', '.join(free)}: nobody"] if free else []
         return [*said, f"Reserved: {'; '.join(who)}."]
+
+    def _others(self) -> dict[str, Holder]:
+        """Return which GPUs other notebooks of this machine hold."""
+        return holders(self.reservations.files.values()) if self._reserves else {}
 
     def _place(self, gpu: str, leases: Leases) -> str:
         return next((one.label for one in leases.leases if one.gpu == gpu), gpu)

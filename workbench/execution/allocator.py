@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import catalog
+from ..cluster.hosts.gpus import HostDevices
 from ..cluster.processes import installed
 from ..cookbook.recipe import Recipe
 from ..devices import leases as device_pool
@@ -29,6 +30,8 @@ from .task import Task
 
 if TYPE_CHECKING:
     from ..cluster.engines import EngineInfo, Engines
+    from ..cluster.hosts.agents import Host
+    from ..cluster.hosts.places import HostedEngines
     from ..shared.messages import Outcomes
 
 NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
@@ -37,21 +40,25 @@ NO_GROUP: tuple[str, tuple[str | int, ...]] = ("", ())
 class EngineAllocator:
     """The engines of a cluster, as cells and runs are given them.
 
+    Args:
+        devices: What `parse_devices` takes.
+        hosted: Whether agents start them, on other hosts: devices are those of each host then.
+
     Attributes:
         engines: The processes behind it.
         replacer: Replaces engines in the background.
-        devices: Their GPUs.
         given: What each engine was last told to compute on, by id.
         servers: Engines started as servers; workers do not spread to them.
         most_workers: How many living workers there have been.
     """
 
-    def __init__(self, devices: str, framework: str = "") -> None:
+    def __init__(self, devices: str, framework: str = "", *, hosted: bool = False) -> None:
         self.devices_asked = devices
         self.engines: Engines
         self.replacer = Replacer()
         notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", ""))
-        self.devices = device_pool.DevicePool(devices, framework, notebook)
+        self._far = HostDevices(devices, framework, self._all_hosts) if hosted else None
+        self._near = device_pool.DevicePool(devices, framework, notebook)
         self.given: dict[int, device_pool.Lease] = {}
         self.most_workers = 0
         self._group = NO_GROUP  # prefix; framework, engines
@@ -59,6 +66,20 @@ class EngineAllocator:
         self._generation = itertools.count(1)
         self.on_task: Callable[[Mapping[str, Any] | None], None] = lambda task: None
         """Told what engines are about to be asked to run; None when it is settled."""
+
+    @property
+    def devices(self) -> device_pool.DevicePool | HostDevices:
+        """Their GPUs."""
+        return self._far or self._near
+
+    @property
+    def hosted(self) -> HostedEngines | None:
+        """What knows their hosts, where agents have started them."""
+        return self.engines.hosted if self._far is not None else None
+
+    def _all_hosts(self) -> list[Host]:
+        hosted = self.hosted
+        return [] if hosted is None else sorted(hosted.agents.hosts, key=lambda one: one.place)
 
     def restore(
         self,
@@ -84,8 +105,32 @@ class EngineAllocator:
 
     @property
     def worker_ids(self) -> list[int]:
-        """Ids of the living engines that run cells; the others were started as servers."""
-        return [engine for engine in self.ids if engine not in self.servers]
+        """Ids of the living engines that run cells; the others were started as servers.
+
+        In the order of the ranks: host by host, so that neighbours share one.
+        """
+        return self._by_host([engine for engine in self.ids if engine not in self.servers])
+
+    def _by_host(self, ids: Iterable[int]) -> list[int]:
+        if self._far is None:
+            return sorted(ids)
+        order: dict[str, int] = {}
+        for info in self.all:
+            order.setdefault(info.place, len(order))
+        known = self.engines.engines
+        return sorted(ids, key=lambda one: (order[known[one].place], one))
+
+    def of_ranks(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Return the engines that the user means by ranks, those of no rank by id; None: all.
+
+        Ranks are ids, unless they go host by host and engines were added later.
+        """
+        if self._far is None:
+            return self.ids if ranks is None else list(ranks)
+        workers = self.worker_ids
+        if ranks is None:
+            return [*workers, *(one for one in self.ids if one not in workers)]
+        return [workers[one] if one < len(workers) else one for one in ranks]
 
     @property
     def lost_workers(self) -> list[int]:
@@ -94,22 +139,96 @@ class EngineAllocator:
             return []
         return [e.id for e in self.all if e.state == "dead" and e.id not in self.servers]
 
-    def lease(self, workers: int) -> device_pool.Leases:
+    def lease(self, workers: int, plan: Plan | None = None) -> device_pool.Leases:
         """Return which device each of so many workers gets, or would get.
 
         A worker's variables live on its device from one cell to the next, so ranks keep theirs
         although `auto` would see other memory in use by then.
-        """
-        return self.devices.lease(workers)
 
-    def hold(self, workers: int) -> tuple[device_pool.Leases, list[str]]:
+        Args:
+            plan: Of the run, whose engines may hold several replicas, or be helpers.
+        """
+        if self._far is not None:
+            return self._far.lease(self._rooms(workers, plan))
+        return self._near.lease(workers)
+
+    def hold(self, workers: int, plan: Plan | None = None) -> tuple[device_pool.Leases, list[str]]:
         """Reserve the GPUs of so many workers; return them, and what is to be said.
 
         Raises:
             ClusterError: Others have taken the GPUs that the engines are bound to.
             PlanError: A GPU would be shared that cannot be.
         """
-        return self.devices.hold(workers, self._pids(), max(workers, len(self.worker_ids)))
+        if self._far is not None:
+            return self._far.hold(self._rooms(workers, plan), self._by_room(self._pids()))
+        return self._near.hold(workers, self._pids(), max(workers, len(self.worker_ids)))
+
+    def fitted(
+        self, leases: device_pool.Leases, ids: Sequence[int], plan: Plan
+    ) -> device_pool.Leases:
+        """Return the devices of a run whose engines may have moved to other hosts meanwhile.
+
+        Args:
+            ids: Its engines, by rank; then the others.
+        """
+        if self._far is None:
+            return leases
+        rooms = self._rooms_of(ids, plan.workers, plan)
+        if rooms == [lease.place for lease in leases.leases]:
+            return leases
+        return self._far.hold(rooms, self._by_room(self._pids()))[0]
+
+    def words(self) -> list[str]:
+        """Return what to say of devices and hosts below a table of the workers."""
+        count = max(1, len(self.worker_ids))
+        if self._far is None:
+            return self._near.words(count)
+        said = [*(self.hosted.said if self.hosted else ()), *self._far.words(self._rooms(count))]
+        return list(dict.fromkeys(said))
+
+    def differences(self, ids: Sequence[int], framework: str) -> list[str]:
+        """Return what a run on these engines is to be told of their hosts."""
+        return [] if self.hosted is None else self.hosted.differences(ids, framework)
+
+    # -- where they are ----------------------------------------------------------------------------
+
+    def _room_of(self, engine: int) -> str:
+        """Return which host's devices an engine sees (`HostDevices.room_of`)."""
+        host = None if self.hosted is None else self.hosted.host_of(engine)
+        return "" if host is None or self._far is None else self._far.room_of(host)
+
+    def _by_room(self, pids: Mapping[int, int]) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {}
+        for engine, pid in pids.items():
+            found.setdefault(self._room_of(engine), {})[engine] = pid
+        return found
+
+    def _rooms(self, workers: int, plan: Plan | None = None) -> list[str]:
+        """Return where the worker of each rank is, or would be: engines may be missing yet.
+
+        Fewer, where no host is there any more that could have them.
+        """
+        hosted, far = self.hosted, self._far
+        if hosted is None or far is None:
+            return []
+        wanted = workers if plan is None else plan.engines
+        helpers = 0 if plan is None else len(plan.helpers)
+        have = [one for one in self.worker_ids if hosted.host_of(one) is not None]
+        servers = sorted(self.servers & set(self.ids))
+        lacking = max(0, wanted - len(have))
+        fresh = hosted.next_hosts(lacking + max(0, helpers - len(servers)))
+        order = [host.facts.token for host in self._all_hosts()]
+        seen = [self.engines.engines[one].place for one in have]
+        first = list(dict.fromkeys([*(info.place for info in self.all), *order]))
+        tokens = [*seen, *(host.facts.token for host in fresh[:lacking])]
+        rooms = [*map(self._room_of, have), *map(far.room_of, fresh[:lacking])]
+        ranked = sorted(range(len(rooms)), key=lambda at: (first.index(tokens[at]), at))
+        known = [rooms[at] for at in ranked][:wanted]
+        known += [*map(self._room_of, servers), *map(far.room_of, fresh[lacking:])][:helpers]
+        return _of_workers(known, workers, plan)
+
+    def _rooms_of(self, ids: Sequence[int], workers: int, plan: Plan | None) -> list[str]:
+        return _of_workers([self._room_of(one) for one in ids], workers, plan)
 
     def _pids(self) -> dict[int, int]:
         return {one.id: one.pid for one in self.all if one.state != "dead"}
@@ -121,7 +240,7 @@ class EngineAllocator:
             PlanError: They would be more than the administrator allows.
         """
         checked = check_count("The number of engines", count)
-        check_limits(checked, [engine.pid for engine in self.all if engine.state != "dead"])
+        check_limits(checked, list(self._pids().values()), elsewhere=self._far is not None)
         return self.engines.start(checked, framework=framework)
 
     def workers_for(self, count: int, framework: str) -> list[int]:
@@ -191,10 +310,16 @@ class EngineAllocator:
             addresses={i: self.engines.engines[i].address for i in ids},
             ports=self.engines.launch.ports,
             reserved=[str(path) for path in self.devices.reservations.files.values()],
+            rooms={i: self._room_of(i) for i in ids},
+            cores={} if self.hosted is None else {i: self.hosted.cores_of(i) for i in ids},
         )
         self.given |= {i: lease_of(spec, leases) for i, spec in specs.items()}
         pids = self._pids()
-        self.devices.told({i: pids.get(i, 0) for i, spec in specs.items() if spec.gpus})
+        told = {i: pids.get(i, 0) for i, spec in specs.items() if spec.gpus}
+        if self._far is not None:
+            self._far.told(self._by_room(told))
+        else:
+            self._near.told(told)
         return specs
 
     def _group_of(
@@ -240,6 +365,15 @@ class EngineAllocator:
             if (error := task.failure()) is not None:
                 raise error
         return specs
+
+
+def _of_workers(places: Sequence[str], workers: int, plan: Plan | None) -> list[str]:
+    """Return the places of workers, given those of a run's engines: by rank, then the helpers."""
+    if plan is not None and plan.entry.remote_workers:
+        return list(places[plan.engines : plan.engines + workers])
+    if plan is not None and plan.entry.one_engine:
+        return list(places[:1]) * workers
+    return list(places[:workers])
 
 
 WAIT_S = 60.0

@@ -99,6 +99,9 @@ class RunExecution:
         prefix = pool.new_prefix(f"run-{run.number}")
         self._token = checkpoints.token(prefix)
         framework = run.plan.framework
+        before, self.leases = self.leases, pool.fitted(self.leases, ids, self.plan)
+        if self.leases is not before and self.leases.warning:
+            run.note(self.leases.warning)
         group = pool.run_group(ids[: self.plan.workers], self.leases, framework)
         specs = pool.specs(ids, self.plan, self.leases, prefix, framework, group)
         specs = with_original_ranks(specs, run.engines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,6 +63,8 @@ def make_specs(
     reserved: Sequence[str] = (),
     addresses: Mapping[int, str] | None = None,
     ports: tuple[int, int] | None = None,
+    rooms: Mapping[int, str] | None = None,
+    cores: Mapping[int, int] | None = None,
 ) -> dict[int, RunSpec]:
     """Return what each engine is told about its part.
 
@@ -77,9 +80,11 @@ def make_specs(
         reserved: Files that reserve the GPUs.
         addresses: Of the engines' hosts, where there are several.
         ports: What may be listened on; None: anything.
+        rooms: Which of `Leases.places` each engine sees the GPUs of, where there are several.
+        cores: Of each engine's host; by default this machine's.
     """
-    cores = device_pool.cpu_count()
-    threads = device_pool.threads_per_worker(len(hosts), cores)
+    own_cores = device_pool.cpu_count()
+    on_host = Counter(hosts.values())
     each = workers if one_engine else 1  # replicas per engine
     holders = workers // each
     engines = list(hosts)
@@ -94,6 +99,7 @@ def make_specs(
             mine = leases.leases[first : first + 1] if 0 <= first < workers else ()
         else:
             mine = here
+        all_cores = (cores or {}).get(engine) or own_cores
         specs[engine] = RunSpec(
             mode="spmd",
             rank=rank,
@@ -101,8 +107,8 @@ def make_specs(
             ranks=tuple(places),
             device=mine[0].device if mine else "cpu",
             role="worker" if worker else "server",
-            threads=threads,
-            cores=cores,
+            threads=device_pool.threads_per_worker(on_host[hosts[engine]], all_cores),
+            cores=all_cores,
             framework=framework,
             store=store,
             prefix=prefix,
@@ -112,7 +118,7 @@ def make_specs(
             replicas=each if worker else 1,
             devices=tuple(lease.device for lease in here or mine),
             labels=tuple(lease.label for lease in here or mine if lease.gpu),
-            gpus=leases.seen_by(mine[0] if mine else None),
+            gpus=leases.seen_by(mine[0] if mine else None, (rooms or {}).get(engine, "")),
             accelerator=leases.kind,
             sharers=mine[0].sharers if mine else 1,
             reserved=tuple(reserved),
@@ -323,7 +329,11 @@ def check_size(what: str, count: object) -> int:
 
 
 def check_limits(
-    wanted: int, own: Sequence[int] = (), *, launch: LaunchSettings | None = None
+    wanted: int,
+    own: Sequence[int] = (),
+    *,
+    launch: LaunchSettings | None = None,
+    elsewhere: bool = False,
 ) -> None:
     """Raise PlanError where so many more engines are beyond the administrator's limits.
 
@@ -332,6 +342,8 @@ def check_limits(
     Args:
         own: Pids of the engines that the cluster has already.
         launch: Where they are to be started; None: where the others are.
+        elsewhere: Whether they are on other hosts: what else runs on this machine, or there, is
+            not counted then.
     """
     allowed = limits.load()
     if launch is not None:
@@ -339,7 +351,8 @@ def check_limits(
         allowed.check_hosts(launch.listen, launcher)
         limits.warn(launch.listen, launcher, encrypted=launcher != "local")
     if allowed.max_engines is not None:  # the census looks at every process of the machine
-        allowed.check_engines(wanted + len(own), folders.elsewhere(own))
+        others = 0 if elsewhere else folders.elsewhere(own)
+        allowed.check_engines(wanted + len(own), others)
 
 
 def check_members(ids: Sequence[int], members: Sequence[int]) -> None:

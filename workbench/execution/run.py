@@ -575,8 +575,7 @@ class Run:
     def save(self, path: str | Path) -> Path:
         """Copy the run to a folder: records, events, `weights.pt` (plain tensors), `run.json`.
 
-        Where the disk was full, rows and events are written from memory; weights that could not
-        be written then are not in the copy either.
+        Where the disk was full, rows and events are written from memory, and weights are missing.
 
         Raises:
             RunError: It cannot be written there.

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import tempfile
 import time
@@ -142,7 +141,7 @@ def prune(
 def mark(folder: Path) -> None:
     """Keep a folder from being pruned for as long as this process lives."""
     me = psutil.Process()
-    about = {"host": socket.gethostname(), "pid": me.pid, "began": me.create_time()}
+    about = {"host": cluster_env.host_token(), "pid": me.pid, "began": me.create_time()}
     path = folder / f"{_MARK}-{about['host']}-{me.pid}"
     if not path.exists():
         cluster_env.replace(path, json.dumps(about))
@@ -159,7 +158,7 @@ def is_marked(folder: Path) -> bool:
 def _holds(path: Path) -> bool:
     try:
         about = json.loads(path.read_text())
-        if about["host"] != socket.gethostname():
+        if about["host"] != cluster_env.host_token():
             return time.time() - path.stat().st_mtime < _FOREIGN_S
         return bool(abs(psutil.Process(about["pid"]).create_time() - about["began"]) < 1.0)
     except (OSError, ValueError, KeyError, TypeError, psutil.Error):

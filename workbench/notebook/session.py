@@ -190,7 +190,7 @@ class Session:
             task = cluster.execute(
                 recipe.source,
                 framework=line.framework,
-                ids=line.ranks,
+                ids=None if line.ranks is None else cluster.pool.of_ranks(line.ranks),
                 workers=line.workers,
                 number=number,
                 first_line=recipe.first_line,

@@ -78,7 +78,7 @@ def _split(line: str, known: tuple[str, ...], usage: str) -> tuple[list[str], di
 
 
 def _ids(cluster: Cluster, flags: dict[str, str]) -> list[int]:
-    ids = list(parse_ranks(flags["--rank"])) if "--rank" in flags else cluster.ids
+    ids = cluster.pool.of_ranks(parse_ranks(flags["--rank"]) if "--rank" in flags else None)
     unknown = [i for i in ids if i not in cluster.ids]
     if unknown:
         raise PlanError(

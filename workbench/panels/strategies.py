@@ -333,7 +333,7 @@ def place_of(session: Session, choice: Choice) -> Place:
     if cluster is None:
         return Place(framework, choice.workers or choice.engines, None, allowed)
     workers = choice.workers or max(1, len(cluster.worker_ids))
-    devices = tuple(one.device for one in cluster.lease(workers).leases)
+    devices = tuple(cluster.lease(workers).words)
     return Place(framework, workers, devices, allowed)
 
 

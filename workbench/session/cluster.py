@@ -120,19 +120,19 @@ class Cluster:
         **where: Unpack[LaunchArguments],
     ) -> None:
         count = check_size("The number of engines", workers)
-        launch = launch or launch_settings(count, **where)
+        self.launch = launch = launch or launch_settings(count, **where)
         if keep:
             check_keep(launch.launcher)
-        check_limits(count, launch=launch)
-        self.launch = launch
+        check_limits(count, launch=launch, elsewhere=launch.has_agents)
         self._busy: Run | Task | None = None
         self._beginning = threading.RLock()  # held while a cell or a run is begun
         self._said: set[str] = set()  # to cells: the same of each would bury their output
         framework = framework or default_framework()
-        self.pool = pool = EngineAllocator(devices, framework)
+        self.pool = pool = EngineAllocator(devices, framework, hosted=launch.has_agents)
         self.hearing = RunDispatcher()
         self.paused = Paused(lambda engine, message: self.engine_set.router.send(engine, message))
-        pool.lease(count)  # what cannot be had is said before anything is started
+        if not launch.has_agents:  # else nobody knows yet which hosts there will be
+            pool.lease(count)  # what cannot be had is said before anything is started
         pool.most_workers = count
         if launch.launcher == LOCAL:
             check_framework(framework)
@@ -150,6 +150,8 @@ class Cluster:
             pool.on_task = self.keeping.begun
             if not self.engine_set.engines:  # else they were there before us
                 self.engine_set.start(count, progress)
+            if launch.has_agents:
+                pool.lease(count)
         except BaseException:
             self.engine_set.stop()
             raise
@@ -273,13 +275,14 @@ class Cluster:
         check_framework(plan.framework)
         check_size("The number of workers", plan.workers)
         pool = self.pool
-        plan.check_devices([lease.device for lease in pool.lease(plan.workers).leases])
-        leases, said = pool.hold(plan.workers)
-        plan.check_devices([lease.device for lease in leases.leases])  # others may be quicker
+        plan.check_devices(pool.lease(plan.workers, plan).words)
+        leases, said = pool.hold(plan.workers, plan)
+        plan.check_devices(leases.words)  # others may be quicker
         ids = pool.workers_for(plan.engines, plan.framework) * (plan.workers // plan.engines)
         servers = pool.servers_for(len(plan.helpers), plan.framework)
         pool.bring([*dict.fromkeys(ids), *servers], plan.framework)
         check_folder(pool.engines, ids, plan.checkpoint)
+        said = [*dict.fromkeys([*pool.differences([*ids, *servers], plan.framework), *said])]
         names = [lease.label for lease in leases.leases]
         run = registry.new_run(
             plan, number=self.hearing.number(), engines=ids, devices=names, resume_from=resume_from

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.hosts.agents import HostReading
+from ..cluster.hosts.agents import readings as agent_readings
 from ..cluster.vitals import (
     EngineVitals,
     GpuReading,
@@ -81,7 +82,7 @@ def notes(cluster: ClusterAccess) -> list[str]:
             f"{count} messages or connections were refused: they did not know the key, or were "
             "sent again. Somebody else on this machine or network may be trying; docs/security.md."
         )
-    return said + cluster.pool.devices.words(max(1, len(cluster.worker_ids)))
+    return said + cluster.pool.words()
 
 
 def table(cluster: ClusterAccess) -> Table:
@@ -165,6 +166,7 @@ class Vitals:
     ) -> None:
         self._cluster = cluster
         self._processes, self._gpus = processes or Processes(), gpus or Gpus()
+        self._far: dict[int, HostReading] = {}
         self._logs: dict[int, LastLine] = {}
         self._latest: list[EngineVitals] = []
         self._sampled_at = -float("inf")
@@ -191,6 +193,7 @@ class Vitals:
         with self._lock:
             if time.monotonic() - self._sampled_at > STALE_S:
                 self._processes.read(self._local())
+                self._read_far()
                 time.sleep(SETTLE_S)
             self._take(all_memory=True)
             return list(self._latest)
@@ -236,7 +239,8 @@ class Vitals:
     def _take(self, *, all_memory: bool = False) -> None:
         cluster = self._cluster
         readings = self._processes.read(self._local(), all_memory=all_memory)
-        gpus = self._gpus.read()
+        far = self._read_far(all_memory=all_memory)
+        gpus = [] if far is not None else self._gpus.read()
         workers, living = cluster.worker_ids, set(cluster.ids)
         leases = cluster.lease(max(1, len(workers))).leases
         ranks = {engine: rank for rank, engine in enumerate(workers)}
@@ -252,7 +256,13 @@ class Vitals:
             exit_words = info.exit.short if info.exit else ""
             does = doing(info.id, info.state, exit_words, scene, starting=info.id in starting)
             reading = readings.get(info.pid) if info.id in living else None
-            found.append(self._row(info, rank, device, does, reading, gpus, lease))
+            seen: Sequence[GpuReading] = gpus
+            uptime_s: float | None = None
+            if far is not None and info.id in living:
+                seen, reading, uptime_s = self._of_far(info.id, reading)
+            elif info.state != "dead" and info.began:
+                uptime_s = max(0.0, time.time() - info.began)
+            found.append(self._row(info, rank, device, does, reading, seen, lease, uptime_s))
         known = {info.id for info in cluster.engines}
         found += [
             EngineVitals(i, None, 0, "", "", "starting", "starting") for i in starting - known
@@ -269,12 +279,13 @@ class Vitals:
         reading: Reading | None,
         gpus: Sequence[GpuReading],
         lease: Lease | None,
+        uptime_s: float | None,
     ) -> EngineVitals:
         line = self._logs.setdefault(info.id, LastLine(self._cluster.engine_set.log_path(info.id)))
-        about: dict[str, Any] = {}
+        about: dict[str, Any] = {"uptime_s": uptime_s}
         if reading is not None:
             percent, held = gpu_use(gpus, lease.gpu if lease else "", reading.pids)
-            about = {
+            about |= {
                 "cpu_percent": reading.cpu_percent,
                 "memory_bytes": reading.memory_bytes,
                 "memory_kind": reading.memory_kind,
@@ -282,8 +293,6 @@ class Vitals:
                 "gpu_percent": percent,
                 "gpu_memory_bytes": held,
             }
-        if info.state != "dead" and info.began:
-            about["uptime_s"] = max(0.0, time.time() - info.began)
         state, words = does
         return EngineVitals(
             info.id, rank, info.pid, info.host, device, state, words,
@@ -292,12 +301,35 @@ class Vitals:
 
     def _local(self) -> dict[int, float]:
         """Return pid and start time of the living engines of this host."""
-        here = socket.gethostname()
         return {
             info.pid: info.began
             for info in self._cluster.engines
-            if info.state != "dead" and info.pid > 0 and info.host == here
+            if info.state != "dead" and info.pid > 0 and info.is_here
         }
+
+    def _read_far(self, *, all_memory: bool = False) -> Mapping[int, HostReading] | None:
+        """Ask the agents of all hosts; of one that does not answer in time the last stands.
+
+        Returns:
+            Readings by the hosts' places; None where engines have no agents.
+        """
+        hosted = self._cluster.pool.hosted
+        if hosted is None:
+            return None
+        agents = hosted.agents
+        self._far |= agent_readings(agents, agents.living, all_memory=all_memory)
+        return self._far
+
+    def _of_far(
+        self, engine: int, own: Reading | None
+    ) -> tuple[Sequence[GpuReading], Reading | None, float | None]:
+        """Return a far engine's GPUs, its reading, and how long it is there."""
+        hosted = self._cluster.pool.hosted
+        host = None if hosted is None else hosted.host_of(engine)
+        read = None if host is None else self._far.get(host.place)
+        if read is None:
+            return (), own, None
+        return read.gpus, read.engines.get(engine, own), read.uptimes_s.get(engine)
 
 
 def look(cluster: ClusterAccess) -> Scene:

@@ -185,8 +185,8 @@ class RunSpec(RunSettings):
         reserved: Files that say whose the GPUs are; the engine holds them too
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
-        threads: CPU threads of this worker; `cores` are what all of them have together.
         run_dir: Of the run; empty on other machines than the kernel's, where it writes instead.
+        threads: CPU threads of this worker; `cores` are what all on its host have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         hosts: What tells the engines' hosts apart (`address.host_token`), in the order of `ranks`.
         address: By which other hosts reach this engine, where there is no store to find it by.
@@ -260,6 +260,14 @@ class RunSpec(RunSettings):
     def host_rank(self) -> int:
         """The index of this engine's host among the run's, in the order of ranks."""
         return list(dict.fromkeys(self.hosts)).index(self.hosts[self.rank]) if self.hosts else 0
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Engines of the run on this engine's host, this one too, in the order of the ranks."""
+        if not self.hosts:
+            return list(dict.fromkeys(self.ranks))
+        where = zip(self.ranks, self.hosts, strict=False)
+        return list(dict.fromkeys(i for i, host in where if host == self.hosts[self.rank]))
 
     @property
     def row_rank(self) -> int:

@@ -11,4 +11,5 @@ reading order:
     launchers      how are agents started, by ssh and mpiexec; what is said when none comes
     slurm          how are they started as a job, or in the allocation that we are in
     places         which engine is on which host
+    gpus           which GPU does it get there
 """

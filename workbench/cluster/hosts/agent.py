@@ -34,7 +34,7 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ...devices.discovery import survey
+from ...devices.discovery import Survey, survey
 from ...devices.leases import cpu_count
 from ...errors import ClusterError
 from ...shared import cluster_env
@@ -44,7 +44,7 @@ from .. import folders
 from ..forkserver.client import WarmParent
 from ..hub import ENGINE_ARGS
 from ..processes import Exit, MemoryWatch, ending
-from ..vitals import Processes
+from ..vitals import Gpus, Processes
 from . import wire
 
 PATIENCE_S = 6.0
@@ -81,6 +81,7 @@ class Agent:
         self._owners: dict[int, WarmParent] = {}  # by pid
         self._logs: dict[int, _Log] = {}
         self._memory, self._processes = MemoryWatch(), Processes()
+        self._gpus, self._measuring = Gpus(), threading.Lock()
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._mpi_engine: int | None = None
         if stdin:
@@ -204,6 +205,8 @@ class Agent:
             notes=found.notes,
             folder=str(self.folder),
             home=str(Path.home()),
+            unfit=_unfit(found),
+            cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (),
         )
         return wire.Arrived(place=_place(), slots=_slots(), facts=facts)
 
@@ -321,15 +324,17 @@ class Agent:
     def _measure(self, message: wire.Measure) -> wire.Answer:
         with self._lock:
             pids = {engine: pid for engine, pid in self._pids.items() if engine != KEEPER}
-        found = self._processes.read(
-            dict.fromkeys(pids.values(), 0.0), all_memory=message.all_memory
-        )
-        value = {
-            str(engine): asdict(reading)
+        with self._measuring:
+            found = self._processes.read(
+                dict.fromkeys(pids.values(), 0.0), all_memory=message.all_memory
+            )
+            gpus = [asdict(one) for one in self._gpus.read()]
+        engines = {
+            engine: asdict(reading) | {"uptime_s": _age_s(pid)}
             for engine, pid in pids.items()
             if (reading := found.get(pid)) is not None
         }
-        return wire.Answer(ask=message.ask, value=value)
+        return wire.Answer(ask=message.ask, value={"engines": engines, "gpus": gpus})
 
     def _read(self, message: wire.ReadFile) -> wire.Answer:
         with open(message.path, "rb") as file:
@@ -409,6 +414,23 @@ class _Log:
                 return b""
             self._at += len(data)
             return data
+
+
+def _unfit(found: Survey) -> dict[str, list[str]]:
+    """Return why frameworks cannot use devices that are there, by name."""
+    fit = {name: survey(name) for name in ("torch", "tensorflow") if found.devices}
+    return {
+        name: [note for note in one.notes if note not in found.notes]
+        for name, one in fit.items()
+        if not one.devices
+    }
+
+
+def _age_s(pid: int) -> float | None:
+    try:
+        return max(0.0, time.time() - float(psutil.Process(pid).create_time()))
+    except psutil.Error:
+        return None
 
 
 def _installed(package: str) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ import zmq
 from ...errors import ClusterError, RunError
 from ...shared.cluster_env import Wakeup
 from ...shared.messages import BadMessageError
+from ..vitals import GpuReading, Reading
 from . import wire
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ KEEPER = -1
 SENT = "sent"
 """Folder, in an agent's own, of what runs there start from."""
 KEPT_COPIES = 3
+READ_S = 0.8
+"""How long hosts may take to tell how their engines are; then the last figures stand."""
 
 
 @dataclass(eq=False)
@@ -470,3 +473,52 @@ def unlike(hosts: Iterable[Host], here: Mapping[str, str]) -> dict[str, dict[str
         if len(set(seen.values())) > 1:
             differ[package] = seen
     return differ
+
+
+@dataclass(frozen=True)
+class HostReading:
+    """How a host's engines are, as its agent has read it.
+
+    Attributes:
+        engines: What each uses; those that have just ended are missing.
+        uptimes_s: How long each is there, by the host's own clock.
+        gpus: That the host's engines may use.
+    """
+
+    engines: Mapping[int, Reading]
+    uptimes_s: Mapping[int, float]
+    gpus: tuple[GpuReading, ...]
+
+    @staticmethod
+    def from_wire(value: Mapping[str, Any]) -> HostReading:
+        """Rebuild what an agent has answered."""
+        engines, uptimes_s = {}, {}
+        for engine, about in value["engines"].items():
+            known = dict(about)
+            if (age := known.pop("uptime_s")) is not None:
+                uptimes_s[int(engine)] = float(age)
+            engines[int(engine)] = Reading(**{**known, "pids": tuple(known["pids"])})
+        gpus = []
+        for gpu in value["gpus"]:
+            held = {int(pid): used for pid, used in gpu["memory_bytes"].items()}
+            gpus.append(GpuReading(**{**gpu, "memory_bytes": held}))
+        return HostReading(engines, uptimes_s, tuple(gpus))
+
+
+def readings(
+    agents: Agents, hosts: Sequence[Host], *, all_memory: bool = False, within_s: float = READ_S
+) -> dict[int, HostReading]:
+    """Return how the engines of hosts are, by the hosts' places; all are asked at once.
+
+    Those that do not answer within the time are left out.
+    """
+    asked, found = [], {}
+    until = time.monotonic() + within_s
+    for host in hosts:
+        with contextlib.suppress(ClusterError):
+            asked.append((host, agents.begin(host, wire.Measure(ask=0, all_memory=all_memory))))
+    for host, future in asked:
+        with contextlib.suppress(ClusterError):
+            left_s = max(0.0, until - time.monotonic())
+            found[host.place] = HostReading.from_wire(agents.answer(host, future, left_s).value)
+    return found

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import ClusterError, WorkbenchError
 from ...shared.cluster_env import own_address
@@ -125,7 +125,7 @@ class HostedEngines:
         """
         began, runs_since = time.monotonic(), 0.0
         while not self._came:
-            wanted, found = self.launcher.agents, len(self.agents.living)
+            wanted, found = self.launcher.agents, len(self.agents.hosts)
             if wanted and found >= wanted:
                 break
             queued = self.launcher.look()
@@ -210,6 +210,38 @@ class HostedEngines:
             f"{host.facts.home}"
         )
 
+    def differences(self, engines: Sequence[int], framework: str) -> list[str]:
+        """Return what a run of these engines is to be told of their hosts, a sentence each."""
+        known = {self._hosts[one].place: self._hosts[one] for one in engines if one in self._hosts}
+        hosts = [known[place] for place in sorted(known)]
+        others = {"torch", "tensorflow", "keras"} - {framework}
+        others -= {"keras"} if framework == "tensorflow" else set()
+        said = []
+        for name, seen in unlike(hosts, {}).items():
+            if name == framework:
+                said.append(
+                    f"The hosts of this run have different versions of {name} "
+                    f"({_versions(seen)}): its workers may fail, or compute different numbers. "
+                    "Install the same everywhere."
+                )
+            elif name not in others:
+                said.append(f"The hosts of this run differ: {_words(name, seen)}.")
+        return said + [f"{one.name}: {note}" for one in hosts for note in one.facts.notes]
+
+    def cores_of(self, engine: int) -> int:
+        """Return how many cores the engines of a host have together; 0 where that is not known.
+
+        Agents of one host (MPI) may be bound to cores of their own.
+        """
+        host = self._hosts.get(engine)
+        if host is None:
+            return 0
+        near = [one.facts for one in self.agents.hosts if one.facts.token == host.facts.token]
+        cpus = {cpu for one in near for cpu in one.cpus}
+        if not cpus or any(one.cores < len(one.cpus) for one in near):  # a container's quota
+            return max(one.cores for one in near)
+        return len(cpus)
+
     # -- engines -----------------------------------------------------------------------------------
 
     def fork(self, ids: Sequence[int], framework: str) -> None:
@@ -229,6 +261,17 @@ class HostedEngines:
             self._pids.update(zip(mine, map(int, pids), strict=True))
 
     def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
+        living, load = self._living(), self._load()
+        chosen = {engine: _where(self._hosts.get(engine), living, load) for engine in ids}
+        self._hosts |= chosen
+        return chosen
+
+    def _living(self) -> list[Host]:
+        """Return the hosts that are there.
+
+        Raises:
+            ClusterError: There is none.
+        """
         living = self.agents.living
         if not living:
             raise ClusterError(
@@ -237,19 +280,16 @@ class HostedEngines:
                 next_step="%cluster stop, then start again",
                 code="WB-CLUSTER-074",
             )
-        load = Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
-        chosen = {}
-        for engine in ids:
-            host = self._hosts.get(engine)
-            if host is None or host.gone:
-                # The first with room; where none has any, the one with the least too many.
-                host = next(
-                    (one for one in living if load[one.place] < max(1, one.slots)),
-                    min(living, key=lambda one: load[one.place] - max(1, one.slots)),
-                )
-            load[host.place] += 1
-            chosen[engine] = self._hosts[engine] = host
-        return chosen
+        return living
+
+    def _load(self) -> Counter[int]:
+        """Return how many engines live on each host, by its place."""
+        return Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
+
+    def next_hosts(self, count: int) -> list[Host]:
+        """Return where so many more engines would be; nothing where no host is there."""
+        living, load = self.agents.living, self._load()
+        return [_where(None, living, load) for _ in range(count)] if living else []
 
     @property
     def is_over(self) -> bool:
@@ -290,8 +330,7 @@ class HostedEngines:
         Raises:
             ClusterError: No host is there.
         """
-        self._choose([])
-        host = self.agents.living[0]
+        host = self._living()[0]
         found = self.agents.ask(host, wire.Keep(ask=0, ports=self._settings.ports or ()), FORK_S)
         pid, address, port = found.value
         self._keeper = self._hosts[KEEPER] = host
@@ -379,6 +418,19 @@ def way_to_hosts(settings: LaunchSettings) -> str:
     return "127.0.0.1"
 
 
+def _where(before: Host | None, living: Sequence[Host], load: Counter[int]) -> Host:
+    """Return an engine's host, the one it had while that lives; and count it there."""
+    host = before
+    if host is None or host.gone:
+        # The first with room; where none has any, the one with the least too many.
+        host = next(
+            (one for one in living if load[one.place] < max(1, one.slots)),
+            min(living, key=lambda one: load[one.place] - max(1, one.slots)),
+        )
+    load[host.place] += 1
+    return host
+
+
 def here() -> Mapping[str, str]:
     """Return this kernel's versions of what agents tell of."""
     found = {"python": platform.python_version()}
@@ -395,18 +447,11 @@ def _keeps_apart(package: str, seen: Mapping[str, str]) -> bool:
 
 
 def _words(package: str, seen: Mapping[str, str]) -> str:
-    return f"{package} " + ", ".join(f"{version} on {name}" for name, version in seen.items())
+    return f"{package} {_versions(seen)}"
 
 
-def readings(agents: Agents, hosts: Sequence[Host], *, all_memory: bool = False) -> dict[int, Any]:
-    """Return what the engines of hosts use (fields of `vitals.Reading`), by engine."""
-    asked = []
-    for host in hosts:
-        with contextlib.suppress(ClusterError):
-            asked.append((host, agents.begin(host, wire.Measure(ask=0, all_memory=all_memory))))
-    found: dict[int, Any] = {}
-    for host, future in asked:
-        with contextlib.suppress(ClusterError):
-            value = agents.answer(host, future, 2.0).value
-            found |= {int(engine): one for engine, one in value.items()}
-    return found
+def _versions(seen: Mapping[str, str]) -> str:
+    return ", ".join(f"{version} on {name}" for name, version in seen.items())
+
+
+# -- devices -----------------------------------------------------------------------------------

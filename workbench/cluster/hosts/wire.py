@@ -79,10 +79,12 @@ class HostFacts:
         hostname: What it calls itself; several may have the same.
         token: What tells it from every other host (`address.host_token`).
         address: By which other hosts reach it: where its way to the kernel begins.
-        cores: That its processes may use.
+        cores: That its processes may use; `cpus` are their numbers, where the system tells.
         versions: Of Python and of packages, by name.
         devices: `discovery.Device`, field by field.
         notes: What is to be said of devices that cannot be used.
+        unfit: Why a framework, as it is installed there, cannot use them: a list of sentences, by
+            its name.
         folder: The agent's private one.
         home: Its user's home folder, where engines begin that do not find the notebook's folder.
     """
@@ -98,6 +100,8 @@ class HostFacts:
     notes: tuple[str, ...] = ()
     folder: str = ""
     home: str = ""
+    unfit: Any = field(default_factory=dict)
+    cpus: Any = ()
 
 
 # -- up: what agents say -----------------------------------------------------------------------
@@ -254,7 +258,7 @@ class Keep(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(Asked):
-    """Read what the host's engines use; the answer has a `vitals.Reading`'s fields by engine."""
+    """Read what the host's engines use; the answer is a `agents.HostReading` as data."""
 
     kind: ClassVar[str] = "measure"
     all_memory: bool = False

@@ -214,8 +214,9 @@ def around(run: RunContext) -> Iterator[dict[str, Any]]:
         The names that the cell finds besides.
     """
     spec = run.spec
-    engines = 1 if run.entry.remote_workers else spec.world_size // spec.replicas + spec.servers
-    with limited(spec.cores if spec.device == "cpu" else 0, engines, spec.rank // spec.replicas):
+    near = [] if run.entry.remote_workers else spec.neighbours
+    position = near.index(spec.ranks[spec.rank]) if near else 0
+    with limited(spec.cores if spec.device == "cpu" else 0, len(near), position):
         while _configured.untold:
             run.emit(events.Noted(rank=spec.rank, text=_configured.untold.pop(0)))
         run.strategy = strategy = fit_arguments.load_strategy(run)

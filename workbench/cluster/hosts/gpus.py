@@ -1,0 +1,256 @@
+"""Which GPU does an engine on another host get: that host's, by what its agent has told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...devices.discovery import Device, Survey
+from ...devices.leases import (
+    AUTO,
+    CPU,
+    NOT_PROVED,
+    DevicePool,
+    Lease,
+    Leases,
+    once,
+    parse_devices,
+)
+from ...devices.mask import KINDS
+from ...devices.reservations import Reservations
+from ...errors import ClusterError, PlanError, WorkbenchError
+
+if TYPE_CHECKING:
+    from . import wire
+    from .agents import Host
+
+
+class HostDevices:
+    """The GPUs of a cluster whose engines are on other hosts, as its agents have told of them.
+
+    Each host has a `DevicePool` of its own, by the rules of one machine. What is decided for all
+    together: they compute on GPUs, or all on their CPUs; on GPUs of one kind; and their group is
+    NCCL's where each has one for itself. Nothing is reserved: the files for that are this
+    machine's, and a scheduler keeps its jobs apart by itself.
+
+    Where agents of one host (MPI has one for each rank) see different GPUs, they count as hosts of
+    their own: their engines can open no others.
+
+    Args:
+        asked: What `parse_devices` takes.
+        framework: Devices that it cannot use where they are do not count.
+        hosts: Those that have been there, in the order of their places.
+
+    Attributes:
+        held: Whether GPUs are reserved on this machine: never.
+
+    Raises:
+        PlanError: `asked` was not understood.
+    """
+
+    held = False
+
+    def __init__(self, asked: str, framework: str, hosts: Callable[[], Sequence[Host]]) -> None:
+        self.asked, self.framework, self._hosts = asked, framework, hosts
+        self._wanted = parse_devices(asked)
+        self._seen: tuple[wire.HostFacts, ...] = ()
+        self._known: dict[int, str] = {}  # rooms of these, by the host's place
+        self._pools: dict[str, tuple[wire.HostFacts, DevicePool]] = {}
+        self._on_cpu: dict[tuple[str, ...], Leases] = {}  # what was begun there stays there
+        self.reservations = Reservations()
+
+    @property
+    def settled(self) -> dict[int, Leases]:
+        """What another kernel would have to know: nothing, as these clusters are not kept."""
+        return {}
+
+    def room_of(self, host: Host) -> str:
+        """Return the place of a host's devices: its own, or its agent's alone."""
+        return self._rooms()[host.place]
+
+    def _rooms(self) -> dict[int, str]:
+        hosts = self._hosts()
+        if tuple(one.facts for one in hosts) != self._seen:
+            self._seen = tuple(one.facts for one in hosts)
+            seen: dict[str, set[tuple[str, ...]]] = {}
+            for one in hosts:
+                uuids = tuple(sorted(str(gpu["uuid"]) for gpu in one.facts.devices))
+                seen.setdefault(one.facts.token, set()).add(uuids)
+            tokens = {one.place: one.facts.token for one in hosts}
+            self._known = {
+                place: token if len(seen[token]) == 1 else f"{token} {place}"
+                for place, token in tokens.items()
+            }
+        return self._known
+
+    def _host(self, room: str) -> Host:
+        rooms = self._rooms()
+        return next(one for one in self._hosts() if rooms[one.place] == room)
+
+    def _pool(self, room: str) -> DevicePool:
+        facts = self._host(room).facts
+        known, pool = self._pools.get(room, (None, None))
+        if pool is None or facts is not known:  # a job that was begun anew may be given other ones
+            found = tuple(Device(**{**one, "pids": tuple(one["pids"])}) for one in facts.devices)
+
+            def find(framework: str) -> Survey:
+                if (why := facts.unfit.get(framework)) is not None:
+                    return Survey(notes=tuple(why))
+                return Survey(found, () if found else facts.notes)
+
+            pool = DevicePool(self.asked, self.framework, find=find, reserves=False)
+            self._pools[room] = facts, pool
+        return pool
+
+    def lease(self, rooms: Sequence[str]) -> Leases:
+        """Return which device the worker of each rank gets, or would get.
+
+        Args:
+            rooms: Of each worker's host (`room_of`).
+
+        Raises:
+            PlanError: A host has not the GPUs that were named, or they are not alike.
+            ClusterError: GPUs were asked for and a host has none.
+        """
+        if (settled := self._on_cpu.get(tuple(rooms))) is not None:
+            return settled
+        each = {}
+        for room, count in Counter(rooms).items():
+            try:
+                each[room] = self._pool(room).lease(count)
+            except (PlanError, ClusterError) as error:  # noqa: PERF203
+                raise _lacking(self._host(room), error) from error
+        return self._join(rooms, each)
+
+    def hold(
+        self, rooms: Sequence[str], engines: Mapping[str, Mapping[int, int]]
+    ) -> tuple[Leases, list[str]]:
+        """Settle the devices of workers; return them, and what is to be said.
+
+        Args:
+            engines: Pids of the living engines by id, by room; each keeps its GPU in later runs.
+
+        Raises:
+            PlanError, ClusterError: As `lease`; or a GPU would be shared that cannot be.
+        """
+        leases = self.lease(rooms)
+        leases.check_shared()
+        if not leases.on_gpus:
+            self._on_cpu[tuple(rooms)] = leases
+            said = [once(text) for text in (*self._notes(rooms), leases.warning)]
+            return leases, list(filter(None, said))
+        each, said = {}, []
+        for room, count in Counter(rooms).items():
+            mine = engines.get(room, {})
+            each[room], words = self._pool(room).hold(count, mine, max(count, len(mine)))
+            name = self._host(room).name
+            said += [text if text == NOT_PROVED else f"{name}: {text}" for text in words]
+        return self._join(rooms, each), list(dict.fromkeys(said))
+
+    def _join(self, rooms: Sequence[str], each: Mapping[str, Leases]) -> Leases:
+        names = {room: self._host(room).name for room in each}
+        seen = {room: one.gpus for room, one in each.items()}
+        parts = any(one.parts for one in each.values())
+        kinds = {one.kind for one in each.values() if one.on_gpus}
+        why = self._why_cpu(rooms, each, names)
+        if why is not None:
+            cpus = tuple(Lease("cpu", "cpu", host=names[room], place=room) for room in rooms)
+            return Leases(cpus, "gloo", why)
+        (kind,) = kinds
+        given = {room: iter(one.leases) for room, one in each.items()}
+        leases = tuple(replace(next(given[room]), host=names[room], place=room) for room in rooms)
+        if parts:  # each is shown its own alone
+            leases = tuple(replace(one, device=f"{KINDS[kind].device}:0") for one in leases)
+        alone = all(one.backend != "gloo" for one in each.values())
+        alone = alone and not (parts and len(rooms) > 1)
+        said = [f"{names[room]}: {one.warning}" for room, one in each.items() if one.warning]
+        backend = KINDS[kind].backend if alone else "gloo"
+        return Leases(leases, backend, " ".join(said), kind=kind, parts=parts, places=seen)
+
+    def _why_cpu(
+        self, rooms: Sequence[str], each: Mapping[str, Leases], names: Mapping[str, str]
+    ) -> str | None:
+        """Return why all compute on the CPU, empty where nobody expects more; None: on GPUs.
+
+        Raises:
+            PlanError: GPUs were named that are of different kinds.
+        """
+        counts, auto = Counter(rooms), self._wanted == AUTO
+        lacking = [room for room, one in each.items() if not one.on_gpus]
+        kinds = sorted({one.kind for one in each.values() if one.on_gpus})
+        if self._wanted == CPU or not any(self._pool(room).found for room in each):
+            return ""
+        if lacking:
+            some = all(self._pool(room).found for room in lacking)
+            words = [
+                f"{names[room]} has {_count(len(self._pool(room).found), 'GPU')} for "
+                f"{_count(counts[room], 'worker')}"
+                for room in lacking
+            ]
+            step = " --devices cuda shares them." if some else ""
+            return f"{'; '.join(words)}: so all compute on the CPU.{step}"
+        if len(kinds) > 1 and not auto:
+            raise PlanError(
+                "The hosts' GPUs are of different kinds, so their workers cannot form a group.",
+                seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
+                allowed="GPUs of one kind",
+                next_step="--devices cpu, or hosts that are alike",
+                code="WB-PLAN-190",
+            )
+        if len(kinds) > 1:
+            return f"GPUs of {' and '.join(kinds)} cannot form a group: so all compute on the CPU."
+        if auto and len(rooms) > 1 and any(one.parts for one in each.values()):
+            return "MIG instances cannot form an NCCL group: so all compute on the CPU."
+        return None
+
+    def told(self, engines: Mapping[str, Mapping[int, int]]) -> None:
+        """Note which engines (pids by id, by room) have been shown their host's GPUs."""
+        for room, mine in engines.items():
+            self._pool(room).told(mine)
+
+    def free(self) -> None:
+        """Let the next run choose anew: variables are gone."""
+        for _, pool in self._pools.values():
+            pool.free()
+        self._on_cpu.clear()
+
+    def words(self, rooms: Sequence[str]) -> list[str]:
+        """Return what to say below a table of these workers."""
+        given = self.lease(rooms)
+        warning = [given.warning] if given.warning and not given.on_gpus else []
+        return [*self._notes(rooms), *warning]
+
+    def _notes(self, rooms: Sequence[str]) -> list[str]:
+        """Return what was left out on each host."""
+        each = ((self._host(room).name, self._pool(room).notes) for room in dict.fromkeys(rooms))
+        return [f"{name}: {note}" for name, notes in each for note in notes]
+
+    def restore(self, *_: object) -> None:
+        """Do nothing: these clusters are not kept."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
+    """Return an error about devices as one about a host's."""
+    if isinstance(error, ClusterError):
+        return ClusterError(
+            f"GPUs were asked for, but {host.name} has none that can be used.",
+            seen=error.seen,
+            allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
+            next_step=error.next_step,
+            code="WB-CLUSTER-150",
+        )
+    return PlanError(
+        f"{host.name} has no such GPU, or it was named twice: each host uses those with the "
+        "numbers that were given.",
+        seen=error.seen,
+        allowed=error.allowed,
+        next_step="numbers count on each host, within CUDA_VISIBLE_DEVICES; leave --devices out "
+        "for auto",
+        code="WB-PLAN-191",
+    )
