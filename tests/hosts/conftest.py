@@ -46,6 +46,30 @@ def hosts(standing_hosts: SimulatedHosts) -> SimulatedHosts:
     return standing_hosts
 
 
+@pytest.fixture(scope="module")
+def reached(standing_hosts: SimulatedHosts) -> Iterator[SimulatedHosts]:
+    """Hand out two whole hosts that this process's `ssh` knows, for the clusters of a file."""
+    if not standing_hosts.is_plain():
+        standing_hosts.again()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", standing_hosts.environment["PATH"])
+        yield standing_hosts
+
+
+@pytest.fixture(scope="module")
+def queues(reached: SimulatedHosts) -> Iterator[LocalSlurm]:
+    """Hand out a Slurm that this process's `sbatch` knows, for the clusters of a file."""
+    if why := missing(SLURM_NEEDS):
+        pytest.skip(why)
+    slurm = LocalSlurm(reached)
+    slurm.down()
+    slurm.up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+        yield slurm
+    slurm.cancel_all()
+
+
 @pytest.fixture
 def slurm(hosts: SimulatedHosts) -> LocalSlurm:
     """Hand out a Slurm without jobs; it ends with the hosts."""

@@ -74,9 +74,13 @@ class Engines:
         self._ground = self._make_ground(framework, folder)
         self._calls = Pending(self._idle)
         address = self._ground.address or "127.0.0.1"
-        self.router = ControlRouter(
-            self._heard, address, key, secret=launch.launcher != LOCAL, ports=launch.ports
-        )
+        try:
+            self.router = ControlRouter(
+                self._heard, address, key, secret=launch.launcher != LOCAL, ports=launch.ports
+            )
+        except BaseException:  # no port is free, most likely
+            self._ground.stop()
+            raise
         self.engines: dict[int, EngineInfo] = {}
         self.starting: tuple[int, ...] = ()
         """Ids of engines that are being started, or replaced."""

@@ -67,7 +67,13 @@ class ClusterServices:
         self.forks = not self.why_not
         self.hosted: HostedEngines | None = None
         if launch.has_agents:
-            self.hosted = HostedEngines(launch, self.folder, self._hosted_left, self._keeper_left)
+            try:
+                self.hosted = HostedEngines(
+                    launch, self.folder, self._hosted_left, self._keeper_left
+                )
+            except BaseException:
+                folders.remove(self.folder)
+                raise
         self.address = launch.listen if self.hosted is None else self.hosted.address
         self.hub = Controller(
             self.folder,

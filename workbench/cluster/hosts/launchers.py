@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,8 +208,9 @@ class Started:
                 self.process.stdin.flush()
 
     def _read(self, stream: IO[bytes]) -> None:
-        while data := os.read(stream.fileno(), 1 << 14):
-            self._tail = (self._tail + data)[-TAIL_BYTES:]
+        with stream:
+            while data := os.read(stream.fileno(), 1 << 14):
+                self._tail = (self._tail + data)[-TAIL_BYTES:]
         self.process.wait()
         self._on_end()
 
@@ -232,10 +234,14 @@ class Started:
         else:
             self._signal(signal.SIGTERM)
 
-    def wait(self) -> None:
-        """Wait until it has ended; it is killed where it does not."""
+    def wait(self, until: float | None = None) -> None:
+        """Wait until it has ended; it is killed where it does not.
+
+        Args:
+            until: On `time.monotonic`'s clock; by default some seconds from now.
+        """
         try:
-            self.process.wait(END_S)
+            self.process.wait(END_S if until is None else max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self.process.wait()
@@ -354,8 +360,9 @@ class Ssh:
         """Close the connections; an agent ends when its stdin does."""
         for one in self._started:
             one.stop()
+        until = time.monotonic() + END_S
         for one in self._started:
-            one.wait()
+            one.wait(until)
 
 
 def spread(engines: int, slots: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 ALLOCATION = "SLURM_JOB_ID"
 LOOK_S = 1.0
+AGENTS_END_S = 2.0
+"""How long agents may take to end as they were told."""
 _LASTING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESV_DEL_HOLD"})
 _RUNNING = frozenset({"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"})
 
@@ -168,7 +171,8 @@ class Sbatch:
 def job_facts(job: str) -> dict[str, str]:
     """Return what Slurm knows of a job, by the names that `scontrol show job` uses."""
     found = ask_program(["scontrol", "show", "job", job, "--oneliner"])
-    return dict(re.findall(r"(\w+(?:/\w+)?)=(.*?)(?=\s+\w+(?:/\w+)?=|\s*$)", found.strip()))
+    # Names may be AllocNode:Sid, Req/Alloc; values may hold spaces, a comment's for one.
+    return dict(re.findall(r"([\w:/]+)=(.*?)(?=\s+[\w:/]+=|\s*$)", found.strip()))
 
 
 class Srun:
@@ -228,5 +232,8 @@ class Srun:
     def stop(self) -> None:
         """End the step."""
         if self._started is not None:
+            # Told to end itself, srun kills the agents: they clean up first, as they were told.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._started.process.wait(AGENTS_END_S)
             self._started.stop()
             self._started.wait()
