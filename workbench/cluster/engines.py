@@ -35,6 +35,7 @@ from .services import ClusterServices
 
 if TYPE_CHECKING:
     from ..shared.messages import Up
+    from .hosts.agents import Agents
 
 __all__ = ["NOBODY", "EngineInfo", "Engines", "Listeners"]
 
@@ -109,6 +110,12 @@ class Engines:
     @framework.setter
     def framework(self, framework: str) -> None:
         self._ground.prefer(framework)
+
+    @property
+    def agents(self) -> Agents | None:
+        """The agents of other hosts; None where engines are of this machine."""
+        hosted = self._ground.hosted
+        return None if hosted is None else hosted.agents
 
     def can_fork(self, framework: str) -> bool:
         """Whether engines that have this framework are forked from a warm parent here."""

@@ -332,6 +332,6 @@ def _unpack(frames: Sequence[bytes], word: bytes, kinds: Mapping[str, Any]) -> A
     try:
         body = json.loads(frames[1])
         kind = kinds[body.pop("kind")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadMessageError("kind") from error
     return kind.from_wire(body, frames[2:])
