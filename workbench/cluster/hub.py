@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -29,6 +29,7 @@ import zmq
 from ipyparallel.cluster.launcher import EngineLauncher, NotRunning, ProcessStateError
 from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode
+from traitlets.log import get_logger
 
 from .calls import Gathering, NoAnswerError
 from .controller import config
@@ -138,7 +139,8 @@ class Controller:
         end = time.monotonic() + CONNECT_S
         while self.client is None:
             try:
-                self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
+                with _unsigned() if self._secret else contextlib.nullcontext():
+                    self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
             except TimeoutError:  # noqa: PERF203 - the wait is what costs
                 if self._ended.is_set() or time.monotonic() > end:
                     raise
@@ -275,6 +277,21 @@ def _hush(client: Any) -> None:
             handle(message)
 
     handlers["apply_reply"] = handle_wanted
+
+
+@contextlib.contextmanager
+def _unsigned() -> Iterator[None]:
+    """Keep a client from warning that it does not sign: what CURVE encrypts cannot be forged."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "signing is disabled" not in str(record.msg)
+
+    logger = get_logger()
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def free_ports(address: str, ports: tuple[int, int]) -> list[int]:

@@ -315,7 +315,11 @@ class Agents:
                 name = f"{facts.hostname} ({facts.address})"
             if name in taken:
                 name = f"{facts.hostname} ({facts.address}, {message.place})"
-            host = Host(message.place, name, message.slots, facts, identity, time.monotonic())
+            places = {one.place for one in self.living}
+            place = message.place
+            if place < 0:
+                place = next(one for one in itertools.count() if one not in places)
+            host = Host(place, name, message.slots, facts, identity, time.monotonic())
             self.hosts.append(host)
             if self.orders is not None:
                 self._outbox.append((host, self.orders))

@@ -233,8 +233,9 @@ class Started:
                 self.process.stdin.flush()
 
     def _read(self, stream: IO[bytes]) -> None:
-        while data := os.read(stream.fileno(), 1 << 14):
-            self._tail = (self._tail + data)[-TAIL_BYTES:]
+        with stream:
+            while data := os.read(stream.fileno(), 1 << 14):
+                self._tail = (self._tail + data)[-TAIL_BYTES:]
         self.process.wait()
         self._on_end()
 
@@ -608,7 +609,9 @@ class Mpi:
         for name, value in self._settings.options.items():
             if name not in ("python", "profile"):
                 command += [f"--{name}", *([value] if value else [])]
-        command += ["sh", "-c", _script(self._settings)]
+        # Within an allocation of Slurm all ranks of a node have that node's number as well.
+        rank = f'export {wire.PLACE}="${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-$PMIX_RANK}}}}"'
+        command += ["sh", "-c", f"{rank}\n{_script(self._settings)}"]
         self._started = Started("mpiexec", command, env, lambda: self.on_end())
 
     @property

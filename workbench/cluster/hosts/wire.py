@@ -98,7 +98,7 @@ class Arrived(Message):
     """The agent is there.
 
     Attributes:
-        place: Its number among the agents, in the order of hosts.
+        place: Its number among the agents, in the order of hosts; -1: it does not know.
         slots: For how many engines the host was asked for; 0: it does not know.
     """
 
