@@ -24,6 +24,7 @@ from workbench.cluster.hosts import wire as wire_of_agents
 from workbench.devices.limits import ExposureWarning
 
 SOURCE, SHOWN = "told-in-a-cell", "shown-by-a-cell"
+PORTS = (24500, 24600)
 SENT = 1234.5678
 """A number that a worker sends to the other one."""
 CELL = f"""
@@ -68,7 +69,7 @@ def wire(reached: SimulatedHosts) -> Iterator[Wire]:
 @pytest.fixture(scope="module")
 def cluster(wire: Wire) -> Iterator[wb.Cluster]:
     with pytest.warns(match="no authentication"):
-        cluster = wb.Cluster(2, launcher="ssh", on="xh1:1,xh2:1")
+        cluster = wb.Cluster(2, launcher="ssh", on="xh1:1,xh2:1", ports=PORTS)
     with cluster:
         yield cluster
 
@@ -160,6 +161,8 @@ def test_while_torch_trains_sockets_listen_on_the_addresses_of_the_cluster_alone
     if os.environ.get("SHOW"):
         print(*sorted(map(str, found)), sep="\n")
     beyond = {(one.host, one.address) for one in found if one.beyond}
+    others = {one.process for one in found if one.beyond and one.port not in range(*PORTS)}
+    assert all(name.startswith("engine") for name in others)  # gloo's
     assert beyond <= {("here", KERNEL), *ADDRESSES.items()}
     assert ("here", KERNEL) in beyond
     assert set(ADDRESSES.items()) & beyond
@@ -187,7 +190,9 @@ def test_files_with_secrets_are_gone_with_the_cluster(reached: SimulatedHosts) -
 @pytest.fixture(scope="module")
 def keras(reached: SimulatedHosts) -> Iterator[wb.Cluster]:
     with pytest.warns(match="no authentication"):
-        cluster = wb.Cluster(2, launcher="ssh", on="xh1:1,xh2:1", framework="tensorflow")
+        cluster = wb.Cluster(
+            2, launcher="ssh", on="xh1:1,xh2:1", framework="tensorflow", ports=PORTS
+        )
     with cluster:
         yield cluster
 
