@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from hosts.local_slurm import PORT, SLURM_NEEDS, LocalSlurm
 from hosts.on_the_wire import Wire, listened_in, listeners
-from hosts.simulated_hosts import ADDRESSES, KERNEL, SimulatedHosts
+from hosts.simulated_hosts import ADDRESSES, KERNEL, SimulatedHosts, missing
 from notebook_shell import WAIT_S, soon
 from zmq.utils import z85
 
@@ -98,6 +99,20 @@ def secrets_of(cluster: wb.Cluster) -> dict[str, bytes]:
     return found
 
 
+def shown_by_ps(secret: dict[str, bytes]) -> list[tuple[str, str]]:
+    """Return the secrets that are arguments of any process, each with the process's name."""
+    lines = {
+        one: "\0".join(one.info["cmdline"] or ()).encode()
+        for one in psutil.process_iter(["cmdline", "name"])
+    }
+    return [
+        (name, str(one.info["name"]))
+        for one, line in lines.items()
+        for name, word in secret.items()
+        if word in line
+    ]
+
+
 def test_neither_keys_nor_cells_nor_what_they_print_can_be_read_on_the_way(
     cluster: wb.Cluster, wire: Wire
 ) -> None:
@@ -115,9 +130,7 @@ def test_no_secret_is_an_argument_of_a_process_or_in_a_file_for_others(
     cluster: wb.Cluster, reached: SimulatedHosts
 ) -> None:
     secret = secrets_of(cluster)
-    for process in psutil.process_iter(["cmdline"]):
-        line = "\0".join(process.info["cmdline"] or ()).encode()
-        assert [name for name, word in secret.items() if word in line] == [], line
+    assert shown_by_ps(secret) == []
     folders = [p for host in ADDRESSES for p in reached.path(host, "/tmp").glob("workbench-*")]
     assert len(folders) == 2
     for folder in folders:
@@ -218,3 +231,33 @@ def test_while_tensorflow_trains_its_own_servers_alone_listen_everywhere(
     beyond = {(one.host, one.address) for one in found - everywhere if one.beyond}
     assert beyond <= {("here", KERNEL), *ADDRESSES.items()}
     assert soon(lambda: not [one for one in listeners(reached, family()) if one.everywhere])
+
+
+def test_a_job_of_slurm_shows_its_pass_to_its_owner_alone(reached: SimulatedHosts) -> None:
+    if why := missing(SLURM_NEEDS):
+        pytest.skip(why)
+    queues = LocalSlurm(reached)
+    queues.down()
+    queues.up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", queues.environment["SLURM_CONF"])
+        with listened_in() as wire:
+            with pytest.warns(match="no authentication"):
+                cluster = wb.Cluster(2, launcher="slurm", nodes=2)
+            with cluster:
+                secret = secrets_of(cluster)
+                assert cluster.execute(CELL).over.wait(WAIT_S)
+                assert shown_by_ps(secret) == []
+                agents = cluster.engine_set.agents
+                assert agents is not None
+                for host in agents.living:
+                    environ = os.stat(f"/proc/{host.facts.pid}/environ")
+                    assert stat.S_IMODE(environ.st_mode) == 0o400
+                (job,) = queues.jobs()
+                script = queues.call("scontrol", "write", "batch_script", str(job), "-")
+                assert agents.join.to_text() in script  # so its owner can: see docs/security.md
+        seen = {name: flows for name, word in secret.items() if (flows := wire.carries(word))}
+        assert set(seen) == {"join"}  # in Slurm's own messages, as docs/security.md says
+        assert {flow[3] for flow in seen["join"]} == {PORT + 1}  # slurmd
+        assert wire.mechanisms() == {"CURVE"}
+        queues.cancel_all()
