@@ -343,7 +343,7 @@ def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> lis
     try:
         settings = launch_settings(
             len(hosts), launcher="ssh", on=",".join(host.name for host in hosts),
-            ports=ports or None, listen=listen or None,
+            ports=ports, listen=listen,
         )  # fmt: skip
         here.address = listening(settings.listen) or way_to_hosts(settings)
         here.interface = here.ask("towards", address=here.address)["interface"]
