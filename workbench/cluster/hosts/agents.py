@@ -56,7 +56,7 @@ class Host:
 
     Attributes:
         place: Its number among the hosts; ranks follow it.
-        name: What it is called in tables; no two hosts have the same.
+        name: What it is called in tables; no two hosts have the same, its agents share it.
         slots: For how many engines it was asked for; more are possible.
         gone: Why it is there no more; empty while it is.
         was_told: Whether somebody told its agent to end: it did not fall silent.
@@ -323,7 +323,9 @@ class Agents:
             self._send(identity, wire.End())
             return
         with self._lock:
-            taken = {one.name for one in self.hosts if not one.gone}
+            # Ranks of MPI on one host have an agent each, and share its name.
+            others = [one for one in self.living if one.facts.token != facts.token]
+            taken = {one.name for one in others}
             name = facts.hostname
             if name in taken:
                 name = f"{facts.hostname} ({facts.address})"
