@@ -460,7 +460,7 @@ def test_what_an_engine_does_around_the_cell_is_marked(name, words):
 
         run = SimpleNamespace(
             strategy=SimpleNamespace(close=stuck), closers=[], weights=stuck,
-            spec=SimpleNamespace(run_dir="x", group=""),
+            spec=SimpleNamespace(run_dir="x", run_id="r", group=""),
             failed=False,
         )  # fmt: skip
         engine = SimpleNamespace(
