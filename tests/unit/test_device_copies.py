@@ -119,7 +119,8 @@ def test_sizes_are_known_before_anything_is_copied(tmp_path: Path) -> None:
     assert caught.value.size_bytes == (1 << 32) + 8
     said: list[str] = []
     run: Any = SimpleNamespace(
-        weights=lambda: to_numpy(large), spec=SimpleNamespace(run_dir=str(tmp_path), run_id="r", rank=0),
+        weights=lambda: to_numpy(large),
+        spec=SimpleNamespace(run_dir=str(tmp_path), run_id="r", rank=0),
         emit=lambda event: said.append(event.text),
     )  # fmt: skip
     assert runtime._save_weights(run, None) is None
