@@ -86,7 +86,7 @@ class WorkbenchMagics(Magics):
         if asked.devices is not None:
             settings["devices"] = asked.devices
         try:
-            cluster = session.start(asked.count or 2, progress=progress, **settings)
+            cluster = session.start(asked.count, progress=progress, **settings)
         except BaseException:
             progress.done()
             raise

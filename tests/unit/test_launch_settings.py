@@ -426,3 +426,20 @@ def test_the_site_file_is_the_documented_one(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ.get("XDG_CONFIG_HOME") or configuration.files()[1] == (
         Path.home() / ".config" / "workbench" / "launchers.toml"
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "engines"),
+    [
+        ({}, 2),
+        ({"launcher": "ssh", "on": "a:4,b:2"}, 6),
+        ({"launcher": "ssh", "on": "a,b,c"}, 3),
+        ({"launcher": "slurm", "nodes": 2, "gpus_per_node": 4}, 8),
+        ({"launcher": "slurm", "nodes": 3}, 3),
+    ],
+    ids=str,
+)
+def test_without_a_number_there_are_as_many_engines_as_there_is_room_for(
+    asked: dict[str, Any], engines: int
+) -> None:
+    assert configuration.engines_meant(**asked) == engines

@@ -252,7 +252,7 @@ def test_a_run_on_one_host_stays_on_loopback_wherever_its_store_is() -> None:
     assert address.address_in(replace(spec, hosts=("here", "here"))) == "127.0.0.1"
     apart = replace(spec, hosts=("here", "there"), store=None)
     assert address.address_in(replace(apart, address="192.0.2.7")) == "192.0.2.7"
-    with pytest.raises(ClusterError, match="WB-CLUSTER-111"):
+    with pytest.raises(ClusterError, match="WB-CLUSTER-074"):
         address.address_in(apart)
 
 

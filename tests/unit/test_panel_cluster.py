@@ -134,7 +134,7 @@ def test_a_start_that_waits_can_be_cancelled(panel):
     panel.session.during = lambda: panel.do("cluster.cancel", {})
     panel.do("cluster.start", {"count": 2})
     assert panel.settled()
-    assert "WB-CLUSTER-120" in panel.notices[0].text
+    assert "WB-CLUSTER-075" in panel.notices[0].text
     wire = panel.wire()["cluster"]
     assert (wire["running"], wire["progress"]) == (False, None)
     panel.session.during = lambda: None

@@ -154,7 +154,7 @@ class Controller:
                     "There is no such profile of ipyparallel's.",
                     seen=f"profile={profile}",
                     next_step=f"ipython profile create --parallel --profile={profile}",
-                    code="WB-CLUSTER-077",
+                    code="WB-CLUSTER-072",
                 ) from error
             with contextlib.suppress(ConfigFileNotFound):
                 found.merge(PyFileConfigLoader("ipcluster_config.py", folder).load_config())

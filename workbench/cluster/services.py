@@ -383,7 +383,8 @@ def _who(pid: int) -> dict[str, Any] | None:
 
 
 REGISTER_POLL_S = 0.01
-REGISTER_S = 30.0
+REGISTER_S = 60.0
+"""How long an engine that an agent has forked may take to connect."""
 LOG_CHARS = 2000
 
 
@@ -442,20 +443,15 @@ class Starter:
         if used := [i for i in ids if i <= self.highest]:
             self._hub.make_room(used)
         sets: list[Any] = []
-        end = time.monotonic() + timeout_s
         if self._hosted is not None:
-            self._hosted.order(self._hub.connection(), parent)
-            self._hosted.await_hosts(report, end)
-            report(progress.starting(len(ids)))
-            self._hosted.fork(ids, parent)
-            self.logs.update({i: str(self._hosted.log_path(i)) for i in ids})
+            self._on_hosts(self._hosted, ids, parent, time.monotonic() + timeout_s, report)
         else:
             settings = self._launcher_settings(ids, parent, report)
             sets = [self._start_set(one) for one in settings]
         warm_sets = [one for one in sets if isinstance(one, WarmEngineSetLauncher)]
         for one in warm_sets:
             self.logs.update(one.log_paths)
-        self._await(ids, sets, max(timeout_s, REGISTER_S), report)
+        self._await(ids, sets, timeout_s, report)
         for one in warm_sets:
             self.pids.update(one.pids)
         self.highest = max(self.highest, *ids)
@@ -492,6 +488,26 @@ class Starter:
                 code="WB-CLUSTER-018",
             )
 
+    def _on_hosts(
+        self,
+        hosted: HostedEngines,
+        ids: Sequence[int],
+        framework: str,
+        until: float,
+        report: progress.Report,
+    ) -> None:
+        """Start engines on other hosts and wait for them; on failure none of them is left."""
+        hosted.order(self._hub.connection(), framework)
+        hosted.await_hosts(report, until)
+        report(progress.starting(len(ids)))
+        try:
+            hosted.fork(ids, framework)
+            self.logs.update({i: str(hosted.log_path(i)) for i in ids})
+            self._await(ids, [], REGISTER_S, report)
+        except BaseException:
+            hosted.abandon(ids)
+            raise
+
     def _not_started(self, engines: Sequence[int]) -> ClusterError:
         logs = [Path(self.logs[i]) for i in engines if i in self.logs]
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
@@ -499,7 +515,7 @@ class Starter:
             f"Engines {list(engines)} ended before they were connected.",
             seen=said[-LOG_CHARS:] or "nothing in their logs",
             next_step="%cluster stop, then start again",
-            code="WB-CLUSTER-075",
+            code="WB-CLUSTER-070",
         )
 
     def _output(self, engine_set: Any, missing: Sequence[int]) -> str:

@@ -435,7 +435,7 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
             "Checkpoints cannot be written there.",
             seen=f"{folder} ({disk.reason_of(error)})",
             next_step="name another folder",
-            code="WB-PLAN-196",
+            code="WB-PLAN-189",
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -450,7 +450,7 @@ def check_folder(engines: Engines, ids: Sequence[int], folder: str) -> None:
             allowed="a folder on a disk that the notebook's machine and all hosts of the run share",
             next_step="--checkpoint with a folder there (on many clusters: the home folder, or "
             "scratch); without a shared disk leave --checkpoint away",
-            code="WB-PLAN-195",
+            code="WB-PLAN-188",
         )
 
 
@@ -536,7 +536,7 @@ class FarFiles:
                 seen=error.seen or error.what if isinstance(error, ClusterError) else error,
                 next_step=f"make room in {host.facts.folder} there, or set TMPDIR by --setup "
                 "'export TMPDIR=...'; a folder on a shared disk is not sent",
-                code="WB-RUN-131",
+                code="WB-RUN-100",
             ) from error
         return told
 

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..cluster.engines import NOBODY, Engines
-from ..cluster.hosts.configuration import LaunchArguments, differences, launch_settings
+from ..cluster.hosts.configuration import (
+    LaunchArguments,
+    differences,
+    engines_meant,
+    launch_settings,
+)
 from ..errors import ClusterError, PlanError
 from ..execution import registry
 from ..execution.allocator import default_framework, know_notebook, prewarmed
@@ -55,10 +60,11 @@ class Session:
         self.prepared = Engines(NOBODY, framework=framework)
         self.prepared.prewarm()
 
-    def start(self, count: int, **settings: Any) -> Cluster:
+    def start(self, count: int | None, **settings: Any) -> Cluster:
         """Start the notebook's cluster, or add engines to it until it has `count`.
 
-        Where another thread (the panel's) is starting it, that is waited for.
+        None means as many as the hosts that were named have room for, or 2. Where another
+        thread (the panel's) is starting it, that is waited for.
 
         Raises:
             PlanError: The settings make no sense, or a cluster with others is running.
@@ -67,10 +73,11 @@ class Session:
         with self._starting:
             return self._start(count, settings)
 
-    def _start(self, count: int, settings: dict[str, Any]) -> Cluster:
+    def _start(self, count: int | None, settings: dict[str, Any]) -> Cluster:
         if self.cluster is not None:
-            self._grow(self.cluster, count, settings)
+            self._grow(self.cluster, count or 2, settings)
             return self.cluster
+        count = count or engines_meant(**_where(settings))
         launch = launch_settings(count, **_where(settings))
         settings = {name: settings[name] for name in set(settings) - _WHERE}
         prepared = self.prepared

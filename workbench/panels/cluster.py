@@ -141,7 +141,7 @@ class ClusterPart(Part):
             raise ClusterError(
                 "The start was cancelled.",
                 next_step="Start begins again",
-                code="WB-CLUSTER-120",
+                code="WB-CLUSTER-075",
             ) from None
         finally:
             self._progress, self._starter = None, 0

@@ -239,7 +239,7 @@ def own_address(towards: str) -> str:
             seen=f"{towards}: {error}",
             allowed="hosts that reach each other by IPv4 (IPv6 alone is not enough)",
             next_step="name the network that all hosts share: %cluster start --listen ADDRESS",
-            code="WB-CLUSTER-110",
+            code="WB-CLUSTER-073",
         ) from error
 
 

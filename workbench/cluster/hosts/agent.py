@@ -251,7 +251,7 @@ class Agent:
         """Return the warm parent of a framework, started where there is none."""
         with self._starting:
             if self._over:
-                raise ClusterError("The agent has ended.", code="WB-CLUSTER-076")
+                raise ClusterError("The agent has ended.", code="WB-CLUSTER-071")
             parent = self._parents.get(framework)
             if parent is None or not parent.alive:
                 if parent is not None:

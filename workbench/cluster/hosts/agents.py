@@ -182,13 +182,13 @@ class Agents:
                 f"{host.name} does not answer.",
                 seen=f"nothing for {timeout_s:g} s",
                 next_step="%cluster stop, then start again",
-                code="WB-CLUSTER-060",
+                code="WB-CLUSTER-057",
             ) from None
         if found.error:
             raise ClusterError(
                 f"{host.name} could not do what it was asked for.",
                 seen=found.error,
-                code="WB-CLUSTER-061",
+                code="WB-CLUSTER-058",
             )
         return found
 
@@ -373,7 +373,7 @@ class HostFiles:
                 f"{host.name} has told of files what makes no sense.",
                 seen=str(found)[:200],
                 next_step="%cluster stop, then start again",
-                code="WB-RUN-130",
+                code="WB-RUN-099",
             ) from error
 
     def send(self, host: Host, folder: Path, wanted: Callable[[str], bool]) -> str:
@@ -454,7 +454,7 @@ def _gone(host: Host) -> ClusterError:
     return ClusterError(
         f"{host.name} is gone: {host.gone}.",
         next_step="%cluster shows which engines live",
-        code="WB-CLUSTER-064",
+        code="WB-CLUSTER-059",
     )
 
 

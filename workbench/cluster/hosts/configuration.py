@@ -109,6 +109,25 @@ def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSet
     Raises:
         PlanError: Something makes no sense, or a program is missing.
     """
+    settings = _settings(asked)
+    _check_hosts(settings, engines)
+    _check_programs(settings.launcher)
+    return settings
+
+
+def engines_meant(**asked: Unpack[LaunchArguments]) -> int:
+    """Return how many engines to start where no number is given: as many as there is room for.
+
+    Raises:
+        PlanError: Something makes no sense.
+    """
+    settings = _settings(asked)
+    return sum(one.slots or 1 for one in settings.on) or (
+        settings.nodes * max(1, settings.gpus_per_node) or 2
+    )
+
+
+def _settings(asked: LaunchArguments) -> LaunchSettings:
     if strange := sorted(set(asked) - set(LaunchArguments.__annotations__)):
         raise TypeError(f"Cluster() got an unexpected keyword argument {strange[0]!r}")
     given = _typed(asked)
@@ -118,10 +137,7 @@ def launch_settings(engines: int, **asked: Unpack[LaunchArguments]) -> LaunchSet
         given = _merged(_of_files(launcher), given)
     waits = QUEUE_TIMEOUT_S if launcher == SLURM else START_TIMEOUT_S
     found = {"start_timeout_s": waits, **dict(_read(*one, launcher) for one in given.items())}
-    settings = LaunchSettings(launcher=launcher, **found)
-    _check_hosts(settings, engines)
-    _check_programs(launcher)
-    return settings
+    return LaunchSettings(launcher=launcher, **found)
 
 
 def differences(

@@ -197,7 +197,7 @@ class HostDevices:
                 seen="; ".join(f"{names[room]}: {one.kind}" for room, one in each.items()),
                 allowed="GPUs of one kind",
                 next_step="--devices cpu, or hosts that are alike",
-                code="WB-PLAN-190",
+                code="WB-PLAN-186",
             )
         if len(kinds) > 1:
             return f"GPUs of {' and '.join(kinds)} cannot form a group: so all compute on the CPU."
@@ -243,7 +243,7 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
             seen=error.seen,
             allowed="hosts with GPUs that their drivers report, within CUDA_VISIBLE_DEVICES",
             next_step=error.next_step,
-            code="WB-CLUSTER-150",
+            code="WB-CLUSTER-076",
         )
     return PlanError(
         f"{host.name} has no such GPU, or it was named twice: each host uses those with the "
@@ -252,5 +252,5 @@ def _lacking(host: Host, error: WorkbenchError) -> WorkbenchError:
         allowed=error.allowed,
         next_step="numbers count on each host, within CUDA_VISIBLE_DEVICES; leave --devices out "
         "for auto",
-        code="WB-PLAN-191",
+        code="WB-PLAN-187",
     )

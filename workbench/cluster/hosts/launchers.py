@@ -122,7 +122,7 @@ def address_of(name: str) -> str:
             allowed="a name that this machine resolves, an address, or a host of ~/.ssh/config",
             next_step=f"try  ssh {name}  in a terminal; behind a jump host name the notebook's "
             "side by --listen",
-            code="WB-CLUSTER-065",
+            code="WB-CLUSTER-060",
         ) from error
 
 
@@ -261,7 +261,7 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             seen=last.splitlines()[-1],
             next_step="install it there in the same version (pip install 'distributed-workbench"
             "[torch]'), or name the interpreter: --launcher-option python=/path/to/python",
-            code="WB-CLUSTER-066",
+            code="WB-CLUSTER-061",
         )
     if code == wire.NO_ROUTE:
         return ClusterError(
@@ -270,13 +270,13 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             allowed="an address of this machine that the hosts can connect to, and open ports",
             next_step="--listen names another interface or address, --ports the ports that a "
             "firewall lets through; workbench doctor --on HOST tries it",
-            code="WB-CLUSTER-067",
+            code="WB-CLUSTER-062",
         )
     return ClusterError(
         f"{what} has ended before an engine could be started.",
         seen=f"exit code {code}: {last}" if code is not None else last,
         next_step="try the same in a terminal; docs/clusters-of-machines.md has examples",
-        code="WB-CLUSTER-068",
+        code="WB-CLUSTER-063",
     )
 
 
@@ -288,7 +288,7 @@ def refuse_missing(program: str, package: str) -> None:
             seen=f"PATH={os.environ.get('PATH', '')}",
             next_step=f"install it (Debian: apt-get install {package}), or load its module before "
             "Jupyter is started",
-            code="WB-CLUSTER-069",
+            code="WB-CLUSTER-064",
         )
 
 

@@ -11,12 +11,13 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .settings import LaunchSettings
 
 POLL_S = 0.1
-ARRIVE_S = 60.0
+ARRIVE_S = 120.0
 """How long an agent may take once its job runs."""
 FORK_S = 150.0
 SETTLED_S = 4.0
@@ -83,6 +84,7 @@ class HostedEngines:
         self._pids: dict[int, int] = {}
         self._keeper: Host | None = None
         self._ended_by_us: dict[int, str] = {}
+        self._ended_early: dict[int, int] = {}  # pids that were gone before they were known
         self._started = False
         self._lock = threading.Lock()
 
@@ -149,7 +151,7 @@ class HostedEngines:
                 f"The job did not begin within {waited_s:.0f} s; it was cancelled.",
                 seen=f"{waits.state} ({waits.reason})" if waits.reason else waits.state,
                 next_step="--start-timeout 2h waits longer; squeue shows who is before you",
-                code="WB-CLUSTER-071",
+                code="WB-CLUSTER-066",
             )
         names = ", ".join(one.name for one in self.agents.living) or "none"
         return ClusterError(
@@ -157,7 +159,7 @@ class HostedEngines:
             seen=names,
             next_step="a firewall may drop what hosts send back: --ports and --listen; "
             "workbench doctor --on HOST tries it",
-            code="WB-CLUSTER-072",
+            code="WB-CLUSTER-067",
         )
 
     def _compare(self) -> None:
@@ -174,7 +176,7 @@ class HostedEngines:
                 seen="; ".join(_words(name, differ[name]) for name in bad),
                 next_step="install the same there, or name another interpreter: "
                 "--launcher-option python=/path/to/python",
-                code="WB-CLUSTER-073",
+                code="WB-CLUSTER-068",
             )
         self.said = [
             f"versions differ: {_words(name, seen)}"
@@ -258,7 +260,14 @@ class HostedEngines:
             asked.append((host, mine, self.agents.begin(host, order)))
         for host, mine, future in asked:
             pids = self.agents.answer(host, future, FORK_S).value
-            self._pids.update(zip(mine, map(int, pids), strict=True))
+            for engine, pid in zip(mine, map(int, pids), strict=True):
+                if self._ended_early.pop(engine, 0) != pid:
+                    self._pids[engine] = pid
+
+    def abandon(self, ids: Iterable[int]) -> None:
+        """End engines of a start that failed: nobody would."""
+        for engine in ids:
+            self.signal(engine, signal.SIGKILL, "by Workbench: others of its start failed")
 
     def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
         living, load = self._living(), self._load()
@@ -278,7 +287,7 @@ class HostedEngines:
                 "No host of this cluster is there any more.",
                 seen="; ".join(one.gone for one in self.agents.hosts) or "none has come",
                 next_step="%cluster stop, then start again",
-                code="WB-CLUSTER-074",
+                code="WB-CLUSTER-069",
             )
         return living
 
@@ -346,6 +355,8 @@ class HostedEngines:
             if why := self._ended_by_us.pop(engine, ""):
                 how = processes.Ending(how.signal, how.code, hint=why)
             self._on_left(engine, how)
+        else:
+            self._ended_early[engine] = pid
 
     def _logged(self, engine: int, data: bytes) -> None:
         with self.log_path(engine).open("ab") as file:

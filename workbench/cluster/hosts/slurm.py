@@ -68,7 +68,7 @@ class Sbatch:
                 "Slurm refused the job.",
                 seen=done.stderr.strip() or f"exit code {done.returncode}",
                 next_step="sinfo shows partitions and their limits",
-                code="WB-CLUSTER-070",
+                code="WB-CLUSTER-065",
             )
         self.job = done.stdout.strip().partition(";")[0]
 

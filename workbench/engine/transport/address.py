@@ -53,7 +53,7 @@ def address_in(spec: RunSpec) -> str:
         "The engine was not told by which address other hosts reach it.",
         seen=spec.run_id,
         next_step="%cluster restart",
-        code="WB-CLUSTER-111",
+        code="WB-CLUSTER-074",
     )
 
 
