@@ -20,7 +20,7 @@ START_S = 180.0
 CELL = """
 import keras
 keras.utils.set_random_seed(0)
-model = keras.Sequential([keras.Input((8, 8)), keras.layers.Flatten(), keras.layers.Dense(10)])
+model = keras.Sequential([keras.Input((1, 8, 8)), keras.layers.Flatten(), keras.layers.Dense(10)])
 wb.fit(model, wb.data.digits("train", arrays=True), batch_size=64, steps=30,
        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
        optimizer=lambda p: keras.optimizers.SGD(0.1))
