@@ -51,7 +51,7 @@ def main() -> None:
         lease = SimpleNamespace(leases=[SimpleNamespace(label="cpu", gpu="")] * count)
         cluster = SimpleNamespace(
             engines=infos, ids=ids, worker_ids=ids, lease=lambda n: lease, last_task=None,
-            busy=None, pool=SimpleNamespace(given={}),
+            busy=None, pool=SimpleNamespace(given={}, hosted=None),
             engine_set=SimpleNamespace(starting=(), log_path=lambda i: folder / f"{i}.log"),
         )  # fmt: skip
         vitals, costs_ms = Vitals(cluster), []

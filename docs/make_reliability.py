@@ -255,6 +255,7 @@ def written() -> str:
 def filled(page: str) -> str:
     """Return a page with its tables as they were measured."""
     page = put(page, "faults", faults(measured("faults")["rows"]))
+    page = put(page, "hosts", faults(measured("hosts")["rows"]))
     page = put(page, "rivals", rivals(measured("rivals")))
     page = put(page, "chaos", chaos(measured("chaos")["seeds"]))
     page = put(page, "restarts", restarts(measured("restarts")))

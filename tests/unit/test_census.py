@@ -96,9 +96,13 @@ def test_refused_messages_are_counted_below_the_table() -> None:
 
     router = SimpleNamespace(rejected=2, refused={0: 3, 1: 0})
     pool = SimpleNamespace(words=list)
-    engines = SimpleNamespace(router=router)
+    agents = SimpleNamespace(refused=0, turned_away=[])
+    engines = SimpleNamespace(router=router, hosted=SimpleNamespace(agents=agents))
     cluster = SimpleNamespace(engine_set=engines, pool=pool, worker_ids=[])
     assert session_status.rejected(cluster) == 5  # type: ignore[arg-type]
     assert "5 messages or connections were refused" in session_status.notes(cluster)[0]  # type: ignore[arg-type]
-    router.rejected, router.refused = 0, {}
+    agents.refused, agents.turned_away = 1, ["An agent on xh9 was refused: place 0 is taken."]
+    assert session_status.rejected(cluster) == 6  # type: ignore[arg-type]
+    assert agents.turned_away[0] in session_status.notes(cluster)  # type: ignore[arg-type]
+    router.rejected, router.refused, engines.hosted = 0, {}, None
     assert session_status.notes(cluster) == []  # type: ignore[arg-type]

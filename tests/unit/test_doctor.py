@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -384,8 +385,49 @@ def test_a_host_is_asked_both_ways(shared: Path) -> None:
     for id in ("host.this_machine.to.localhost", "host.localhost.to.this_machine"):
         assert found[id].status == "ok", found[id]
     assert abs(found["host.localhost.clock"].figures["offset_s"]) < 1
+    assert found["hosts.listen"].status == "ok"
+    assert "127.0.0.1 (lo) alone" in found["hosts.listen"].found
+    assert "127.0.0.1 (lo) on localhost" in found["hosts.engines"].found
+    for id in ("hosts.listen", "hosts.engines", "hosts.encrypted", "hosts.open"):
+        assert "docs/security.md" in found[id].next_step
     assert "one and the same" in found["host.this_machine.and.localhost"].found
     assert list(shared.iterdir()) == []  # the token is gone
+
+
+def test_the_way_back_is_tried_on_a_port_that_the_notebook_may_take(shared: Path) -> None:
+    found = {one.id: one for one in hosts.look(["localhost"], local, ports="23400-23420")}
+    assert "23400-23420, " in found["hosts.listen"].found
+    assert "one, within 23400-23420" in found["hosts.engines"].found
+    assert found["host.localhost.to.this_machine"].found.startswith("127.0.0.1:234")
+    assert not found["host.this_machine.to.localhost"].found.startswith("127.0.0.1:234")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"ports": "20000-20003"}, "too few ports"),
+        ({"ports": "many"}, "no range of ports"),
+        ({"listen": "0.0.0.0"}, "never on all"),
+        ({"listen": "192.0.2.7"}, "nothing of that name"),
+    ],
+)
+def test_where_the_notebook_cannot_listen_is_told_with_the_next_step(
+    shared: Path, asked: dict[str, str], words: str
+) -> None:
+    found = {one.id: one for one in hosts.look(["localhost"], local, **asked)}
+    assert found["hosts.listen"].status == "fail"
+    assert words in found["hosts.listen"].found
+    assert found["hosts.listen"].next_step
+    assert found["host.localhost.clock"].status == "ok"
+
+
+def test_ports_that_are_taken_are_told(shared: Path) -> None:
+    taken = socket.create_server(("127.0.0.1", 23407))
+    with taken:
+        found = {one.id: one for one in hosts.look(["localhost"], local, ports="23400-23415")}
+    assert found["hosts.listen"].status == "fail"
+    assert found["hosts.listen"].figures["free_ports"] == 15
+    assert "wider range" in found["hosts.listen"].next_step
 
 
 def test_a_host_that_refuses_or_sleeps_costs_its_own_lines(

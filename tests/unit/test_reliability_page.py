@@ -23,7 +23,7 @@ def test_a_class_is_described_as_it_was_measured(maker):
 
 def test_what_stands_between_the_marks_comes_from_the_figures(maker):
     page = (DOCS / "reliability.md").read_text()
-    for name in ("faults", "rivals", "chaos", "soak", "restarts"):
+    for name in ("faults", "hosts", "rivals", "chaos", "soak", "restarts"):
         edited = maker.put(page, name, "| made up |")
         assert "| made up |" in edited
         assert maker.filled(edited) == page

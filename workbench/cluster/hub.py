@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -33,6 +33,7 @@ from traitlets import Any as AnyTrait
 from traitlets import Float, Integer, List, Unicode
 from traitlets.config import Config
 from traitlets.config.loader import ConfigFileNotFound, DeferredConfigString, PyFileConfigLoader
+from traitlets.log import get_logger
 
 from ..errors import ClusterError
 from .calls import Gathering, NoAnswerError
@@ -169,7 +170,8 @@ class Controller:
         end = time.monotonic() + CONNECT_S
         while self.client is None:
             try:
-                self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
+                with _unsigned() if self._secret else contextlib.nullcontext():
+                    self.client = self.cluster.connect_client_sync(timeout=ATTEMPT_S)
             except TimeoutError:  # noqa: PERF203 - the wait is what costs
                 if self._ended.is_set() or time.monotonic() > end:
                     raise
@@ -306,6 +308,21 @@ def _hush(client: Any) -> None:
             handle(message)
 
     handlers["apply_reply"] = handle_wanted
+
+
+@contextlib.contextmanager
+def _unsigned() -> Iterator[None]:
+    """Keep a client from warning that it does not sign: what CURVE encrypts cannot be forged."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "signing is disabled" not in str(record.msg)
+
+    logger: Any = get_logger()
+    logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        logger.removeFilter(passes)
 
 
 def free_ports(address: str, ports: tuple[int, int]) -> list[int]:

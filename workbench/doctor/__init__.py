@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 class _Doctor(ModuleType):
     """This package, which can be called: `wb.doctor()` is its main job."""
 
-    def __call__(self, on: str = "") -> Report:
+    def __call__(self, on: str = "", *, ports: str = "", listen: str = "") -> Report:
         """Check this machine; takes at most about 30 seconds.
 
         Args:
             on: Hosts to check too, over ssh, separated by commas.
+            ports, listen: Of the notebook, as `%cluster start` takes them.
 
         Returns:
             What was found: a table in a notebook; `.to_dict()`, `.json()` and `.text()` elsewhere.
         """
         from .command import examine
 
-        return examine(on)
+        return examine(on, ports=ports, listen=listen)
 
 
 sys.modules[__name__].__class__ = _Doctor

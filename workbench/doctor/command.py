@@ -29,6 +29,10 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add = doctor.add_argument
     add("--json", action="store_true", help="one JSON document, for programs")
     add("--on", metavar="HOST[,HOST]", default="", help="also check these hosts, over ssh")
+    add("--ports", metavar="A-B", default="",
+        help="with --on: ports that the notebook may listen on")  # fmt: skip
+    add("--listen", metavar="WHERE", default="",
+        help="with --on: where the notebook listens: an address, interface or network")  # fmt: skip
     add("--gpu-test", action="store_true",
         help="ten minutes with real engines; leaves a report")  # fmt: skip
     add("--on-cpu", action="store_true", help="--gpu-test with CPU engines only")
@@ -54,16 +58,17 @@ def run_doctor(given: argparse.Namespace) -> int:
     """Do what the line asks for; return the exit status."""
     if given.gpu_test:
         return _gpu_test(given)
-    report = examine(given.on)
+    report = examine(given.on, ports=given.ports, listen=given.listen)
     _print(report.json() if given.json else report.text())
     return report.exit_status
 
 
-def examine(on: str = "") -> Report:
+def examine(on: str = "", *, ports: str = "", listen: str = "") -> Report:
     """Make all checks; return what they found.
 
     Args:
         on: Hosts to check too, separated by commas.
+        ports, listen: Of the notebook, as `%cluster start` takes them.
     """
     from . import gpus, hosts, machine
 
@@ -73,7 +78,7 @@ def examine(on: str = "") -> Report:
     report.add(gpus.look())
     names = [name.strip() for name in on.split(",") if name.strip()]
     if names:
-        report.add(hosts.look(names))
+        report.add(hosts.look(names, ports=ports, listen=listen))
     report.seconds = time.perf_counter() - began
     return report
 

@@ -29,11 +29,12 @@ MESSAGE_BYTES = 4 << 20
 """Larger than any frame: a path with a wrong MTU holds it up."""
 PINGS = 8
 MUCH_OFFSET_S = 1.0
+SEE = "docs/security.md"
 SHARED_VARIABLE = "WORKBENCH_SHARED"
 PACKAGES = ("distributed-workbench", "torch", "tensorflow", "ipyparallel", "numpy")
 
 AGENT = r"""
-import hashlib, json, os, platform, shutil, socket, sys, tempfile, threading, time
+import fcntl, hashlib, json, os, platform, shutil, socket, struct, sys, tempfile, threading, time
 from importlib import metadata
 
 def version(name):
@@ -75,11 +76,33 @@ def resolve(asked):
 def towards(asked):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((asked["address"], 9))
-        return {"address": sock.getsockname()[0]}
+        found = sock.getsockname()[0]
+        return {"address": found, "interface": interface(sock, found)}
+
+def interface(sock, address):
+    for _, name in socket.if_nameindex():
+        try:
+            about = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            continue
+        if socket.inet_ntoa(about[20:24]) == address:
+            return name
+    return ""
+
+def bound(address, ports):
+    for port in ports:
+        server = socket.socket()
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it is free again at once
+        try:
+            server.bind((address, port))
+            return server
+        except OSError:
+            server.close()
+            if port == ports[-1]:
+                raise
 
 def listen(asked):
-    server = socket.socket()
-    server.bind((asked["address"], 0))
+    server = bound(asked["address"], asked.get("ports") or [0])
     server.listen(4)
     server.settimeout(30)
     def serve():
@@ -144,12 +167,17 @@ class Host:
 
     Attributes:
         name: As the user wrote it; empty for this machine.
+        address: Where engines on it, or the notebook, would listen; empty: not known.
+        interface: Which of its interfaces has that address.
+        ports: First and last port that may be listened on; None: any.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     facts: Mapping[str, Any] = field(default_factory=dict)
     address: str = ""
+    interface: str = ""
+    ports: tuple[int, int] | None = None
     _rest: bytes = b""
 
     @property
@@ -252,8 +280,15 @@ def start(name: str) -> Host:
         raise HostError("ssh is not installed here") from None
 
 
-def look(names: Sequence[str], starting: Start = start) -> list[Line]:
-    """Return what was found between this machine and each host, and between the hosts."""
+def look(
+    names: Sequence[str], starting: Start = start, *, ports: str = "", listen: str = ""
+) -> list[Line]:
+    """Return what was found between this machine and each host, and between the hosts.
+
+    Args:
+        ports: First and last port that may be listened on, as `--ports` of `%cluster start`.
+        listen: Where the notebook is to listen, as its `--listen`.
+    """
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
         here = _begin("", starting, stack, lines)
@@ -261,8 +296,10 @@ def look(names: Sequence[str], starting: Start = start) -> list[Line]:
         reached = [host for host in there if host is not None]
         if here is None:
             return lines
+        lines += _notebook(here, reached, ports, listen)
         for host in reached:
             lines += _of_one(here, host)
+        lines += _engines(here, reached)
         ends = [here, *reached]
         for i, a in enumerate(ends):
             for b in ends[i + 1:]:  # fmt: skip
@@ -290,6 +327,71 @@ def _begin(
         found = f"{host.facts['hostname']}, Python {host.facts['python']}, after {took:.1f} s"
         lines.append(Line(f"host.{name}.ssh", "ok", what, found, "", round(took, 2)))
     return host
+
+
+def _notebook(here: Host, hosts: Sequence[Host], ports: str, listen: str) -> list[Line]:
+    """Find where the notebook would listen for these hosts, as the start of a cluster does."""
+    from ..cluster.hosts.configuration import LEAST_PORTS, launch_settings
+    from ..cluster.hosts.places import way_to_hosts
+    from ..cluster.hub import free_ports
+    from ..devices.limits import listening
+    from ..errors import WorkbenchError
+
+    id, what = "hosts.listen", "the notebook would listen"
+    if not hosts:
+        return []
+    try:
+        settings = launch_settings(
+            len(hosts), launcher="ssh", on=",".join(host.name for host in hosts),
+            ports=ports, listen=listen,
+        )  # fmt: skip
+        here.address = listening(settings.listen) or way_to_hosts(settings)
+        here.interface = here.ask("towards", address=here.address)["interface"]
+    except (WorkbenchError, HostError) as error:
+        said = str(error).splitlines()
+        step = getattr(error, "next_step", None) or "--listen names an address of this machine"
+        return [Line(id, "fail", what, " ".join(map(str.strip, said[:2])), step)]
+    here.ports = settings.ports
+    for host in hosts:
+        host.ports = settings.ports
+    status: Status = "ok"
+    step, which = SEE, "any free ones"
+    figures: dict[str, Any] = {"address": here.address, "sockets": LEAST_PORTS - 1}
+    if settings.ports is not None:
+        free = len(free_ports(here.address, settings.ports))
+        which = f"{settings.ports[0]}-{settings.ports[1]}, {free} of them free"
+        figures["free_ports"] = free
+        if free < LEAST_PORTS:
+            status, step = "fail", f"--ports with a wider range: {LEAST_PORTS} must be free"
+    if here.address.startswith("127.") and not _same(here, hosts):
+        status, step = "fail", "--listen names the address by which the hosts reach this machine"
+    found = f"on {here.address} ({here.interface or 'no interface'}) alone, {LEAST_PORTS - 1} ports"
+    return [Line(id, status, what, f"{found}: {which}", step, figures=figures)]
+
+
+def _same(here: Host, hosts: Sequence[Host]) -> bool:
+    """Whether all of them are this machine."""
+    return all(one.facts["net"] == here.facts["net"] for one in hosts)
+
+
+def _engines(here: Host, hosts: Sequence[Host]) -> list[Line]:
+    """Say where engines would listen, and what of all that is encrypted."""
+    if not hosts or not here.address:
+        return []
+    store, ports = hosts[0], here.ports
+    where = ", ".join(f"{h.address or '?'} ({h.interface or '?'}) on {h.name}" for h in hosts)
+    range_of = f"within {ports[0]}-{ports[1]}" if ports else "any"
+    return [
+        Line("hosts.engines", "ok", "engines would listen",
+             f"{where}: any ports; the store on {store.name}: one, {range_of}. TensorFlow's "
+             "servers listen on all interfaces of their hosts", SEE),
+        Line("hosts.encrypted", "ok", "encrypted",
+             "all between the notebook and the hosts (ssh, CURVE)", SEE),
+        Line("hosts.open", "ok" if _same(here, hosts) else "warn", "not encrypted",
+             "all between the hosts: the store, gloo, NCCL and TensorFlow's gRPC, which ask nobody "
+             "for a password, and Workbench's own links, which do",
+             f"a private network, or a firewall around the hosts; {SEE}"),
+    ]  # fmt: skip
 
 
 def _of_one(here: Host, host: Host) -> list[Line]:
@@ -342,8 +444,11 @@ def _names(here: Host, host: Host) -> tuple[Any, ...]:
     known = found.get((here.called, name)) or found.get((here.called, theirs)) or []
     usable = [one for one in known if ":" not in one]
     host.address = usable[0] if usable else _ssh_address(host.name)
-    if host.address:
+    if not here.address and host.address:
         here.address = here.ask("towards", address=host.address)["address"]
+    if here.address:  # engines listen where their way to the notebook begins
+        way = host.ask("towards", address=here.address)
+        host.address, host.interface = way["address"], way["interface"]
     back = found.get((host.called, mine), [])
     words = f"{name} is {', '.join(known) or 'not known here'}; "
     words += f"there {mine} is {', '.join(back) or 'not known'}"
@@ -437,12 +542,16 @@ def _reach(a: Host, b: Host) -> Line:
     if not where:
         return Line(id, "unknown", what, f"the address of {b.called} is not known")
     try:
-        port = b.ask("listen", address=where, bytes=MESSAGE_BYTES)["port"]
+        # The notebook keeps to the ports that it is told; those of engines are any.
+        ports = list(range(b.ports[0], b.ports[1] + 1)) if b.ports and not b.name else [0]
+        port = b.ask("listen", address=where, bytes=MESSAGE_BYTES, ports=ports)["port"]
         came = a.ask("connect", 16, address=where, port=port, bytes=MESSAGE_BYTES)
     except HostError as error:
         said = str(error)
         if "refused" in said or "route" in said:
             step = f"a firewall, or no route to {where}: open all ports between engines' hosts"
+            if not b.name:
+                step = "--listen and --ports, here and of %cluster start, say where to listen"
         elif "timed out" in said or "no answer" in said:
             step = f"packets to {where} are dropped (firewall), or are too large (MTU)"
         else:
@@ -450,7 +559,8 @@ def _reach(a: Host, b: Host) -> Line:
         return Line(id, "fail", what, f"{where}: {said}", step)
     rate = MESSAGE_BYTES / max(1e-9, came["total_s"]) / 1e6
     figures = {"connect_ms": round(1e3 * came["connect_s"], 2), "mb_s": round(rate, 1)}
-    found = f"{where}, {figures['connect_ms']:.1f} ms to connect, {rate:.0f} MB/s"
+    on = f"{where}:{port}" if not b.name else where
+    found = f"{on}, {figures['connect_ms']:.1f} ms to connect, {rate:.0f} MB/s"
     if not came["whole"]:
         return Line(id, "fail", what, f"{where}: 4 MB arrived changed or cut", "a proxy between?")
     return Line(id, "ok", what, found, "", round(came["total_s"], 3), figures)

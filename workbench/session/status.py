@@ -70,8 +70,10 @@ def rows(cluster: ClusterAccess, *, now: bool = False) -> list[dict[str, Any]]:
 
 def rejected(cluster: ClusterAccess) -> int:
     """Return how many messages and connections did not know the cluster's or a run's key."""
-    router = cluster.engine_set.router
-    return int(router.rejected + sum(router.refused.values()))
+    router, hosted = cluster.engine_set.router, cluster.engine_set.hosted
+    agents = None if hosted is None else hosted.agents
+    of_agents = 0 if agents is None else agents.refused
+    return int(router.rejected + sum(router.refused.values()) + of_agents)
 
 
 def notes(cluster: ClusterAccess) -> list[str]:
@@ -82,6 +84,8 @@ def notes(cluster: ClusterAccess) -> list[str]:
             f"{count} messages or connections were refused: they did not know the key, or were "
             "sent again. Somebody else on this machine or network may be trying; docs/security.md."
         )
+    if (hosted := cluster.engine_set.hosted) is not None:
+        said += hosted.agents.turned_away
     return said + cluster.pool.words()
 
 

@@ -441,10 +441,11 @@ def _installed(package: str) -> tuple[str, str] | None:
 
 
 def _place() -> int:
+    """Return this agent's number among all; -1: nothing here says it."""
     for name in (wire.PLACE, *RANKS):
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[name])
-    return 0
+    return -1
 
 
 def _slots() -> int:

@@ -45,6 +45,9 @@ SENT = "sent"
 KEPT_COPIES = 3
 READ_S = 0.8
 """How long hosts may take to tell how their engines are; then the last figures stand."""
+AT_ONCE = 1000
+"""So many messages are read before the hosts are looked after again: a flood holds up nobody."""
+TOLD_OF = 5
 
 
 @dataclass(eq=False)
@@ -89,6 +92,12 @@ class Agents:
     Args:
         address: Where to listen.
         ports: First and last port that may be taken; None: any.
+
+    Attributes:
+        expected: How many agents there are to be; 0: not known yet. When they are all there none
+            else is taken in, whoever knows the pass, until one of them is gone.
+        refused: Messages of strangers: they did not know the pass, or made no sense.
+        turned_away: Agents that knew the pass and came too many, a sentence each; the first few.
     """
 
     def __init__(self, address: str, ports: tuple[int, int] | None, ears: Ears) -> None:
@@ -98,7 +107,8 @@ class Agents:
         self._outbox: deque[tuple[Host, wire.Down]] = deque()
         self._lock, self._changed = threading.RLock(), threading.Event()
         self._wakeup, self._closed = Wakeup(), False
-        self.refused = 0
+        self.expected = self.refused = 0
+        self.turned_away: list[str] = []
         self.orders: wire.Ready | None = None
         """Told to each agent when it arrives."""
         self._word = secrets.token_bytes(32)
@@ -261,7 +271,7 @@ class Agents:
             self._wakeup.close()
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(AT_ONCE):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -304,6 +314,14 @@ class Agents:
 
     def _welcome(self, identity: bytes, message: wire.Arrived) -> None:
         facts = message.facts
+        if why := self._why_not(message.place):
+            self.refused += 1
+            if len(self.turned_away) < TOLD_OF:
+                who = f"{facts.hostname} ({facts.address}, pid {facts.pid})"
+                self.turned_away.append(f"An agent on {who} was refused: {why}.")
+            log.warning("An agent on %s (%s) was refused: %s", facts.hostname, facts.address, why)
+            self._send(identity, wire.End())
+            return
         with self._lock:
             taken = {one.name for one in self.hosts if not one.gone}
             name = facts.hostname
@@ -311,11 +329,24 @@ class Agents:
                 name = f"{facts.hostname} ({facts.address})"
             if name in taken:
                 name = f"{facts.hostname} ({facts.address}, {message.place})"
-            host = Host(message.place, name, message.slots, facts, identity, time.monotonic())
+            places = {one.place for one in self.living}
+            place = message.place
+            if place < 0:
+                place = next(one for one in itertools.count() if one not in places)
+            host = Host(place, name, message.slots, facts, identity, time.monotonic())
             self.hosts.append(host)
             if self.orders is not None:
                 self._outbox.append((host, self.orders))
         self._changed.set()
+
+    def _why_not(self, place: int) -> str:
+        """Return why no agent is taken in at a place, in words; empty: one is."""
+        there = self.living
+        if self.expected and len(there) >= self.expected:
+            return f"all {self.expected} that were started are there"
+        if (holder := next((one for one in there if one.place == place), None)) is not None:
+            return f"place {place} is taken by {holder.name}"
+        return ""
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -327,12 +358,13 @@ class Agents:
     def _send_waiting(self) -> None:
         while self._outbox:
             host, message = self._outbox.popleft()
-            try:
-                self._socket.send_multipart(
-                    [host.identity, *wire.pack(message, self._word)], zmq.NOBLOCK
-                )
-            except zmq.ZMQError:
-                log.debug("%s cannot be told anything", host.name)
+            self._send(host.identity, message)
+
+    def _send(self, identity: bytes, message: wire.Down) -> None:
+        try:
+            self._socket.send_multipart([identity, *wire.pack(message, self._word)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            log.debug("%s cannot be told anything", identity)
 
     def close(self) -> None:
         """Have all agents end, and stop listening."""

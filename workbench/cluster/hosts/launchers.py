@@ -408,7 +408,9 @@ class Mpi:
         for name, value in self._settings.options.items():
             if name not in ("python", "profile"):
                 command += [f"--{name}", *([value] if value else [])]
-        command += ["sh", "-c", script_of(self._settings)]
+        # Within an allocation of Slurm all ranks of a node have that node's number as well.
+        rank = f'export {wire.PLACE}="${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-$PMIX_RANK}}}}"'
+        command += ["sh", "-c", f"{rank}\n{script_of(self._settings)}"]
         self._started = Started("mpiexec", command, env, lambda: self.on_end())
 
     @property

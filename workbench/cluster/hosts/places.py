@@ -128,6 +128,7 @@ class HostedEngines:
         began, runs_since = time.monotonic(), 0.0
         while not self._came:
             wanted, found = self.launcher.agents, len(self.agents.hosts)
+            self.agents.expected = wanted
             if wanted and found >= wanted:
                 break
             queued = self.launcher.look()

@@ -112,7 +112,7 @@ class Arrived(Message):
     """The agent is there.
 
     Attributes:
-        place: Its number among the agents, in the order of hosts.
+        place: Its number among the agents, in the order of hosts; -1: it does not know.
         slots: For how many engines the host was asked for; 0: it does not know.
     """
 
@@ -422,7 +422,7 @@ def _unpack(frames: Sequence[bytes], word: bytes, kinds: Mapping[str, Any]) -> A
     try:
         body = json.loads(frames[1])
         kind = kinds[body.pop("kind")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadMessageError("kind") from error
     return kind.from_wire(body, frames[2:])
 
