@@ -25,6 +25,8 @@ from hosts.on_hosts import (
 from hosts.simulated_hosts import ADDRESSES, SimulatedHosts
 from notebook_shell import Notebook, soon
 
+from workbench.history import disk
+
 
 @pytest.fixture
 def book(reached: SimulatedHosts) -> Iterator[Notebook]:
@@ -67,8 +69,9 @@ def test_the_first_host_dies_with_the_store_and_the_other_takes_its_place(
 
 @pytest.mark.timing
 def test_a_silent_host_is_named_and_ends_what_it_has_when_it_is_back(
-    book: Notebook, reached: SimulatedHosts
+    book: Notebook, reached: SimulatedHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk, "IDLE_S", 0.2)  # rows that come late are written, for so long
     cluster = cluster_of(book)
     run = going(cluster)
     reached.link("xh2", up=False)
