@@ -13,6 +13,7 @@ everything else is left to ipyparallel's own launchers, unchanged. Kept ones go 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal as signals
@@ -547,6 +548,11 @@ class Engines:
         return {"folder": str(self._ground.folder), "kept": self.kept}
 
 
+@functools.cache
+def _own_place() -> str:
+    return host_token()
+
+
 def _nothing(*_: object) -> None:
     """Do nothing; nobody wants to be told."""
 
@@ -582,7 +588,7 @@ class EngineInfo:
     @property
     def is_here(self) -> bool:
         """Whether it runs on this machine."""
-        return self.place in ("", host_token())
+        return not self.place or self.place == _own_place()
 
     began: float = 0.0  # its start time, which tells it from a later process with the same pid
 

@@ -204,9 +204,9 @@ def environment(framework: str = "torch", folder: str = "") -> dict[str, str]:
 
 
 LIKELY_SHARE = 0.1
+"""Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
 REFUSED_S = 10.0
 """How long a refused process is thought to be why others end."""
-"""Share of the memory there is from which a SIGKILL is called a likely lack of memory."""
 EXCERPT_LINES = 8
 PIDFD_POLL_S = 0.5
 

@@ -336,16 +336,21 @@ class ClusterServices:
         running = self.hub.controller
         if not self.broken and running is not None and is_halted(running.pid):
             self.broken = f"ipyparallel's controller (pid {running.pid}) was halted by SIGSTOP"
-        for pid in [*self.parents.living.values(), self.store.pid]:
+        for pid in self._helpers():
             if pid and is_halted(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signals.SIGKILL)
                 self._gone_soon(pid)
 
+    def _helpers(self) -> list[int]:
+        """Return the pids of helpers on this machine: a store that a host keeps is not here."""
+        here = [] if self.hosted is not None else [self.store.pid]
+        return [*self.parents.living.values(), *here]
+
     def _gone_soon(self, pid: int) -> None:
         """Wait until we have heard of the end of a helper."""
         end = time.monotonic() + HEARD_S
-        while pid in (*self.parents.living.values(), self.store.pid) and time.monotonic() < end:
+        while pid in self._helpers() and time.monotonic() < end:
             time.sleep(PREPARED_POLL_S)
 
     def _unlisted(self, engine: int) -> None:
@@ -469,10 +474,11 @@ class Starter:
             report(progress.connected(len(ids) - len(missing), len(ids)))
             self._hub.await_change(REGISTER_POLL_S * 10)
             dead = {i: left for one in warm_sets for i, left in one.exits.items()}
-            if self._hosted is not None and (
-                gone := [i for i in missing if not self._hosted.pid_of(i)]
-            ):
-                raise self._not_started(gone)
+            if self._hosted is not None:
+                gone = [i for i in missing if not self._hosted.pid_of(i)]
+                if gone or time.monotonic() > end:
+                    raise self._not_started(gone or missing)
+                continue
             if not dead and time.monotonic() <= end:
                 continue
             missing = sorted(set(ids) - set(client.ids))
@@ -512,7 +518,7 @@ class Starter:
         logs = [Path(self.logs[i]) for i in engines if i in self.logs]
         said = "".join(one.read_text(errors="replace") for one in logs if one.exists())
         return ClusterError(
-            f"Engines {list(engines)} ended before they were connected.",
+            f"Engines {list(engines)} ended before they were connected, or never were.",
             seen=said[-LOG_CHARS:] or "nothing in their logs",
             next_step="%cluster stop, then start again",
             code="WB-CLUSTER-070",

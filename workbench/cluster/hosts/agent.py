@@ -55,7 +55,8 @@ LOOK_S = 0.2
 HEARTBEAT_MS, SILENT_MS = 1000, 4000
 CONNECT_S = 8.0
 LOG_BYTES = 64 << 10
-KEEPER = -1
+MOST_WAITING = 100
+"""So many messages may wait for the connection before logs are read on."""
 MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_")
 RANKS = ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -141,17 +142,22 @@ class Agent:
                 return
             if sock in ready:
                 self._receive(sock)
-            for engine in list(self._logs):
-                self._read_log(engine)
+            if len(self._outbox) < MOST_WAITING:
+                for engine in list(self._logs):
+                    self._read_log(engine)
             if now - beat_at >= BEAT_S:
                 beat_at = now
                 self._outbox.append(wire.Alive())
-            while self._outbox:
-                self._send(sock, self._outbox.popleft())
+            while self._outbox and self._send(sock, self._outbox[0]):
+                self._outbox.popleft()
 
-    def _send(self, sock: Any, message: wire.Up) -> None:
-        with contextlib.suppress(zmq.Again):
+    def _send(self, sock: Any, message: wire.Up) -> bool:
+        """Send a message; return False where the connection takes none now."""
+        try:
             sock.send_multipart(wire.pack(message, self._word), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _receive(self, sock: Any) -> None:
         while True:
@@ -270,22 +276,32 @@ class Agent:
         parent.wait_ready()
         cwd = self._orders.cwd if os.path.isdir(self._orders.cwd) else str(Path.home())
         path = [*sys.path, *(one for one in self._orders.sys_path if os.path.isdir(one))]
-        pids = []
-        for engine in message.engines:
-            log_path = str(self.folder / "log" / f"engine-{engine}.log")
-            with self._lock:
-                self._logs[engine] = _Log(Path(log_path))
-            pid = parent.fork_engine(
-                [*ENGINE_ARGS, f"--IPEngine.id={engine}"],
-                self._environ(engine, message.framework), cwd, path, log_path,
-                f"engine-{engine}",
-            )  # fmt: skip
-            with self._lock:
-                self._pids[engine], self._owners[pid] = pid, parent
-            if (end := parent.exit_of(pid)) is not None:  # it was faster than we were
-                self._left(end)
-            pids.append(pid)
+        pids: list[int] = []
+        try:
+            for engine in message.engines:
+                pid = self._fork_one(parent, engine, message.framework, cwd, path)
+                pids.append(pid)
+        except BaseException:
+            for pid in pids:
+                parent.signal(pid, signal.SIGKILL)
+            raise
         return wire.Answer(ask=message.ask, value=pids)
+
+    def _fork_one(
+        self, parent: WarmParent, engine: int, framework: str, cwd: str, path: list[str]
+    ) -> int:
+        log_path = str(self.folder / "log" / f"engine-{engine}.log")
+        with self._lock:
+            self._logs[engine] = _Log(Path(log_path))
+        pid = parent.fork_engine(
+            [*ENGINE_ARGS, f"--IPEngine.id={engine}"],
+            self._environ(engine, framework), cwd, path, log_path, f"engine-{engine}",
+        )  # fmt: skip
+        with self._lock:
+            self._pids[engine], self._owners[pid] = pid, parent
+        if (end := parent.exit_of(pid)) is not None:  # it was faster than we were
+            self._left(end)
+        return pid
 
     def _environ(self, engine: int, framework: str) -> dict[str, str]:
         """Return an engine's environment; of a rank of MPI one engine at a time is that rank."""
@@ -318,12 +334,12 @@ class Agent:
             str(self.folder / "log" / "keeper.log"), host=address, ports=ports
         )
         with self._lock:
-            self._pids[KEEPER], self._owners[pid] = pid, parent
+            self._pids[wire.KEEPER], self._owners[pid] = pid, parent
         return wire.Answer(ask=message.ask, value=[pid, host, port])
 
     def _measure(self, message: wire.Measure) -> wire.Answer:
         with self._lock:
-            pids = {engine: pid for engine, pid in self._pids.items() if engine != KEEPER}
+            pids = {engine: pid for engine, pid in self._pids.items() if engine != wire.KEEPER}
         with self._measuring:
             found = self._processes.read(
                 dict.fromkeys(pids.values(), 0.0), all_memory=message.all_memory
@@ -379,8 +395,11 @@ class Agent:
 
     def _read_log(self, engine: int) -> None:
         log = self._logs.get(engine)
-        while log is not None and (data := log.new()):
-            self._say(wire.LogAdded(engine=engine, data=data))
+        if log is None:
+            return
+        with log.lock:  # what is read first is said first
+            while data := log.new():
+                self._say(wire.LogAdded(engine=engine, data=data))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -399,21 +418,21 @@ class _Log:
     """What is added to a log; read by whoever comes first."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
+        self._path, self.lock = path, threading.Lock()
         self._at = path.stat().st_size if path.exists() else 0  # of an engine of before
 
     def new(self) -> bytes:
-        with self._lock:
-            try:
-                if self._path.stat().st_size == self._at:
-                    return b""
-                with self._path.open("rb") as file:
-                    file.seek(self._at)
-                    data = file.read(LOG_BYTES)
-            except OSError:
+        """Return what was added; the lock is held by who asks."""
+        try:
+            if self._path.stat().st_size == self._at:
                 return b""
-            self._at += len(data)
-            return data
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read(LOG_BYTES)
+        except OSError:
+            return b""
+        self._at += len(data)
+        return data
 
 
 def _unfit(found: Survey) -> dict[str, list[str]]:

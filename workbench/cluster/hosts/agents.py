@@ -39,7 +39,6 @@ SILENT_S = 6.0
 LOOK_S = 0.5
 ASK_S = 60.0
 CHUNK_BYTES = 4 << 20
-KEEPER = -1
 SENT = "sent"
 """Folder, in an agent's own, of what runs there start from."""
 KEPT_COPIES = 3
@@ -147,7 +146,7 @@ class Agents:
                 host.gone = why
                 waiting, host.waiting = list(host.waiting.values()), {}
             for one in waiting:
-                one.set_exception(_gone(host))
+                one.set_exception(gone_error(host))
             if not self._closed:
                 self._ears.lost(host)
             self._changed.set()
@@ -171,7 +170,7 @@ class Agents:
         asked = replace(message, ask=next(self._numbers))
         with self._lock:
             if host.gone:
-                raise _gone(host)
+                raise gone_error(host)
             host.waiting[asked.ask] = future
             self._outbox.append((host, asked))
         self._wakeup.set()
@@ -188,6 +187,8 @@ class Agents:
         try:
             found = future.result(timeout_s)
         except FutureTimeout:
+            with self._lock:
+                host.waiting = {n: one for n, one in host.waiting.items() if one is not future}
             raise ClusterError(
                 f"{host.name} does not answer.",
                 seen=f"nothing for {timeout_s:g} s",
@@ -484,7 +485,8 @@ class HostFiles:
                 self._agents.answer(host, future)
 
 
-def _gone(host: Host) -> ClusterError:
+def gone_error(host: Host) -> ClusterError:
+    """Return the error of what cannot be asked of a host any more."""
     return ClusterError(
         f"{host.name} is gone: {host.gone}.",
         next_step="%cluster shows which engines live",

@@ -7,6 +7,7 @@ its own job by number.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shlex
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 ASK_S = 20.0
-LOOK_S = 1.0
 TAIL_BYTES = 4000
 END_S = 3.0
-ALLOCATION = "SLURM_JOB_ID"
 _CODE = (
     "import sys\n"
     "try:\n"
@@ -158,13 +157,15 @@ def script_of(settings: LaunchSettings) -> str:
     return "\n".join([*setup, _words(settings)])
 
 
-def options_of(settings: LaunchSettings, prefix: str = "--") -> list[str]:
-    ours = {"python", "profile"}
-    return [
-        f"{prefix}{name}={value}" if value else f"{prefix}{name}"
-        for name, value in settings.options.items()
-        if name not in ours
-    ]
+def launcher_options(settings: LaunchSettings) -> dict[str, str]:
+    """Return the options of the launcher's program, by their long names; empty: a flag alone."""
+    return {k: v for k, v in settings.options.items() if k not in ("python", "profile")}
+
+
+def options_of(settings: LaunchSettings) -> list[str]:
+    """Return them as words of its command line."""
+    found = launcher_options(settings).items()
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in found]
 
 
 def nothing() -> None:
@@ -296,11 +297,7 @@ def refuse_missing(program: str, package: str) -> None:
 
 
 def _ssh_options(settings: LaunchSettings) -> list[str]:
-    found: list[str] = []
-    for name, value in settings.options.items():
-        if name not in ("python", "profile"):
-            found += ["-o", f"{name}={value}"]
-    return found
+    return [w for n, v in launcher_options(settings).items() for w in ("-o", f"{n}={v}")]
 
 
 class Ssh:
@@ -326,8 +323,9 @@ class Ssh:
         fixed += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         for place, host in enumerate(settings.on):
             about = f"export {wire.PLACE}={place} {wire.SLOTS}={slots[place]}"
-            # The user's login shell there may be any; what runs is sh's.
-            command = f"exec sh -c {shlex.quote(about + chr(10) + script_of(settings))}"
+            # The user's login shell there may be any, csh too: one line for it, the rest is sh's.
+            script = base64.b64encode(f"{about}\n{script_of(settings)}".encode()).decode()
+            command = f"exec sh -c 'eval \"$(printf %s {script} | base64 -d)\"'"
             self._started.append(
                 Started(
                     f"ssh {host.name}",
@@ -405,9 +403,8 @@ class Mpi:
             "OMPI_MCA_mca_base_env_list": f"{wire.JOIN};{wire.SLOTS}",
         })  # fmt: skip
         command = ["mpiexec", "-n", str(engines)]
-        for name, value in self._settings.options.items():
-            if name not in ("python", "profile"):
-                command += [f"--{name}", *([value] if value else [])]
+        for name, value in launcher_options(self._settings).items():
+            command += [*f"--{name}".split(), *([value] if value else [])]
         # Within an allocation of Slurm all ranks of a node have that node's number as well.
         rank = f'export {wire.PLACE}="${{OMPI_COMM_WORLD_RANK:-${{PMI_RANK:-$PMIX_RANK}}}}"'
         command += ["sh", "-c", f"{rank}\n{script_of(self._settings)}"]

@@ -26,7 +26,7 @@ from ...errors import ClusterError, WorkbenchError
 from ...shared.cluster_env import own_address
 from .. import processes, progress
 from . import wire
-from .agents import KEEPER, Agents, Ears, Host, HostFiles, unlike
+from .agents import Agents, Ears, Host, HostFiles, gone_error, unlike
 from .launchers import Launcher, Mpi, Queued, Ssh, address_of, ask_program, ssh_name
 from .settings import MPI, SLURM, SSH
 from .slurm import ALLOCATION, Sbatch, Srun
@@ -83,8 +83,8 @@ class HostedEngines:
         self._hosts: dict[int, Host] = {}  # by engine
         self._pids: dict[int, int] = {}
         self._keeper: Host | None = None
-        self._ended_by_us: dict[int, str] = {}
-        self._ended_early: dict[int, int] = {}  # pids that were gone before they were known
+        self._ended_by_us: dict[tuple[int, int], str] = {}  # by engine and pid
+        self._ended_early: set[tuple[int, int]] = set()  # gone before they were known
         self._started = False
         self._lock = threading.Lock()
 
@@ -259,16 +259,30 @@ class HostedEngines:
             mine = tuple(engine for engine in ids if chosen[engine] is host)
             order = wire.Fork(ask=0, engines=mine, framework=framework)
             asked.append((host, mine, self.agents.begin(host, order)))
-        for host, mine, future in asked:
-            pids = self.agents.answer(host, future, FORK_S).value
+        failed: ClusterError | None = None
+        for host, mine, future in asked:  # all are heard, so that all can be ended
+            try:
+                pids = self.agents.answer(host, future, FORK_S).value
+            except ClusterError as error:
+                failed = failed or error
+                continue
             for engine, pid in zip(mine, map(int, pids), strict=True):
-                if self._ended_early.pop(engine, 0) != pid:
+                if (engine, pid) not in self._ended_early and not host.gone:
                     self._pids[engine] = pid
+        self._ended_early.clear()
+        if failed is not None:
+            raise failed
 
     def abandon(self, ids: Iterable[int]) -> None:
         """End engines of a start that failed: nobody would."""
         for engine in ids:
-            self.signal(engine, signal.SIGKILL, "by Workbench: others of its start failed")
+            host = self._hosts.get(engine)
+            if host is None or host.gone:
+                self._pids.pop(engine, None)
+                continue
+            with contextlib.suppress(ClusterError):  # also those that we were not told of
+                order = wire.Signal(ask=0, engine=engine, number=signal.SIGKILL)
+                self.agents.begin(host, order)
 
     def _choose(self, ids: Sequence[int]) -> dict[int, Host]:
         living, load = self._living(), self._load()
@@ -294,7 +308,9 @@ class HostedEngines:
 
     def _load(self) -> Counter[int]:
         """Return how many engines live on each host, by its place."""
-        return Counter(host.place for engine, host in self._hosts.items() if engine in self._pids)
+        return Counter(
+            host.place for engine, host in list(self._hosts.items()) if engine in self._pids
+        )
 
     def next_hosts(self, count: int) -> list[Host]:
         """Return where so many more engines would be; nothing where no host is there."""
@@ -325,10 +341,10 @@ class HostedEngines:
             by_us: Why it is ended, in words, where it is.
         """
         host = self._hosts.get(engine)
-        if host is None or host.gone or (engine not in self._pids and engine != KEEPER):
+        if host is None or host.gone or (engine not in self._pids and engine != wire.KEEPER):
             return
         if by_us:
-            self._ended_by_us[engine] = by_us
+            self._ended_by_us[engine, self._pids.get(engine, 0)] = by_us
         with contextlib.suppress(ClusterError):
             self.agents.begin(host, wire.Signal(ask=0, engine=engine, number=number))
 
@@ -341,23 +357,27 @@ class HostedEngines:
             ClusterError: No host is there.
         """
         host = self._living()[0]
-        found = self.agents.ask(host, wire.Keep(ask=0, ports=self._settings.ports or ()), FORK_S)
-        pid, address, port = found.value
-        self._keeper = self._hosts[KEEPER] = host
+        self._hosts[wire.KEEPER] = host
+        order = wire.Keep(ask=0, ports=self._settings.ports or ())
+        pid, address, port = self.agents.ask(host, order, FORK_S).value
+        self._keeper = host
+        if host.gone:  # who settled it had no keeper to tell of
+            raise gone_error(host)
         return int(pid), str(address), int(port)
 
     # -- what agents tell --------------------------------------------------------------------------
 
     def _left(self, engine: int, pid: int, how: processes.Ending) -> None:
-        if engine == KEEPER:
+        if engine == wire.KEEPER:
             self._keeper = None
             self._on_keeper_left(how)
-        elif self._pids.pop(engine, None) is not None:
-            if why := self._ended_by_us.pop(engine, ""):
+        elif self._pids.get(engine) == pid:
+            del self._pids[engine]
+            if why := self._ended_by_us.pop((engine, pid), ""):
                 how = processes.Ending(how.signal, how.code, hint=why)
             self._on_left(engine, how)
-        else:
-            self._ended_early[engine] = pid
+        else:  # of a start that is under way, or the one before under that id
+            self._ended_early.add((engine, pid))
 
     def _logged(self, engine: int, data: bytes) -> None:
         with self.log_path(engine).open("ab") as file:
@@ -383,7 +403,9 @@ class HostedEngines:
         if self._keeper is host:
             self._keeper = None
             self._on_keeper_left(how)
-        for engine in [i for i, one in self._hosts.items() if one is host and i in self._pids]:
+        for engine in [
+            i for i, one in list(self._hosts.items()) if one is host and i in self._pids
+        ]:
             self._pids.pop(engine, None)
             self._on_left(engine, how)
 
@@ -418,13 +440,14 @@ def way_to_hosts(settings: LaunchSettings) -> str:
         ClusterError: A host is not known here.
     """
     if settings.launcher == SSH:
-        return own_address(address_of(ssh_name(settings, settings.on[0].name)))
+        ways = [own_address(address_of(ssh_name(settings, one.name))) for one in settings.on]
+        return next((way for way in ways if not way.startswith("127.")), ways[0])
     if settings.launcher == SLURM:
         nodes = ask_program(["sinfo", "-h", "-N", "-o", "%o"]).split()
         for node in nodes:
             with contextlib.suppress(OSError):
                 return own_address(socket.gethostbyname(node))
-    if settings.leaves_machine or os.environ.get(ALLOCATION):
+    if settings.leaves_machine:
         with contextlib.suppress(OSError):
             return own_address("192.0.2.1")  # nothing is sent: the way to everywhere else
     return "127.0.0.1"

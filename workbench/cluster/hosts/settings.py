@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,10 @@ LOCAL, SSH, SLURM, MPI = "local", "ssh", "slurm", "mpi"
 OURS = (SSH, SLURM, MPI)
 """Launchers that start agents; any other name is one of ipyparallel's."""
 START_TIMEOUT_S = 120.0
+MPI_HOSTS = frozenset((
+    "host", "hosts", "H", "machine", "f", "hostfile", "machinefile", "default-hostfile",
+))  # fmt: skip
+"""Options of mpiexec that name other hosts; within an allocation of Slurm it takes its nodes."""
 QUEUE_TIMEOUT_S = 24 * 3600.0
 """A job may wait long for its turn; Interrupt cancels it."""
 
@@ -63,8 +68,9 @@ class LaunchSettings:
     @property
     def leaves_machine(self) -> bool:
         """Whether engines may run on other machines; mpiexec stays here unless it is told hosts."""
-        hosts = {"host", "hosts", "hostfile", "machinefile"} & set(self.options)
-        return self.launcher != LOCAL and (self.launcher != MPI or bool(hosts))
+        if self.launcher == MPI:
+            return bool(MPI_HOSTS & set(self.options)) or "SLURM_JOB_ID" in os.environ
+        return self.launcher != LOCAL
 
 
 HERE = LaunchSettings()

@@ -19,6 +19,7 @@ from .launchers import (
     ask_program,
     environment,
     failed,
+    launcher_options,
     nothing,
     options_of,
     refuse_missing,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ALLOCATION = "SLURM_JOB_ID"
 LOOK_S = 1.0
+SUBMIT_S = 60.0
 AGENTS_END_S = 2.0
 """How long agents may take to end as they were told."""
 _LASTING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESV_DEL_HOLD"})
@@ -59,10 +61,18 @@ class Sbatch:
         Raises:
             ClusterError: sbatch refused it; says its words.
         """
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=self.script(join, engines), capture_output=True,
-            text=True, timeout=60, env=environment(), check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                ["sbatch", "--parsable"], input=self.script(join, engines), capture_output=True,
+                text=True, timeout=SUBMIT_S, env=environment(), check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(
+                "Slurm does not answer.",
+                seen=f"sbatch said nothing for {SUBMIT_S:g} s",
+                next_step="squeue shows whether Slurm is there, and a job of yours to cancel",
+                code="WB-CLUSTER-077",
+            ) from error
         if done.returncode:
             raise ClusterError(
                 "Slurm refused the job.",
@@ -82,7 +92,8 @@ class Sbatch:
         for name in ("gpus_per_node", "time", "partition", "account"):
             if value := getattr(settings, name):
                 head.append(f"--{name.replace('_', '-')}={value}")
-        head += options_of(settings)
+        for name, value in launcher_options(settings).items():
+            head.append(f"--{name}={shlex.quote(value)}" if value else f"--{name}")
         raw = [line.strip() for line in settings.setup if line.lstrip().startswith("#SBATCH")]
         return "\n".join([
             "#!/bin/sh",
@@ -158,7 +169,9 @@ class Sbatch:
 
     def ended(self, place: int) -> str:
         """Whether the job is over; asked when a host fell silent."""
-        self._about = job_facts(self.job) or self._about
+        if time.monotonic() - self._looked_at >= LOOK_S / 4:  # asked for each host in turn
+            self._looked_at = time.monotonic()
+            self._about = job_facts(self.job) or self._about
         over = self._state not in _RUNNING | _LASTING
         return f"Slurm's job {self.job} has ended ({self.words()})" if over else ""
 
@@ -201,12 +214,7 @@ class Srun:
             command.append(f"--gpus-per-node={self._settings.gpus_per_node}")
         command += [*options_of(self._settings), "sh", "-c", script_of(self._settings)]
         env = environment(**{wire.JOIN: join.to_text(), wire.SLOTS: per_node})
-        for name in (
-            "SLURM_NTASKS",
-            "SLURM_NPROCS",
-            "SLURM_TASKS_PER_NODE",
-            "SLURM_NTASKS_PER_NODE",
-        ):
+        for name in ("NTASKS", "NPROCS", "TASKS_PER_NODE", "NTASKS_PER_NODE"):
             env.pop(f"SLURM_{name}", None)  # the allocation's, which srun would take as asked for
         self._started = Started("srun", command, env, lambda: self.on_end())
 

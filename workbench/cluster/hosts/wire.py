@@ -33,6 +33,8 @@ PACKAGES = (
     "pyzmq",
 )  # fmt: skip
 """Whose versions are told and compared."""
+KEEPER = -1
+"""The number of the store's keeper among the engines of a host."""
 CANNOT_IMPORT, NO_ROUTE = 71, 72
 """Exit codes of an agent that finds no Workbench on its host, or no way to its kernel."""
 
