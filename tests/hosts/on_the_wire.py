@@ -55,12 +55,10 @@ def listened_in() -> Iterator[Wire]:
         tap.setblocking(False)
 
         def read() -> None:
-            while True:
+            while not over.is_set():
                 ready, _, _ = select.select([tap], [], [], 0.1)
                 if ready:
                     _keep(wire, tap.recv(FRAME_BYTES))
-                elif over.is_set():
-                    return
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()

@@ -69,7 +69,7 @@ def wire(reached: SimulatedHosts) -> Iterator[Wire]:
 
 @pytest.fixture(scope="module")
 def cluster(wire: Wire) -> Iterator[wb.Cluster]:
-    with pytest.warns(match="no authentication"):
+    with pytest.warns(match="private network"):
         cluster = wb.Cluster(2, launcher="ssh", on="xh1:1,xh2:1", ports=PORTS)
     with cluster:
         yield cluster
@@ -202,7 +202,7 @@ def test_files_with_secrets_are_gone_with_the_cluster(reached: SimulatedHosts) -
 
 @pytest.fixture(scope="module")
 def keras(reached: SimulatedHosts) -> Iterator[wb.Cluster]:
-    with pytest.warns(match="no authentication"):
+    with pytest.warns(match="private network"):
         cluster = wb.Cluster(
             2, launcher="ssh", on="xh1:1,xh2:1", framework="tensorflow", ports=PORTS
         )
@@ -242,7 +242,7 @@ def test_a_job_of_slurm_shows_its_pass_to_its_owner_alone(reached: SimulatedHost
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", queues.environment["SLURM_CONF"])
         with listened_in() as wire:
-            with pytest.warns(match="no authentication"):
+            with pytest.warns(match="private network"):
                 cluster = wb.Cluster(2, launcher="slurm", nodes=2)
             with cluster:
                 secret = secrets_of(cluster)

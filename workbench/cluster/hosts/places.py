@@ -103,7 +103,8 @@ class HostedEngines:
             started, self._started = self._started, True
         if not started:
             report(progress.asking(self.launcher.asks))
-            self.launcher.start(replace(self.agents.join, framework=framework), engines)
+            self.agents.join = replace(self.agents.join, framework=framework)
+            self.launcher.start(self.agents.join, engines)
 
     def order(self, connection: str, framework: str) -> None:
         """Tell agents, those to come too, where engines register and what they import."""
