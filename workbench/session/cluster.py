@@ -365,10 +365,11 @@ class Cluster:
         specs = pool.cell_specs(members, targets, framework, leases)
         recipe = Recipe(source, first_line)
         asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
-        pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
+        parts = members_of(specs, targets, hosts=pool.hosts())
+        pool.on_task(task_record(asked, parts, framework=framework))
         over = partial(self.cell_over, framework=framework)
         with deferred():
-            self._busy = task = Task(self.engine_set, asked, members_of(specs, targets), over)
+            self._busy = task = Task(self.engine_set, asked, parts, over)
         said = [text for text in said if text not in self._said]
         self._said.update(said)
         if workers is None:
