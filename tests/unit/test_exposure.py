@@ -39,7 +39,7 @@ def test_engines_elsewhere_say_what_is_encrypted_and_what_is_not(launch: LaunchS
     with pytest.warns(limits.ExposureWarning) as caught:
         check_limits(1, launch=launch)
     said = str(caught[0].message)
-    for word in (f"--launcher {launch.launcher}", "between workers is not encrypted"):
+    for word in (f"--launcher {launch.launcher}", "workers' traffic is not encrypted"):
         assert word in said
     assert caught[0].filename == __file__  # the user's own line
     assert limits.PAGE in said

@@ -395,9 +395,9 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
             f"--listen {listen}: what is said there is signed, but not encrypted; engines of this "
             f"machine do not need it, so leave it out ({PAGE})"
         )
-    whose = "between workers" if encrypted else "of the engines"
+    whose = "workers'" if encrypted else "engines'"
     return (
-        f"--launcher {launcher}: traffic {whose} is not encrypted: use a private network"
+        f"--launcher {launcher}: {whose} traffic is not encrypted; use a private network ({PAGE})"
     )
 
 
