@@ -96,7 +96,7 @@ class WorkbenchMagics(Magics):
         except KeyboardInterrupt:
             progress.done()
             raise ClusterError(
-                "The start was interrupted: no engine is there, and a job that waited is cancelled."
+                "The start was interrupted: no engine is there, and no job waits."
                 if session.cluster is None
                 else "The start was interrupted.",
                 next_step="%cluster start begins again",

@@ -247,11 +247,9 @@ class Run:
 
     def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
         """Take a message of this run; called on the router's thread."""
-        if isinstance(message, Happened):
-            message = self._placed(message, engine)
+        if self.task is not None:
+            message = self.task.heard(engine, message)
         self.far.take(engine, message)
-        if self.task is not None and not isinstance(message, Position):
-            self.task.moved()
         match message:
             case Records():
                 rows = records_from(message.rows)
@@ -262,13 +260,6 @@ class Run:
                 self._halting.position(message.rank, message.step)
             case Happened():
                 self._event(message.event, message.event.to_wire())
-
-    def _placed(self, message: Happened, engine: int) -> Happened:
-        """Say on which host a rank begins, as the kernel calls it."""
-        if self.task is None or not isinstance(message.event, events.RunStarted):
-            return message
-        host = self.task.member(engine).host
-        return replace(message, event=replace(message.event, host=host)) if host else message
 
     def _event(self, event: events.Event, fields: Mapping[str, Any]) -> None:
         """Take in an event; its fields on a disk say when it was, too."""

@@ -355,8 +355,7 @@ class Cluster:
         self.claim()
         if framework is not None:  # the cluster's own was looked for when it was started
             check_framework(framework)
-        framework = framework or self.framework
-        pool = self.pool
+        framework, pool = framework or self.framework, self.pool
         members = pool.workers_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
