@@ -11,7 +11,8 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from . import catalog
 from .cluster.hosts.configuration import known_launchers
 from .cookbook.recipe import Recipe
-from .errors import PlanError, RunError
+from .devices import limits
+from .errors import ClusterError, PlanError, RunError
 from .execution import registry
 from .execution.outcome import outcome_behind, refusals
 from .execution.paused import write_out as write
@@ -41,6 +42,10 @@ class WorkbenchMagics(Magics):
     """The notebook's commands."""
 
     shell: Any
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self._noted: set[str] = set()
 
     @property
     def session(self) -> Session:
@@ -86,7 +91,17 @@ class WorkbenchMagics(Magics):
         if asked.devices is not None:
             settings["devices"] = asked.devices
         try:
-            cluster = session.start(asked.count, progress=progress, **settings)
+            with limits.telling(self._note):
+                cluster = session.start(asked.count, progress=progress, **settings)
+        except KeyboardInterrupt:
+            progress.done()
+            raise ClusterError(
+                "The start was interrupted: no engine is there, and no job waits."
+                if session.cluster is None
+                else "The start was interrupted.",
+                next_step="%cluster start begins again",
+                code="WB-CLUSTER-078",
+            ) from None
         except BaseException:
             progress.done()
             raise
@@ -98,6 +113,12 @@ class WorkbenchMagics(Magics):
             print(f"the framework was not imported ahead of the start: {why}")  # noqa: T201
         if asked.keep:
             print(kept_words(cluster.keeping))  # noqa: T201
+
+    def _note(self, words: str) -> None:
+        """Print what the user should know, once in this notebook."""
+        if words not in self._noted:
+            self._noted.add(words)
+            print(words)  # noqa: T201
 
     def _attach(self, asked: ClusterLine) -> None:
         cluster = session.attach(asked.cluster, take=asked.take)

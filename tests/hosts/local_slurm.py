@@ -16,6 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 from hosts.simulated_hosts import (
     ADDRESSES,
     FOLDER,
@@ -109,7 +110,7 @@ class LocalSlurm:
         if self.is_ready():
             self.cancel_all()
         ours = {"munged", "slurmctld", "slurmd", "slurmstepd", "slurmscriptd"}
-        end_all(lambda: [one for one in marked() if one.name() in ours])
+        end_all(lambda: [one for one in marked() if _name(one) in ours])
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def is_ready(self) -> bool:
@@ -222,3 +223,11 @@ MpiDefault=none
 {nodes}PartitionName=small Nodes={names} Default=YES MaxTime=60 DefaultTime=10 State=UP
 PartitionName=tiny Nodes={names} MaxTime=1 DefaultTime=1 State=UP
 """
+
+
+def _name(process: psutil.Process) -> str:
+    """Return a process's name; of one that has just ended nothing."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""

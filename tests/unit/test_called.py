@@ -80,6 +80,8 @@ def test_fewer_workers_are_numbered_anew_and_called_as_before():
 def test_who_failed_among_fewer_workers_is_left_to_clear_away(tmp_path):
     run, left = run_on(tmp_path, [3, 5]), []
     run.go_on(2, [5], "", 0)
-    run.task = task_of({5: "rank 1"}, end_soon=lambda but: left.append(but), moved=lambda: None)
+    run.task = task_of(
+        {5: "rank 1"}, end_soon=lambda but: left.append(but), heard=lambda _, one: one
+    )
     run.receive(Happened(run=2, event=CellLeft(rank=0, status="error")))
     assert left == [5]

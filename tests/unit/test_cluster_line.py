@@ -2,7 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.errors import PlanError
+from workbench import magics
+from workbench.errors import ClusterError, PlanError
 from workbench.magics import _complete
 from workbench.shared.magic_args import cluster_parser, parse_cluster_line
 
@@ -64,3 +65,13 @@ def test_launchers_are_completed_by_name(line):
 
 def test_help_names_the_actions():
     assert "restart" in cluster_parser().format_help()
+
+
+def test_a_start_that_is_interrupted_ends_in_a_line_and_no_traceback(monkeypatch):
+    def interrupted(*args, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(magics, "session", SimpleNamespace(start=interrupted, cluster=None))
+    with pytest.raises(ClusterError, match="interrupted") as caught:
+        magics.WorkbenchMagics(None).cluster("start 2")
+    assert caught.value.__suppress_context__

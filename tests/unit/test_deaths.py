@@ -140,11 +140,24 @@ def test_several_deaths_are_named_one_by_one():
         "Rank 1 is gone: Engine 1 (pid 101) died: killed by SIGKILL.",
         "  its log ends:",
         "    no more memory",
-        "  gone too: Rank 2 (engine 2): killed by SIGKILL",
+        "  gone too: Rank 2 (engine 2)",
     ]
     assert outcome.next_step(outcomes) == "%cluster restart 1 2"
     assert outcome.next_step({1: died(1), 2: died(2)}) == "%cluster restart"
     assert outcome.next_step({0: CellOutcome(status="ok")}) is None
+
+
+def test_who_died_otherwise_than_the_first_is_said_how():
+    outcomes = {1: died(1), 2: died(2, Ending(code=3))}
+    text = outcome.death_words(1, outcomes, Member.of_ranks)
+    assert text.endswith("gone too: Rank 2 (engine 2): exited with code 3")
+
+
+def test_an_engine_of_another_machine_is_named_with_its_host():
+    how = Ending(what="host gone", hint="ssh xh2 has ended")
+    error = EngineDiedError(2, 7, how, host="xh2")
+    assert error.what == "Engine 2 on xh2 (pid 7) died: host gone (ssh xh2 has ended)."
+    assert how.short == "host gone"  # what tables have room for
 
 
 def test_many_deaths_do_not_fill_the_screen():

@@ -12,6 +12,7 @@ from workbench.cluster.router import ControlRouter
 from workbench.devices import limits
 from workbench.errors import PlanError
 from workbench.execution.requests import check_limits
+from workbench.magics import WorkbenchMagics
 
 
 @pytest.mark.parametrize("listen", ["10.1.2.3", "192.168.0.7"])
@@ -20,7 +21,7 @@ def test_a_wider_binding_is_explained_each_time(listen: str) -> None:
         with pytest.warns(limits.ExposureWarning) as caught:
             check_limits(1, launch=LaunchSettings(listen=listen))
         said = str(caught[0].message)
-        for word in (f"--listen {listen}", "signed", "nothing is encrypted", limits.PAGE):
+        for word in (f"--listen {listen}", "signed", "not encrypted", limits.PAGE):
             assert word in said
 
 
@@ -38,10 +39,9 @@ def test_engines_elsewhere_say_what_is_encrypted_and_what_is_not(launch: LaunchS
     with pytest.warns(limits.ExposureWarning) as caught:
         check_limits(1, launch=launch)
     said = str(caught[0].message)
-    where = launch.listen or "the address from which they are reached"
-    sealed = "signed and encrypted (CURVE)"
-    for word in (where, sealed, "neither", "gloo", "NCCL", "TCPStore", "gRPC"):
+    for word in (f"--launcher {launch.launcher}", "workers' traffic is not encrypted"):
         assert word in said
+    assert caught[0].filename == __file__  # the user's own line
     assert limits.PAGE in said
 
 
@@ -79,6 +79,18 @@ def test_what_is_forbidden_is_refused_before_it_is_explained(
     assert caught.value.seen == flag
     check_limits(1, launch=LaunchSettings())
     check_limits(1, launch=LaunchSettings("mpi"))  # it stays on this machine
+
+
+def test_a_notebook_is_told_by_a_line_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = WorkbenchMagics(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("ssh", "ssh", "slurm"):
+            with limits.telling(notes._note):
+                check_limits(1, launch=LaunchSettings(name, on=(HostSlots("node1"),)))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--launcher ssh", "--launcher slurm"]
+    assert all(len(line) < 100 for line in lines)
 
 
 # -- where to listen -------------------------------------------------------------------------------

@@ -46,8 +46,9 @@ class Engines:
     def interrupt(self) -> None:
         self.interrupts += 1
 
-    def moved(self) -> None:
+    def heard(self, engine: int, message: Any) -> Any:
         """Note that something came."""
+        return message
 
 
 class Life(RuleBasedStateMachine):

@@ -69,6 +69,7 @@ class Hosted(HostedEngines):
     def __init__(self, hosts: Iterable[Host]) -> None:
         self._all = list(hosts)
         self.said, self._hosts, self._pids, self._came = [], {}, {}, False
+        self._notes = {}
         self.files = SimpleNamespace(look=lambda host, path: None)  # type: ignore[assignment]
         self.agents = SimpleNamespace(  # type: ignore[assignment]
             hosts=self._all, living=[one for one in self._all if not one.gone]
@@ -282,6 +283,18 @@ def test_a_host_that_came_and_is_gone_is_not_waited_for() -> None:
     hosted.launcher = SimpleNamespace(agents=2, look=look)
     hosted.await_hosts(lambda progress: None, float("inf"))
     assert {one.host for one in hosted.begun([0, 1]).values()} == {"node1"}
+
+
+def test_hosts_of_which_the_same_is_said_share_a_line_and_who_went_is_named() -> None:
+    hosts = [host_of(0), host_of(1)]
+    hosted = Hosted(hosts)
+    hosted.said = ["versions differ: torch"]
+    hosted._notes = {one.name: ["the folder is not there"] for one in hosts}
+    assert hosted.words == ["versions differ: torch", "node1, node2: the folder is not there"]
+    hosts[1].gone = "ssh node2 has ended"
+    hosted = Hosted(hosts)
+    hosted._notes = {one.name: ["the folder is not there"] for one in hosts}
+    assert hosted.words == ["node1: the folder is not there", "node2 is gone: ssh node2 has ended"]
 
 
 def test_a_table_of_engines_can_be_shown_when_all_hosts_are_gone() -> None:

@@ -15,6 +15,10 @@ SERVER = Member.helper("server s0")
     ("member", "role", "text", "title", "heading", "verb"),
     [
         (Member.of_ranks(1, device="cpu"), "worker", "rank 1", "Rank 1", "rank 1 · cpu", "is"),
+        (
+            Member("worker", 1, 1, device="cpu", host="xh1"),
+            *("worker", "rank 1", "Rank 1", "rank 1 · xh1 · cpu", "is"),
+        ),
         (Member.of_ranks(2, 2), "worker", "rank 2", "Rank 2", "rank 2", "is"),
         (REPLICAS, "replicas", "replicas 0-3", "Replicas 0-3", "replicas 0-3 · cuda:0", "are"),
         (SERVER, "helper", "server s0", "Server s0", "server s0", "is"),

@@ -172,6 +172,15 @@ def test_what_was_not_measured_is_a_dash_and_named_never_zero() -> None:
     assert any("bytes sent are not measured" in note for note in table.notes)
 
 
+def test_hosts_stand_in_a_runs_table_where_workers_are_elsewhere() -> None:
+    history = make_history(make_rows(5, 2))
+    assert "host" not in [c.title for c in summary_table(summarise(history, {})).columns]
+    history.hear("run_started", {"rank": 1, "t_s": 0.0, "device": "cpu", "host": "xh1"})
+    table = summary_table(summarise(history, {}))
+    at = [column.title for column in table.columns].index("host")
+    assert [row[at] for row in table.rows] == ["–", "xh1"]
+
+
 def test_what_workers_and_servers_hold_is_shown() -> None:
     history = make_history(make_rows(5, 2))
     assert "holds" not in summary_table(summarise(history, {})).text()

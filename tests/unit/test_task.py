@@ -18,8 +18,9 @@ from workbench.execution.run import Run
 from workbench.execution.task import Task
 from workbench.notebook import run_view
 from workbench.notebook.run_view import CellView, tell
+from workbench.shared.events import RunStarted
 from workbench.shared.members import Member
-from workbench.shared.messages import CellOutcome, Copy, OwnLoop
+from workbench.shared.messages import CellOutcome, Copy, Happened, OwnLoop
 from workbench.shared.plan import make_plan
 
 PEER = "[...]/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2996"
@@ -362,3 +363,11 @@ def test_a_run_that_is_over_keeps_nothing_of_its_cluster(tmp_path):
     run.finish(None)
     gc.collect()
     assert gone() is None
+
+
+def test_the_start_of_a_rank_on_another_machine_names_it(engines):
+    members = {3: Member("worker", 0, 0), 4: Member("worker", 1, 1, host="xh1")}
+    task = Task(engines, {3: {}, 4: {}}, members, lambda task: None)
+    started = Happened(run=1, event=RunStarted(rank=1))
+    assert task.heard(4, started).event.host == "xh1"
+    assert task.heard(3, started) is started

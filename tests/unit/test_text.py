@@ -67,6 +67,16 @@ def test_a_worker_whose_device_is_not_known_yet_is_its_rank():
     assert text.worker_label(replace(worker, device="")) == "rank 0"
 
 
+def test_a_worker_on_another_machine_is_named_with_its_host():
+    shot = fake_snapshot(2)
+    workers = [replace(one, host="xh1", device="cpu") for one in shot.workers]
+    assert text.worker_label(workers[1]) == "rank 1 · xh1"
+    assert text.worker_label(replace(workers[1], device="cuda:0 A")) == "rank 1 · xh1 · cuda:0"
+    assert text.worker_label(replace(workers[1], host="node12.cluster")) == "rank 1 · node12.cl…"
+    blame = text.slow(replace(shot, workers=tuple(workers)))
+    assert blame == "rank 1 on xh1 makes the other wait 48 ms a step"
+
+
 def test_with_two_workers_there_is_one_other():
     assert text.slow(fake_snapshot(2)) == "rank 1 makes the other wait 48 ms a step"
     assert text.slow(fake_snapshot(2, slow=None)) == ""

@@ -216,7 +216,8 @@ class Engines:
         """Call `module:function` in one engine; returns at once."""
         info = self.engines.get(engine)
         if info is not None and info.state == "dead":
-            raise processes.EngineDiedError(engine, info.pid, info.exit or processes.Ending())
+            how = info.exit or processes.Ending()
+            raise processes.EngineDiedError(engine, info.pid, how, host=info.elsewhere)
         if info is None:
             raise ClusterError(
                 "That engine is not there.",
@@ -422,7 +423,7 @@ class Engines:
         self.router.forget(info.id)
         stranded = self._calls.take(info.id)
         log = processes.excerpt(self.log_tail(info.id, 200))
-        error = processes.EngineDiedError(info.id, info.pid, how, log)
+        error = processes.EngineDiedError(info.id, info.pid, how, log, host=info.elsewhere)
         self._listeners.death(info)
         for call in stranded:
             call.finish(error)
@@ -589,6 +590,11 @@ class EngineInfo:
     def is_here(self) -> bool:
         """Whether it runs on this machine."""
         return not self.place or self.place == _own_place()
+
+    @property
+    def elsewhere(self) -> str:
+        """The name of its host; empty where it runs on this machine."""
+        return "" if self.is_here else self.host
 
     began: float = 0.0  # its start time, which tells it from a later process with the same pid
 

@@ -273,15 +273,19 @@ class EngineDiedError(ClusterError):
 
     Args:
         log: The last lines of its log that say something; empty where there are none.
+        host: Where it was; empty on this machine.
     """
 
-    def __init__(self, engine: int, pid: int, how: Ending, log: str = "") -> None:
+    def __init__(
+        self, engine: int, pid: int, how: Ending, log: str = "", *, host: str = ""
+    ) -> None:
         self.pid, self.how, self.log = pid, how, log
         one = "" if how.with_all else f" {engine}"
+        who = f"Engine {engine}" + (f" on {host}" if host else "") + f" (pid {pid})"
         if how == RESTARTED:
-            what, step = f"Engine {engine} (pid {pid}) was restarted.", "run the cell again"
+            what, step = f"{who} was restarted.", "run the cell again"
         else:
-            what, step = f"Engine {engine} (pid {pid}) died: {how}.", f"%cluster restart{one}"
+            what, step = f"{who} died: {how}.", f"%cluster restart{one}"
         super().__init__(what, code="WB-CLUSTER-003", next_step=step)
 
 

@@ -18,6 +18,7 @@ how the user is told.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -25,7 +26,8 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -388,29 +390,50 @@ def exposure_words(listen: str, launcher: str = "local", *, encrypted: bool = Fa
         listen: The address; empty: the one from which the other machines are reached.
         encrypted: Whether what the notebook and its engines say to each other is.
     """
-    where = f"on {listen}" if listen else "on the address from which they are reached"
     if launcher == "local":
         return (
-            f"--listen {listen}: ipyparallel's controller and our control socket listen {where}. "
-            "Both take nothing that is not signed with the cluster's key, but nothing is "
-            "encrypted. Engines of this machine do not need it: leave it out, or use it on a "
-            f"private network only ({PAGE})."
+            f"--listen {listen}: what is said there is signed, but not encrypted; engines of this "
+            f"machine do not need it, so leave it out ({PAGE})"
         )
-    sealed = "signed and encrypted (CURVE)" if encrypted else "signed, but not encrypted"
+    whose = "workers'" if encrypted else "engines'"
     return (
-        f"--launcher {launcher}: the notebook listens {where}, for engines on other machines. What "
-        f"they and the notebook say is {sealed}; what workers send each other is neither (gloo, "
-        f"NCCL, the TCPStore, gRPC): use a private network ({PAGE})."
+        f"--launcher {launcher}: {whose} traffic is not encrypted; use a private network ({PAGE})"
     )
 
 
+_tell: ContextVar[Callable[[str], object] | None] = ContextVar("workbench_exposure", default=None)
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[str], object]) -> Iterator[None]:
+    """Have `tell(words)` called in this block instead of a warning: a notebook shows notes."""
+    token = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(token)
+
+
 def warn(listen: str, launcher: str = "local", *, encrypted: bool = False) -> None:
-    """Tell the user, each time, where other machines will be able to connect."""
-    if beyond_loopback(listen) or (launcher != "local" and not listen):
-        words = exposure_words(listen, launcher, encrypted=encrypted)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", ExposureWarning)
-            warnings.warn(ExposureWarning(words, code="WB-WARN-001"), stacklevel=3)
+    """Tell the user where other machines will be able to connect, by a warning unless `telling`."""
+    if not (beyond_loopback(listen) or (launcher != "local" and not listen)):
+        return
+    words, tell = exposure_words(listen, launcher, encrypted=encrypted), _tell.get()
+    if tell is not None:
+        tell(words)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ExposureWarning)
+        warnings.warn(ExposureWarning(words, code="WB-WARN-001"), stacklevel=_asker())
+
+
+def _asker() -> int:
+    """Return how many frames above our caller's the user's own line is."""
+    package, level = __name__.split(".")[0], 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def reachable(host: str) -> str:

@@ -183,12 +183,16 @@ class EngineAllocator:
         count = max(1, len(self.worker_ids))
         if self._far is None:
             return self._near.words(count)
-        said = [*(self.hosted.said if self.hosted else ()), *self._far.words(self._rooms(count))]
+        said = [*(self.hosted.words if self.hosted else ()), *self._far.words(self._rooms(count))]
         return list(dict.fromkeys(said))
 
     def differences(self, ids: Sequence[int], framework: str) -> list[str]:
         """Return what a run on these engines is to be told of their hosts."""
         return [] if self.hosted is None else self.hosted.differences(ids, framework)
+
+    def hosts(self) -> dict[int, str]:
+        """Return the names of the hosts of engines that are not on this machine."""
+        return {one.id: one.elsewhere for one in self.engines.engines.values() if one.elsewhere}
 
     # -- where they are ----------------------------------------------------------------------------
 

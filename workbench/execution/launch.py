@@ -109,12 +109,13 @@ class RunExecution:
         asked = run_requests(run, specs, self.number, self.autoreload, self.plan, far)
         about = {"number": self.number, "autoreload": self.autoreload}
         about |= {"run": run.number, "servers": list(self.servers)}
-        pool.on_task(task_record(asked, members_of(specs), **about))
+        members = members_of(specs, hosts=pool.hosts())
+        pool.on_task(task_record(asked, members, **about))
         run.open_board(pool.engines.router.send, ids)
         task = Task(
             pool.engines,
             asked,
-            members_of(specs),
+            members,
             self.settled,
             spare=self._spare(),
             least=1 if run.plan.entry.remote_workers else 0,

@@ -144,7 +144,8 @@ def death_words(first: int, outcomes: Outcomes, member: Callable[[int], Member])
         text += "\n  its log ends:" + "".join(f"\n    {line}" for line in one.log.splitlines())
     others = [engine for engine in dead_engines(outcomes) if engine != first]
     for engine in others[:NAMED]:
-        text += f"\n  gone too: {member(engine).title} (engine {engine}): {outcomes[engine].how}"
+        how = "" if outcomes[engine].how == one.how else f": {outcomes[engine].how}"
+        text += f"\n  gone too: {member(engine).title} (engine {engine}){how}"
     if len(others) > NAMED:
         text += f"\n  gone too: {len(others) - NAMED} more"
     return text

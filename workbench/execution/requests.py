@@ -207,10 +207,19 @@ def cell_requests(
     }
 
 
-def members_of(specs: Specs, targets: Sequence[int] | None = None) -> dict[int, Member]:
-    """Return which part each engine takes, and how it is called in outputs."""
+def members_of(
+    specs: Specs,
+    targets: Sequence[int] | None = None,
+    *,
+    hosts: Mapping[int, str] | None = None,
+) -> dict[int, Member]:
+    """Return which part each engine takes, and how it is called in outputs.
+
+    Args:
+        hosts: Names of the hosts of those that are elsewhere.
+    """
     chosen = specs if targets is None else targets
-    return {e: _member(specs[e]) for e in chosen}
+    return {e: replace(_member(specs[e]), host=(hosts or {}).get(e, "")) for e in chosen}
 
 
 def _member(spec: RunSpec) -> Member:

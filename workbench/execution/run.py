@@ -247,9 +247,9 @@ class Run:
 
     def receive(self, message: Records | Happened | Position, engine: int = -1) -> None:
         """Take a message of this run; called on the router's thread."""
+        if self.task is not None:
+            message = self.task.heard(engine, message)
         self.far.take(engine, message)
-        if self.task is not None and not isinstance(message, Position):
-            self.task.moved()
         match message:
             case Records():
                 rows = records_from(message.rows)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.calls import Call
 from ..errors import ClusterError, RunError
-from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_ON_DEVICE_S, KILL_S
-from ..shared.messages import BadMessageError, CellOutcome
+from ..shared.events import AGAIN_S, GRACE_S, HEARD_S, KILL_ON_DEVICE_S, KILL_S, RunStarted
+from ..shared.messages import BadMessageError, CellOutcome, Happened, Position, Records
 from ..views.output import OutputBoard
 from . import outcome as gone
 from .outcome import CellEnd, Names
@@ -106,6 +106,21 @@ class Task:
         self.moved()
         if self.over.is_set():
             self.on_late()
+
+    def heard(
+        self, engine: int, message: Records | Happened | Position
+    ) -> Records | Happened | Position:
+        """Take note of what an engine says of a run; return it with the name of its host.
+
+        Positions, which are only asked for, are no sign that it moves.
+        """
+        if isinstance(message, Position):
+            return message
+        self.moved()
+        if not isinstance(message, Happened) or not isinstance(message.event, RunStarted):
+            return message
+        host = self.member(engine).host if engine in self.ids else ""
+        return replace(message, event=replace(message.event, host=host)) if host else message
 
     def moved(self) -> None:
         """Take note that something came from an engine: nothing hangs."""

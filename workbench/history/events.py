@@ -69,6 +69,7 @@ class Story:
         started: Fields of `run_started` (of the lowest rank that sent it).
         finished: Fields of `run_finished` by rank.
         devices: Device by rank.
+        hosts: Name of its host by rank, of those on other machines.
         evals: One mapping per evaluation: step, epoch, then the metrics; ordered by step.
         notes: Notes, warnings and deaths, each text once; a death stands there until a note says
             more of it.
@@ -88,6 +89,7 @@ class Story:
         self.started: dict[str, Any] = {}
         self.finished: dict[int, dict[str, Any]] = {}
         self.devices: dict[int, str] = {}
+        self.hosts: dict[int, str] = {}
         self.evals: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.facts: dict[Topic, Any] = {}
@@ -157,6 +159,8 @@ class Story:
             self.started = event.to_wire()
         if event.device is not None:
             self.devices[rank] = str(event.device)
+        if event.host:
+            self.hosts[rank] = str(event.host)
 
     def _moment(
         self,

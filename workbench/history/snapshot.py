@@ -63,6 +63,7 @@ class Worker:
         bubble: Share of its work and bubble in which it had nothing to do, 0..1, waits for data
             left out; NaN outside pipelines.
         memory_bytes: What it holds of model, gradients and optimizer; NaN where not measured.
+        host: Its host's name; empty on the notebook's machine.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Worker:
     wait_ms: float
     bubble: float = float("nan")
     memory_bytes: float = float("nan")
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def workers(of: Sources) -> tuple[Worker, ...]:
             wait_ms=float(wait_s[rank]) * 1e3,
             bubble=float(bubble[rank]),
             memory_bytes=of.story.memory_bytes.get(rank, float("nan")),
+            host=of.story.hosts.get(rank, ""),
         )
         for rank, engine in enumerate(of.engines)
     )

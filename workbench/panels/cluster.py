@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.hosts.configuration import installed
 from ..cluster.hosts.settings import LOCAL, MPI, SLURM, SSH
+from ..devices import limits
 from ..errors import ClusterError
 from ..execution.run import Run
 from .choice import MOST
@@ -46,6 +47,7 @@ class ClusterPart(Part):
         self._launchers = [{"name": name, "fields": list(FIELDS[name])} for name in installed()]
         self._starter = 0  # the thread that starts engines for us
         self._cancelled = False
+        self._noted: set[str] = set()  # what the user was told, once
 
     def wire(self) -> Wire:
         """Its engines, and how far a start has come."""
@@ -136,7 +138,8 @@ class ClusterPart(Part):
             settings = {name: where[name] for name in takes if name in where}
         self._starter, self._cancelled = threading.get_ident(), False
         try:
-            session.start(count, devices=devices, progress=self._tell, **settings)
+            with limits.telling(self._note):
+                session.start(count, devices=devices, progress=self._tell, **settings)
         except KeyboardInterrupt:
             raise ClusterError(
                 "The start was cancelled.",
@@ -145,6 +148,11 @@ class ClusterPart(Part):
             ) from None
         finally:
             self._progress, self._starter = None, 0
+
+    def _note(self, words: str) -> None:
+        if words not in self._noted:
+            self._noted.add(words)
+            self.panel.say(self.name, words)
 
     def _tell(self, progress: Progress) -> None:
         self._progress = progress

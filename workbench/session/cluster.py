@@ -355,8 +355,7 @@ class Cluster:
         self.claim()
         if framework is not None:  # the cluster's own was looked for when it was started
             check_framework(framework)
-        framework = framework or self.framework
-        pool = self.pool
+        framework, pool = framework or self.framework, self.pool
         members = pool.workers_for(workers or len(self.worker_ids), framework)
         targets = list(ids) if ids is not None else members
         check_members(targets, members)
@@ -365,10 +364,11 @@ class Cluster:
         specs = pool.cell_specs(members, targets, framework, leases)
         recipe = Recipe(source, first_line)
         asked = cell_requests(recipe, specs, targets, number, autoreload, traceback)
-        pool.on_task(task_record(asked, members_of(specs, targets), framework=framework))
+        parts = members_of(specs, targets, hosts=pool.hosts())
+        pool.on_task(task_record(asked, parts, framework=framework))
         over = partial(self.cell_over, framework=framework)
         with deferred():
-            self._busy = task = Task(self.engine_set, asked, members_of(specs, targets), over)
+            self._busy = task = Task(self.engine_set, asked, parts, over)
         said = [text for text in said if text not in self._said]
         self._said.update(said)
         if workers is None:

@@ -86,7 +86,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """Training begins on a rank; `batch_size` is the global one, `parameters` a number."""
+    """Training begins on a rank; `batch_size` is the global one, `parameters` a number.
+
+    `host` is added by the kernel of engines on other machines.
+    """
 
     name: ClassVar[str] = "run_started"
     rank: int = 0
@@ -98,6 +101,7 @@ class RunStarted(Event):
     parameters: int | None = None
     device: str | None = None
     threads: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

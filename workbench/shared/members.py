@@ -17,6 +17,7 @@ class Member:
         first, last: Its ranks; of no meaning for a helper.
         part: What a helper is called.
         device: Of a worker or replicas; empty where it is not to be shown.
+        host: Where it is; empty on the notebook's machine.
     """
 
     role: Literal["worker", "replicas", "helper"] = "worker"
@@ -24,6 +25,7 @@ class Member:
     last: int = 0
     part: str = ""
     device: str = ""
+    host: str = ""
 
     @staticmethod
     def of_ranks(first: int, last: int | None = None, device: str = "") -> Member:
@@ -53,8 +55,8 @@ class Member:
 
     @property
     def heading(self) -> str:
-        """What stands above its output: `rank 1 · cuda:0`."""
-        return f"{self} · {self.device}" if self.device else str(self)
+        """What stands above its output: `rank 1 · cuda:0`, with its host on another machine."""
+        return " · ".join(filter(None, [str(self), self.host, self.device]))
 
     @property
     def is_on_device(self) -> bool:

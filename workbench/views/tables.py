@@ -247,8 +247,10 @@ def summary_table(run: RunSummary) -> Table:
     """Return one run's key figures: a row per worker, the run as a whole in title and notes."""
     waited = "sync_wait_s" not in run.unmeasured
     weighed = bool(run.servers) or any(math.isfinite(w.memory_bytes) for w in run.workers_table)
+    elsewhere = any(worker.host for worker in run.workers_table)
     columns = [
-        Column("rank"), Column("engine"), Column("device", "left"),
+        Column("rank"), Column("engine"),
+        *([Column("host", "left")] if elsewhere else []), Column("device", "left"),
         Column("samples/s"), Column("potential"),
         *(Column(PHASE_NAMES[part]) for part in PARTS), Column("median wait"),
         *([Column("bubble"), Column("beyond ideal")] if run.split else []),
@@ -258,6 +260,7 @@ def summary_table(run: RunSummary) -> Table:
         [
             str(worker.rank),
             str(worker.engine),
+            *([worker.host or UNKNOWN] if elsewhere else []),
             worker.device or UNKNOWN,
             number(worker.samples_per_s),
             number(worker.potential_per_s) if waited else UNKNOWN,

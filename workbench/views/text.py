@@ -98,10 +98,16 @@ def term(snapshot: Snapshot) -> str:
         return ""
 
 
+HOST_CHARACTERS = 10
+"""Of a host's name before a worker's row; what is longer is cut."""
+
+
 def worker_label(worker: Worker) -> str:
-    """Return what stands before a worker's row: `rank 1 · cuda:0`."""
+    """Return what stands before a worker's row: `rank 1 · cuda:0`, `rank 1 · node2`."""
     where = worker.device.split(" ")[0]  # not known before its first word
-    return f"rank {worker.rank}" + (f" · {where}" if where else "")
+    host = worker.host if len(worker.host) <= HOST_CHARACTERS else worker.host[:9] + "…"
+    device = "" if host and where == "cpu" else where
+    return " · ".join(filter(None, [f"rank {worker.rank}", host, device]))
 
 
 def progress(snapshot: Snapshot) -> str:
@@ -117,7 +123,9 @@ def slow(snapshot: Snapshot) -> str:
         return ""
     wait = milliseconds(snapshot.slow_ms)
     others = "the other" if len(snapshot.workers) == 2 else "the others"
-    return f"rank {snapshot.slow_rank} makes {others} wait {wait} a step{_window(snapshot)}"
+    hosts = {worker.rank: worker.host for worker in snapshot.workers}
+    where = f" on {hosts[snapshot.slow_rank]}" if hosts.get(snapshot.slow_rank) else ""
+    return f"rank {snapshot.slow_rank}{where} makes {others} wait {wait} a step{_window(snapshot)}"
 
 
 def _window(snapshot: Snapshot) -> str:

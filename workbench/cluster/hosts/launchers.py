@@ -253,6 +253,10 @@ class Started:
                 os.killpg(self.process.pid, number)
 
 
+SSH_FAILED = 255
+"""The exit code by which ssh says that it was itself what failed."""
+
+
 def failed(what: str, code: int | None, said: str) -> ClusterError:
     """Return the error of something that ended before its agent was there."""
     last = said or "nothing"
@@ -269,9 +273,17 @@ def failed(what: str, code: int | None, said: str) -> ClusterError:
             f"{what}: the notebook cannot be reached from there.",
             seen=last.splitlines()[-1],
             allowed="an address of this machine that the hosts can connect to, and open ports",
-            next_step="--listen names another interface or address, --ports the ports that a "
-            "firewall lets through; workbench doctor --on HOST tries it",
+            next_step="another --listen, or none; --ports for a firewall; "
+            "workbench doctor --on HOST tries it",
             code="WB-CLUSTER-062",
+        )
+    program, _, host = what.partition(" ")
+    if program == "ssh" and code == SSH_FAILED:
+        return ClusterError(
+            f"There is no connection to {host} by ssh.",
+            seen=last.splitlines()[-1],
+            next_step=f"`ssh {host} true` in a terminal must work without a password",
+            code="WB-CLUSTER-079",
         )
     return ClusterError(
         f"{what} has ended before an engine could be started.",

@@ -59,7 +59,7 @@ class HostedEngines:
     Attributes:
         address: Of this machine, where it listens for the hosts.
         files: What runs read and write on the hosts.
-        said: What is to be told of differences between the hosts, a sentence each.
+        said: Which versions differ between the hosts, a sentence each.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class HostedEngines:
         self.launcher.on_end = self.look
         self.files = HostFiles(self.agents)
         self.said: list[str] = []
+        self._notes: dict[str, list[str]] = {}  # by host
         self._came = False
         self._hosts: dict[int, Host] = {}  # by engine
         self._pids: dict[int, int] = {}
@@ -185,8 +186,29 @@ class HostedEngines:
             for name, seen in differ.items()
             if name not in MUST_AGREE
         ]
-        self.said += [f"{h.name}: {note}" for h in self.agents.living for note in h.facts.notes]
-        self.said += filter(None, map(self._look_for_folder, self.agents.living))
+        for host in self.agents.living:
+            notes = [*host.facts.notes, self._look_for_folder(host)]
+            self._notes[host.name] = [note for note in notes if note]
+
+    @property
+    def words(self) -> list[str]:
+        """What is to be told of the hosts below a table: what differs, what is missing, who went.
+
+        Hosts of which the same is said share a sentence.
+        """
+        hosts = list(self.agents.hosts)
+        gone = {one.name: one.gone for one in hosts if one.gone}
+        gone = {name: why for name, why in gone.items() if name not in self._names_of_living}
+        same: dict[str, list[str]] = {}
+        for name, notes in self._notes.items():
+            for note in notes if name in self._names_of_living else ():
+                same.setdefault(note, []).append(name)
+        shared = [f"{', '.join(names)}: {note}" for note, names in same.items()]
+        return [*self.said, *shared, *(f"{name} is gone: {why}" for name, why in gone.items())]
+
+    @property
+    def _names_of_living(self) -> set[str]:
+        return {one.name for one in self.agents.living}
 
     def _look_for_folder(self, host: Host) -> str:
         """Return what is to be said where a host does not have the notebook's folder."""
@@ -206,13 +228,10 @@ class HostedEngines:
             return ""
         if found is not None:
             return (
-                f"{host.name}: {cwd} is another folder there than the notebook's; what lies "
-                "beside the notebook is not there"
+                f"{cwd} is another folder there than the notebook's; what lies beside the "
+                "notebook is not there"
             )
-        return (
-            f"{host.name}: the notebook's folder {cwd} is not there; engines begin in "
-            f"{host.facts.home}"
-        )
+        return f"the notebook's folder {cwd} is not there; engines begin in {host.facts.home}"
 
     def differences(self, engines: Sequence[int], framework: str) -> list[str]:
         """Return what a run of these engines is to be told of their hosts, a sentence each."""
@@ -400,7 +419,7 @@ class HostedEngines:
             why = self.launcher.ended(host.place)
         why = why or host.gone
         host.gone = why
-        how = processes.Ending(what=f"its host is gone: {why}")
+        how = processes.Ending(what="host gone", hint=why)
         if self._keeper is host:
             self._keeper = None
             self._on_keeper_left(how)

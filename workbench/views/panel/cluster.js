@@ -136,7 +136,10 @@ SECTIONS.push((() => {
         offer(value);
         kit.text(words, value.progress?.text ?? (busy ? "one moment…" : whole(value)));
         redraw();
-        kit.list(engines, value.engines, (e) => e.engine, line(app, ask), update);
+        const away = value.running && value.where.launcher !== "local";
+        const placed = (e) => (away ? { ...e, device: [e.host, e.device].filter(Boolean).join(" · ") } : e);
+        kit.list(engines, value.engines.map(placed), (e) => e.engine, line(app, ask), update);
+        engines.classList.toggle("wbp-away", away);
         engines.classList.toggle("wbp-many", value.engines.length > 8);
       },
       always: true,
