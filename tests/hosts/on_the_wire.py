@@ -110,14 +110,15 @@ class Listener:
 
 
 def listeners(hosts: SimulatedHosts, pids: list[int]) -> set[Listener]:
-    """Return what listens on the hosts, but for sshd; and here, of these processes."""
+    """Return what listens on the hosts, but for sshd and Slurm; and here, of these processes."""
     here = set(pids)
     found = set()
     for host in ADDRESSES:
         all_of_host = [one.pid for one in hosts.processes(host)]
         here -= set(all_of_host)
         found |= _of_namespace(host, all_of_host)
-    return {one for one in found | _of_namespace("here", sorted(here)) if one.port != SSH_PORT}
+    found |= _of_namespace("here", sorted(here))
+    return {one for one in found if one.port != SSH_PORT and not one.process.startswith("slurm")}
 
 
 def _of_namespace(host: str, pids: list[int]) -> set[Listener]:
