@@ -361,7 +361,8 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     if run.weights is None:
         return None
     if folder is None:
-        run.emit(events.Noted(rank=run.spec.rank, text=NOT_BROUGHT))
+        if run.spec.run_id:  # else nobody keeps anything of it
+            run.emit(events.Noted(rank=run.spec.rank, text=NOT_BROUGHT))
         return None
     arrays: dict[str, Any] = {}
     try:

@@ -48,7 +48,7 @@ class Sbatch:
         self.on_end: Callable[[], None] = nothing
         self.job = ""
         self._about: dict[str, str] = {}
-        self._looked_at = 0.0
+        self._looked_at, self._place = 0.0, 0
 
     @property
     def asks(self) -> str:
@@ -130,11 +130,12 @@ class Sbatch:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._about = job_facts(self.job) or self._about
+            self._place = self._position() if self._state in _LASTING else 0
         if not self._about or self._state in _RUNNING:
             return None
         if self._state in _LASTING:
             reason = self._about.get("Reason", "None")
-            return Queued(self._state, "" if reason == "None" else reason, self._position())
+            return Queued(self._state, "" if reason == "None" else reason, self._place)
         raise self._failed()
 
     def _position(self) -> int:
