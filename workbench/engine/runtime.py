@@ -361,7 +361,7 @@ def _save_weights(run: RunContext, framework: Any) -> str | None:
     if run.weights is None:
         return None
     if folder is None:
-        if run.spec.hosts:  # else there is no notebook that would keep anything
+        if run.spec.name:  # else there is no notebook that would keep anything
             run.emit(events.Noted(rank=run.spec.rank, text=NOT_BROUGHT))
         return None
     arrays: dict[str, Any] = {}
