@@ -98,7 +98,7 @@ def test_a_line_that_cannot_be_run_is_refused_before_engines_are_touched(
         ("%cluster start 0", ["number of engines", "'0'", "at least 1"]),
         ("%cluster start many", ["'many'", "at least 1"]),
         ("%cluster start 2 --keep", ["WB-PLAN-128"]),
-        ("%cluster start 3 --devices cpu", ["other devices", "'cpu'", "WB-PLAN-127"]),
+        ("%cluster start 3 --devices cpu", ["otherwise", "'--devices cpu'", "WB-PLAN-127"]),
         ("%cluster launch", ["action", "'launch'"]),
         ("%cluster attach nowhere", ["WB-CLUSTER-043"]),
         ("%cluster restart 9", ["WB-CLUSTER-006", "9", "0, 1"]),

@@ -54,9 +54,9 @@ def test_curves_begin_at_0_and_rates_are_of_all_workers(cluster, tmp_path, strat
     starts = [history["start_s"][history["rank"] == rank] for rank in (0, 1)]
     assert all((np.diff(own) >= 0).all() for own in starts)
     assert max(own[0] for own in starts) < span_s
-    rates = [history["samples"][history["rank"] == rank].sum() / np.ptp(own) for rank, own
-             in enumerate(starts)]  # fmt: skip
-    assert shot.samples_per_s == pytest.approx(sum(rates), rel=0.25)
+    # Over the time of all: where one begins later, the sum of their own rates would be too much.
+    rate = history["samples"].sum() / np.ptp(history["start_s"])
+    assert shot.samples_per_s == pytest.approx(rate, rel=0.25)
     run.save(tmp_path / "run")
     saved = wb.load(tmp_path / "run")
     assert saved.history["start_s"] == pytest.approx(history["start_s"], abs=1e-6)
