@@ -90,7 +90,7 @@ def test_a_killed_rank_is_named_and_begins_anew_in_the_same_job(
     run, before, jobs = going(cluster), pids(cluster), queues.jobs()
     kill(cluster, 2)
     text = failed(run, within_s=3)
-    assert text.startswith(f"Rank 2 is gone: Engine 2 (pid {before[2]}")
+    assert text.startswith(f"Rank 2 is gone: Engine 2 on xh2 (pid {before[2]}")
     book.ok("%cluster restart 2")
     assert hosts_of(cluster)[2] == "xh2"
     assert queues.jobs() == jobs

@@ -45,7 +45,7 @@ def test_a_dead_host_is_named_and_its_engines_begin_anew_on_the_other(
     reached.kill("xh2")
     text = failed(run, within_s=10)
     assert "xh2" in text
-    assert "its host is gone" in text
+    assert "died: host gone (" in text
     assert soon(lambda: cluster.ids == [0, 1], 5)
     book.ok("%cluster restart 2 3")
     assert set(hosts_of(cluster).values()) == {"xh1"}

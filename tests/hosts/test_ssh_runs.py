@@ -209,7 +209,7 @@ def test_a_killed_rank_is_named_at_once_and_its_successor_is_on_its_host(
     run, before = going(cluster), pids(cluster)
     kill(cluster, 3)
     text = failed(run, within_s=3)
-    assert text.startswith(f"Rank 3 is gone: Engine 3 (pid {before[3]}")
+    assert text.startswith(f"Rank 3 is gone: Engine 3 on xh2 (pid {before[3]}")
     assert "killed by SIGKILL" in text
     assert "%cluster restart 3" in text
     book.ok("%cluster restart 3")
