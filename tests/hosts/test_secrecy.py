@@ -53,15 +53,6 @@ wb.fit(model, wb.data.synthetic(256, shape=(8,), classes=4), batch_size=32,
 
 
 @pytest.fixture(scope="module")
-def reached(standing_hosts: SimulatedHosts) -> Iterator[SimulatedHosts]:
-    if not standing_hosts.is_plain():
-        standing_hosts.again()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", standing_hosts.environment["PATH"])
-        yield standing_hosts
-
-
-@pytest.fixture(scope="module")
 def wire(reached: SimulatedHosts) -> Iterator[Wire]:
     with listened_in() as wire:
         yield wire
