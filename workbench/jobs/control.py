@@ -1,0 +1,341 @@
+"""Signed orders to a run in another process: files in an inbox in the run's folder.
+
+    <run folder>/
+      control.key              32 random bytes in hex, for this user alone (0600)
+      control/                 the inbox, for this user alone (0700)
+        <time>-<hex>.json      one order; a line of JSON and its HMAC-SHA256
+        .newest                the number of the newest order that was taken
+
+An order is written whole by a rename, so that nobody reads half of one. Its number grows: an order
+that was taken before, or that is older than one that was, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import json
+import math
+import os
+import secrets
+import stat
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..errors import PlanError, RunError, WorkbenchError
+from ..shared.faults import parse_fault
+
+KEY = "control.key"
+INBOX = "control"
+NEWEST = ".newest"
+KEY_BYTES = 32
+ORDER_BYTES = 4096
+FILES_AT_ONCE = 100
+MOST_STEPS = 1_000_000
+MOST_FAULTS = 32
+Does = Literal["stop", "pause", "resume", "step", "inject", "interrupt"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a run is told to do at its next step boundary.
+
+    Attributes:
+        do: What to do.
+        steps: For `step`: how many steps a paused run goes on.
+        faults: For `inject`: as `--inject` takes them.
+        number: Grows from order to order.
+
+    Raises:
+        PlanError: There is no such order.
+    """
+
+    do: Does
+    steps: int = 1
+    faults: tuple[str, ...] = ()
+    number: int = field(default_factory=time.time_ns)
+
+    def __post_init__(self) -> None:
+        if wrong := _wrong(self):
+            raise PlanError(
+                f"This order cannot be given to a run: {wrong}.",
+                seen=str(self.do)[:80],
+                allowed=f"{', '.join(get_args(Does))}; steps from 1 to {MOST_STEPS}; faults with "
+                "inject alone",
+                code="WB-PLAN-940",
+            )
+
+
+def _wrong(order: Order) -> str:
+    """Return what is wrong with an order; a fault's own error says more."""
+    if order.do not in get_args(Does):
+        return "there is none of that name"
+    if type(order.steps) is not int or not 1 <= order.steps <= MOST_STEPS:
+        return "its steps are no number of steps"
+    if type(order.number) is not int or not 0 <= order.number < 1 << 63:
+        return "its number is none"
+    if not isinstance(order.faults, tuple) or len(order.faults) > MOST_FAULTS:
+        return f"its faults are not a tuple of at most {MOST_FAULTS}"
+    if bool(order.faults) != (order.do == "inject"):
+        return "inject needs faults, and the others have none"
+    if not all(isinstance(text, str) for text in order.faults):
+        return "a fault is no text"
+    if sum(map(len, order.faults)) > ORDER_BYTES // 2:
+        return "its faults are too long"
+    for text in order.faults:
+        fault = parse_fault(text)
+        if not all(map(math.isfinite, (fault.delay_s, fault.factor, fault.bytes_per_s))):
+            return "a fault has no end"
+    return ""
+
+
+def order_text(order: Order) -> bytes:
+    """Return an order as a line of JSON, unsigned: what `workbench control --stdin` reads."""
+    return json.dumps(asdict(order), separators=(",", ":")).encode()
+
+
+def read_order(text: bytes) -> Order:
+    """Read what `order_text` made.
+
+    Raises:
+        PlanError: It is no order.
+    """
+    try:
+        if len(text) > ORDER_BYTES:
+            raise ValueError("too long")
+        about: dict[str, Any] = json.loads(text)
+        return Order(**{**about, "faults": tuple(about["faults"])})
+    except PlanError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PlanError(
+            "What was sent to a run is no order.",
+            seen=text[:80],
+            allowed="a line of JSON with do, steps, faults and number",
+            code="WB-PLAN-941",
+        ) from error
+
+
+def packed(order: Order, key: bytes) -> bytes:
+    """Return an order as JSON with its signature."""
+    text = order_text(order)
+    return text + b"\n" + hmac.digest(key, text, "sha256").hex().encode()
+
+
+def unpacked(signed: bytes, key: bytes) -> Order:
+    """Return the order that was signed with a key.
+
+    Raises:
+        PlanError: It is no order.
+        ValueError: It was not signed with this key.
+    """
+    text, _, mac = signed.partition(b"\n")
+    if not hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac.strip()):
+        raise ValueError("the signature is wrong")
+    return read_order(text)
+
+
+def make_key(run_dir: str | os.PathLike[str]) -> bytes:
+    """Make a run's key and its inbox, both for this user alone, and return the key.
+
+    Raises:
+        OSError: They cannot be written; the run can go on, but takes no orders.
+    """
+    folder, key = Path(run_dir), secrets.token_bytes(KEY_BYTES)
+    with contextlib.suppress(FileExistsError):
+        (folder / INBOX).mkdir(mode=0o700)
+    _write_new(folder / KEY, key.hex().encode())
+    return key
+
+
+def read_key(run_dir: str | os.PathLike[str]) -> bytes:
+    """Return a run's key.
+
+    Raises:
+        RunError: There is none, or others than this user could have read or made it.
+    """
+    path = Path(run_dir) / KEY
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise _unsafe(path, "it is a link") from None
+        raise RunError(
+            f"The run takes no orders from here: its key cannot be read ({error.strerror}).",
+            seen=str(path),
+            next_step="ask as the user who started the job, when the job has begun",
+            code="WB-RUN-900",
+        ) from error
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise _unsafe(path, "it is no file")
+        if about.st_uid != os.getuid():
+            raise _unsafe(path, "it belongs to another user")
+        if about.st_mode & 0o077:
+            raise _unsafe(path, "others can read or write it")
+        text = os.read(handle, 4 * KEY_BYTES)
+    finally:
+        os.close(handle)
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+        if len(key) != KEY_BYTES:
+            raise ValueError("too short, or too long")
+    except ValueError as error:
+        raise RunError(
+            "The run takes no orders: its key is damaged.",
+            seen=str(path),
+            next_step="end the job with its platform's own command",
+            code="WB-RUN-902",
+        ) from error
+    return key
+
+
+def _unsafe(path: Path, why: str) -> RunError:
+    return RunError(
+        f"The run's key is not safe, so no orders are given with it: {why}.",
+        seen=str(path),
+        allowed="a file of this user that nobody else can read (mode 0600)",
+        next_step="keep job folders where files have an owner and a mode of their own",
+        code="WB-RUN-901",
+    )
+
+
+def put(run_dir: str | os.PathLike[str], signed: bytes) -> None:
+    """Put a signed order into a run's inbox, whole or not at all.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
+    try:
+        _write_new(Path(run_dir) / INBOX / name, signed)
+    except OSError as error:
+        raise RunError(
+            f"The order cannot be put into the run's folder: {error.strerror}.",
+            seen=str(Path(run_dir) / INBOX),
+            next_step="ask as the user who started the job, on a disk with room",
+            code="WB-RUN-903",
+        ) from error
+
+
+def give(run_dir: str | os.PathLike[str], order: Order) -> None:
+    """Sign an order with the key in a run's folder and put it into the inbox there.
+
+    Raises:
+        RunError: The key is not there or not safe, or the order cannot be written.
+    """
+    key = read_key(run_dir)
+    put(run_dir, packed(later(order, newest(run_dir)), key))
+
+
+def newest(run_dir: str | os.PathLike[str]) -> int:
+    """Return the number of the newest order that a run has taken, 0 for none."""
+    try:
+        with (Path(run_dir) / INBOX / NEWEST).open("rb") as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return 0
+
+
+def later(order: Order, than: int) -> Order:
+    """Return an order with a number above another one: clocks of two hosts may differ."""
+    return replace(order, number=max(order.number, than + 1))
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600 by a rename."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(fresh, flags, 0o600)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+class Inbox:
+    """What a run has been told; read by the process that keeps its folder.
+
+    Args:
+        run_dir: The run's folder.
+        key: As `make_key` gave it.
+
+    Attributes:
+        refused: How many files were no order of this user, or an old one.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], key: bytes) -> None:
+        self._run_dir, self._key = Path(run_dir), key
+        self._newest = newest(run_dir)
+        self._stuck: set[str] = set()  # looked at, and cannot be deleted
+        self.refused = 0
+
+    def take(self) -> list[Order]:
+        """Return fresh orders by their numbers, and delete their files; never waits."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            inbox = os.open(self._run_dir / INBOX, flags)
+        except OSError:
+            return []
+        try:
+            found = [order for name in self._names(inbox) if (order := self._read(inbox, name))]
+        finally:
+            os.close(inbox)
+        return self._fresh(found) if found else []
+
+    def _names(self, inbox: int) -> list[str]:
+        with os.scandir(inbox) as entries:
+            some = itertools.islice(entries, 10 * FILES_AT_ONCE)
+            names = [one.name for one in some if not one.name.startswith(".")]
+        return sorted(name for name in names if name not in self._stuck)[:FILES_AT_ONCE]
+
+    def _read(self, inbox: int, name: str) -> Order | None:
+        try:
+            return unpacked(_content(inbox, name), self._key)
+        except (OSError, ValueError, WorkbenchError):
+            self.refused += 1
+            return None
+        finally:
+            try:
+                os.unlink(name, dir_fd=inbox)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                if len(self._stuck) < 10 * FILES_AT_ONCE:
+                    self._stuck.add(name)
+
+    def _fresh(self, found: list[Order]) -> list[Order]:
+        orders = []
+        for order in sorted(found, key=lambda one: one.number):
+            if order.number > self._newest:
+                self._newest = order.number
+                orders.append(order)
+            else:
+                self.refused += 1
+        if orders:
+            with contextlib.suppress(OSError):  # it is there for later readers alone
+                _write_new(self._run_dir / INBOX / NEWEST, str(self._newest).encode())
+        return orders
+
+
+def _content(inbox: int, name: str) -> bytes:
+    """Return what a file holds; OSError or ValueError where it is none of this user's own."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(name, flags, dir_fd=inbox)
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            raise ValueError("no file of this user")
+        if about.st_size > ORDER_BYTES:
+            raise ValueError("too long")
+        return os.read(handle, ORDER_BYTES)
+    finally:
+        os.close(handle)
