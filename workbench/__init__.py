@@ -61,6 +61,7 @@ _LAZY = {
     "options": "workbench.engine.training.notes",
     "checkpoint": "workbench.engine.checkpoints.checkpoints",
     "resumed_step": "workbench.engine.checkpoints.checkpoints",
+    "run_job": "workbench.engine.job",
     # both
     "data": "workbench",
     "RunStopped": "workbench.errors",

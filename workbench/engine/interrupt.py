@@ -26,6 +26,9 @@ class InterruptWatch:
     Args:
         break_out: Called from the watchdog's thread when the main thread stays blocked; the second
             time with True, when the first was not enough.
+
+    Attributes:
+        on_terminate: Called from the watchdog's thread at a SIGTERM, where that has a handler.
     """
 
     def __init__(self, break_out: Callable[[bool], object]) -> None:
@@ -35,6 +38,7 @@ class InterruptWatch:
         self._left = threading.Event()
         self._left.set()
         self.broke_out = False
+        self.on_terminate: Callable[[], object] = _nothing
         self._shields = 0
         self._deaf_until_s, self._whole = 0.0, False
         self._thread = threading.Thread(target=self._main, name="workbench-interrupt", daemon=True)
@@ -93,6 +97,8 @@ class InterruptWatch:
 
     def _main(self) -> None:
         while data := self._reader.recv(64):
+            if signal.SIGTERM in data:
+                self.on_terminate()
             if signal.SIGINT not in data or (self._whole and self._clearing):
                 continue
             for harder in (False, True):

@@ -199,7 +199,8 @@ def _attach(engine: Engine, run: RunContext) -> None:
     """Have the link carry the run's records, also to its folder where that can be written to."""
     spec, writer, trouble = run.spec, None, None
     try:
-        writer = RunWriter(Path(spec.run_dir), spec.row_rank) if spec.run_dir else None
+        writes = spec.run_dir and not spec.far
+        writer = RunWriter(Path(spec.run_dir), spec.row_rank) if writes else None
     except OSError as error:  # a full disk: the run goes on in the kernel's memory
         trouble = error
     engine.link.attach(run, writer)

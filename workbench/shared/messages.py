@@ -335,6 +335,26 @@ class ClockAnswer(OfEngine):
     at_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class CellEnded(OfEngine):
+    """What the cell came to, where no call of the kernel's waits for it: in a job."""
+
+    kind: ClassVar[str] = "ended"
+    outcome: CellOutcome
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return its fields, JSON-ready."""
+        return {"engine": self.engine, "outcome": self.outcome.to_wire()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(OfEngine):
+    """A job's process was told to end by its platform, `why`: all are to stop at a step."""
+
+    kind: ClassVar[str] = "asked"
+    why: str
+
+
 # -- down: what the kernel says ----------------------------------------------------------------
 
 
@@ -461,6 +481,13 @@ class AskClock(Message):
     ask: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Interrupt(Message):
+    """Interrupt the cell: sent to processes that the kernel cannot signal."""
+
+    kind: ClassVar[str] = "interrupt"
+
+
 Up = (
     Hello
     | Refused
@@ -474,6 +501,8 @@ Up = (
     | WhereAnswer
     | StacksAnswer
     | ClockAnswer
+    | CellEnded
+    | Asked
 )
 Down = (
     Welcome
@@ -491,6 +520,7 @@ Down = (
     | AskWhere
     | AskStacks
     | AskClock
+    | Interrupt
 )
 
 

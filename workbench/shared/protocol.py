@@ -185,7 +185,8 @@ class RunSpec(RunSettings):
         reserved: Files that say whose the GPUs are; the engine holds them too
             (`devices/reservations.py`).
         backend: Of the process group: `gloo`, or `cpu:gloo,cuda:nccl`.
-        run_dir: Of the run; empty on other machines than the kernel's, where it writes instead.
+        run_dir: Of the run; empty where this engine does not see it.
+        far: Whether the kernel writes this engine's rows: it is on another host.
         threads: CPU threads of this worker; `cores` are what all on its host have together.
         store: Host, port of the TCPStore keeper; `prefix` keeps groups apart.
         hosts: What tells the engines' hosts apart (`address.host_token`), in the order of `ranks`.
@@ -237,6 +238,7 @@ class RunSpec(RunSettings):
     reserved: tuple[str, ...] = ()
     address: str = ""
     ports: tuple[int, int] | None = None
+    far: bool = False
 
     @property
     def group_name(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from ...shared.messages import (
     Happened,
     Hello,
     Inject,
+    Interrupt,
     OfRun,
     Position,
     Records,
@@ -373,6 +375,8 @@ class ControlLink:
                 self._send(ClockAnswer(engine=self._engine, ask=message.ask, at_s=at_s))
             case AskWhere() | AskStacks():
                 self._send(stacks.answer(message, self._engine))
+            case Interrupt():
+                os.kill(os.getpid(), signal.SIGINT)
             case OfRun():
                 if isinstance(message, (Halt, HaltAt)) and message.purpose == "stop":
                     stdin_bridge.release("Stop was pressed")

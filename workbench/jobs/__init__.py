@@ -1,0 +1,13 @@
+"""Runs that go on elsewhere: under torchrun, in a batch job, in another cluster's pods.
+
+In reading order:
+
+    control      how is a run in another process told to stop
+    places       where is a run that is followed: a folder, a host, a stream of lines
+    conductor    the process beside rank 0 that keeps a job's records
+    followed     a run whose history comes from such a place
+    platforms    how does each platform start, name and end a job
+    submitted    the jobs that this user has submitted
+    progress     what Kubeflow is told of a job
+    command      the shell's commands for them
+"""

@@ -1,0 +1,569 @@
+"""The process beside rank 0 that is to a job what a notebook's kernel is to its engines.
+
+It hands out the parts, keeps the records of all ranks in the run's folder, obeys signed orders that
+come into that folder, agrees on a Stop, says whose fault an end was, and ends with the job. Nobody
+looks at it: whoever follows the run reads the folder, or the marked lines.
+
+    rank 0 ── job, processes ──> main ── parts ──> rank 0       (a socket pair, lines of JSON)
+    ranks ── records, outcomes ──> ControlRouter ──> JobRun ──> DIR/runs/N
+    DIR/runs/N/control ── signed orders ──> Inbox ──> JobRun.stop, pause, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, cast
+
+import psutil
+
+from ..cluster.calls import Call
+from ..cluster.engines import EngineInfo
+from ..cluster.hosts.gpus import HostDevices
+from ..cluster.hosts.wire import HostFacts
+from ..cluster.processes import Ending, EngineDiedError
+from ..cluster.router import ControlRouter
+from ..cookbook.recipe import Recipe
+from ..devices import leases as device_pool
+from ..devices.discovery import Device, Survey
+from ..errors import ClusterError, RunError, WorkbenchError
+from ..execution import hangs
+from ..execution.logging_to import await_all
+from ..execution.outcome import outcome_error, outcome_notes
+from ..execution.requests import make_specs, members_of, run_requests
+from ..execution.run import Run
+from ..execution.task import Task
+from ..history import disk
+from ..session import checkpoints
+from ..shared import cluster_env, events
+from ..shared.messages import Asked, CellEnded, Happened, Hello, Interrupt, Position, Records, Up
+from ..shared.plan import Plan, make_plan
+from .control import Inbox, Order, make_key
+from .places import LineWriter
+from .progress import KubeflowProgress
+
+log = logging.getLogger("workbench.jobs")
+RUNS = "runs"
+TOKEN = "token"
+ALIVE = "alive"
+EVENTS = "events-rankjob.jsonl"
+"""Of the conductor itself; read with those of the ranks."""
+ALIVE_S = 2.0
+TURN_S = 0.1
+GONE_S = 5.0
+"""How long after a process's end, or rank 0's, the others may say how they ended."""
+DIED = (
+    "the platform's log says how it ended (out of memory, time limit, a lost host); with "
+    "--checkpoint the job goes on from there when it is started again"
+)
+LINES = "WORKBENCH_LOG_LINES"
+"""Where it is 1, records also go to the standard output, as marked lines."""
+RESUME = "WORKBENCH_RESUME"
+"""`0`: begin anew although an earlier run of the job was cut off and left checkpoints."""
+LISTEN = "WORKBENCH_JOB_LISTEN"
+"""The address that ranks on other hosts reach; by default that of the way to the store."""
+
+
+class JobRun(Run):
+    """The run of a job, as its folder tells of it.
+
+    Attributes:
+        job: What `run.json` says of the job besides: where its records are kept, and by whom.
+    """
+
+    def __init__(self, plan: Plan, *, job: dict[str, Any], **about: Any) -> None:
+        self.job = job
+        super().__init__(plan, **about)
+
+    def meta(self) -> dict[str, Any]:
+        """What `run.json` says about the run."""
+        return {**super().meta(), "job": self.job}
+
+    def note(self, text: str, deaths: Sequence[int] = ()) -> None:
+        """Add something the user should know, also where followers read it."""
+        super().note(text, deaths)
+        self._write(events.Noted(text=text, deaths=list(deaths)))
+
+    def inject(self, *faults: str) -> None:
+        """Replace the run's faults while it goes on."""
+        super().inject(*faults)
+        self._write(events.Injected(faults=list(faults)))
+
+    def _write(self, event: events.Event) -> None:
+        line = {"name": event.name, "t_s": time.perf_counter(), **event.to_wire()}
+        with contextlib.suppress(OSError), (self.folder / EVENTS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class ProcessEndedError(EngineDiedError):
+    """A process of the job has ended; the platform knows how, its parent here does not."""
+
+    def __init__(self, process: EngineInfo, what: str) -> None:
+        super().__init__(process.id, process.pid, Ending(what=what), host=process.elsewhere)
+        where = f" on {process.host}" if process.elsewhere else ""
+        ClusterError.__init__(
+            self, f"Its process (pid {process.pid}{where}) {what}.", code="WB-CLUSTER-802"
+        )
+
+
+class JobEngines:
+    """A job's processes, as far as a `Task` needs engines.
+
+    Args:
+        processes: What each says of itself, by rank.
+    """
+
+    def __init__(self, processes: Sequence[Mapping[str, Any]], router: ControlRouter) -> None:
+        self.router = router
+        self.engines = {
+            int(one["rank"]): EngineInfo(
+                int(one["rank"]), "", int(one["pid"]), str(one["host"]), str(one["place"]),
+                str(one["address"]), str(one["python"]), began=float(one["began"]),
+            )
+            for one in processes
+        }  # fmt: skip
+        self.calls: dict[int, Call] = {}
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Requests go out with the parts, all at once."""
+        return contextlib.nullcontext()
+
+    def submit(self, engine: int, what: str, args: Any, output: Any) -> Call:
+        """Return the call that a process's outcome will end."""
+        self.calls[engine] = Call(engine)
+        return self.calls[engine]
+
+    def interrupt(self, engines: Iterable[int]) -> None:
+        """Have them interrupt themselves: their control threads are always there."""
+        for engine in engines:
+            self.router.send(engine, Interrupt())
+
+    def signal(self, engine: int, number: int) -> None:
+        """Signal a process of this host, if it is still the same one."""
+        if (process := self._process(engine)) is not None:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def give_up(self, engine: int) -> None:
+        """Take a process for dead."""
+        self.died(engine, "no longer answers")
+
+    def died(self, engine: int, what: str) -> None:
+        """Settle the call of a process that has ended."""
+        self.calls[engine].finish(ProcessEndedError(self.engines[engine], what))
+
+    def host_of(self, engine: int) -> None:
+        """No agent is anywhere."""
+
+    def gone(self) -> list[int]:
+        """Return the processes of this host that have ended without a word."""
+        mine = [i for i, one in self.engines.items() if one.is_here]
+        return [i for i in mine if not self.calls[i].done.is_set() and self._process(i) is None]
+
+    def _process(self, engine: int) -> psutil.Process | None:
+        info = self.engines[engine]
+        if not info.is_here:
+            return None
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(info.pid)
+            same = abs(process.create_time() - info.began) < 1.0
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        return None
+
+
+class Conductor:
+    """One job, from its parts to its end.
+
+    Args:
+        asked: What rank 0 has sent: `job`, `store`, `attempt`, `key`, `processes`.
+
+    Raises:
+        WorkbenchError: The job cannot begin.
+    """
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self._job, self._processes = asked["job"], list(asked["processes"])
+        self._attempt = int(asked["attempt"])
+        self.plan = _plan_of(self._job, len(self._processes))
+        self.folder, resume_from = self._place()
+        places = [str(one["place"]) for one in self._processes]
+        self._several = len(set(places)) > 1
+        leases = self._leases()
+        self.plan.check_devices([one.word for one in leases.leases])
+        listen = self._listening()
+        self.router = ControlRouter(
+            self._hear, listen, bytes.fromhex(asked["key"]) if _is_hex(asked["key"]) else None,
+            secret=self._several,
+        )  # fmt: skip
+        try:
+            self._begin(asked, leases, resume_from)
+        except BaseException:
+            self.router.close()
+            raise
+
+    def _begin(self, asked: Mapping[str, Any], leases: device_pool.Leases, resume: str) -> None:
+        plan, folder = self.plan, self.folder
+        ids = list(range(plan.engines)) * (plan.workers // plan.engines)
+        servers = list(range(plan.engines, len(self._processes)))
+        self.engines = JobEngines(self._processes, self.router)
+        (folder / TOKEN).write_text(token := secrets.token_hex(16))
+        self.inbox = Inbox(folder, make_key(folder))
+        about = {
+            "attempt": self._attempt,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "preempted": False,
+            "resumed_from": Path(resume).name if resume else "",
+        }
+        self.run = JobRun(
+            plan, number=1, name=plan.name or str(self._job.get("name") or plan.strategy),
+            engines=ids, devices=[lease.label for lease in leases.leases], folder=folder,
+            resume_from=resume, init_from=self._initial(), job=about,
+        )  # fmt: skip
+        run = self.run
+        if leases.warning:
+            run.note(leases.warning)
+        run.advance("submit")
+        checkpoints.describe(run)
+        run.begin_logs()
+        here = cluster_env.host_token()
+        far = {i: {"far": True} for i, one in self.engines.engines.items() if one.place != here}
+        run.far.ranks = {i: ids.index(i) for i in far if i in ids}
+        specs = self._specs([*dict.fromkeys(ids), *servers], leases, asked)
+        requests = run_requests(run, specs, 1, "")
+        self._pin(requests)
+        run.open_board(self.router.send, [*run.members, *servers])
+        self.task = Task(
+            cast(Any, self.engines), requests, members_of(specs, hosts=self._names()),
+            self._settled, on_loss=run.note,
+        )  # fmt: skip
+        run.begin(self.task)
+        hangs.watch(self.task, self.router.questions.ask, lambda: run.held)
+        self.parts = [
+            {
+                "request": {**requests[i], "spec": {**requests[i]["spec"], **far.get(i, {})}},
+                "url": self.router.url,
+                "key": self.router.key.hex(),
+                "curve": self.router.public_key,
+                "run_dir": str(folder),
+                "token": token,
+                "watches": "script" in self._job,
+                "about": {"pid": int(one["pid"]), "host": one["host"], "python": one["python"]},
+            }
+            for i, one in enumerate(self._processes)
+        ]
+        self._recorded = ""
+        self._record()
+
+    # -- what the parts are made of ----------------------------------------------------------------
+
+    def _place(self) -> tuple[Path, str]:
+        """Return the run's folder, and the checkpoint that it goes on from; empty: none."""
+        root = Path(self._job.get("out") or Path(self._job["folder"]) / RUNS)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        before = runs_in(root)
+        resume = ""
+        if before and os.environ.get(RESUME, "1") != "0":
+            resume = self._unfinished(before[-1])
+        for number in range(1 + (int(before[-1].name) if before else 0), 1 << 30):
+            with contextlib.suppress(FileExistsError):  # another start of the job was quicker
+                (folder := root / str(number)).mkdir(mode=0o700)
+                return folder, resume
+        raise AssertionError("there are numbers enough")
+
+    def _unfinished(self, last: Path) -> str:
+        """Return the checkpoint to go on from, where the job's last run was cut off."""
+        if not self.plan.checkpoint:
+            return ""
+        _await_end(last)
+        with contextlib.suppress(WorkbenchError):
+            meta = disk.read_meta(last)
+            about = meta.get("job") or {}
+            cut = meta.get("state") not in events.OVER or about.get("preempted")
+            if cut or (self._attempt and meta.get("state") == "failed"):
+                found = checkpoints.latest(self.plan.checkpoint)
+                return "" if found is None else str(found.path)
+        return ""
+
+    def _initial(self) -> str:
+        folder = Path(self._job.get("folder") or "/nowhere") / "initial"
+        return str(folder) if self.plan.init_from and folder.is_dir() else ""
+
+    def _leases(self) -> device_pool.Leases:
+        """Return what each worker computes on: the devices that its own process sees."""
+        plan = self.plan
+        workers = self._processes[: plan.engines]
+        if plan.entry.remote_workers:
+            workers = self._processes[plan.engines : plan.engines + plan.workers]
+        asked = os.environ.get("WORKBENCH_DEVICES", device_pool.AUTO)
+        if not self._several:
+            found = Survey(_devices(workers[0]), tuple(workers[0]["notes"]))
+            return device_pool.lease(asked, plan.workers, found)
+        hosts = [
+            SimpleNamespace(place=i, name=one["host"], facts=_facts(one))
+            for i, one in enumerate(self._processes)
+        ]
+        devices = HostDevices(asked, plan.framework, lambda: cast(Any, hosts))
+        rooms = [devices.room_of(cast(Any, hosts[int(one["rank"])])) for one in workers]
+        self._rooms = {i: devices.room_of(cast(Any, one)) for i, one in enumerate(hosts)}
+        if plan.entry.one_engine:
+            rooms *= plan.workers
+        return devices.lease(rooms)
+
+    _rooms: Mapping[int, str] = {}
+
+    def _listening(self) -> str:
+        if not self._several:
+            return "127.0.0.1"
+        return os.environ.get(LISTEN) or str(self._processes[0]["address"])
+
+    def _specs(
+        self, ids: Sequence[int], leases: device_pool.Leases, asked: Mapping[str, Any]
+    ) -> Any:
+        plan, store = self.plan, asked["store"]
+        specs = make_specs(
+            {i: str(self._processes[i]["place"]) for i in ids},
+            plan.workers,
+            leases,
+            store=(str(store[0]), int(store[1])) if store else None,
+            framework=plan.framework,
+            prefix=f"job-{self._attempt}/",
+            one_engine=plan.entry.one_engine,
+            helpers=plan.helpers,
+            remote_workers=plan.entry.remote_workers,
+            addresses={i: str(self._processes[i]["address"]) for i in ids},
+            rooms=self._rooms,
+            cores={i: int(self._processes[i]["cores"]) for i in ids},
+        )
+        ports = {i: int(self._processes[i]["port"]) for i in ids}
+        return {
+            i: replace(spec, ports=(ports[i], ports[i])) if ports[i] else spec
+            for i, spec in specs.items()
+        }
+
+    def _pin(self, requests: Mapping[int, dict[str, Any]]) -> None:
+        """Have the run do as `run.json` pins it, where it leaves a choice."""
+        pins = self._job.get("pins") or {}
+        for request in requests.values():
+            if pins.get("threads"):
+                request["spec"]["threads"] = int(pins["threads"])
+
+    def _names(self) -> dict[int, str]:
+        known = self.engines.engines
+        return {i: one.elsewhere for i, one in known.items() if one.elsewhere}
+
+    # -- while it goes on --------------------------------------------------------------------------
+
+    def _hear(self, engine: int, message: Up) -> None:
+        """Take a message; on the router's thread."""
+        match message:
+            case Records() | Happened() | Position():
+                self.run.receive(message, engine)
+            case CellEnded():
+                self.engines.calls[message.engine].finish(message.outcome)
+            case Asked():
+                self._preempt(message.why)
+            case Hello():
+                pass
+
+    def _preempt(self, why: str) -> None:
+        """Stop at a step, since the platform ends the job; only the first word counts."""
+        if self.run.job["preempted"] or self.task.is_over:
+            return
+        if self.task.first_failed is not None:
+            return  # torchrun ends the others where one has failed
+        self.run.job["preempted"] = True
+        self.run.note(f"The platform asked the job to end ({why}): it stops after this step.")
+        self.run.stop()
+
+    def _settled(self, task: Task) -> None:
+        """All processes are done; on the thread that heard the last of them."""
+        run = self.run
+        run.begin(task)
+        error = task.failure()
+        if run.state == "stopping" and error is not None and task.cause is None:
+            error = None  # an agreed stop that needed an interrupt is still a stop
+        if error is not None and any(one.status == "died" for one in task.outcomes.values()):
+            # What brings an engine back in a notebook is of no use here.
+            error = RunError(error.what, next_step=DIED, code="WB-RUN-805")
+        error = error or outcome_error(run, task.outcomes)
+        for text in outcome_notes(task.outcomes):
+            run.note(text)
+        run.finish(error)
+
+    def conduct(self, rank_0: IO[bytes]) -> None:
+        """Serve the job until its run is settled.
+
+        Args:
+            rank_0: Ends when rank 0 does.
+        """
+        watcher = threading.Thread(target=self._watch, args=(rank_0,), daemon=True)
+        watcher.start()
+        progress = KubeflowProgress.from_environment()
+        if progress is not None:
+            progress.follow(self.run)
+        lines = LineWriter(self.folder, _print) if os.environ.get(LINES) == "1" else None
+        alive_at, late_at = 0.0, None
+        while not self.run.over.wait(TURN_S):
+            now = time.monotonic()
+            for order in self.inbox.take():
+                self._obey(order)
+            for engine in self.engines.gone():
+                late_at = late_at or now + GONE_S
+                self.engines.died(engine, "ended without a word")
+            if self._left.is_set():
+                late_at = late_at or now + GONE_S
+            if late_at is not None and now > late_at:
+                for engine in self.task.unfinished():
+                    self.engines.died(engine, "was ended with the others")
+            if now - alive_at >= ALIVE_S:
+                alive_at = now
+                self._say_alive()
+            self._record()
+            if lines is not None:
+                lines.pump()
+        await_all(self.run.logs, self.run.note)
+        self._recorded = ""
+        self._record()
+        if progress is not None:
+            progress.close()
+        if lines is not None:
+            while lines.pump():
+                pass
+        self.router.close()
+
+    _left = threading.Event()
+
+    def _watch(self, rank_0: IO[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            rank_0.read()
+        self._left.set()
+
+    def _obey(self, order: Order) -> None:
+        run = self.run
+        try:
+            match order.do:
+                case "stop":
+                    run.stop()
+                case "pause":
+                    run.pause()
+                case "resume":
+                    run.resume()
+                case "step":
+                    run.step(order.steps)
+                case "inject":
+                    run.inject(*order.faults)
+                case "interrupt":
+                    run.interrupt()
+        except WorkbenchError as error:
+            run.note(f"An order was not obeyed: {error}")
+        except events.InvalidTransitionError:
+            pass  # it came too late
+
+    def _say_alive(self) -> None:
+        about = {"t": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        with contextlib.suppress(OSError):
+            cluster_env.replace(self.folder / ALIVE, json.dumps(about))
+
+    def _record(self) -> None:
+        """Write `run.json` where the run's state is another one."""
+        if self.run.state != self._recorded:
+            self._recorded = self.run.state
+            self.run.record()
+
+
+def runs_in(root: Path) -> list[Path]:
+    """Return a job's run folders, the newest last."""
+    with contextlib.suppress(OSError):
+        found = [one for one in root.iterdir() if one.name.isdecimal() and one.is_dir()]
+        return sorted(found, key=lambda one: int(one.name))
+    return []
+
+
+def _await_end(folder: Path) -> None:
+    """Wait for the conductor of the job's last run, which may be about to write how that ended."""
+    end = time.monotonic() + GONE_S + ALIVE_S
+    with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
+        about = json.loads((folder / ALIVE).read_text())
+        while (
+            about["host"] == socket.gethostname()
+            and psutil.pid_exists(int(about["pid"]))
+            and time.time() - about["t"] < 2 * GONE_S
+            and time.monotonic() < end
+        ):
+            time.sleep(TURN_S)
+
+
+def _plan_of(job: Mapping[str, Any], processes: int) -> Plan:
+    if "script" in job:
+        recipe = Recipe(f"# {job['script']}", origin=str(job["script"]))
+        strategy = "mirrored" if processes > 1 else "one_device"
+        return make_plan(recipe, strategy, workers=processes, name=Path(job["script"]).stem)
+    plan = Plan.from_wire(job["plan"])
+    checkpoint = str(Path(job["folder"]) / plan.checkpoint) if plan.checkpoint else ""
+    return replace(plan, checkpoint=checkpoint)
+
+
+def _devices(process: Mapping[str, Any]) -> tuple[Device, ...]:
+    return tuple(Device(**{**one, "pids": tuple(one["pids"])}) for one in process["devices"])
+
+
+def _facts(process: Mapping[str, Any]) -> HostFacts:
+    return HostFacts(
+        hostname=str(process["host"]), token=str(process["place"]),
+        address=str(process["address"]), cores=int(process["cores"]), memory_bytes=0,
+        pid=int(process["pid"]), versions={}, devices=process["devices"],
+        notes=tuple(process["notes"]),
+    )  # fmt: skip
+
+
+def _is_hex(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return len(bytes.fromhex(text)) >= 16
+    return False
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Serve one job; the descriptor of the way to rank 0 is the only argument."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the ranks, whom the platform ends
+    logging.basicConfig(level=logging.WARNING, format="workbench: %(message)s")
+    with socket.socket(fileno=int(sys.argv[1])) as way, way.makefile("rwb") as rank_0:
+        asked = json.loads(rank_0.readline() or b"{}")
+        if not asked:
+            return 1
+        try:
+            conductor = Conductor(asked)
+        except (WorkbenchError, OSError) as error:
+            _answer(rank_0, {"error": str(error)})
+            return 1
+        _answer(rank_0, {"parts": conductor.parts})
+        conductor.conduct(rank_0)
+        way.shutdown(socket.SHUT_RDWR)  # else closing the file waits for who reads from it
+        return 0
+
+
+def _answer(rank_0: IO[bytes], content: Mapping[str, Any]) -> None:
+    rank_0.write(json.dumps(content, default=str).encode() + b"\n")
+    rank_0.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""A run that goes on elsewhere, with everything that a run of this notebook has.
+
+Its rows and events are read from a place (`places.py`): a folder, another host, marked lines. Stop,
+pause and faults go back there as signed orders, which the job's conductor obeys at a step.
+
+    place ── refresh ──> files here ── Tail ──> history, events ──> dashboard, tables, blame
+    stop, pause, step, inject ──> Order ──> place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import psutil
+
+from ..errors import RunError
+from ..execution import registry
+from ..execution.run import Run
+from ..history import disk
+from ..shared import events
+from ..shared.events import OVER, State
+from ..shared.faults import lasting, parse_fault
+from ..shared.plan import Plan
+from .conductor import ALIVE, ALIVE_S
+from .control import Order
+from .places import Place, open_place
+
+if TYPE_CHECKING:
+    from ..history.snapshot import Snapshot
+
+log = logging.getLogger("workbench.jobs")
+LOOK_S = 0.25
+BEGIN_S = 60.0
+"""How long `follow` waits for a run that has not begun, unless it is told otherwise."""
+ASK_S = 3.0
+SILENT_S = 15.0
+"""After so long without a sign of the job the dashboard says so."""
+GONE_S = 10.0
+"""How long rows may still come when the place has ended, or the platform says that the job has."""
+OUTPUT = "log-rank{}.txt"
+STATES: frozenset[str] = frozenset(get_args(State))
+
+
+class FollowedJob(Run):
+    """The run of a job, followed.
+
+    Attributes:
+        place: Where it is.
+    """
+
+    def __init__(
+        self, place: Place, meta: Mapping[str, Any], gone: Callable[[], str] = lambda: ""
+    ) -> None:
+        plan = Plan.from_wire(meta["plan"])
+        super().__init__(
+            plan,
+            number=int(meta.get("number", 1)),
+            name=str(meta["name"]),
+            engines=[int(engine) for engine in meta["ranks"]],
+            devices=[str(one) for one in meta.get("devices", ())],
+            folder=place.folder,
+            began=float(meta["began"]),
+        )
+        self.place, self._gone = place, gone
+        self._tail = disk.Tail(place.folder)
+        self._reading = threading.Lock()
+        self._heard_at = self._asked_at = time.monotonic()
+        self._ended_at: float | None = None
+        self._why = ""
+        self._banner = ""
+        self._meta_text = ""
+        self._alive_text = ""
+        self.advance("submit")
+
+    def begin_to_follow(self) -> None:
+        """Read what is there, and go on reading on a thread."""
+        self._look()
+        threading.Thread(target=self._main, name="workbench-job", daemon=True).start()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        while not self.is_over:
+            time.sleep(LOOK_S)
+            try:
+                self.place.refresh()
+                self._look()
+            except Exception as error:  # what cannot be read now may be whole the next time
+                log.exception("Following run %r", self.name)
+                self._banner = f"The run cannot be read: {type(error).__name__}: {error}"
+        self.place.close()
+
+    def _look(self) -> None:
+        with self._reading:
+            meta = self._meta()
+            self._catch_up()
+            if meta is None:
+                self._judge()
+                return
+            self._heard_at = time.monotonic()
+            self._files = dict(meta.get(disk.FILES) or {})
+            self._clock_bound_s = list(meta.get("clock_bound_s") or self._clock_bound_s)
+            state = str(meta.get("state", ""))
+            if state in OVER:
+                self._catch_up()
+                self._end(state, meta.get("error"))
+            elif state in STATES and self._state not in OVER:
+                self._state = state  # type: ignore[assignment]
+
+    def _meta(self) -> dict[str, Any] | None:
+        """Return what `run.json` says, where it says something new."""
+        try:
+            text = (self.folder / disk.META).read_text()
+        except OSError:
+            return None
+        if text == self._meta_text:
+            return None
+        with contextlib.suppress(ValueError):
+            found = json.loads(text)
+            if isinstance(found, dict):
+                self._meta_text = text
+                return found
+        return None
+
+    def _catch_up(self) -> None:
+        """Take in what has been added to the records."""
+        for name, fields in self._tail.events():
+            with contextlib.suppress(
+                KeyError, TypeError, ValueError, events.InvalidTransitionError, RunError
+            ):
+                self._event(events.read(name, fields), fields)
+                self._heard_at = time.monotonic()
+        for rows in self._tail.rows():
+            self.history.append(rows)
+            self._heard_at = time.monotonic()
+
+    def _judge(self) -> None:
+        """Decide what it means that nothing new was said of the run's state."""
+        now = time.monotonic()
+        if self._alive():
+            self._heard_at = now
+        if not self._why and now - self._asked_at >= ASK_S:
+            self._asked_at = now
+            self._why = (
+                self._gone()
+                or self._keeper_died()
+                or ((self.place.problem or "its place has ended") if self.place.over else "")
+            )
+            self._ended_at = now if self._why else None
+        if self._ended_at is not None and now - max(self._ended_at, self._heard_at) > GONE_S:
+            self._end("failed", f"The job ended without a last word: {self._why}")
+            return
+        silent_s = now - self._heard_at
+        self._banner = self.place.problem or (
+            f"Nothing was heard of the job for {silent_s:.0f} s." if silent_s > SILENT_S else ""
+        )
+
+    def _alive(self) -> bool:
+        """Whether the conductor has said anew that it lives."""
+        try:
+            text = (self.folder / ALIVE).read_text()
+        except OSError:
+            return False
+        fresh, self._alive_text = text != self._alive_text, text
+        return fresh
+
+    def _keeper_died(self) -> str:
+        """Return that the conductor is gone, where it ran on this host."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+            about = json.loads((self.folder / ALIVE).read_text())
+            here = about["host"] == socket.gethostname()
+            if here and time.time() - float(about["t"]) > 3 * ALIVE_S:
+                if not psutil.pid_exists(int(about["pid"])):
+                    return "the process that kept its records is gone"
+        return ""
+
+    def _end(self, state: str, error: object) -> None:
+        if self.is_over:
+            return
+        self._banner = ""
+        self.error = RunError(str(error), code="WB-RUN-801") if error else None
+        self._state = state  # type: ignore[assignment]
+        self._halting.close()
+        self.history.finish()
+        self.over.set()
+
+    def close(self) -> None:
+        """Follow it no longer; the job goes on."""
+        if not self.is_over:
+            self.note("It is followed no longer.")
+            self.history.finish()
+            self.over.set()
+
+    # -- steering ----------------------------------------------------------------------------------
+
+    def _order(self, do: Any, **about: Any) -> None:
+        if not self.is_over:
+            self.place.send(Order(do, **about))
+
+    def stop(self) -> None:
+        """Have the job end at a step that all its workers agree on; returns at once."""
+        self._order("stop")
+
+    def pause(self) -> None:
+        """Have it stand still after a step that all agree on; returns at once."""
+        self._order("pause")
+
+    def resume(self) -> None:
+        """Have it go on after a pause."""
+        self._order("resume")
+
+    def step(self, steps: int = 1) -> None:
+        """While paused: have it do so many steps, then pause again."""
+        self._order("step", steps=int(steps))
+
+    def inject(self, *faults: str) -> None:
+        """Replace the run's faults while it goes on; none clears them.
+
+        Raises:
+            PlanError: A fault was not understood or names a worker the run does not have.
+        """
+        parsed = [parse_fault(text) for text in faults]
+        for fault in parsed:
+            fault.check(len(self.engines), links=self.plan.entry.links)
+        self._order("inject", faults=tuple(fault.text for fault in parsed))
+        self.faults = lasting(parsed)
+
+    def interrupt(self) -> None:
+        """Interrupt the job's script on all its ranks."""
+        self._order("interrupt")
+
+    # -- what it shows -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The run at this moment, for views."""
+        return replace(super().snapshot(), banner="" if self.is_over else self._banner)
+
+    def printed(self, rank: int = 0, last: int = 50) -> str:
+        """The last lines that a rank has printed; empty where they do not come here."""
+        path = self.folder / OUTPUT.format(int(rank))
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 400 * last))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return ""
+        return "\n".join(text.splitlines()[-last:])
+
+    def record(self) -> None:
+        """Write nothing: `run.json` is the job's."""
+
+    def discard(self) -> None:
+        """Remove nothing: the records are the job's."""
+
+
+def follow(
+    place: str | Path | Sequence[str],
+    *,
+    wait_s: float | None = BEGIN_S,
+    control: Sequence[str] | None = None,
+    gone: Callable[[], str] = lambda: "",
+) -> FollowedJob:
+    """Return the run at a place, followed from its first step on.
+
+    Args:
+        place: A job's folder or a run's, `ssh://host/dir`, or a command whose standard output has
+            marked lines (`kubectl logs -f POD`).
+        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
+        control: The command that takes orders, where the place is one that has no way back.
+        gone: Says that the platform has ended the job, and why; empty while it lives.
+
+    Raises:
+        RunError: There is no run there, or it did not begin in time.
+        PlanError: The place was not understood.
+    """
+    found = open_place(place, control=control)
+    try:
+        run = FollowedJob(found, _await_meta(found, wait_s, gone), gone)
+    except BaseException:
+        found.close()
+        raise
+    registry.runs.add(run)
+    run.begin_to_follow()
+    return run
+
+
+def _await_meta(place: Place, wait_s: float | None, gone: Callable[[], str]) -> dict[str, Any]:
+    """Return the run's `run.json`, once it is there."""
+    began = asked_at = time.monotonic()
+    while True:
+        place.refresh()
+        with contextlib.suppress(RunError, OSError, ValueError):
+            meta = disk.read_meta(place.folder)
+            if "plan" in meta:
+                _check(meta, place)
+                return meta
+        now, why = time.monotonic(), ""
+        if now - asked_at > ASK_S:
+            asked_at, why = now, gone()
+        if why or place.over:
+            raise RunError(
+                "The job ended before its run began.",
+                seen=why or place.problem or place.where,
+                next_step="look at its output: job.logs(), or the platform's own log",
+                code="WB-RUN-802",
+            )
+        if wait_s is not None and now - began > wait_s:
+            raise RunError(
+                "The run has not begun.",
+                seen=f"{place.where}, for {wait_s:g} s"
+                + (f": {place.problem}" if place.problem else ""),
+                allowed="a job that has started, or a run's folder",
+                next_step="is the job still in the queue? wb.follow(place, wait_s=None) waits",
+                code="WB-RUN-803",
+            )
+        time.sleep(LOOK_S)
+
+
+def _check(meta: Mapping[str, Any], place: Place) -> None:
+    from ..shared.record import RECORD
+
+    if meta.get(disk.ROW_BYTES) != RECORD.itemsize:
+        raise RunError(
+            "The job runs another version of Workbench; its rows have another form.",
+            seen=f"{place.where}: rows of {meta.get(disk.ROW_BYTES)} bytes",
+            allowed=f"{RECORD.itemsize} bytes",
+            next_step="follow it with the version that the job has: the wheel lies in its folder",
+            code="WB-RUN-804",
+        )
