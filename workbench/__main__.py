@@ -11,6 +11,11 @@ def main() -> int:
         from .doctor.command import run_alone
 
         return run_alone(sys.argv[2:])
+    if sys.argv[1:2] == ["run"]:
+        from .jobs.here import is_rank, run_rank
+
+        if is_rank():  # torchrun has started it: an engine, which loads nothing of the command line
+            return run_rank(sys.argv[2:])
     try:
         from .cli import main as all_commands
     except ModuleNotFoundError as error:

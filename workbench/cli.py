@@ -3,7 +3,7 @@
 `ps` and `stop` are about the clusters of this user on this machine; `labs` makes labs from their
 sources, `grade` runs what students hand in. `lab`, which opens JupyterLab, is one letter away: who
 mixes them up is led to the other. Where the package's notebooks are is known here as well.
-`doctor` is a package of its own.
+`doctor` is a package of its own; `run`, `compare`, `jobs`, `follow` and `control` are in `jobs/`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .cluster import folders
 from .devices.leases import held_words
 from .doctor.command import add_doctor_command, run_doctor
 from .errors import ClusterError, PlanError, WorkbenchError
+from .jobs import command as jobs
 from .session.keeping import idle_words
 from .views.table import COMPARISON, SHOWS
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     add_cluster_commands(commands)
     add_lab_commands(commands)
     add_doctor_command(commands)
+    jobs.add_job_commands(commands)
     given, rest = parser.parse_known_args(argv)
     if rest and given.command != "lab":
         hint = f" ({OPENS})" if given.command == "labs" else ""
@@ -56,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if given.command == "doctor":
             return run_doctor(given)
+        if given.command in jobs.COMMANDS:
+            return jobs.run_job_command(given)
         if given.command in ("ps", "stop"):
             return run_clusters(given)
         if given.command in COMMANDS:

@@ -1,0 +1,270 @@
+"""`workbench run`, `compare`, `jobs`, `follow` and `control`: for shells, scripts, agents and CI.
+
+Exit status of all: 0 all is well; 1 the run failed, or a condition of `--fail-if` held; 2 an
+argument is wrong, or something could not be checked; 130 interrupted. With `--json` standard output
+is JSON alone, also of an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from ..errors import PlanError, WorkbenchError, unknown
+from .control import Does, Order, give, read_order
+from .here import add_run_arguments, run_here
+from .telling import (
+    INTERRUPTED,
+    METRICS,
+    NOT_CHECKED,
+    WELL,
+    Teller,
+    against,
+    check_all,
+    error_wire,
+    figures_of,
+    follow_place,
+    let_go,
+    load_place,
+    parse_condition,
+    print_json,
+    ratios_of,
+    run_folder,
+    say,
+    state_of,
+    status_of,
+    watch,
+)
+
+if TYPE_CHECKING:
+    from ..execution.run import Run
+
+COMMANDS = ("run", "compare", "jobs", "follow", "control")
+_STATUS = """
+Exit status: 0 all is well; 1 the run failed, or a condition held; 2 an argument is wrong, or
+something could not be checked; 130 interrupted."""
+
+
+def add_job_commands(commands: Any) -> None:
+    """Add the commands to the parser of `workbench`."""
+    run = _command(commands, "run", "train here, recorded: a job folder, a script, or a cell")
+    add_run_arguments(run)
+    compare = _command(commands, "compare", "hold runs against the first one, for CI too")
+    compare.add_argument("places", nargs="+", metavar="PLACE",
+        help="a run folder, a job folder (its newest run), or what run.save wrote")  # fmt: skip
+    compare.add_argument("--fail-if", action="append", default=[], metavar="CONDITION",
+        help='"samples_per_s < 0.95": ratio to the first run; "loss > 0.5 abs": value')  # fmt: skip
+    jobs = _command(commands, "jobs", "list the jobs that you have submitted; end one; its output")
+    jobs.add_argument("words", nargs="*", metavar="[cancel|logs] NAME", help="default: list all")
+    follow = _command(commands, "follow", "show a run that goes on elsewhere, until its end")
+    follow.add_argument("place", nargs="+", metavar="PLACE",
+        help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
+    follow.add_argument("--until-end", action="store_true", help="print the end alone")
+    follow.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
+        help="for a run that has not begun (default 60; inf: as long as it takes)")  # fmt: skip
+    control = _command(commands, "control", "stop, pause or slow a run that goes on elsewhere")
+    control.add_argument("--stdin", action="store_true",
+        help='read orders from standard input, a line each: {"do": "stop"}')  # fmt: skip
+    control.add_argument("place", metavar="PLACE", help="as workbench follow takes it")
+    control.add_argument("order", nargs="*", metavar="ORDER",
+        help="stop | pause | resume | step [N] | inject [FAULT ...]")  # fmt: skip
+
+
+def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=what[0].upper() + what[1:] + "." + _STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def run_job_command(given: argparse.Namespace) -> int:
+    """Do what the line asks for; return the exit status."""
+    try:
+        return _DO[given.command](given)
+    except WorkbenchError as error:
+        if given.json:
+            print_json({"error": error_wire(error)})
+        say(error, sys.stderr)
+        return NOT_CHECKED
+    except KeyboardInterrupt:
+        say("Interrupted.", sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `workbench follow PLACE | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED
+
+
+def _compare(given: argparse.Namespace) -> int:
+    from ..history.analysis.comparison import compare
+
+    conditions = [parse_condition(text) for text in given.fail_if]
+    loaded = [(place, *load_place(place)) for place in given.places]
+    summaries = [run.summarise() for _, run, _ in loaded]
+    runs = [
+        figures_of(run, summary, place=str(place), state=state_of(run, folder))
+        for (place, run, folder), summary in zip(loaded, summaries, strict=True)
+    ]
+    known = dict.fromkeys((*METRICS, *(key for one in runs for key in one if key[:5] == "eval_")))
+    for condition in conditions:
+        if condition.metric not in known:
+            raise unknown("metric", condition.metric, known)
+    checks = check_all(conditions, runs)
+    status = status_of(checks)
+    compared = compare(summaries)
+    if given.json:
+        print_json({
+            "format": "workbench-compare/1",
+            "baseline": runs[0]["run"],
+            "runs": [{**one, "ratio": ratios_of(runs[0], one, known)} for one in runs],
+            "verdict": compared.verdict,
+            "notes": list(compared.notes),
+            "checks": [asdict(one) for one in checks],
+            "exit_code": status,
+        })  # fmt: skip
+        return status
+    from ..views.tables import comparison_table
+
+    say(comparison_table(compared).text())
+    if len(runs) > 1:
+        say("\n" + against(runs, known))
+    if checks:
+        say("\n" + "\n".join(one.sentence for one in checks))
+    return status
+
+
+# -- follow ----------------------------------------------------------------------------------------
+
+
+def _follow(given: argparse.Namespace) -> int:
+    wait_s = None if given.wait == math.inf else given.wait
+    if given.wait != given.wait or given.wait < 0:
+        raise PlanError(
+            "--wait is out of range.",
+            seen=given.wait,
+            allowed="seconds, 0 or more; inf: as long as it takes",
+            code="WB-PLAN-985",
+        )
+    run = follow_place(given.place, wait_s)
+    try:
+        return watch(run, Teller(as_json=given.json, quiet=given.until_end))
+    finally:
+        let_go(run)
+
+
+# -- control ---------------------------------------------------------------------------------------
+
+
+def order_of(words: Sequence[str]) -> Order:
+    """Return the order that words ask for: `stop`, `step 3`, `inject slow=1:50ms`.
+
+    Raises:
+        PlanError: They are none.
+    """
+    do, rest = (words[0], tuple(words[1:])) if words else ("", ())
+    if do == "inject":
+        return Order("inject", faults=rest)
+    if do == "step" and len(rest) == 1 and rest[0].isdecimal():
+        return Order("step", steps=int(rest[0]))
+    for known in get_args(Does):
+        if do == known and not rest:
+            return Order(known)
+    raise PlanError(
+        "This is no order for a run." if words else "What is the run to do?",
+        seen=" ".join(words) or None,
+        allowed="stop, pause, resume, step [N], inject FAULT ...",
+        next_step="workbench control PLACE stop",
+        code="WB-PLAN-978",
+    )
+
+
+def carry_out(run: Run, order: Order) -> None:
+    """Have a followed run do what an order says.
+
+    Raises:
+        PlanError: It has ended.
+    """
+    if run.is_over:
+        raise PlanError(
+            f"Run {run.name} has ended: it takes no orders.", seen=run.state, code="WB-PLAN-979"
+        )
+    if order.do == "inject":
+        run.inject(*order.faults)
+    elif order.do == "step":
+        run.step(order.steps)
+    else:
+        getattr(run, order.do)()
+
+
+def _control(given: argparse.Namespace) -> int:
+    if given.stdin:
+        return relay(run_folder(given.place), sys.stdin)
+    order = order_of(given.order)
+    run = follow_place([given.place])
+    try:
+        carry_out(run, order)
+    finally:
+        let_go(run)
+    if given.json:
+        print_json({"sent": asdict(order), "run": run.name})
+    else:
+        words = " ".join(given.order)
+        say(f"{run.name}: {words} was sent; it takes effect at the end of a step")
+    return WELL
+
+
+def relay(folder: Path, lines: Iterable[str]) -> int:
+    """Sign orders that come as lines of JSON, and put them into a run's inbox.
+
+    An answer is printed for each: {"sent": ...} or {"error": ...}. This is the far end of
+    `workbench.follow("ssh://...")`: the key of the run does not leave its host.
+
+    Returns:
+        The exit status: whether all were orders, and could be put there.
+    """
+    status = WELL
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            order = read_order(_whole(line))
+            give(folder, order)
+            print_json({"sent": asdict(order)})
+        except WorkbenchError as error:
+            print_json({"error": error_wire(error)})
+            status = NOT_CHECKED
+    return status
+
+
+def _whole(line: str) -> bytes:
+    """Return an order's line with what may be left out of it."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return json.dumps({"faults": [], **found}).encode()
+    return line.encode()
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+def _jobs(given: argparse.Namespace) -> int:
+    raise NotImplementedError
+
+
+_DO: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": run_here,
+    "compare": _compare,
+    "jobs": _jobs,
+    "follow": _follow,
+    "control": _control,
+}

@@ -1,0 +1,491 @@
+"""How a run is told to programs: as figures, line by line, and held against another one.
+
+`ABOUT`, `METRICS`, `PROGRESS` and `END` are the keys of the JSON that `workbench run`, `compare`
+and `follow` print; `docs/programs.md` has them as tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import operator
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..errors import PlanError, WorkbenchError
+
+if TYPE_CHECKING:
+    from ..execution.run import Run
+    from ..history.analysis.summary import RunSummary
+    from ..history.snapshot import Snapshot
+
+WELL, FAILED, NOT_CHECKED, INTERRUPTED = 0, 1, 2, 130
+"""Exit status of the commands."""
+LINE_S = 1.0
+"""At most one line of progress in so many seconds."""
+FORMAT = "workbench-job/1"
+_ALIVE_S = 30.0
+
+ABOUT = {
+    "run": "its name",
+    "place": "as it was given",
+    "folder": "the run folder that was read",
+    "strategy": "name of the strategy",
+    "framework": "`torch` or `tensorflow`",
+    "state": "`finished`, `stopped` or `failed`; `running` and others while it goes on",
+    "error": "what a failed run failed with",
+    "seed": "its seed, where one was given",
+    "diverged": "whether its loss became no number",
+}
+"""What a run is, by key of the JSON; none of it is a number that can be held against another."""
+
+METRICS = {
+    "workers": "number of workers",
+    "steps": "steps that all workers completed",
+    "warm_up_steps": "steps at the beginning that rates and shares leave out",
+    "samples_per_s": "samples per second of all workers, after warm-up",
+    "samples_per_s_low": "lower end of its 95 % interval",
+    "samples_per_s_high": "upper end of its 95 % interval",
+    "all_samples_per_s": "samples per second of all workers, every step counted",
+    "step_s": "mean seconds of a worker's step, after warm-up",
+    "step_median_s": "median seconds of a worker's step, after warm-up",
+    "wall_s": "seconds from the first step to the end of the last one, without pauses",
+    "data_wait_share": "share of a step that a worker waits for data, 0 to 1",
+    "compute_share": "share that it computes",
+    "sync_wait_share": "share that it waits for other workers",
+    "bubble_share": "share that a pipeline leaves it idle",
+    "transfer_share": "share that it communicates",
+    "other_share": "share of all the rest",
+    "sent_bytes_per_step": "bytes that all workers send in a step",
+    "sent_bytes": "bytes that all workers have sent",
+    "memory_bytes_per_worker": "bytes of model, gradients and optimizer, of the largest worker",
+    "staleness_mean": "updates between a worker's pull and its push, asynchronous strategies",
+    "loss": "loss of the last step",
+}
+"""Figures of a run; those of its last evaluation are `eval_NAME`. Not measured is null."""
+
+PROGRESS = {
+    "event": "`progress`",
+    "t": "time of the line, seconds since 1970",
+    "state": "`pending`, `starting`, `running`, `paused`, `stopping`, ...",
+    "step": "steps that all workers completed",
+    "total_steps": "of so many, null while unknown",
+    "loss": "loss of the latest step",
+    "samples_per_s": "samples per second of all workers, over the latest seconds",
+    "compute_share": "share of the workers' time spent in compute, 0 to 1",
+    "sync_wait_share": "share that they waited for each other",
+    "slow_rank": "the worker that the others wait for; null where none stands out",
+}
+
+END = {
+    "event": "`end`",
+    "t": "time of the line, seconds since 1970",
+    "state": "`finished`, `stopped` or `failed`",
+    "error": "what it failed with, else null",
+    "folder": "its run folder; null where nothing was recorded",
+    "figures": "the run as `workbench compare --json` has it; null where nothing was recorded",
+    "exit_code": "of the command",
+}
+
+
+def error_wire(error: WorkbenchError) -> dict[str, Any]:
+    """Return an error as JSON-ready data."""
+    seen = error.seen if isinstance(error.seen, (str, int, float, type(None))) else str(error.seen)
+    return {"code": error.code, "what": error.what, "seen": seen,
+            "allowed": error.allowed, "next": error.next_step}  # fmt: skip
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print a line at once, on standard output unless told otherwise."""
+    stream = stream or sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print an object on a line of its own."""
+    say(json.dumps(data, default=str, allow_nan=False))
+
+
+def _number(value: float | None) -> float | int | None:
+    """Return a number as JSON has it: null where it was not measured."""
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if isinstance(value, int) or value.is_integer() else float(f"{value:.9g}")
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def is_job(folder: Path) -> bool:
+    """Whether a folder is a job's, as `run.to_job(DIR)` writes it."""
+    return description(folder).get("format") == FORMAT
+
+
+def description(folder: Path) -> dict[str, Any]:
+    """Return a folder's `run.json`; empty where there is none, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((folder / "run.json").read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run folders of a job, or of a recorded script, the newest last."""
+    for root in (folder / "runs", folder):
+        found = [one for one in root.glob("*") if one.name.isdecimal() and one.is_dir()]
+        if found:
+            return sorted(found, key=lambda one: int(one.name))
+    return []
+
+
+def run_folder(place: str | Path) -> Path:
+    """Return the run folder that a place on this machine's disks means.
+
+    Args:
+        place: A run folder, or a job folder, of which it is the newest run.
+
+    Raises:
+        PlanError: There is nothing, or a job that has not run yet.
+    """
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise PlanError(
+            "There is no such folder.",
+            seen=str(place),
+            allowed="a run folder, a job folder, or what run.save(path) wrote",
+            next_step="workbench follow takes ssh://host/dir too; copy the folder here to compare",
+            code="WB-PLAN-975",
+        )
+    if runs := runs_in(folder):
+        return runs[-1]
+    if is_job(folder):
+        raise PlanError(
+            "This job has not run yet.",
+            seen=str(place),
+            next_step=f"workbench run {shlex.quote(str(place))}",
+            code="WB-PLAN-976",
+        )
+    return folder
+
+
+def load_place(place: str | Path) -> tuple[Run, Path]:
+    """Return a run with its folder; what is damaged there is said on standard error."""
+    import warnings
+
+    from ..execution.registry import load
+
+    folder = run_folder(place)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = load(folder)
+    for one in told:
+        say(one.message, sys.stderr)
+    return run, folder
+
+
+def state_of(run: Run, folder: Path) -> str:
+    """Return a run's state; one that goes on has no end on record, but is alive."""
+    from ..shared.events import OVER
+
+    state = str(description(folder).get("state", run.state))
+    if state in OVER:
+        return run.state
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        alive = json.loads((folder / "alive").read_text("utf-8"))
+        if abs(time.time() - float(alive["t"])) < _ALIVE_S:
+            return state
+    return run.state
+
+
+# -- compare ---------------------------------------------------------------------------------------
+
+
+def figures(run: Run, *, place: str = "", state: str = "") -> dict[str, Any]:
+    """Return a run as JSON-ready data: the keys of `ABOUT` and `METRICS`, and its evaluation's."""
+    return figures_of(run, run.summarise(), place=place, state=state)
+
+
+def figures_of(run: Run, summary: RunSummary, *, place: str, state: str) -> dict[str, Any]:
+    from ..history.analysis.comparison import records
+    from ..history.analysis.rows import row_of
+
+    row = row_of([summary], [summary], has_one_device=False)
+    known = records([row], list(row.evals))[0]
+    known |= {"loss": known["final_loss"], "step_median_s": _median_step_s(run, summary)}
+    evals = [f"eval_{name}" for name in row.evals]
+    about = {
+        "run": run.name,
+        "place": place or str(run.folder),
+        "folder": str(run.folder),
+        "strategy": summary.strategy,
+        "framework": summary.framework,
+        "state": state or run.state,
+        "error": None if run.error is None else run.error.what,
+        "seed": summary.seed,
+        "diverged": summary.diverged,
+    }
+    return about | {name: _number(known[name]) for name in (*METRICS, *evals)}  # type: ignore[arg-type]
+
+
+def _median_step_s(run: Run, summary: RunSummary) -> float:
+    import numpy as np
+
+    columns = run.history.together("step", "step_s")
+    first = columns["step"].min() if len(columns["step"]) else 0
+    late = columns["step_s"][columns["step"] >= first + summary.warm_up]
+    known = late[np.isfinite(late)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+_COMPARED = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|<|>)\s*(\S+?)(\s+abs)?\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a later run must not come to.
+
+    Attributes:
+        metric: A key of `METRICS`, or `eval_NAME`.
+        than: `<`, `<=`, `>` or `>=`.
+        absolute: Whether the limit is a value, and not a ratio to the first run.
+    """
+
+    text: str
+    metric: str
+    than: str
+    limit: float
+    absolute: bool
+
+    def check(self, first: Mapping[str, Any], later: Mapping[str, Any]) -> Checked:
+        """Hold a run against the first one."""
+        value, why = later.get(self.metric), ""
+        if later["state"] not in ("finished", "stopped", "failed"):
+            return self._told(later, None, None, f"{later['run']} has not ended")
+        if self.metric == "loss" and value is None and later["diverged"]:
+            return self._told(later, None, True, f"the loss of {later['run']} became no number")
+        if value is None:
+            why = f"{self.metric} of {later['run']} was not measured"
+        elif not self.absolute:
+            base = first.get(self.metric)
+            if not base:
+                words = "was not measured" if base is None else "is 0, so there is no ratio"
+                value, why = None, f"{self.metric} of {first['run']} {words}"
+            else:
+                value = value / base
+        held = None if value is None else _COMPARED[self.than](value, self.limit)
+        return self._told(later, value, held, why)
+
+    def _told(
+        self, later: Mapping[str, Any], value: float | None, held: bool | None, why: str
+    ) -> Checked:
+        kind = "value" if self.absolute else "ratio"
+        return Checked(self.text, later["run"], later["place"], kind, _number(value), held, why)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A condition held against one run.
+
+    Attributes:
+        kind: `ratio` (to the first run) or `value`.
+        value: What was compared; None where there was nothing.
+        held: Whether the condition holds, which is bad; None where it could not be checked.
+        why: Why not, or what else there is to say.
+    """
+
+    condition: str
+    run: str
+    place: str
+    kind: str
+    value: float | int | None
+    held: bool | None
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """The check in words."""
+        if self.held is None:
+            return f"{self.condition}: could not be checked: {self.why}"
+        word = "HOLDS" if self.held else "does not hold"
+        seen = self.why or f"its {self.kind} is {self.value:.4g}"
+        return f"{self.condition}: {word} for {self.run}: {seen}"
+
+
+def parse_condition(text: str) -> Condition:
+    """Read `samples_per_s < 0.95` or `loss > 0.5 abs`.
+
+    Raises:
+        PlanError: It is no condition.
+    """
+    found = _CONDITION.fullmatch(text)
+    limit = math.nan
+    with contextlib.suppress(ValueError):
+        limit = float(found[3]) if found else math.nan
+    if found is None or not math.isfinite(limit):
+        raise PlanError(
+            "--fail-if takes a metric, a comparison and a number.",
+            seen=text,
+            allowed='METRIC < NUMBER, with < <= > or >=; "abs" at the end: the value itself, '
+            "else its ratio to the first run's",
+            next_step='--fail-if "samples_per_s < 0.95"',
+            code="WB-PLAN-977",
+        )
+    return Condition(" ".join(text.split()), found[1], found[2], limit, found[4] is not None)
+
+
+def check_all(conditions: Sequence[Condition], runs: Sequence[Mapping[str, Any]]) -> list[Checked]:
+    """Hold all runs but the first against it, under all conditions; a single one against itself."""
+    first, later = runs[0], runs[1:] or runs[:1]
+    found = [one.check(first, run) for one in conditions for run in later]
+    if conditions:  # what has failed is no success, however fast it was
+        found += [
+            Checked("state is failed", run["run"], run["place"], "value", None, True,
+                    run["error"] or "it has no end on record")
+            for run in later if run["state"] == "failed"
+        ]  # fmt: skip
+    return found
+
+
+def status_of(checks: Sequence[Checked]) -> int:
+    """Return the exit status that checks come to."""
+    if any(one.held is None for one in checks):
+        return NOT_CHECKED
+    return FAILED if any(one.held for one in checks) else WELL
+
+
+def ratios_of(
+    first: Mapping[str, Any], one: Mapping[str, Any], known: Mapping[str, Any]
+) -> dict[str, float | int | None]:
+    """Return a run's figures over those of the first; null where there is no ratio."""
+    found = {}
+    for key in known:
+        base, value = first.get(key), one.get(key)
+        found[key] = _number(value / base) if base and value is not None else None
+    return found
+
+
+_HEADS = ("samples_per_s", "step_median_s", "wall_s", "compute_share", "sync_wait_share", "loss")
+
+
+def against(runs: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> str:
+    """Return the figures that matter most over those of the first run, as a table."""
+    keys = [*_HEADS, *(key for key in known if key.startswith("eval_"))]
+    lines = [[f"ratio to {runs[0]['run']}", *keys]]
+    for one in runs[1:]:
+        ratios = ratios_of(runs[0], one, known)
+        lines.append([one["run"], *("–" if (r := ratios[k]) is None else f"{r:.3f}" for k in keys)])
+    widths = [max(len(line[at]) for line in lines) for at in range(len(keys) + 1)]
+    rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(row).rstrip() for row in rows)
+
+
+def progress_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a run at this moment: the keys of `PROGRESS`."""
+    from ..shared.record import PARTS
+
+    wait = "sync_wait_s"
+    shares = [worker.share[PARTS.index(wait)] for worker in snapshot.workers]
+    known = [share for share in shares if math.isfinite(share) and wait not in snapshot.unmeasured]
+    return {
+        "event": "progress",
+        "t": round(time.time(), 3),
+        "state": snapshot.state,
+        "step": snapshot.step,
+        "total_steps": snapshot.total_steps,
+        "loss": _number(snapshot.loss),
+        "samples_per_s": _number(snapshot.samples_per_s),
+        "compute_share": _number(snapshot.compute_share),
+        "sync_wait_share": _number(sum(known) / len(known)) if known else None,
+        "slow_rank": snapshot.slow_rank,
+    }
+
+
+class Teller:
+    """Says how a run goes: a line where something is new, and its end.
+
+    Args:
+        as_json: A JSON object a line, on standard output; else words.
+        quiet: Say the end alone.
+        aside: Words go to standard error: a script of the user's has standard output.
+    """
+
+    def __init__(self, *, as_json: bool, quiet: bool = False, aside: bool = False) -> None:
+        self._as_json, self._quiet = as_json, quiet
+        self._stream = sys.stderr if aside and not as_json else sys.stdout
+        self._said: tuple[str, int] | None = None
+
+    def tell(self, run: Run) -> None:
+        """Say how far the run is, if that is new."""
+        if self._quiet:
+            return
+        snapshot = run.snapshot()
+        if self._said == (snapshot.state, snapshot.step):
+            return
+        self._said = snapshot.state, snapshot.step
+        if self._as_json:
+            print_json(progress_of(snapshot))
+        else:
+            from ..views.text import progress_line
+
+            say(progress_line(snapshot), self._stream)
+
+    def end(self, run: Run | None, state: str, exit_code: int, error: str | None = None) -> int:
+        """Say how it ended; return the exit status."""
+        if self._as_json:
+            print_json({
+                "event": "end",
+                "t": round(time.time(), 3),
+                "state": state,
+                "error": error if run is None or run.error is None else run.error.what,
+                "folder": None if run is None else str(run.folder),
+                "figures": None if run is None else figures(run, state=state),
+                "exit_code": exit_code,
+            })  # fmt: skip
+            return exit_code
+        from ..views.text import report
+
+        words = [state] if run is None else [report(run.snapshot()), f"records: {run.folder}"]
+        words += [error or ""] if run is None or run.error is None else [str(run.error)]
+        say("\n".join(filter(None, words)), self._stream)
+        return exit_code
+
+
+def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
+    """Return the followed run at a place.
+
+    Args:
+        words: One word, or the words of a command that prints the run's lines.
+        wait_s: How long to wait for a run that has not begun; None: as long as it takes.
+    """
+    from .followed import follow
+
+    place = words[0] if len(words) == 1 else list(words)
+    if isinstance(place, str) and Path(place).is_dir() and not is_job(Path(place)):
+        place = str(run_folder(place))  # a recorded script's newest
+    followed: Run = follow(place, wait_s=wait_s)
+    return followed
+
+
+def watch(run: Run, teller: Teller) -> int:
+    """Say how a run goes until it ends; return the exit status."""
+    teller.tell(run)
+    while not run.over.wait(LINE_S):
+        teller.tell(run)
+    teller.tell(run)
+    return teller.end(run, run.state, FAILED if run.state == "failed" else WELL)
+
+
+def let_go(run: Run) -> None:
+    """End what follows a run; the run goes on."""
+    close = getattr(run, "close", None)
+    if close is not None:
+        close()
