@@ -1,0 +1,431 @@
+"""A cell that is to run elsewhere: is it Python, and what does it take from its notebook.
+
+Names, modules and files of the notebook are found by reading the cell, not by running it. What is
+in doubt is left to the run: a cell that runs in its notebook must not be refused for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import symtable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import PlanError, nearest
+
+ENGINE_NAMES = frozenset(
+    {"rank", "local_rank", "world_size", "device", "wb", "dist", "strategy"}
+)  # fmt: skip
+"""What a cell finds without defining it."""
+NOTEBOOKS_OWN = frozenset({"display", "get_ipython", "In", "Out", "exit", "quit"})
+"""Names that IPython alone has, some of them among a kernel's builtins."""
+
+_MAGIC = re.compile(r"^\s*(?:[\w.,\s\[\]()*]+=\s*)?(%{1,2}|!{1,2}|\?{1,2})\s*(\w+)?|\?{1,2}\s*$")
+_INSTEAD = {
+    "%matplotlib": "leave the line out: a script has no page to draw on; plt.savefig(...) writes",
+    "%pip": "leave the line out, and add the package to requirements.txt",
+    "%time": "leave the line out: every step is timed; or use time.perf_counter()",
+    "%env": "os.environ[...] = ...",
+    "%run": "import what the file defines, and let the file travel: files=[...]",
+    "!": "subprocess.run([...], check=True)",
+    "?": "leave the line out: help(...) prints it in the notebook",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that is known to be Python.
+
+    Attributes:
+        text: Its lines, `from __future__` imports made comments.
+        future: Those imports, for the top of the file.
+        tree: Its syntax.
+    """
+
+    text: str
+    future: tuple[str, ...]
+    tree: ast.Module
+
+
+def read_cell(source: str) -> Cell:
+    """Check that a cell is Python that can stand in a file.
+
+    Raises:
+        PlanError: It is not; the line is named.
+    """
+    try:
+        tree = ast.parse(source)
+        source.encode()
+        # ast.parse lets `await` and `return` outside of functions pass.
+        compile(source, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        raise _no_python(source, error) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise _no_python(source, SyntaxError(str(error))) from None
+    if found := next(_awaits(tree.body), None):
+        raise PlanError(
+            "The cell awaits outside of a function, which only a notebook can do.",
+            seen=f"line {found.lineno}: {_line(source, found.lineno)}",
+            allowed="await inside of async def",
+            next_step="put it into `async def main(): ...`, and call asyncio.run(main())",
+            code="WB-PLAN-901",
+        )
+    text, future = source, []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            future.append(ast.unparse(node))
+            text = _without(text, node)
+    return Cell(text if text.endswith("\n") else text + "\n", tuple(future), tree)
+
+
+def _no_python(source: str, error: SyntaxError) -> PlanError:
+    number = error.lineno or 1
+    line = _line(source, number)
+    magic = _MAGIC.search(line)
+    first = next((text for text in source.splitlines() if text.strip()), "")
+    if first.lstrip().startswith("%%"):
+        line, magic = first, _MAGIC.search(first)
+        number = source[: source.index(first)].count("\n") + 1
+    if magic is None:
+        return PlanError(
+            "The cell is no Python.",
+            seen=f"line {number}: {line.strip()} ({error.msg})",
+            next_step="run the cell once: the notebook shows the place",
+            code="WB-PLAN-902",
+        )
+    mark, word = (magic[1] or "?")[0], magic[2] or ""
+    if mark == "!" and word in ("pip", "conda", "uv"):
+        mark, word = "%", "pip"
+    kinds = {"timeit": "time", "conda": "pip", "set_env": "env", "load": "run"}
+    key = f"%{kinds.get(word, word)}" if mark == "%" else mark
+    return PlanError(
+        "The cell holds a line that only a notebook understands; a script cannot.",
+        seen=f"line {number}: {line.strip()}",
+        allowed="Python",
+        next_step=_INSTEAD.get(key, "leave the line out, or write it in Python"),
+        code="WB-PLAN-900",
+    )
+
+
+def _line(source: str, number: int) -> str:
+    lines = source.splitlines()
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _awaits(nodes: Iterable[ast.AST]) -> Iterator[ast.expr | ast.stmt]:
+    """Yield what awaits, outside of functions."""
+    for node in nodes:
+        if isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
+            yield node
+        if not isinstance(node, _SCOPES):
+            if any(c.is_async for c in getattr(node, "generators", ())):
+                assert isinstance(node, ast.expr)
+                yield node
+            yield from _awaits(ast.iter_child_nodes(node))
+
+
+def _without(text: str, node: ast.ImportFrom) -> str:
+    """Return the text with an import at the top made a comment; lines keep their numbers."""
+    lines = text.splitlines(keepends=True)
+    last = node.end_lineno or node.lineno
+    head, tail = lines[node.lineno - 1].encode(), lines[last - 1].encode()
+    before, after = head[: node.col_offset], tail[node.end_col_offset :]
+    if before.strip() or after.strip().lstrip(b";").strip()[:1] not in (b"", b"#"):
+        middle = "\\\n" * (last - node.lineno)  # other statements stand on its lines
+        lines[node.lineno - 1 : last] = [before.decode() + "pass" + middle + after.decode()]
+        return "".join(lines)
+    for number in range(node.lineno - 1, last):
+        lines[number] = f"# {lines[number]}"
+    return "".join(lines)
+
+
+def check_cell(
+    source: str,
+    *,
+    names: Mapping[str, object] | None = None,
+    folder: Path,
+    files: Sequence[Path] = (),
+) -> list[str]:
+    """Find what a cell that runs elsewhere would miss.
+
+    Args:
+        names: What the notebook has, by name; None: that is not known.
+        folder: The notebook's, from which relative paths count.
+        files: What travels with the cell.
+
+    Returns:
+        What may be missing: sentences for the user.
+
+    Raises:
+        PlanError: The cell uses names that it does not define, or files of the notebook's folder
+            that do not travel; or it is no Python.
+    """
+    tree = read_cell(source).tree
+    missing = _missing_names(source, tree)
+    if missing:
+        raise PlanError(
+            "The cell uses names that it does not define; where it is to run, nobody has them.",
+            seen=", ".join(f"{name} (line {line})" for name, line in sorted(missing.items())),
+            allowed="what the cell defines or imports, and "
+            f"{', '.join(sorted(ENGINE_NAMES))}; %push is of no use to a job",
+            next_step="; ".join(_advice(name, names) for name in sorted(missing)),
+            code="WB-PLAN-903",
+        )
+    here = folder.absolute()
+    travel = {(here / file).resolve() for file in files}
+    stay, lost = [], []
+    for path, line in _paths(tree):
+        if not (here / path).exists():
+            lost.append(f"line {line} reads {path}, which is not beside the notebook: it has to "
+                        "be there where the job runs")  # fmt: skip
+        elif not {(here / path).resolve(), *(here / path).resolve().parents} & travel:
+            stay.append((path, line))
+    for module, line in _modules(tree):
+        for path in (f"{module}.py", module):
+            is_there = (here / path).is_file() or (here / path / "__init__.py").is_file()
+            if is_there and (here / path).resolve() not in travel:
+                stay.append((path, line))
+                break
+    if stay:
+        given = [str(file) for file in files] + list(dict.fromkeys(path for path, _ in stay))
+        raise PlanError(
+            "The cell reads files of the notebook's folder, which stay here.",
+            seen=", ".join(f"{path} (line {line})" for path, line in stay),
+            allowed="files that travel with it: a job runs in its own folder, with these beside it",
+            next_step=f"files={given!r}, or an absolute path that is there too",
+            code="WB-PLAN-904",
+        )
+    return lost
+
+
+def _advice(name: str, names: Mapping[str, object] | None) -> str:
+    if name in NOTEBOOKS_OWN:
+        return f"leave {name} out: a script has none" + (
+            " (print shows values)" if name == "display" else ""
+        )
+    if names is None or name not in names:
+        guess = nearest(name, names) if names else None
+        spelled = f" (did you mean {guess}?)" if guess and not guess.startswith("_") else ""
+        unknown = "" if names is None else " (the notebook itself has none)"
+        return f"define {name} in the cell{unknown}{spelled}"
+    value = names[name]
+    if isinstance(value, ModuleType):
+        alias = "" if value.__name__ == name else f" as {name}"
+        return f"import {value.__name__}{alias}"
+    module = getattr(value, "__module__", None)
+    called = getattr(value, "__name__", None)
+    if isinstance(module, str) and module not in ("__main__", "builtins") and called:
+        return f"from {module} import {called}{'' if called == name else f' as {name}'}"
+    if callable(value) and called:
+        return f"write {name} out in the cell: it is defined in another one"
+    return f"write {name} = ... in the cell ({type(value).__name__} in the notebook)"
+
+
+def _missing_names(source: str, tree: ast.Module) -> dict[str, int]:
+    """Return the names that a cell reads and nobody gives it, with their first lines."""
+    bare = _Evaluated(tree).visit(ast.parse(source))
+    if any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(tree)):
+        return {}
+    if any(_calls(node) in ("exec", "globals", "locals", "vars") for node in ast.walk(tree)):
+        return {}  # names may come from anywhere
+    defined, read = set(), set()
+    tables = [symtable.symtable(ast.unparse(ast.fix_missing_locations(bare)), "cell", "exec")]
+    for table in tables:  # grows meanwhile
+        on_top = str(table.get_type()) == "module"
+        for symbol in table.get_symbols():
+            if (on_top or symbol.is_declared_global()) and (
+                symbol.is_assigned() or symbol.is_imported()
+            ):
+                defined.add(symbol.get_name())
+            if symbol.is_referenced() and (on_top or symbol.is_global()):
+                read.add(symbol.get_name())
+        tables += table.get_children()
+    known = {*dir(builtins), *ENGINE_NAMES} - NOTEBOOKS_OWN | {"__file__"} | _guarded(tree)
+    missing = {name for name in read - defined - known if not name.startswith("__")}
+    missing |= _too_early(tree) - known
+    first: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in missing:
+            first[node.id] = min(first.get(node.id, node.lineno), node.lineno)
+    return {name: first.get(name, 1) for name in missing}
+
+
+def bound_on_top(tree: ast.Module) -> set[str]:
+    """Return the names that the top level gives a value."""
+    table = symtable.symtable(ast.unparse(tree), "cell", "exec")
+    return {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+
+
+class _Evaluated(ast.NodeTransformer):
+    """Takes out annotations that nobody evaluates: those of local names, or all of them."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        future = (n for n in tree.body if isinstance(n, ast.ImportFrom))
+        self._none = any(
+            n.module == "__future__" and a.name == "annotations" for n in future for a in n.names
+        )
+        self._local = 0
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        if self._none or self._local:
+            node.annotation = ast.Constant(None)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        before, self._local = self._local, 0
+        self.generic_visit(node)
+        self._local = before
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._local += 1
+        self.generic_visit(node)
+        self._local -= 1
+        if self._none:
+            node.returns = None
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self.visit_FunctionDef(node)  # type: ignore[arg-type]
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        if self._none:
+            node.annotation = None
+        return node
+
+
+def _calls(node: ast.AST) -> str:
+    """Return the last name of what a call calls."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
+def _guarded(tree: ast.Module) -> set[str]:
+    """Return the names that the cell itself looks for before it uses them."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            caught = [ast.unparse(h.type) if h.type else "Exception" for h in node.handlers]
+            if any(kind in text for text in caught for kind in ("NameError", "Exception")):
+                parts = (part for one in node.body for part in ast.walk(one))
+                found |= {part.id for part in parts if isinstance(part, ast.Name)}
+        elif isinstance(node, ast.Compare) and _calls(node.comparators[0]) == "dir":
+            left = node.left
+            found |= {str(left.value)} if isinstance(left, ast.Constant) else set()
+    return found
+
+
+def _too_early(tree: ast.Module) -> set[str]:
+    """Return the names that the cell's top level reads before it gives them a value."""
+    bound = {n for node in ast.walk(tree) if isinstance(node, ast.Global) for n in node.names}
+    early = set()
+    for statement in tree.body:
+        inside = {
+            n.id for n in ast.walk(statement) if isinstance(n, ast.NamedExpr) for n in [n.target]
+        }
+        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
+            early |= set(_evaluated(statement.value)) - bound - inside
+            if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+                early |= {statement.target.id} - bound
+        bound |= bound_on_top(ast.Module([statement], []))
+    return early & bound  # the others are missing anyway
+
+
+def _evaluated(node: ast.AST) -> Iterator[str]:
+    """Yield the names that an expression surely reads, in its own scope."""
+    if isinstance(node, ast.Name):
+        yield node.id
+    if not isinstance(
+        node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    ):
+        for child in ast.iter_child_nodes(node):
+            yield from _evaluated(child)
+
+
+_READERS = frozenset({
+    "open", "load", "loadtxt", "genfromtxt", "fromfile", "memmap", "imread", "ImageFolder",
+    "DatasetFolder", "load_from_disk", "image_dataset_from_directory", "TextLineDataset",
+    "TFRecordDataset", "read_file", "load_model", "load_weights", "File", "ZipFile", "loadmat",
+    "read_image", "load_file", "open_dataset", "text_dataset_from_directory", "read_text",
+    "read_bytes",
+})  # fmt: skip
+_AS = frozenset({"file", "path", "root", "fname", "filename", "filepath", "directory",
+                 "filepath_or_buffer", "filenames", "path_or_buf", "f"})  # fmt: skip
+
+
+def _paths(tree: ast.Module) -> list[tuple[str, int]]:
+    """Return the relative paths that a cell surely reads from, with their lines."""
+    texts = _constants(tree)
+    found = []
+    for node in ast.walk(tree):
+        called = _calls(node)
+        if not isinstance(node, ast.Call) or not (called in _READERS or called.startswith("read_")):
+            continue
+        words = {word.arg: word.value for word in node.keywords if word.arg}
+        given = [*node.args[:1], *(value for name, value in words.items() if name in _AS)]
+        if isinstance(node.func, ast.Attribute) and called in ("open", "read_text", "read_bytes"):
+            given.insert(0, node.func.value)  # Path("x").open()
+        modes = [words.get("mode"), *node.args[:2]]
+        written = any(isinstance(m, ast.Constant) and re.fullmatch(r"[wax][bt+]*", str(m.value))
+                      for m in modes)  # fmt: skip
+        if "download" in words or written:
+            continue
+        path = next((text for one in given if (text := _text(one, texts))), "")
+        plain = re.match(r"\w+:|[/~\\]", path) is None and path.strip() == path
+        if path and plain and (Path(path).suffix or "/" in path):
+            found.append((path, node.lineno))
+    return list(dict.fromkeys(found))
+
+
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """Return names that stand for one text all through the cell."""
+    counts: dict[str, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            counts[node.id] = counts.get(node.id, 0) + 1
+    texts: dict[str, str] = {}
+    for one in tree.body:
+        if isinstance(one, ast.Assign) and len(one.targets) == 1:
+            target = one.targets[0]
+            if isinstance(target, ast.Name) and counts[target.id] == 1:
+                texts[target.id] = _text(one.value, texts)
+    return texts
+
+
+def _text(node: ast.AST, texts: Mapping[str, str]) -> str:
+    """Return the path that an expression surely is; empty: not known."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.Name):
+        return texts.get(node.id, "")
+    parts: list[Any] = []
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        parts = [node.left, node.right]
+    elif _calls(node) in ("Path", "PosixPath", "join", "str", "open"):
+        parts = getattr(node, "args", [])[: 1 if _calls(node) in ("str", "open") else None]
+    known = [_text(part, texts) for part in parts]
+    return str(Path(*known)) if known and all(known) else ""
+
+
+def _modules(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield the top names of the modules that a cell imports, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0], node.lineno
+
+
+def imported(source: str) -> list[str]:
+    """Return the top names of the modules that a source imports, in the order of their letters."""
+    return sorted({module for module, _ in _modules(ast.parse(source))})

@@ -1,0 +1,599 @@
+"""A plan as a folder that trains it elsewhere: the cell, what to install, what was pinned.
+
+    train.py           the cell as a file
+    run.json           the plan, and what makes the run equal to the notebook's: seed, pins
+    requirements.txt   exact versions, and Workbench itself, which travels as a wheel in the folder
+    README.md          how to start, watch, stop and go on
+    runs/<n>/          made when it runs
+
+A folder says nothing of the machine and the user that it was written by: paths in it are relative,
+addresses hold no passwords, and no environment goes in.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import importlib.metadata as metadata
+import json
+import platform
+import secrets
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+import workbench
+
+from ..cookbook.recipe import Recipe
+from ..errors import PlanError
+from ..history.disk import META
+from ..shared.plan import Plan
+from . import script
+from .cell import check_cell, imported
+
+FORMAT = "workbench-job/1"
+RUNS = "runs"
+CHECKPOINTS = "checkpoints"
+INITIAL = "initial"
+DISTRIBUTION = "distributed-workbench"
+_OURS = ("train.py", META, "requirements.txt", "README.md", RUNS, CHECKPOINTS, INITIAL)
+_ALIVE_S = 10.0
+"""So old may be the last sign of life of a run that goes on."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a run's result depends on in its last bits.
+
+    Attributes:
+        threads: CPU threads of each worker; None: as many as there are.
+        allreduce: How gradients are added up, where the notebook's run had chosen; None: the
+            plan says it, or does without.
+        dtype: Of the parameters.
+    """
+
+    threads: int | None = None
+    allreduce: str | None = None
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """What a job folder describes.
+
+    Attributes:
+        path: The folder.
+        name: Of the job.
+        plan: What is trained; its paths are relative to the folder.
+        launch: `workers`, `servers`, `processes` (both together) and `framework`.
+        pins: As `Pins`, and `python` and `packages`: versions.
+        plain: Whether train.py does without Workbench.
+    """
+
+    path: Path
+    name: str
+    plan: Plan
+    launch: dict[str, Any]
+    pins: dict[str, Any]
+    plain: bool = False
+
+    @property
+    def runs(self) -> list[Path]:
+        """The folders of its runs, the first one first."""
+        found = [path for path in (self.path / RUNS).glob("*") if path.name.isdecimal()]
+        return sorted(found, key=lambda path: int(path.name))
+
+
+def write_job(
+    plan: Plan,
+    folder: Path,
+    *,
+    plain: bool = False,
+    pins: Pins | None = None,
+    files: Sequence[Path] = (),
+    initial: Path | None = None,
+    names: Mapping[str, object] | None = None,
+    replace: bool = False,
+) -> Path:
+    """Write a job folder, the whole of it or nothing; return its path.
+
+    A job folder that is there is written anew. What is not ours stays: its runs, its checkpoints,
+    files that were put there.
+
+    Args:
+        plain: Write a script that does without Workbench; nobody records it.
+        files: What the cell reads, by paths from the present folder; they are put beside train.py
+            under the same relative paths, others under their names alone.
+        initial: The folder of the run that the plan starts from.
+        names: What the notebook has, for the words of an error.
+        replace: Whether a train.py that was changed by hand is written over.
+
+    Raises:
+        PlanError: The cell cannot run elsewhere, or the folder cannot be written.
+    """
+    goal, here = folder.expanduser().absolute(), Path.cwd()
+    source = plan.recipe.cell
+    notes = check_cell(source, names=names, folder=here, files=files)
+    text = script.plain_py(plan) if plain else script.train_py(plan)
+    travelling = _portable(plan, initial)
+    kept = _check_goal(goal, force=replace)
+    chosen = _placed(files, here)
+    fresh = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
+    try:
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        fresh.mkdir()
+        for place, path in chosen.items():
+            _copy(path, fresh / place)
+        if plan.init_from and initial is not None:
+            _copy_weights(initial, fresh / INITIAL)
+        packages = _packages(source, plan.framework)
+        pinned = {"python": platform.python_version(), "packages": packages}
+        about = _describe(travelling, {**pinned, **asdict(pins or Pins())}, plain=plain)
+        wheel = "" if plain else workbench_wheel(fresh)
+        (fresh / "train.py").write_text(text, "utf-8")
+        (fresh / "requirements.txt").write_text(_requirements(packages, wheel), "utf-8")
+        (fresh / "README.md").write_text(_readme(travelling, about, wheel, notes), "utf-8")
+        about["files"] = {
+            path.name: _digest(path.read_bytes()) for path in sorted(fresh.iterdir())
+            if path.is_file()
+        } | {PurePosixPath(place).parts[0]: "" for place in chosen if "/" in place}  # fmt: skip
+        about["files"] |= {INITIAL: ""} if (fresh / INITIAL).exists() else {}
+        (fresh / META).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+        _swap(fresh, goal, [name for name in kept if not (fresh / name).exists()])
+    except OSError as error:
+        raise PlanError(
+            f"The job folder cannot be written: {error.strerror or error}.",
+            seen=str(goal),
+            allowed="a folder that this user may write to, on a disk with room",
+            next_step="make room there, or name another folder",
+            code="WB-PLAN-906",
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return goal
+
+
+def _describe(plan: Plan, pins: dict[str, Any], *, plain: bool) -> dict[str, Any]:
+    """Return what run.json says."""
+    launch = {
+        "workers": plan.workers,
+        "servers": plan.servers,
+        "processes": script.process_count(plan),
+        "framework": plan.framework,
+    }
+    return {
+        "format": FORMAT,
+        "name": plan.name or plan.recipe.name or plan.strategy,
+        "framework": plan.framework,
+        "plan": plan.to_wire(),
+        "seed": int(plan.overrides.get("seed", 0)),
+        "pins": pins,
+        "launch": launch,
+        **({"plain": True} if plain else {}),
+    }
+
+
+def _portable(plan: Plan, initial: Path | None) -> Plan:
+    """Return the plan without anything of this machine: its paths are those within the folder."""
+    if plan.init_from and initial is None:
+        raise PlanError(
+            "The weights to start from have to travel with the job, and where they are was not "
+            "said.",
+            seen=f"--init-from {plan.init_from}",
+            allowed="a run of which the folder is known",
+            next_step="write_job(..., initial=run.folder), or leave --init-from out",
+            code="WB-PLAN-907",
+        )
+    recipe = plan.recipe
+    if recipe.args:  # arguments do not travel: they are written into the cell
+        recipe = Recipe(
+            source=recipe.cell, origin=recipe.origin, name=recipe.name, framework=recipe.framework
+        )
+    return replace(
+        plan,
+        recipe=recipe,
+        checkpoint=CHECKPOINTS if plan.checkpoint else "",
+        init_from=INITIAL if plan.init_from else "",
+        log=tuple(dict.fromkeys(map(_portable_target, plan.log))),
+    )
+
+
+def _portable_target(target: str) -> str:
+    """Return where a job logs to: a place of this machine becomes one of the job folder."""
+    kind, _, where = target.partition(":")
+    if kind == "tensorboard":
+        return f"{kind}:{Path(where).name or kind}"
+    scheme = where.partition(":")[0]
+    if kind == "mlflow" and scheme in ("sqlite", "file"):
+        name = Path(where).name
+        return f"{kind}:sqlite:///{name}" if scheme == "sqlite" else f"{kind}:file:{name}"
+    try:
+        parts = urlsplit(where)
+        bad = parts.username is not None or parts.password is not None or parts.query
+    except ValueError:
+        bad = True
+    if bad or (where.startswith("/") and kind == "mlflow"):
+        shown = where.partition("://")[0] + "://***" if "://" in where else "***"
+        raise PlanError(
+            "The place to log to holds a user's name or a secret, which would stand in the folder.",
+            seen=f"--log {kind}:{shown}",
+            allowed="an address without user, password and query",
+            next_step="give them in the environment where the job runs (MLFLOW_TRACKING_USERNAME, "
+            "MLFLOW_TRACKING_PASSWORD)",
+            code="WB-PLAN-911",
+        )
+    return target
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def _placed(files: Sequence[Path], here: Path) -> dict[str, Path]:
+    """Return the files that travel, by their places in the folder."""
+    found: dict[str, Path] = {}
+    for file in files:
+        path = (here / Path(file).expanduser()).absolute()
+        inside = path.is_relative_to(here) and ".." not in path.parts and path != here
+        place = path.relative_to(here).as_posix() if inside else path.name
+        if not path.exists() or not place:
+            raise PlanError(
+                "A file that is to travel with the job is not there.",
+                seen=str(file),
+                allowed="paths of files and folders, from the notebook's folder",
+                code="WB-PLAN-908",
+            )
+        if place.split("/")[0] in _OURS or place in found or place.endswith(".whl"):
+            raise PlanError(
+                "A file that is to travel has a name that the job folder uses itself, or that of "
+                "another one.",
+                seen=place,
+                allowed=f"other names than {', '.join(_OURS)}",
+                next_step="rename it, here and in the cell",
+                code="WB-PLAN-909",
+            )
+        found[place] = path
+    return found
+
+
+_LEFT_HERE = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+def _copy(path: Path, goal: Path) -> None:
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.copytree(path, goal, ignore=_LEFT_HERE)
+    else:
+        shutil.copyfile(path, goal)
+
+
+def _copy_weights(run: Path, goal: Path) -> None:
+    """Copy a run's final weights, and of its description what it takes to read them."""
+    files = sorted(run.glob("weights*.npz"))
+    try:
+        meta = json.loads((run / META).read_text("utf-8"))
+        about = {"framework": str(meta["framework"])}
+        known = {file.name: meta.get("files", {}).get(file.name) for file in files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = []
+    if not files:
+        raise PlanError(
+            "The run to start from left no weights that could travel.",
+            seen=run.name,
+            allowed="the folder of a finished run, with weights.npz",
+            next_step="start from another run, or leave --init-from out",
+            code="WB-PLAN-910",
+        )
+    goal.mkdir()
+    for file in files:
+        shutil.copyfile(file, goal / file.name)
+    sums = {name: value for name, value in known.items() if value}
+    (goal / META).write_text(json.dumps({**about, "files": sums}, indent=1) + "\n", "utf-8")
+
+
+def _check_goal(goal: Path, *, force: bool) -> list[str]:
+    """Return what of the folder stays: what was not written by us."""
+    if not goal.exists() and not goal.is_symlink():
+        return []
+    if goal.is_dir() and not any(goal.iterdir()):
+        return []
+    about = _about(goal) if goal.is_dir() else None
+    if about is None:
+        raise PlanError(
+            "The target holds something that is no job folder; nothing was written.",
+            seen=str(goal),
+            allowed="a new path, an empty folder, or a job folder written before",
+            next_step="name another folder",
+            code="WB-PLAN-912",
+        )
+    for alive in (goal / RUNS).glob("*/alive"):
+        with contextlib.suppress(OSError):
+            if time.time() - alive.stat().st_mtime < _ALIVE_S:
+                raise PlanError(
+                    "A run of this job folder goes on; its script cannot be exchanged under it.",
+                    seen=str(alive.parent),
+                    allowed="a job folder of which no run goes on",
+                    next_step="stop the run, wait for its end, or name another folder",
+                    code="WB-PLAN-913",
+                )
+    written: dict[str, str] = about.get("files") or {}
+    wanted, path = written.get("train.py"), goal / "train.py"
+    if wanted and not force and path.is_file() and _digest(path.read_bytes()) != wanted:
+        raise PlanError(
+            "The script in this job folder was changed by hand since it was written.",
+            seen=str(path),
+            allowed="a new folder, or replace=True, which writes over it",
+            next_step="take the changes into the cell, or name another folder",
+            code="WB-PLAN-914",
+        )
+    return [one.name for one in goal.iterdir() if one.name not in written and one.name != META]
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    """Return what run.json of a job folder says; None where there is no job folder."""
+    try:
+        about = json.loads((folder / META).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_job = isinstance(about, dict) and str(about.get("format", "")).startswith("workbench-job/")
+    return about if is_job else None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _swap(fresh: Path, goal: Path, keep: Iterable[str]) -> None:
+    """Put `fresh` in the place of `goal`, with what stays of it; or leave all as it was."""
+    old = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}.old")
+    moved: list[str] = []
+    try:
+        for name in keep:
+            (goal / name).rename(fresh / name)
+            moved.append(name)
+        if goal.exists():
+            goal.rename(old)
+        fresh.rename(goal)
+    except BaseException:
+        if old.exists():
+            old.rename(goal)
+        for name in moved:
+            if (fresh / name).exists():
+                (fresh / name).rename(goal / name)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# -- what to install -----------------------------------------------------------------------------
+
+_FRAMEWORK = {"torch": ("torch", "numpy"), "tensorflow": ("tensorflow", "keras", "numpy")}
+
+
+def _packages(source: str, framework: str) -> dict[str, str]:
+    """Return the versions of what the cell imports, the framework and NumPy, without `+cpu`."""
+    wanted = set(_FRAMEWORK[framework])
+    owners = metadata.packages_distributions()
+    for module in imported(source):
+        if module not in sys.stdlib_module_names:
+            wanted |= set(owners.get(module, ()))
+    if "wb.data.digits" in source:
+        wanted.add("scikit-learn")
+    found = {}
+    for name in sorted(wanted, key=str.lower):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            one = metadata.distribution(name)
+            if one.metadata["Name"] != DISTRIBUTION:
+                found[str(one.metadata["Name"])] = one.version.partition("+")[0]
+    return found
+
+
+def _requirements(packages: Mapping[str, str], wheel: str) -> str:
+    lines = ["# The versions of the notebook. A build for another device (CUDA, CPU) of the same"]
+    lines += ["# version gives the same results up to rounding."]
+    for name, version in packages.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            url = metadata.distribution(name).read_text("direct_url.json") or ""
+            if '"file:' in url:
+                lines.append(f"# {name} was installed from a folder, not from an index:")
+        lines.append(f"{name}=={version}")
+    return "\n".join([*lines, *([f"./{wheel}"] if wheel else [])]) + "\n"
+
+
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_NOT_SHIPPED = ("__pycache__", "tests")
+_METADATA = """\
+Metadata-Version: 2.1
+Name: distributed-workbench
+Version: {version}
+Requires-Python: >=3.10
+Requires-Dist: anywidget>=0.9.21
+Requires-Dist: cloudpickle>=3
+Requires-Dist: ipykernel!=7.0.*,>=6.29
+Requires-Dist: ipyparallel>=9.1
+Requires-Dist: ipywidgets>=8.1
+Requires-Dist: matplotlib>=3.8
+Requires-Dist: numpy>=1.26
+Requires-Dist: nvidia-ml-py>=12.535
+Requires-Dist: platformdirs>=4
+Requires-Dist: psutil>=5.9
+Requires-Dist: pyzmq>=26
+Requires-Dist: scikit-learn>=1.4
+Requires-Dist: tomli>=2; python_version < "3.11"
+Requires-Dist: tqdm>=4.66
+"""
+_ENTRY_POINTS = """\
+[console_scripts]
+workbench = workbench.cli:main
+
+[ipyparallel.engine_launchers]
+workbench = workbench.cluster.hub:WarmEngineSetLauncher
+"""
+
+
+def workbench_wheel(into: Path) -> str:
+    """Write the installed Workbench as a wheel; return its file's name.
+
+    The same package gives the same bytes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    version = workbench.__version__
+    about = f"distributed_workbench-{version}.dist-info"
+    name = f"distributed_workbench-{version}-py3-none-any.whl"
+    root = Path(workbench.__file__).parent
+    files = {
+        f"workbench/{path.relative_to(root).as_posix()}": path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+        and not any(p in _NOT_SHIPPED or p.startswith(".") for p in path.relative_to(root).parts)
+    }  # fmt: skip
+    described, points = _METADATA.format(version=version), _ENTRY_POINTS
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        known = metadata.distribution(DISTRIBUTION)
+        if known.version == version:
+            described = known.read_text("METADATA") or described
+            points = known.read_text("entry_points.txt") or points
+    files[f"{about}/METADATA"] = described.encode()
+    files[f"{about}/WHEEL"] = (
+        b"Wheel-Version: 1.0\nGenerator: workbench\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
+    files[f"{about}/entry_points.txt"] = points.encode()
+    files[f"{about}/top_level.txt"] = b"workbench\n"
+    rows = [f"{path},sha256={_url_digest(data)},{len(data)}" for path, data in files.items()]
+    files[f"{about}/RECORD"] = "\n".join([*rows, f"{about}/RECORD,,", ""]).encode()
+    with zipfile.ZipFile(into / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for path, data in files.items():
+            entry = zipfile.ZipInfo(path, _EPOCH)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o100644 << 16
+            entry.create_system = 3
+            wheel.writestr(entry, data)
+    return name
+
+
+def _url_digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def _readme(plan: Plan, about: Mapping[str, Any], wheel: str, notes: Sequence[str]) -> str:
+    launch = about["launch"]
+    processes, torch = launch["processes"], plan.framework == "torch"
+    title = "".join(c if c.isprintable() else " " for c in about["name"])
+    lines = [f"# {title}", "", "A training job, made from a cell of a notebook by Workbench.", ""]
+    lines += [f"- strategy: {plan.strategy} ({plan.entry.term}), {plan.framework}"]
+    lines += [f"- {launch['workers']} workers, {launch['servers']} servers: {processes} processes"]
+    lines += [f"- seed {about['seed']}, Python {about['pins']['python']}", ""]
+    lines += ["## Install", "", "    pip install -r requirements.txt", ""]
+    if wheel:
+        lines += [f"Workbench itself is in the folder: {wheel}.", ""]
+    lines += ["## Start", ""]
+    if torch and processes > 1:
+        lines += ["On one host:", "", f"    torchrun --nproc-per-node {processes} train.py", ""]
+        lines += ["On several, on each of them, with as many processes in total:", ""]
+        lines += ["    torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
+                  "--rdzv-endpoint HOST:29500 train.py", ""]  # fmt: skip
+    else:
+        lines += ["    python train.py", ""]
+    if not torch and processes > 1:
+        lines += [f"Start it once for each of the {processes} processes; each finds its place and "
+                  "the others in `TF_CONFIG`.", ""]  # fmt: skip
+    if wheel:
+        lines += [
+            "Or let Workbench start all processes of this host:",
+            "",
+            "    workbench run .",
+            "",
+        ]
+        lines += _recorded(plan)
+    else:
+        lines += ["The script does without Workbench: nothing is recorded. "
+                  "It leaves `weights.pt`." if torch else "The script does without Workbench: "
+                  "nothing is recorded.", ""]  # fmt: skip
+    if notes:
+        lines += ["## Mind", "", *(f"- {note}" for note in notes), ""]
+    return "\n".join(lines)
+
+
+def _recorded(plan: Plan) -> list[str]:
+    lines = ["## Watch", "", "Each start makes a folder: `runs/1`, `runs/2`, ... It holds what the"]
+    lines += ["notebook would know: rows, events, logs, final weights. In a notebook:", ""]
+    lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
+    lines += ["shows the live dashboard, also later and from another machine "
+              '(`"ssh://host/path"`).', ""]  # fmt: skip
+    lines += ["## Stop, and go on", "", "Stop and Pause of that dashboard work at the end of a "
+              "step; so does Ctrl-C (SIGINT or", "SIGTERM) where it was started.", ""]  # fmt: skip
+    if plan.checkpoint:
+        lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "
+                  "Start it again, and it goes on", "from the last one; delete them to begin "
+                  "anew.", ""]  # fmt: skip
+    else:
+        lines += ["It writes no checkpoints, so a new start begins anew. `--checkpoint DIR` in the",
+                  "notebook makes it write some.", ""]  # fmt: skip
+    return lines
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def read_job(folder: Path) -> JobFolder:
+    """Return what a job folder describes; nothing in it is run.
+
+    Raises:
+        PlanError: It is no job folder, its run.json is damaged, or of a newer version.
+    """
+    path = folder.expanduser().absolute()
+    try:
+        about = json.loads((path / META).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        about = None
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{META} of the job folder is damaged or cut off.",
+            seen=f"{path}: {str(error)[:200]}",
+            allowed="the file as it was written",
+            next_step="write the folder again from the notebook: run.to_job(...)",
+            code="WB-PLAN-915",
+        ) from error
+    kind = str(about.get("format", "")) if isinstance(about, dict) else ""
+    if not kind.startswith("workbench-job/"):
+        raise PlanError(
+            "This is no job folder.",
+            seen=str(path),
+            allowed="a folder that run.to_job(...) wrote, with train.py and run.json",
+            next_step="name the folder above its runs/" if kind or about else None,
+            code="WB-PLAN-916",
+        )
+    if kind != FORMAT:
+        raise PlanError(
+            "The job folder was written by a newer Workbench.",
+            seen=kind[:60],
+            allowed=FORMAT,
+            next_step="pip install -U distributed-workbench, or the wheel in the folder",
+            code="WB-PLAN-917",
+        )
+    try:
+        plan = Plan.from_wire(about["plan"])
+        plan.entry.settings(plan.options)
+        launch, pins = dict(about["launch"]), dict(about["pins"])
+        whole = {"workers", "servers", "processes", "framework"} <= set(launch)
+        if not whole or not (path / "train.py").is_file():
+            raise KeyError("launch, train.py")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanError(
+            f"{META} of the job folder does not describe a job.",
+            seen=f"{path}: {type(error).__name__} {str(error).splitlines()[:1]}",
+            allowed="the folder as it was written",
+            next_step="write the folder again from the notebook: run.to_job(...)",
+            code="WB-PLAN-918",
+        ) from error
+    name = str(about.get("name") or plan.strategy)
+    return JobFolder(path, name, plan, launch, pins, plain=bool(about.get("plain")))

@@ -1,0 +1,248 @@
+"""A plan as the text of a Python file.
+
+    train_py     the cell below one line that joins the run: it trains, records and stops as in the
+                 notebook, under torchrun or alone
+    plain_py     the same training without Workbench, for PyTorch and Keras as they are
+    check_cell   what the cell takes from its notebook: names, modules and files (`cell.py`)
+
+The cell's lines stay as they are. Only `from __future__` imports move: Python wants them on top.
+
+The texts of plain scripts are in `templates/`. There, lines between `#[a|b]` and `#[/a|b]` are left
+out unless a or b is wanted, and `@NAME@` stands for a value.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cookbook.recipe import WORDS, framework_of, use_of
+from ..errors import PlanError
+from .cell import Cell, bound_on_top, read_cell
+from .cell import check_cell as check_cell
+
+if TYPE_CHECKING:
+    from ..shared.plan import Plan
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def train_py(plan: Plan) -> str:
+    """Return the file that trains a plan as the notebook would.
+
+    Raises:
+        PlanError: The cell holds what only a notebook understands, or is no Python.
+    """
+    cell = read_cell(plan.recipe.cell)
+    processes = process_count(plan)
+    alone = processes == 1 or plan.framework != "torch"
+    start = "python train.py" if alone else f"torchrun --nproc-per-node {processes} train.py"
+    lines = [f'"""{_title(plan)}', "", f"Start it:  {start}", ""]
+    if plan.framework != "torch" and processes > 1:
+        lines += [f"once for each of its {processes} processes, which TF_CONFIG describes.", ""]
+    lines += [
+        "Records, logs and weights go to runs/1, runs/2, ... beside this file; run.json holds"
+    ]
+    lines += ["the plan, requirements.txt what to install, README.md the rest.", '"""', ""]
+    lines += [*cell.future, ""] if cell.future else []
+    lines += ["import workbench as wb", ""]
+    join = "joins the run that run.json describes; what follows is the cell"
+    lines += [f"wb.run_job(__file__)  # {join}", "", cell.text]
+    return "\n".join(lines)
+
+
+def process_count(plan: Plan) -> int:
+    """Return how many processes a job of the plan has: its workers and its servers."""
+    return plan.engines + len(plan.helpers)
+
+
+def _title(plan: Plan) -> str:
+    """Return a line that says what is trained, fit for a docstring."""
+    name = plan.name or plan.recipe.name or plan.strategy
+    safe = "".join(c if c.isprintable() else " " for c in name).replace("\\", "/")
+    title = safe.replace('"', "'").strip() or plan.strategy
+    workers = f"{plan.workers} worker{'s' if plan.workers > 1 else ''}"
+    servers = f", {plan.servers} server{'s' if plan.servers > 1 else ''}" if plan.servers else ""
+    return f"{title}: {plan.strategy} ({plan.entry.term}), {workers}{servers}."
+
+
+# -- without Workbench ---------------------------------------------------------------------------
+
+_PLAIN = {
+    "torch": ("one_device", "mirrored", "sharded"),
+    "tensorflow": ("one_device", "mirrored", "multi_worker_mirrored"),
+}
+_PLAIN_ABLE = (
+    "PyTorch: wb.fit under one_device, mirrored and sharded; wb.prepare and loops that distribute "
+    "themselves under one_device and mirrored. TensorFlow: model.fit and own loops under "
+    "one_device and mirrored, own loops under multi_worker_mirrored"
+)
+_LEFT_OUT = {"precision", "compile", "callbacks"}
+_DATA = {"digits": "_digits", "corpus": "_corpus", "synthetic": "_synthetic"}
+_MEMBERS = {"fit", "prepare", "watch", "log", "RunStopped", "data"}
+
+
+def plain_py(plan: Plan) -> str:
+    """Return a file that trains the same without Workbench: nobody records, stops or resumes it.
+
+    Raises:
+        PlanError: It cannot be done faithfully; what can is said.
+    """
+    cell = read_cell(plan.recipe.cell)
+    used = _used_of_wb(cell.tree)
+    _check_plain(plan, cell, used)
+    sets = {name.partition(".")[2] for name in used if name.startswith("data.")}
+    wanted = {plan.strategy, *(used & {"fit", "prepare"}), *(sets & set(_DATA))}
+    if sets & {"VOCABULARY"}:
+        wanted.add("corpus")
+    wanted |= {"data"} if sets else set()
+    shown = [name for name in _DATA if name in wanted]
+    members = [f"        {name} = staticmethod({_DATA[name]})" for name in shown]
+    members += ["        VOCABULARY = _VOCABULARY"] if "corpus" in shown else []
+    options, overrides = plan.options, plan.overrides
+    values = {
+        "DATA": _sections((_TEMPLATES / "plain_data.txt").read_text("utf-8"), wanted),
+        "SEED": str(overrides.get("seed", 0)),
+        "OVERRIDES": repr(overrides),
+        "WORKERS": str(plan.workers),
+        "BUCKET_MB": repr(options.get("bucket_mb", 25.0)),
+        "FIND_UNUSED": repr(options.get("find_unused_parameters", False)),
+        "UNIT_MB": repr(options.get("unit_mb", 1.0)),
+        "RESHARD": repr(options.get("reshard", True)),
+        "EVEN": repr(plan.strategy == "sharded"),
+        "ARRAYS": "arrays" if plan.framework == "torch" else "True",
+        "MEMBERS": "\n".join(members),
+        "CELL": cell.text.strip("\n"),
+    }
+    text = _sections((_TEMPLATES / f"plain_{plan.framework}.txt").read_text("utf-8"), wanted)
+    for name in ("DATA", "MEMBERS", *(set(values) - {"DATA", "MEMBERS", "CELL"}), "CELL"):
+        text = text.replace(f"@{name}@", values[name])  # the cell last: it may hold such words
+    script = f"{_plain_head(plan, cell)}{text}"
+    _check_collisions(cell, script)
+    return script
+
+
+def _plain_head(plan: Plan, cell: Cell) -> str:
+    alone = plan.framework != "torch" or plan.workers == 1
+    start = "python train.py" if alone else f"torchrun --nproc-per-node {plan.workers} train.py"
+    words = "PyTorch" if plan.framework == "torch" else "TensorFlow"
+    lines = [f'"""{_title(plan)}', "", f"A plain {words} script, made from a notebook's cell."]
+    lines += [f"Start it:  {start}"]
+    if plan.strategy == "multi_worker_mirrored":
+        lines += [f"once for each of its {plan.workers} workers, which TF_CONFIG describes."]
+    if plan.framework == "torch" and plan.strategy != "one_device":
+        lines += [
+            "The order of samples, and so the result, is the same with any number of workers."
+        ]
+    return "\n".join([*lines, '"""', "", *cell.future, *([""] if cell.future else []), ""])
+
+
+def _sections(text: str, wanted: set[str]) -> str:
+    """Return a template's lines without the sections that are not wanted."""
+    kept: list[str] = []
+    open_ones: list[tuple[str, bool]] = []
+    for line in text.splitlines():
+        if mark := re.fullmatch(r"#\[(/?)([\w|]+)\]", line):
+            if mark[1]:
+                assert open_ones.pop()[0] == mark[2], line
+            else:
+                open_ones.append((mark[2], bool(wanted & set(mark[2].split("|")))))
+        elif all(one for _, one in open_ones):
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def _used_of_wb(tree: ast.Module) -> set[str]:
+    """Return what a cell takes from `wb`: `fit`, `data.digits`; `` for the whole of it."""
+    used = set()
+    owners = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used |= {node.attr} if node.value.id == "wb" else set()
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            inner = node.value
+            if isinstance(inner.value, ast.Name) and (inner.value.id, inner.attr) == ("wb", "data"):
+                used.add(f"data.{node.attr}")
+        elif isinstance(node, ast.Name) and node.id == "wb" and id(node) not in owners:
+            used.add("")
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            if any(name.split(".")[0] == "workbench" for name in
+                   (module, *(a.name for a in node.names if not module))):  # fmt: skip
+                used.add("import workbench")
+    return used
+
+
+def _check_plain(plan: Plan, cell: Cell, used: set[str]) -> None:
+    """Raise PlanError where a script without Workbench would not train the same."""
+    source, entry = plan.recipe.cell, plan.entry
+    way = use_of(source).way
+    if plan.strategy not in _PLAIN[plan.framework]:
+        raise _refused(f"strategy {plan.strategy}", "leave --plain out: that export has them all")
+    if "import workbench" in used:
+        raise _refused("import workbench in the cell", "leave the import out: wb is there")
+    known = _MEMBERS | {f"data.{name}" for name in (*_DATA, "VOCABULARY")}
+    if strange := sorted(used - known):
+        raise _refused(", ".join(f"wb.{name}".rstrip(".") for name in strange), "leave it out")
+    if plan.framework == "tensorflow" and way in ("fit", "prepare"):
+        raise _refused("wb.fit in a cell of TensorFlow", "train with model.fit(...)")
+    if way is not None and way not in entry.ways:
+        raise _refused(f"{WORDS[way]} under {plan.strategy}", "use wb.fit")
+    if plan.strategy == "multi_worker_mirrored" and way == "keras":
+        raise _refused(
+            "model.fit under multi_worker_mirrored, for which Keras 3 needs Workbench's repairs",
+            "write the loop with strategy.run, or leave --plain out",
+        )
+    features = set(use_of(source).features) & _LEFT_OUT
+    if features:
+        raise _refused(f"wb.fit(..., {', '.join(sorted(features))}=...)", "leave it out")
+    odd = {"compress": "none", "sync_batchnorm": False, "cross_device_ops": "auto"}
+    for name, usual in odd.items():
+        if plan.options.get(name, usual) != usual:
+            raise _refused(f"-o {name}={plan.options[name]}", "leave the option out")
+    lost = set(plan.overrides) - {"seed"}
+    if lost and way != "fit":
+        flags = ", ".join("--" + name.replace("_", "-") for name in sorted(lost))
+        raise _refused(flags, "write the number in the cell")
+    for name in ("faults", "init_from", "checkpoint"):
+        if getattr(plan, name):
+            flag = {"faults": "--inject"}.get(name, "--" + name.replace("_", "-"))
+            raise _refused(flag, "leave it out, or leave --plain out")
+    if plan.framework != (framework_of(source) or plan.framework):
+        raise _refused("a cell of the other framework", f"--framework {framework_of(source)}")
+
+
+def _refused(seen: str, next_step: str) -> PlanError:
+    return PlanError(
+        "A script without Workbench cannot do this faithfully.",
+        seen=seen,
+        allowed=_PLAIN_ABLE,
+        next_step=f"{next_step}; the export without --plain has all strategies",
+        code="WB-PLAN-905",
+    )
+
+
+def _check_collisions(cell: Cell, script: str) -> None:
+    """Raise PlanError where the cell gives a name of the script's own functions another meaning."""
+    own = ast.parse(script[: script.index("class wb:")])
+    theirs, same = _imports(own), _imports(cell.tree)
+    functions = bound_on_top(own)
+    for name in bound_on_top(cell.tree):
+        meant = same.get(name)
+        if name in theirs and (meant is None or meant.split(".")[0] != theirs[name].split(".")[0]):
+            raise _refused(f"the cell's own {name}", f"give {name} another name")
+        if name.startswith("_") and name in functions:
+            raise _refused(f"the cell's own {name}", f"give {name} another name")
+
+
+def _imports(tree: ast.Module) -> dict[str, str]:
+    """Return what the imports of a source give a name, by that name."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return found
