@@ -383,6 +383,9 @@ class Conductor:
 # -- this process ----------------------------------------------------------------------------------
 
 
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+
 class Script:
     """The job's script as the shell that runs the cell (`runtime.Shell`).
 
@@ -414,8 +417,11 @@ class Script:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != self._path:
             trace = trace.tb_next
-        trace = trace or error.__traceback__
-        sys.stderr.write("".join(traceback.format_exception(type(error), error, trace)))
+        told = traceback.TracebackException(type(error), error, trace or error.__traceback__)
+        told.stack = traceback.StackSummary.from_list(
+            [frame for frame in told.stack if not frame.filename.startswith(_OURS)]
+        )
+        sys.stderr.write("".join(told.format()))
         sys.stderr.flush()
 
 
@@ -543,6 +549,7 @@ def _take_part(path: Path, job: About) -> bool:
     """Be one process of the job, from the meeting to its end; return whether all went well."""
     global _running
     where = Surroundings.found()
+    os.environ.pop("TF_CONFIG", None)  # TensorFlow is told by the strategy, for the time of the run
     if (wanted := job.get("launch", {}).get("processes", where.world_size)) != where.world_size:
         raise PlanError(
             "The job needs another number of processes.",

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ from ..shared import cluster_env, events
 from ..shared.messages import Asked, CellEnded, Happened, Hello, Interrupt, Position, Records, Up
 from ..shared.plan import Plan, make_plan
 from .control import Inbox, Order, make_key
-from .places import LineWriter
+from .frames import LineWriter
 from .progress import KubeflowProgress
 
 log = logging.getLogger("workbench.jobs")
@@ -414,7 +414,7 @@ class Conductor:
         progress = KubeflowProgress.from_environment()
         if progress is not None:
             progress.follow(self.run)
-        lines = LineWriter(self.folder, _print) if os.environ.get(LINES) == "1" else None
+        lines = LineWriter(self.folder, self._print) if os.environ.get(LINES) == "1" else None
         alive_at, late_at = 0.0, None
         while not self.run.over.wait(TURN_S):
             now = time.monotonic()
@@ -440,11 +440,20 @@ class Conductor:
         if progress is not None:
             progress.close()
         if lines is not None:
-            while lines.pump():
-                pass
+            self._printed = True
+            while self._printed:  # what is left, weights among it, in parts
+                self._printed = False
+                lines.pump()
         self.router.close()
 
     _left = threading.Event()
+
+    _printed = False
+
+    def _print(self, line: str) -> None:
+        self._printed = True
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
     def _watch(self, rank_0: IO[bytes]) -> None:
         with contextlib.suppress(OSError):
@@ -533,11 +542,6 @@ def _is_hex(text: str) -> bool:
     with contextlib.suppress(ValueError):
         return len(bytes.fromhex(text)) >= 16
     return False
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line)
-    sys.stdout.flush()
 
 
 def main() -> int:

@@ -178,9 +178,9 @@ class FollowedJob(Run):
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             about = json.loads((self.folder / ALIVE).read_text())
             here = about["host"] == socket.gethostname()
-            if here and time.time() - float(about["t"]) > 3 * ALIVE_S:
-                if not psutil.pid_exists(int(about["pid"])):
-                    return "the process that kept its records is gone"
+            silent = time.time() - float(about["t"]) > 3 * ALIVE_S
+            if here and silent and not psutil.pid_exists(int(about["pid"])):
+                return "the process that kept its records is gone"
         return ""
 
     def _end(self, state: str, error: object) -> None:
