@@ -7,4 +7,5 @@ In reading order:
     group        how does a worker join a process group, and leave it
     data         how does what the user passes become shares of global batches
     checkpoints  how is a checkpoint written, and read without unpickling
+    horovod/     what does code written for Horovod find in its place
 """

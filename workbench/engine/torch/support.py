@@ -59,6 +59,8 @@ from .group import let_cells_join, verify
 from .group import open_store as open_store
 from .group import rest_group as rest_group
 from .group import shutdown_group_sockets as shutdown_group_sockets
+from .horovod import finder as horovod_finder
+from .horovod.optimizer import refuse_averaged
 
 if TYPE_CHECKING:
     from ...shared.protocol import RunSpec
@@ -73,6 +75,7 @@ def setup(spec: RunSpec) -> None:
     """Set threads, device and seeds before a cell; equal seeds give equal initial weights."""
     torch.set_num_threads(max(1, spec.threads))
     let_cells_join(spec)
+    horovod_finder.install()
     _take_device(spec)
     accelerators.settle(spec.device)
     if spec.mode == "run":
@@ -269,6 +272,7 @@ def build_module(model: Any) -> torch.nn.Module:
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module) -> None:
     """Raise FitError unless `optimizer` is built on the model's parameters or is a function."""
+    refuse_averaged(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         owned = {id(parameter) for parameter in model.parameters()}
         strange = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in owned]

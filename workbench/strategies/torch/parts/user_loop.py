@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 
 from ....engine.contract import NAN, Share
 from ....engine.torch.data import batch_length, tensors_of
+from ....engine.torch.horovod.gradients import averaging
 from ....errors import FitError, RunStopped
 from ....shared import events
 from .averaging import ring_bytes
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ....engine.checkpoints.checkpoints import Checkpoints
     from ....engine.context import RunContext
     from ....engine.telemetry.recorder import StepResult
+    from ....engine.torch.horovod.gradients import Gradients
     from ....engine.training.shares import Source
     from .reduction import Reductions
 
@@ -249,6 +251,11 @@ class OwnLoop:
         seen = next((t.shape for t in tensors_of(args)), ())
         if len(shape) > 1 and len(seen) == 3 and shape[:2] == seen[:2]:
             self._samples += shape[1] - shape[0]
+
+    def hear_of_waits(self, gradients: Gradients) -> None:
+        """Be told when the optimizer's step waits for other ranks: it averages by itself."""
+        gradients.timer = self.timer
+        self._undo.append(gradients.let_go)
 
     def wrap_another_loop(self, model: torch.nn.Module) -> None:
         """Take a further model into the loop; it ends no steps."""
@@ -516,7 +523,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         raise FitError("A training loop of this cell is recorded already.", code="WB-FIT-158")
     wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     several = context.spec.world_size > 1
-    inside = _communicates(model)
+    inside, by_optimizer = _communicates(model), averaging(model)
     sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
     guard = None
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -527,11 +534,13 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         optimizer,
         None,
         watched=loader,
-        sent_bytes=sent_bytes,
+        sent_bytes=sent_bytes if by_optimizer is None else by_optimizer.sent,
         communicates=several and inside,
         guard=guard,
     )
-    if several and not inside:
+    if by_optimizer is not None:
+        loop.hear_of_waits(by_optimizer)
+    elif several and not inside:
         # What the loop sends by itself, outside backward, is not seen: waits are unknown, not 0.
         loop.timer.blind()
         why = "the loop communicates outside backward, where wb.watch does not see it"

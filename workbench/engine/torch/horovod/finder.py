@@ -1,0 +1,139 @@
+"""How `import horovod.torch` finds the stand-in: the last finder asked, so a real Horovod wins."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from ....errors import FitError
+from . import messages, ranks
+from .optimizer import DistributedOptimizer
+
+VERSION = "0.28.1+workbench"
+"""The version whose interface this is, and whose it is."""
+
+PUBLIC = (
+    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "Product", "Sum",
+    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_",
+    "allreduce_async", "allreduce_async_", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "grouped_allreduce",
+    "grouped_allreduce_", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll",
+    "rank", "rocm_built", "shutdown", "size", "synchronize",
+)  # fmt: skip
+"""What `horovod.torch` has of these names."""
+
+
+class LacksError(FitError, ImportError):
+    """A part of Horovod that is not here."""
+
+
+class Refused:
+    """Stands where Horovod has something that is not here: says so when it is used."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name, self._instead = name, instead
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Raise FitError."""
+        raise FitError(
+            f"hvd.{self._name} is not supported.", next_step=self._instead, code="WB-FIT-921"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+
+_OTHER_GROUPS = "torch.distributed.new_group makes groups of some ranks"
+_REFUSED = {
+    "alltoall": "torch.distributed.all_to_all_single",
+    "alltoall_async": "torch.distributed.all_to_all_single",
+    "reducescatter": "torch.distributed.reduce_scatter_tensor",
+    "reducescatter_async": "torch.distributed.reduce_scatter_tensor",
+    "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), on GPUs",
+    "elastic": "--recover on the %%distributed line lets a run go on after a worker's death",
+    "ProcessSet": _OTHER_GROUPS,
+    "add_process_set": _OTHER_GROUPS,
+    "remove_process_set": _OTHER_GROUPS,
+    "start_timeline": "the run's dashboard, or --profile 10:15",
+    "stop_timeline": "the run's dashboard, or --profile 10:15",
+}
+_LAUNCH = "%%distributed -n 4 on top of the cell, or torchrun --nproc-per-node 4 train.py"
+_PARTS = {
+    "tensorflow": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
+    "keras": "%%distributed mirrored --framework tensorflow trains with model.fit as it is",
+    "mxnet": "horovod.torch, or %%distributed parameter_server",
+    "spark": "the cell itself, under %%distributed",
+    "ray": "the cell itself, under %%distributed",
+    "runner": _LAUNCH,
+}
+_ROOMS = ("compression", "functions", "mpi_ops", "optimizer")
+"""Modules of horovod.torch from which code imports the same names."""
+
+
+class Loader(importlib.abc.Loader):
+    """Makes the modules `horovod`, `horovod.torch` and those below it."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Fill a module."""
+        name = module.__name__.removeprefix("horovod").removeprefix(".")
+        if name in _PARTS:
+            raise LacksError(
+                f"Workbench has no {module.__name__}, and Horovod itself no longer builds.",
+                allowed="horovod.torch",
+                next_step=_PARTS[name],
+                code="WB-FIT-922",
+            )
+        if not name:
+            module.__dict__.update(__version__=VERSION, run=Refused("run", _LAUNCH))
+            importlib.import_module("horovod.torch")
+            return
+        there = {**vars(ranks), **vars(messages)}
+        module.__dict__.update({k: there[k] for k in PUBLIC})
+        module.__dict__.update({k: Refused(k, v) for k, v in _REFUSED.items()})
+        module.__dict__["DistributedOptimizer"] = DistributedOptimizer
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Answers for `horovod` when everybody else has been asked."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return what makes a module of Horovod's; None for others, and in a real Horovod."""
+        top, _, rest = fullname.partition(".")
+        if top != "horovod":
+            return None
+        if rest:
+            spec = getattr(sys.modules.get(top), "__spec__", None)
+            if not isinstance(getattr(spec, "loader", None), Loader):
+                return None
+        if rest in ("", "torch") or rest in _PARTS:
+            return importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True)
+        below = rest.removeprefix("torch.")
+        return importlib.machinery.ModuleSpec(fullname, Loader()) if below in _ROOMS else None
+
+
+def install() -> None:
+    """Let `import horovod.torch` find this, where no real Horovod is installed."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.append(Finder())
+
+
+def uninstall() -> None:
+    """Let nobody find it any more."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        if isinstance(getattr(spec, "loader", None), Loader):
+            del sys.modules[name]

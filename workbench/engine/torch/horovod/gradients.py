@@ -1,0 +1,351 @@
+"""The gradients of an optimizer, averaged in buckets while backward runs.
+
+    backward    last layer .......... first layer
+                     | bucket 0 -> all-reduce
+                                | bucket 1 -> all-reduce
+    step        what has no gradient yet is sent as 0 | wait | the optimizer's own step
+
+Ranks may leave out different parameters (branches in forward). So buckets are sent in one fixed
+order, and behind its gradients each holds, for every parameter, whether this rank has one: what
+no rank has stays None, as on one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ....errors import FitError
+from ...context import current
+from .messages import Average, Op, check_alike, pending
+
+BUCKET_BYTES = 8 << 20
+
+
+class Bucket:
+    """Gradients that travel together, and behind them whether each parameter has one.
+
+    Attributes:
+        missing: Parameters whose gradient this step has yet to bring.
+        sent_bytes: Of one message.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.sent_bytes = 0
+        self._flat: torch.Tensor | None = None
+        self._work: Any = None
+        self._packed: tuple[torch.Tensor, Any] | None = None
+        self._seen: list[tuple[torch.Tensor | None, int]] = []  # each gradient, and its version
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether it is under way."""
+        return self._work is not None
+
+    def launch(self, compression: Any, before: float, sparse_as_dense: bool) -> None:
+        """Send the gradients that are there."""
+        first, count = self.parameters[0], len(self.parameters)
+        if self._flat is None or (self._flat.dtype, self._flat.device) != (
+            first.dtype,
+            first.device,
+        ):
+            numbers = sum(p.numel() for p in self.parameters)
+            self._flat = torch.empty(numbers + count, dtype=first.dtype, device=first.device)
+        views = self._views()
+        self._seen = []
+        for view, p in zip(views, self.parameters, strict=True):
+            gradient = p.grad
+            self._seen.append((gradient, -1 if gradient is None else gradient._version))
+            if gradient is None:
+                view.zero_()
+                continue
+            if gradient.is_sparse:
+                if not sparse_as_dense:
+                    raise FitError(
+                        "A gradient is sparse.",
+                        seen=f"shape {tuple(p.shape)}",
+                        next_step="hvd.DistributedOptimizer(..., sparse_as_dense=True)",
+                        code="WB-FIT-910",
+                    )
+                gradient = gradient.to_dense()
+            view.copy_(gradient)
+        if before != 1.0:
+            self._flat.mul_(before)
+        there = [0.0 if gradient is None else 1.0 for gradient, _ in self._seen]
+        self._flat[-count:] = torch.tensor(there, dtype=first.dtype)
+        self._packed = compression.compress(self._flat)
+        packed = self._packed[0]
+        self.sent_bytes = packed.numel() * packed.element_size()
+        self._work = dist.all_reduce(packed, async_op=True)
+
+    def finish(self, compression: Any, after: float) -> None:
+        """Wait, and put the reduced gradients in their places.
+
+        Raises:
+            FitError: The gradients were changed after they were sent.
+        """
+        assert self._flat is not None
+        assert self._packed is not None
+        self._work.wait()
+        arrived = compression.decompress(*self._packed)
+        if arrived is not self._flat:
+            self._flat.copy_(arrived)
+        count = len(self.parameters)
+        somewhere = [True] * count
+        if any(gradient is None for gradient, _ in self._seen):  # reading waits for a device
+            somewhere = [abs(there) > 0 for there in self._flat[-count:].tolist()]
+        if after != 1.0:
+            self._flat[:-count].mul_(after)
+        states = zip(self._views(), self.parameters, self._seen, somewhere, strict=True)
+        for view, p, (gradient, version), has_one in states:
+            if p.grad is not gradient or (gradient is not None and gradient._version != version):
+                raise FitError(
+                    "Gradients were changed before they were averaged over the ranks.",
+                    seen=f"a gradient of shape {tuple(p.shape)}, between backward and step",
+                    allowed="changes (clipping, unscaling) after optimizer.synchronize()",
+                    next_step="optimizer.synchronize(), then what changes them, then "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`",
+                    code="WB-FIT-911",
+                )
+            if gradient is None:
+                p.grad = view.clone() if has_one else None
+            elif gradient.is_sparse:
+                p.grad = view.to_sparse(gradient.sparse_dim())
+            else:
+                gradient.copy_(view)
+
+    def clear(self) -> None:
+        """Be ready for the next step."""
+        self.missing = len(self.parameters)
+        self._work = self._packed = None
+        self._seen = []
+
+    def _views(self) -> list[torch.Tensor]:
+        assert self._flat is not None
+        numbers = [p.numel() for p in self.parameters]
+        parts = torch.split(self._flat[: -len(self.parameters)], numbers)
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def divide(parameters: Iterable[torch.Tensor]) -> list[Bucket]:
+    """Divide parameters into buckets; the same for the same parameters."""
+    buckets: list[list[torch.Tensor]] = []
+    filled: dict[Any, tuple[list[torch.Tensor], int]] = {}
+    for p in parameters:
+        kind = p.dtype, p.device
+        held, size_bytes = filled.get(kind, ([], BUCKET_BYTES))
+        own_bytes = p.numel() * p.element_size()
+        if size_bytes + own_bytes > BUCKET_BYTES:
+            held, size_bytes = [], 0
+            buckets.append(held)
+        held.append(p)
+        filled[kind] = held, size_bytes + own_bytes
+    return [Bucket(held) for held in buckets]
+
+
+def trained(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Return what an optimizer trains, in the order in which backward brings it, as a rule."""
+    held = [p for group in groups for p in group["params"] if p.requires_grad]
+    return held[::-1]
+
+
+_owners: Any = WeakIdKeyDictionary()  # of parameters: weak references to what averages them
+
+
+def averaging(model: torch.nn.Module) -> Gradients | None:
+    """Return what averages a model's gradients, if anything of Horovod's does."""
+    for parameter in model.parameters():
+        owner = _owners.get(parameter)
+        gradients: Gradients | None = owner() if owner is not None else None
+        if gradients is not None and gradients.looks:
+            return gradients
+    return None
+
+
+def _world() -> weakref.ref[Any]:
+    """Return which group there is, without holding on to it."""
+    return weakref.ref(dist.group.WORLD)
+
+
+class Gradients:
+    """The gradients of one optimizer, on their way to becoming those of all ranks.
+
+    Attributes:
+        passes: Backward passes before a step.
+        together: Whether `step` averages.
+        is_done: Whether `synchronize` was called since the last step.
+        run: The run in whose cell it was made.
+        timer: Told of the wait for other ranks, where a loop is recorded.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        compression: Any,
+        passes: int,
+        op: Op,
+        predivide: float,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._compression, self.passes = compression, passes
+        self._op, self._predivide, self._sparse_as_dense = op, predivide, sparse_as_dense
+        self.together, self.is_done = True, False
+        run = current()
+        self.run = None if run is None else weakref.ref(run)
+        self.timer: Any = None
+        self._sent_bytes = 0.0
+        self._hooks: list[Any] = []
+        self._left: dict[int, int] = {}  # of parameters by id: passes that are to come
+        self._places: dict[int, Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._launched = 0
+        self._group: Any = None  # in which they came
+        self._plan(groups)
+        check_alike([p for bucket in self._buckets for p in bucket.parameters])
+        pending.add(self)
+
+    def _plan(self, groups: list[dict[str, Any]]) -> None:
+        self.retire()
+        self._buckets = divide(trained(groups))
+        self._places = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        mine = weakref.ref(self)
+
+        def arrived(parameter: torch.Tensor) -> None:
+            gradients = mine()
+            if gradients is not None:
+                gradients.arrived(parameter)
+
+        for bucket in self._buckets:
+            for p in bucket.parameters:
+                before = _owners.get(p)
+                if before is not None and (other := before()) is not None and other is not self:
+                    other.retire()  # an optimizer of before, which nobody steps any more
+                    self.timer = self.timer or other.timer
+                _owners[p] = mine
+                parameter: Any = p
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+        self._clear()
+
+    def retire(self) -> None:
+        """Look at no backward any more; a step would still average what is there."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __del__(self) -> None:
+        self.retire()
+
+    @property
+    def looks(self) -> bool:
+        """Whether it still looks at backward."""
+        return bool(self._hooks)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Note a gradient; send all buckets that are whole, in their order.
+
+        Raises:
+            FitError: It came once more than was said.
+        """
+        if dist.get_world_size() == 1:
+            return
+        self.forget_failed()
+        self._group = _world()
+        left = self._left.get(id(parameter), self.passes)
+        if left <= 0:
+            raise FitError(
+                "Gradients came more often than backward_passes_per_step before step().",
+                seen=f"backward pass {self.passes + 1} for a parameter of shape "
+                f"{tuple(parameter.shape)}",
+                allowed=f"{self.passes} before optimizer.step()",
+                next_step="backward_passes_per_step=N, where N backward passes make a step",
+                code="WB-FIT-912",
+            )
+        self._left[id(parameter)] = left - 1
+        if left > 1:
+            return
+        self._places[id(parameter)].missing -= 1
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            self._launch(self._buckets[self._launched])
+
+    def forget_failed(self) -> None:
+        """Forget a step that has failed half-way: the workers have met anew since."""
+        if self._left and self._group != _world():
+            self._clear()
+
+    def _launch(self, bucket: Bucket) -> None:
+        before = 1 / self._predivide if self._op is Average else 1.0
+        bucket.launch(self._compression, before, self._sparse_as_dense)
+        self._launched += 1
+
+    def launch_rest(self) -> None:
+        """Send what is left of a step's gradients, if some of them may be sent already."""
+        if dist.get_world_size() > 1 and any(left <= 0 for left in self._left.values()):
+            self._launch_all()
+
+    def _launch_all(self) -> None:
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+
+    def let_go(self) -> None:
+        """Tell nobody of waits any more."""
+        self.timer = None
+
+    def sent(self) -> float:
+        """Return the bytes that this worker sent for the last step."""
+        return self._sent_bytes
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether backward has brought gradients that no step has used yet."""
+        return bool(self._left) and dist.get_world_size() > 1
+
+    def synchronize(self, groups: list[dict[str, Any]]) -> None:
+        """Wait until all gradients are those of all ranks."""
+        self.is_done = True
+        self.forget_failed()
+        if dist.get_world_size() == 1:
+            self._clear()
+            return
+        with self._waiting():
+            try:
+                self._average(groups)
+            finally:
+                self._clear()
+        if {id(p) for p in trained(groups)} != self._places.keys():  # layers frozen, or freed
+            self._plan(groups)
+
+    def _average(self, groups: list[dict[str, Any]]) -> None:
+        after = self._predivide / dist.get_world_size() if self._op is Average else 1.0
+        known = self._places
+        added = divide(p for p in trained(groups) if id(p) not in known)
+        self._launch_all()
+        for bucket in added:
+            self._launch(bucket)
+        self._sent_bytes = 0.0
+        for bucket in [*self._buckets, *added]:
+            bucket.finish(self._compression, after)
+            world_size = dist.get_world_size()
+            self._sent_bytes += 2 * (world_size - 1) / world_size * bucket.sent_bytes
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if self.timer is None:
+            yield
+            return
+        self.timer.ready()
+        with self.timer.blocked():
+            yield
+
+    def _clear(self) -> None:
+        self._left.clear()
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.clear()

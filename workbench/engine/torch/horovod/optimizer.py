@@ -1,0 +1,204 @@
+"""`DistributedOptimizer`: an optimizer that averages its gradients before it steps."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ....errors import FitError, RunError
+from ...context import RunContext, current
+from .gradients import Gradients, averaging
+from .messages import Average, Compression, Sum, begin, op_of
+
+
+class Distributed:
+    """What an optimizer's class is given besides: it averages before it steps."""
+
+    param_groups: list[dict[str, Any]]
+    gradients: Gradients
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are those of all ranks; they may be changed after that."""
+        self.gradients.synchronize(self.param_groups)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Step without averaging: `synchronize` has done it."""
+        self.gradients.together = False
+        try:
+            yield
+        finally:
+            self.gradients.together = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Average, then step; a closure's gradients are averaged each time it is called."""
+        above: Any = super()
+        gradients = self.gradients
+        if not gradients.together:
+            gradients.is_done = False
+            return above.step() if closure is None else above.step(closure)
+        if closure is not None:
+
+            def averaged() -> Any:
+                loss = closure()
+                self.synchronize()
+                return loss
+
+            result = above.step(averaged)
+        else:
+            if not gradients.is_done or gradients.is_under_way:
+                self.synchronize()
+            result = above.step()
+        gradients.is_done = False
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's hooks see the step inside alone
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients.
+
+        Raises:
+            FitError: They are on their way to other ranks.
+        """
+        self.gradients.forget_failed()
+        if self.gradients.is_under_way:
+            raise FitError(
+                "zero_grad() between backward and step() would take gradients away while they are "
+                "averaged.",
+                next_step="optimizer.zero_grad() before the backward, or after the step",
+                code="WB-FIT-913",
+            )
+        above: Any = super()
+        above.zero_grad(set_to_none)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Say anew how many backward passes a step has."""
+        self.gradients.passes = passes
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> Any:
+    """Return an optimizer like this one, over the same parameters, that averages gradients first.
+
+    `num_groups` and `groups` change nothing: buckets are always of one size.
+
+    Raises:
+        FitError: An argument is not supported, or something else averages already.
+    """
+    begin(process_set)
+    if isinstance(optimizer, Distributed):
+        raise FitError("This optimizer is a DistributedOptimizer already.", code="WB-FIT-914")
+    kind = op_of(op)
+    if kind not in (Average, Sum) or backward_passes_per_step < 1 or (
+        gradient_predivide_factor != 1.0 and kind is not Average
+    ):  # fmt: skip
+        raise FitError(
+            "hvd.DistributedOptimizer cannot do this.",
+            seen=f"op={kind.name}, backward_passes_per_step={backward_passes_per_step}, "
+            f"gradient_predivide_factor={gradient_predivide_factor:g}",
+            allowed="op Average or Sum; at least one pass; a predivide factor with Average alone",
+            code="WB-FIT-915",
+        )
+    _check_names(optimizer, named_parameters)
+    context = current()
+    if context is not None:
+        _check_run(context)
+    whole: Any = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
+    made: Any = whole.__new__(whole)
+    # The same state and groups: schedulers that hold the one that was given steer both.
+    made.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    made.gradients = Gradients(
+        optimizer.param_groups, compression, backward_passes_per_step, kind,
+        gradient_predivide_factor, sparse_as_dense,
+    )  # fmt: skip
+    if context is not None:
+        _record(context)
+    return made
+
+
+def _check_names(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> None:
+    if named is None:
+        return
+    pairs = list(named)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise FitError(
+            "named_parameters was not understood.",
+            allowed="pairs of a name and a parameter",
+            next_step="named_parameters=model.named_parameters()",
+            code="WB-FIT-916",
+        )
+    names, known = [name for name, _ in pairs], {id(p) for _, p in pairs}
+    twice = sorted({name for name in names if names.count(name) > 1})
+    unnamed = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if twice or unnamed:
+        raise FitError(
+            "named_parameters does not name each parameter of the optimizer once.",
+            seen=f"twice: {', '.join(twice)}" if twice else f"{unnamed} without a name",
+            next_step="named_parameters=model.named_parameters(), or leave it out",
+            code="WB-FIT-917",
+        )
+
+
+def _check_run(context: RunContext) -> None:
+    if context.strategy is not None:
+        raise FitError(
+            "Workbench averages this cell's gradients already, so Horovod cannot as well.",
+            seen=f"hvd.DistributedOptimizer after {context.taken_over or 'wb.fit'}",
+            allowed="one of them",
+            next_step="take hvd.DistributedOptimizer out, or wb.prepare and wb.fit",
+            code="WB-FIT-918",
+        )
+    if context.entry.name not in ("mirrored", "one_device"):
+        raise FitError(
+            "Code written for Horovod trains a copy of the model on each worker.",
+            seen=f"strategy {context.entry.name}",
+            allowed="mirrored",
+            next_step="%%distributed mirrored",
+            code="WB-FIT-919",
+        )
+
+
+def refuse_averaged(model: torch.nn.Module) -> None:
+    """Raise FitError where `DistributedOptimizer` averages a model's gradients in this run.
+
+    One of an earlier cell lets go of the model.
+    """
+    gradients = averaging(model)
+    while gradients is not None:
+        if gradients.run is not None and gradients.run() is current():
+            raise FitError(
+                "hvd.DistributedOptimizer averages this model's gradients already, so Workbench "
+                "cannot as well.",
+                seen="wb.prepare or wb.fit after hvd.DistributedOptimizer",
+                allowed="one of them",
+                next_step="take hvd.DistributedOptimizer out, or record the loop as it is: "
+                "wb.watch(model, optimizer, loader)",
+                code="WB-FIT-920",
+            )
+        gradients.retire()
+        gradients = averaging(model)
+
+
+def _record(context: RunContext) -> None:
+    """Have the run record the loop as it is, unless `wb.watch` does."""
+    if context.taken_over:
+        return
+    scripts = importlib.import_module("workbench.engine.torch.scripts")
+    with contextlib.suppress(RunError):  # this process is a script, which is recorded already
+        context.closers.append(scripts.watch_scripts(context))
