@@ -129,7 +129,8 @@ def run_here(given: argparse.Namespace) -> int:
     if given.strategy is not None:
         what = _write_job(given, what)
     if what.is_dir():
-        return Started(processes_of_job(what, given.args), what).attend(given)
+        recorded = None if description(what).get("plain") else what
+        return Started(processes_of_job(what, given.args), recorded).attend(given)
     recorded = None if given.plain else given.out or _RUNS / what.stem
     processes = processes_of_script(what, given)
     return Started(processes, recorded).attend(given)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import PlanError, WorkbenchError
+from ..shared.events import OVER
 
 if TYPE_CHECKING:
     from ..execution.run import Run
@@ -97,7 +98,9 @@ END = {
 
 def error_wire(error: WorkbenchError) -> dict[str, Any]:
     """Return an error as JSON-ready data."""
-    seen = error.seen if isinstance(error.seen, (str, int, float, type(None))) else str(error.seen)
+    seen = error.seen
+    if seen is not None and not isinstance(seen, int):  # a float may be none that JSON has
+        seen = str(seen)
     return {"code": error.code, "what": error.what, "seen": seen,
             "allowed": error.allowed, "next": error.next_step}  # fmt: skip
 
@@ -193,8 +196,6 @@ def load_place(place: str | Path) -> tuple[Run, Path]:
 
 def state_of(run: Run, folder: Path) -> str:
     """Return a run's state; one that goes on has no end on record, but is alive."""
-    from ..shared.events import OVER
-
     state = str(description(folder).get("state", run.state))
     if state in OVER:
         return run.state
@@ -267,22 +268,25 @@ class Condition:
 
     def check(self, first: Mapping[str, Any], later: Mapping[str, Any]) -> Checked:
         """Hold a run against the first one."""
-        value, why = later.get(self.metric), ""
-        if later["state"] not in ("finished", "stopped", "failed"):
-            return self._told(later, None, None, f"{later['run']} has not ended")
+        who = _called(later, first)
+        value, base = later.get(self.metric), first.get(self.metric)
+        if later["state"] not in OVER:
+            return self._told(later, None, None, f"{who} has not ended")
         if self.metric == "loss" and value is None and later["diverged"]:
-            return self._told(later, None, True, f"the loss of {later['run']} became no number")
+            return self._told(later, None, True, f"the loss of {who} became no number")
         if value is None:
-            why = f"{self.metric} of {later['run']} was not measured"
-        elif not self.absolute:
-            base = first.get(self.metric)
+            return self._told(later, None, None, f"{self.metric} of {who} was not measured")
+        if not self.absolute:
+            if first is not later and first["state"] not in ("finished", "stopped"):
+                words = f"{first['place']}, which it is held against, is {first['state']}"
+                return self._told(later, None, None, words)
             if not base:
                 words = "was not measured" if base is None else "is 0, so there is no ratio"
-                value, why = None, f"{self.metric} of {first['run']} {words}"
-            else:
-                value = value / base
-        held = None if value is None else _COMPARED[self.than](value, self.limit)
-        return self._told(later, value, held, why)
+                return self._told(later, None, None, f"{self.metric} of {first['place']} {words}")
+            value = value / base
+        held = _COMPARED[self.than](value, self.limit)
+        kind = "value" if self.absolute else "ratio"
+        return self._told(later, value, held, f"the {kind} of {who} is {value:.4g}")
 
     def _told(
         self, later: Mapping[str, Any], value: float | None, held: bool | None, why: str
@@ -299,7 +303,7 @@ class Checked:
         kind: `ratio` (to the first run) or `value`.
         value: What was compared; None where there was nothing.
         held: Whether the condition holds, which is bad; None where it could not be checked.
-        why: Why not, or what else there is to say.
+        why: Why, in words.
     """
 
     condition: str
@@ -315,9 +319,12 @@ class Checked:
         """The check in words."""
         if self.held is None:
             return f"{self.condition}: could not be checked: {self.why}"
-        word = "HOLDS" if self.held else "does not hold"
-        seen = self.why or f"its {self.kind} is {self.value:.4g}"
-        return f"{self.condition}: {word} for {self.run}: {seen}"
+        return f"{self.condition}: {'HOLDS' if self.held else 'does not hold'}: {self.why}"
+
+
+def _called(later: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return what a run is called beside the first one: its name, or its place."""
+    return str(later["place"] if later["run"] == first["run"] else later["run"])
 
 
 def parse_condition(text: str) -> Condition:
