@@ -24,6 +24,8 @@ HEAD = """# Strategies
 
 How the work and the parameters are laid out over the workers. The same recipe runs under every one
 of them: change the word after `%%distributed`. Options are set with `-o name=value`.
+Words of other systems and names of classes lead to a strategy as well: `megatron`,
+`DistributedDataParallel`, `MultiWorkerMirroredStrategy`.
 
 All of them are tested on CPUs of one machine, but for `tpu`, of which only the refusals are tested.
 Nothing on this page was ever run on a GPU, on a TPU or over several machines

@@ -35,14 +35,25 @@ def names(framework: str | None = None) -> list[str]:
     return list(dict.fromkeys(entry.name for entry in strategies(framework)))
 
 
+def plain(word: str) -> str:
+    """Return a word without what varies: `MultiWorkerMirroredStrategy`, `multi-worker_mirrored`."""
+    return word.lower().removesuffix("strategy").replace("_", "").replace("-", "")
+
+
+def _is_called(entry: Strategy, name: str) -> bool:
+    return plain(name) in map(plain, (entry.name, *entry.aliases))
+
+
 def canonical(name: str, framework: str | None = None) -> str:
     """Return the name that an alias stands for; in any framework where none is given.
+
+    Names of classes lead there too (`DistributedDataParallel`), however they are written.
 
     Raises:
         PlanError: No strategy has that name, or the framework has none of that name.
     """
     for entry in strategies() if framework is None else ():
-        if name == entry.name or name in entry.aliases:
+        if _is_called(entry, name):
             return entry.name
     return lookup(name, framework or FRAMEWORKS[0]).name
 
@@ -56,9 +67,9 @@ def lookup(name: str, framework: str = "torch") -> Strategy:
     if framework not in FRAMEWORKS:
         raise unknown("framework", framework, FRAMEWORKS)
     for entry in strategies(framework):
-        if name == entry.name or name in entry.aliases:
+        if _is_called(entry, name):
             return entry
-    elsewhere = [e.framework for e in CATALOG if name == e.name or name in e.aliases]
+    elsewhere = [entry.framework for entry in CATALOG if _is_called(entry, name)]
     if elsewhere:
         raise PlanError(
             f"Strategy {name} is not available for {framework}.",
