@@ -1,4 +1,4 @@
-"""`--log`: writes runs to TensorBoard and MLflow while they go on, and completes them at the end.
+"""`--log`: writes runs to TensorBoard, MLflow and others as they go on, and completes them.
 
 A thread per run looks once a second for what is new in the history. What goes wrong there costs a
 note, not the run.
@@ -105,6 +105,8 @@ class RunLog:
             with self._guarded(text):
                 self._sinks[text] = sink = kind_of(target).open(target.where, about)
                 self.places[text] = sink.place
+                if remark := getattr(sink, "remark", ""):  # of W&B, where it stays offline
+                    self._run.note(f"--log {text}: {remark}")
         while self._sinks and not self._is_time_to_end():
             self._turn(over=False)
         self._turn(over=True)

@@ -1,4 +1,5 @@
-"""Where a run is written to besides its own folder: `--log tensorboard:DIR`, `--log mlflow:URI`.
+"""Where a run is written to besides its own folder: `--log tensorboard:DIR`, `--log mlflow:URI`,
+`--log wandb:PROJECT`, `--log trackio:PROJECT`.
 
 Pure: whether the place can be written to is asked where it is written (`execution/logging_to.py`).
 """
@@ -14,8 +15,10 @@ from urllib.parse import urlsplit
 
 from ..errors import PlanError
 
-KINDS = ("tensorboard", "mlflow")
-ALLOWED = "tensorboard:DIR, mlflow:URI"
+KINDS = ("tensorboard", "mlflow", "wandb", "trackio")
+ALLOWED = "tensorboard:DIR, mlflow:URI, wandb:PROJECT, trackio:PROJECT"
+PROJECT_LETTERS = 128
+"""Most of a project's name, by W&B's rules."""
 STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "file")
 """Schemes of MLflow's stores."""
 _URIS = (
@@ -30,7 +33,8 @@ class Target:
 
     Attributes:
         kind: One of `KINDS`.
-        where: A folder (absolute) or a tracking URI; empty: what MLflow's environment says.
+        where: A folder (absolute), a tracking URI (empty: what MLflow's environment says), or a
+            project; W&B's may have its owner before it, as `ENTITY/PROJECT`.
     """
 
     kind: str
@@ -43,10 +47,10 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read `tensorboard:DIR` or `mlflow:URI`; paths are taken from the present folder.
+    """Read one of `ALLOWED`; paths are taken from the present folder.
 
     Raises:
-        PlanError: It is neither, or the URI is malformed.
+        PlanError: It is none of them, or what comes after the colon is malformed.
     """
     kind, _, where = text.strip().partition(":")
     if kind not in KINDS:
@@ -60,7 +64,9 @@ def parse_target(text: str) -> Target:
             allowed=ALLOWED,
             code="WB-PLAN-141",
         )
-    return Target(kind, _folder(where, text) if kind == "tensorboard" else _store(where))
+    if kind == "tensorboard":
+        return Target(kind, _folder(where, text))
+    return Target(kind, _store(where) if kind == "mlflow" else _project(kind, where.strip()))
 
 
 def parse_targets(texts: Iterable[str]) -> tuple[str, ...]:
@@ -142,6 +148,24 @@ def _check_host(where: str) -> None:
             "MLFLOW_TRACKING_PASSWORD), and log to mlflow:",
             code="WB-PLAN-147",
         )
+
+
+def _project(kind: str, where: str) -> str:
+    if kind == "wandb":
+        names, allowed = where.split("/"), "wandb:PROJECT, wandb:ENTITY/PROJECT"
+        good = len(names) <= 2 and not re.search(r"[\\#?%:]", where)
+    else:
+        names, allowed = [where], "trackio:PROJECT"
+        good = not re.search(r"[/\\:]", where) and bool(re.search(r"\w", where))
+    if not good or not all(0 < len(name.strip()) <= PROJECT_LETTERS for name in names):
+        raise PlanError(
+            "This is no project's name.",
+            seen=_short(f"{kind}:{where}"),
+            allowed=allowed,
+            next_step=f"--log {kind}:lessons",
+            code="WB-PLAN-960",
+        )
+    return "/".join(name.strip() for name in names)
 
 
 def _absolute(where: str) -> str:

@@ -4,6 +4,8 @@ In reading order:
 
     tensorboard  how are TensorBoard's event files written, without TensorFlow
     mlflow       how is MLflow's store written, without a framework
+    wandb        how does Weights & Biases get a run, without a hand on the notebook
+    trackio      how is Trackio's store written
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 _NEEDS = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 """Packages by kind; the extra of the distribution has the kind's name."""
 

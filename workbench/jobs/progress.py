@@ -1,0 +1,254 @@
+"""Tells Kubeflow Trainer how far a job is, as KEP-2779 says: `kubectl get trainjob` shows it.
+
+https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress. Trainer sets
+three variables in a TrainJob's pods where its feature gate TrainJobStatus is on: where to report,
+a file with the pod's token, a file with the certificate of who listens. Both files change while a
+job runs, so they are read for each report. What goes wrong costs a note, not the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from ..errors import RunError, WorkbenchError
+from ..history.analysis.series import metrics_of
+from ..shared.events import OVER
+
+if TYPE_CHECKING:
+    from ..history.snapshot import Snapshot
+
+URL, TOKEN, CA = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT"))
+PAUSE_S = 5.0
+"""At most one report in so many seconds, as Kubeflow's guide asks for."""
+LONGEST_PAUSE_S = 80.0
+"""Each report that fails doubles the pause, up to here."""
+ANSWER_S = 5.0
+LAST_TRIES = 2
+METRICS = 256
+"""Most metrics, and letters of a name or value, that Trainer 2.3's TrainJob holds."""
+LETTERS = 64
+_INT32 = 2**31 - 1
+_ANSWER_BYTES = 1 << 16
+
+log = logging.getLogger("workbench.jobs")
+
+
+class Followed(Protocol):
+    """What is used of a run."""
+
+    over: threading.Event
+
+    def snapshot(self) -> Snapshot:
+        """Return the run at this moment."""
+
+    def note(self, text: str) -> None:
+        """Add something that the user should know."""
+
+
+@dataclass(frozen=True)
+class Since:
+    """Where a rate is measured from; a run that was resumed does not begin at step 0."""
+
+    step: int = 0
+    elapsed_s: float = 0.0
+
+
+def status_of(
+    snapshot: Snapshot, since: Since = Since(), now: datetime | None = None
+) -> dict[str, Any]:
+    """Return what Kubeflow is told of a run: the body of a report.
+
+    Args:
+        since: An earlier moment of the run, to estimate the remaining time by.
+        now: When the snapshot was taken; by default this moment.
+    """
+    status: dict[str, Any] = {}
+    step, total, over = snapshot.step, snapshot.total_steps, snapshot.state in OVER
+    if snapshot.state == "finished":
+        status["progressPercentage"] = 100
+    elif total:
+        status["progressPercentage"] = min(100, max(0, 100 * step // total))
+    if over:
+        status["estimatedRemainingSeconds"] = 0
+    elif total and step > since.step and math.isfinite(snapshot.elapsed_s):
+        step_s = max(0.0, snapshot.elapsed_s - since.elapsed_s) / (step - since.step)
+        status["estimatedRemainingSeconds"] = min(_INT32, round(step_s * max(0, total - step)))
+    metrics = [
+        {"name": name[:LETTERS], "value": value[:LETTERS]} for name, value in _metrics(snapshot)
+    ]
+    if metrics:
+        status["metrics"] = metrics[:METRICS]
+    moment = now or datetime.now(timezone.utc)
+    status["lastUpdatedTime"] = moment.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"trainerStatus": status}
+
+
+def _metrics(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+    """Yield names and values; what was not measured is left out, and each name comes once."""
+    numbers: dict[str, float] = {
+        "loss": snapshot.loss,
+        "samples_per_s": snapshot.samples_per_s,
+        "compute_share": snapshot.compute_share,
+    }
+    for name, value in metrics_of(snapshot.evals[-1]) if snapshot.evals else ():
+        numbers[f"eval_{name}"] = value
+    for name, curve in snapshot.logged.items():
+        if len(curve):
+            numbers[f"log_{name}"] = float(curve.mean[-1])
+    counts = {"currentStep": snapshot.step, "currentEpoch": snapshot.epoch}
+    if snapshot.total_steps:
+        counts["totalSteps"] = snapshot.total_steps
+    yield "state", snapshot.state
+    for name, count in counts.items():
+        yield name, str(count)
+    for name, number in numbers.items():
+        if math.isfinite(number):
+            yield name, f"{number:.6g}"
+
+
+class KubeflowProgress:
+    """Reports a run to Kubeflow Trainer from a thread of its own.
+
+    Args:
+        url: Of the TrainJob's status at Trainer's server; https.
+        token: A file with the token, or the token.
+        ca: A file with the certificate authority of the server.
+    """
+
+    def __init__(self, url: str, token: str, ca: str, *, pause_s: float = PAUSE_S) -> None:
+        self._url, self._token, self._ca, self._pause_s = url, token, ca, pause_s
+        self._leave = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._told: tuple[int, str] | None = None  # step and state of the latest report
+        self._since: Since | None = None
+        self._noted = False
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None
+    ) -> KubeflowProgress | None:
+        """Return a reporter in a TrainJob's pod, None anywhere else."""
+        found = os.environ if environment is None else environment
+        url, token, ca = (found.get(name, "").strip() for name in (URL, TOKEN, CA))
+        return cls(url, token, ca) if url and token and ca else None
+
+    def follow(self, run: Followed) -> None:
+        """Report a run until it is over; returns at once. For one run."""
+        self._thread = threading.Thread(
+            target=self._main, args=(run,), name="workbench-kubeflow", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the last report, of a run that is over or not, and end."""
+        self._leave.set()
+        if self._thread is not None:
+            self._thread.join((LAST_TRIES + 1) * ANSWER_S)
+
+    def _main(self, run: Followed) -> None:
+        pause_s = self._pause_s
+        while not self._is_time_to_end(run, pause_s):
+            sent = self._report(run)
+            pause_s = self._pause_s if sent else min(2 * pause_s, LONGEST_PAUSE_S)
+        for _ in range(LAST_TRIES):
+            if self._report(run):
+                break
+
+    def _is_time_to_end(self, run: Followed, pause_s: float) -> bool:
+        # Two events, one wait: that nobody waits for the run's end is rare.
+        return any(self._leave.is_set() or run.over.wait(pause_s / 10) for _ in range(10))
+
+    def _report(self, run: Followed) -> bool:
+        """Report a run where something is new; return whether the server knows it now."""
+        try:
+            snapshot = run.snapshot()
+            found = (snapshot.step, snapshot.state)
+            if found != self._told:
+                self._post(status_of(snapshot, self._since or Since(snapshot.step)))
+                self._told = found
+            if self._since is not None and snapshot.step < self._since.step:
+                self._since = None  # the run went back
+            if self._since is None and snapshot.step and math.isfinite(snapshot.elapsed_s):
+                self._since = Since(snapshot.step, snapshot.elapsed_s)
+        except Exception as error:  # whatever it is, the run goes on
+            self._note(run, error)
+            return False
+        return True
+
+    def _post(self, status: dict[str, Any]) -> None:
+        if urlsplit(self._url).scheme != "https":
+            raise RunError(f"{URL} is no https address: the token stays here.", code="WB-RUN-922")
+        request = urllib.request.Request(
+            self._url,
+            data=json.dumps(status, separators=(",", ":")).encode(),
+            headers={
+                "Authorization": f"Bearer {self._read_token()}",
+                "Content-Type": "application/json",
+            },
+        )
+        context = ssl.create_default_context(cafile=self._ca)
+        # No proxy: the server is a service of the cluster. No redirect: nobody else gets the token.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),
+            urllib.request.HTTPSHandler(context=context),
+            _Straight(),
+        )
+        try:
+            with opener.open(request, timeout=ANSWER_S) as answer:
+                answer.read(_ANSWER_BYTES)
+        except urllib.error.HTTPError as error:
+            with error:
+                words = _message(error.read(_ANSWER_BYTES)) or error.reason
+            raise RunError(f"The server answers {error.code}: {words}", code="WB-RUN-923") from None
+
+    def _read_token(self) -> str:
+        """Return the token as it is now: the kubelet puts a new one into its file."""
+        if "/" not in self._token and not Path(self._token).is_file():
+            return self._token
+        token = Path(self._token).read_text().strip()
+        if not token or not token.isprintable():
+            raise RunError(
+                "The file with the token holds none.", seen=self._token, code="WB-RUN-924"
+            )
+        return token
+
+    def _note(self, run: Followed, error: Exception) -> None:
+        """Say once that it does not work."""
+        if self._noted:
+            return
+        self._noted = True
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        said = error.what if isinstance(error, WorkbenchError) else str(reason)
+        words = f"Kubeflow is not told of this run's progress: {said[:300] or type(error).__name__}"
+        try:
+            run.note(words)
+        except Exception:  # a full disk is no reason to end either
+            log.exception("%s", words)
+
+
+class _Straight(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Leave the answer as it is, which makes an error of it."""
+
+
+def _message(answer: bytes) -> str:
+    """Return what a Kubernetes `Status` says, empty where it is none."""
+    try:
+        return str(json.loads(answer)["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return ""
