@@ -1,0 +1,333 @@
+"""What a platform of jobs is, and how its client is asked.
+
+Nothing here talks to a platform's network interface: the client that the user has installed does
+(sbatch, kubectl, ray, sky, ssh), with the user's own configuration and credentials. A call is a
+list of words, never a shell's line, and none may take longer than `ASK_S`.
+
+    check -> submit -> Ticket       a ticket is JSON, so that a notebook opened later finds the job
+    state, logs, cancel, place      of a ticket
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from ...cluster.hosts.launchers import environment
+from ...cluster.hosts.slurm import ALLOCATION
+from ...errors import ClusterError, PlanError
+from ..frames import MARK
+from ..telling import runs_in
+
+if TYPE_CHECKING:
+    from ...export.envelopes import Resources
+
+ASK_S = 20.0
+COPY_S = 120.0
+"""For a folder with Workbench's wheel over a slow line."""
+END_S = 15.0
+"""How long a job on this machine may take to end as it was told, before it is killed."""
+LOG_BYTES = 1 << 20
+OUTPUT_BYTES = 16 << 20
+
+Word = Literal["pending", "running", "finished", "failed", "cancelled", "unknown"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A job that was submitted: all that it takes to find it again.
+
+    Attributes:
+        platform: As in `platforms.PLATFORMS`.
+        id: The platform's name or number of the job.
+        folder: The job folder on this machine.
+        submitted_s: When, in seconds since 1970.
+        extra: What else the platform needs to know: a host, a namespace.
+    """
+
+    platform: str
+    id: str
+    folder: str
+    submitted_s: float
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it as JSON-ready data."""
+        return {**vars(self), "extra": dict(self.extra)}
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> Ticket:
+        """Rebuild what `to_wire` gave.
+
+        Raises:
+            ValueError: It is not a ticket.
+        """
+        try:
+            extra = {str(key): str(value) for key, value in dict(data["extra"]).items()}
+            ticket = Ticket(
+                str(data["platform"]), str(data["id"]), str(data["folder"]),
+                float(data["submitted_s"]), extra,
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no ticket: {error}") from error
+        if not JOB_ID.fullmatch(ticket.id):
+            raise ValueError(f"no ticket: {ticket.id}")
+        return ticket
+
+
+@dataclass(frozen=True)
+class JobState:
+    """How a job is.
+
+    Attributes:
+        state: In our words.
+        reason: In the platform's own words: `PENDING (Resources)`.
+        began_s: When it began to run, in seconds since 1970; None: not yet, or not known.
+        gone: The platform knows nothing of the job any more.
+        stepped: Whether a job that failed had taken a step; None: it did not fail, or not known.
+    """
+
+    state: Word
+    reason: str = ""
+    began_s: float | None = None
+    gone: bool = False
+    stepped: bool | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.gone or self.state in ("finished", "failed", "cancelled")
+
+
+class Platform(Protocol):
+    """One way to run a job folder. After `submit` everything is read from the ticket.
+
+    Attributes:
+        name: As in `wb.submit(on=...)`.
+        envelope: Of `export.envelopes`, whose files it needs in the folder; empty: none.
+    """
+
+    name: str
+    envelope: str
+
+    def check(self, folder: Path, resources: Resources) -> None:
+        """Look before anything is submitted.
+
+        Raises:
+            ClusterError: There is no client, or the platform has not what is asked for.
+            PlanError: The folder lacks the platform's file.
+        """
+
+    def submit(self, folder: Path, resources: Resources) -> Ticket:
+        """Hand the job in; returns at once.
+
+        Raises:
+            ClusterError: The platform refused it; says its words.
+        """
+
+    def state(self, ticket: Ticket) -> JobState:
+        """Ask how the job is.
+
+        Raises:
+            ClusterError: The platform does not answer.
+        """
+
+    def logs(self, ticket: Ticket, last: int = 200) -> str:
+        """Return the last lines of what the job printed; empty where there is nothing yet."""
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the job; one that is over stays as it is."""
+
+    def place(self, ticket: Ticket) -> str | list[str]:
+        """Return what `wb.follow` takes: a folder, an address, or a command's words."""
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+_INSTALL = {
+    "sbatch": "install Slurm's client (Debian: apt-get install slurm-client), or load its module "
+    "before Jupyter is started; or copy the folder to the login node: sbatch job.sbatch",
+    "ssh": "install it (Debian: apt-get install openssh-client); or copy the folder there by hand, "
+    "and start it there: bash start.sh",
+    "ray": 'pip install "ray[default]"; or by hand where it is: ray job submit --working-dir . '
+    "--runtime-env ray-env.yaml -- python run_ray.py",
+    "kubectl": "install it (https://kubernetes.io/docs/tasks/tools), or by hand where it is: "
+    "kubectl create -f trainjob.yaml",
+    "sky": 'pip install "skypilot[...]" for your cloud; or by hand where it is: '
+    "sky launch sky.yaml",
+}  # fmt: skip
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,120}")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+class Said(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """What it said of a failure: the end of it, without tracebacks' frames."""
+        lines = plain(self.err.strip() or self.out.strip()).splitlines()
+        kept = [line for line in lines if not line.startswith((" ", "Traceback "))]
+        return "\n".join((kept or lines)[-6:]) or f"exit code {self.code}"
+
+
+def say(
+    command: Sequence[str], *, cwd: Path | None = None, stdin: IO[bytes] | None = None,
+    timeout_s: float | None = None,
+) -> Said:  # fmt: skip
+    """Run a platform's client and return how it ended.
+
+    Raises:
+        ClusterError: It is not installed, or does not answer.
+    """
+    program = command[0]
+    if shutil.which(program) is None:
+        raise ClusterError(
+            f"{program} is not installed here.",
+            seen=f"PATH={os.environ.get('PATH', '')}",
+            next_step=_INSTALL.get(program, "install it"),
+            code="WB-CLUSTER-900",
+        )
+    limit_s = ASK_S if timeout_s is None else timeout_s
+    env = environment()
+    if ALLOCATION in env:  # a job of its own, not a step of the kernel's
+        keep = ("SLURM_CONF", "SLURM_CLUSTERS")
+        env = {k: v for k, v in env.items() if not k.startswith("SLURM_") or k in keep}
+    # Files, not pipes: what a program leaves running may hold a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            list(command), cwd=cwd, env=env, stdin=stdin or subprocess.DEVNULL, stdout=out,
+            stderr=err, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise ClusterError(
+                f"{program} does not answer.",
+                seen=f"{shlex.join(command[:3])} said nothing for {limit_s:g} s",
+                next_step=f"try it in a terminal: {shlex.join(command)[:200]}; a job that was "
+                "being submitted may be there",
+                code="WB-CLUSTER-901",
+            ) from error
+        return Said(code, _end(out), _end(err))
+
+
+def _end(file: IO[bytes], limit: int = OUTPUT_BYTES) -> str:
+    """Return the end of a file as text."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - limit))
+    return file.read(limit).decode(errors="replace")
+
+
+def must(command: Sequence[str], what: str, next_step: str, **options: Any) -> str:
+    """Return what a client says.
+
+    Raises:
+        ClusterError: It failed; says its words.
+    """
+    said = say(command, **options)
+    if said.code:
+        raise ClusterError(what, seen=said.words, next_step=next_step, code="WB-CLUSTER-902")
+    return said.out
+
+
+def plain(text: str) -> str:
+    """Return text without what a terminal would obey: a job's output is data."""
+    text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def last_lines(text: str, lines: int) -> str:
+    """Return the last lines that are not records of the run."""
+    found = [line for line in plain(text).splitlines() if MARK + "{" not in line]
+    return "\n".join(found[-lines:]) if lines > 0 else ""
+
+
+def read_end(path: Path) -> str:
+    """Return the end of a file; empty where it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return _end(file, LOG_BYTES)
+    return ""
+
+
+def parsed(text: str) -> Any:
+    """Return a program's JSON; None where it is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+def checked_id(job: str, said: str) -> str:
+    """Return a job's name as the platform gave it, where it is one."""
+    if JOB_ID.fullmatch(job):
+        return job
+    raise ClusterError(
+        "The platform took the job, but did not say how it is called.",
+        seen=said.strip() or "nothing",
+        next_step="look for the job in the platform's own list",
+        code="WB-CLUSTER-908",
+    )
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def needed(folder: Path, name: str, on: str) -> Path:
+    """Return a file of a job folder.
+
+    Raises:
+        PlanError: It is not there.
+    """
+    if not (folder / name).is_file():
+        raise PlanError(
+            f"The job folder has no {name}, which {on} needs.",
+            seen=str(folder),
+            allowed=", ".join(sorted(one.name for one in folder.glob("*") if one.is_file())),
+            next_step=f"wb.submit(plan, on={on!r}) writes a folder that has it",
+            code="WB-PLAN-946",
+        )
+    return folder / name
+
+
+def runs_before(folder: Path) -> dict[str, str]:
+    """Return how many runs a folder had, as a ticket keeps it: later ones are the job's."""
+    return {"runs_before": runs_in(folder)[-1].name if runs_in(folder) else "0"}
+
+
+def own_run(ticket: Ticket) -> Path | None:
+    """Return the newest run folder that a job made on a file system that is here."""
+    newest = runs_in(Path(ticket.folder))[-1:]
+    before = int(ticket.extra.get("runs_before", "0"))
+    return newest[0] if newest and int(newest[0].name) > before else None
+
+
+def has_stepped(ticket: Ticket) -> bool:
+    """Whether a job that records here has taken a step."""
+    run = own_run(ticket)
+    return run is not None and any(one.stat().st_size for one in run.glob("records-rank*.bin"))
+
+
+def stepped_in(log: str) -> bool | None:
+    """Whether records are among marked lines; None: there are none of these to tell by."""
+    marked = [line for line in log.splitlines() if MARK + "{" in line]
+    return any('"records-rank' in line for line in marked) if marked else None

@@ -1,0 +1,477 @@
+"""The jobs that this user has submitted: `wb.jobs`, kept so that a notebook opened later has them.
+
+What is kept of a job is its ticket, and how it ended once that is known: a file of JSON for each.
+Everything else is asked of the platform when somebody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ClusterError, PlanError, unknown
+from ..export.folder import read_job
+from ..history import folders
+from ..views.table import Column, Table
+from ..views.text import UNKNOWN, duration
+from .platforms import PLATFORMS, JobState, Ticket, platform
+
+if TYPE_CHECKING:
+    from ..export.envelopes import Resources
+
+FORMAT = "workbench-submitted/1"
+KEEP = 200
+LOOK_S = 1.0
+"""A platform is asked at most so often for one job."""
+MOST_ASKED = 20
+"""Jobs of a list that are asked for; of older ones it says what was known last."""
+SHOWN_LINES = 20
+_FILE_BYTES = 1 << 16
+_WAIT_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+Place = str | list[str]
+Follow = Callable[[Place], Any]
+
+
+class Log(str):
+    """Lines that a job printed; notebooks show them as lines."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Submitted:
+    """A job on a platform.
+
+    Args:
+        name: What the job is called in `wb.jobs`.
+        last: How it was when last asked.
+        follow: What `follow` calls with the place of the job's run; it returns the run.
+        keep: Called when something is to be remembered.
+    """
+
+    def __init__(
+        self, ticket: Ticket, name: str, *, last: JobState | None = None, cancelled: bool = False,
+        follow: Callable[[], Follow | None] = lambda: None,
+        keep: Callable[[Submitted], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.ticket, self.name, self.cancelled = ticket, name, cancelled
+        self.last = last or JobState("unknown", "not asked yet")
+        self.answered = True
+        self._platform = platform(ticket.platform)
+        self._follow, self._keep = follow, keep
+        self._asked_at = float("-inf")
+        self._end: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The platform's own name or number of the job."""
+        return self.ticket.id
+
+    @property
+    def platform(self) -> str:
+        """Where it was submitted: `slurm`."""
+        return self.ticket.platform
+
+    @property
+    def folder(self) -> Path:
+        """The job folder on this machine."""
+        return Path(self.ticket.folder)
+
+    @property
+    def state(self) -> str:
+        """`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`."""
+        return self.look().state
+
+    @property
+    def reason(self) -> str:
+        """Why, in the platform's own words: `PENDING (Resources)`."""
+        return self.look().reason
+
+    def look(self) -> JobState:
+        """Ask the platform, at most once a second; of a job that is over nothing is asked.
+
+        A platform that does not answer makes a job `unknown`; its `reason` says so.
+        """
+        if self.last.is_over and not self.last.gone:
+            return self.last
+        if time.monotonic() - self._asked_at < LOOK_S:
+            return self.last
+        try:
+            found, self.answered = self._platform.state(self.ticket), True
+        except ClusterError as error:
+            words = str(error.seen or "").strip().splitlines()[-1:]
+            found = JobState("unknown", " ".join([error.what, *words]), self.last.began_s)
+            self.answered = False
+        if found.gone and self.cancelled:
+            found = JobState("cancelled", found.reason, self.last.began_s)
+        self._asked_at, self.last = time.monotonic(), found
+        if found.is_over and not found.gone:
+            self._keep(self)
+        return found
+
+    def logs(self, last: int = 200) -> Log:
+        """Return the last lines that the job printed, without its records.
+
+        Raises:
+            ClusterError: The platform does not answer.
+        """
+        return Log(self._platform.logs(self.ticket, last))
+
+    def cancel(self) -> None:
+        """End the job at once; `run.stop()` of the run that is followed ends it after a step.
+
+        Raises:
+            ClusterError: The platform refuses, or does not answer.
+        """
+        if self.look().is_over:
+            return
+        self._platform.cancel(self.ticket)
+        self.cancelled, self._asked_at = True, float("-inf")
+        self._keep(self)
+
+    @property
+    def place(self) -> Place:
+        """What `wb.follow` takes."""
+        return self._platform.place(self.ticket)
+
+    def follow(self) -> Any:
+        """Return the job's run, with its live dashboard.
+
+        Raises:
+            PlanError: Nothing here can follow.
+        """
+        follow = self._follow()
+        if follow is None:
+            raise PlanError(
+                "A run cannot be followed from here.",
+                seen=self.name,
+                next_step="import workbench as wb; wb.follow(job.place)",
+                code="WB-PLAN-949",
+            )
+        return follow(self.place)
+
+    def wait(self, timeout: float | None = None) -> Submitted:
+        """Wait for the end and return the job.
+
+        Raises:
+            ClusterError: It failed, or its platform knows nothing of it any more.
+            TimeoutError: It did not end within `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        tries = 0
+        while not (now := self.look()).is_over:
+            pause_s = _WAIT_S[min(tries, len(_WAIT_S) - 1)]
+            if end is not None:
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"job {self.name} is still {now.state} after {timeout} s")
+                pause_s = max(0.0, min(pause_s, end - time.monotonic()))
+            time.sleep(pause_s)
+            tries += 1
+        if now.state == "failed" or now.gone:
+            raise ClusterError(
+                f"{self._called} {self._how(now)}.",
+                seen=f"{now.reason}\n{self._last_lines(now)}".strip(),
+                next_step=f"wb.jobs[{self.name!r}].logs() has more"
+                if now.state == "failed"
+                else f"look for job {self.id} in the platform's own list",
+                code="WB-CLUSTER-912",
+            )
+        return self
+
+    @property
+    def _called(self) -> str:
+        of = "" if self.name == self.id else f" {self.id}"
+        return f"Job {self.name} ({self.platform}{of})"
+
+    def _how(self, now: JobState) -> str:
+        if now.state == "failed":
+            early = {False: " before its first step", True: " after its first step"}
+            return "failed" + early.get(now.stepped, "")  # type: ignore[arg-type]
+        if now.gone:
+            return "is not known there any more"
+        return {"pending": "waits", "running": "runs", "cancelled": "was cancelled",
+                "finished": "has finished"}.get(now.state, "is in an unknown state")  # fmt: skip
+
+    def _last_lines(self, now: JobState) -> str:
+        """Return the end of a failed job's log, which is asked for once."""
+        if now.state != "failed":
+            return ""
+        if self._end is None:
+            with contextlib.suppress(ClusterError, OSError):
+                self._end = str(self.logs(SHOWN_LINES))
+        return self._end or ""
+
+    def row(self, now: JobState) -> list[str]:
+        """Return its cells in a table of jobs."""
+        age = f"{duration(max(0.0, time.time() - self.ticket.submitted_s))} ago"
+        began = now.began_s
+        ran = UNKNOWN if began is None else f"{duration(max(0.0, time.time() - began))} ago"
+        state = now.state + (" before its first step" if now.stepped is False else "")
+        return [self.name, self.platform, self.id, state, now.reason or UNKNOWN, age, ran]
+
+    def table(self) -> Table:
+        """Return how it is, asked now, and of a failed job what it printed last."""
+        now = self.look()
+        lines = self._last_lines(now).splitlines()
+        said = ["It printed last:", *lines] if lines else []
+        return Table(COLUMNS, [self.row(now)], notes=[*said, f"Folder: {self.folder}"])
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        table = self.table()
+        return {"text/html": table.html(), "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        now = self.look()
+        words = f": {now.reason}" if now.reason else ""
+        lines = self._last_lines(now)
+        return f"{self._called} {self._how(now)}{words}" + (f"\n{lines}" if lines else "")
+
+
+COLUMNS = (
+    Column("job", "left"), Column("platform", "left"), Column("id", "left"),
+    Column("state", "left"), Column("reason", "left", 48), Column("submitted"), Column("began"),
+)  # fmt: skip
+
+
+class Jobs(Mapping[str, Submitted]):
+    """Jobs by name, id or place, newest last: `jobs["train"]`, `jobs["17"]`, `jobs[-1]`.
+
+    When a name is used again the older job becomes `name@1`. Other notebooks' jobs are here too.
+
+    Attributes:
+        follower: What `job.follow()` calls with a place.
+        notes: What could not be read or kept, a sentence each.
+    """
+
+    def __init__(self, folder: Callable[[], Path] | None = None) -> None:
+        self.follower: Follow | None = None
+        self._folder = folder or jobs_root
+        self._found: dict[str, Submitted | str] = {}  # or what is wrong, by the file's name
+        self._unkept: dict[str, Submitted] = {}  # by the file that could not be written
+        self._lock = threading.Lock()
+        self._trouble: list[str] = []
+
+    def submit(
+        self, folder: Path, on: str, resources: Resources, *, name: str = "", **options: str
+    ) -> Submitted:
+        """Submit a job folder, once the platform has been asked whether it can run there.
+
+        Args:
+            name: Of the job here; by default as its folder says.
+            options: As `platforms.platform` takes them.
+
+        Raises:
+            PlanError: The folder is no job for that platform.
+            ClusterError: The platform is not there, has not what is asked for, or refuses.
+        """
+        chosen = platform(on, **options)
+        folder = Path(folder).expanduser()
+        name = name or read_job(folder).name
+        chosen.check(folder, resources)
+        return self.add(chosen.submit(folder, resources), name)
+
+    def add(self, ticket: Ticket, name: str) -> Submitted:
+        """Keep a job that was submitted; one that cannot be kept is here until the kernel ends."""
+        file = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
+        job = self._made(file, ticket, name)
+        with self._lock:
+            if self._write(file, job):
+                self._found[file] = job
+                self._prune()
+            else:
+                self._unkept[file] = job
+        return job
+
+    def remove(self, name: str | int) -> None:
+        """Forget a job; it goes on where it is."""
+        job = self[name]
+        with self._lock:
+            for file in [one for one, held in self._all().items() if held is job]:
+                self._found.pop(file, None)
+                self._unkept.pop(file, None)
+                with contextlib.suppress(OSError):
+                    (self._folder() / file).unlink()
+
+    @property
+    def latest(self) -> Submitted | None:
+        """The newest job, None when there is none."""
+        return next(reversed(self._named().values()), None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read or kept."""
+        with self._lock:
+            self._all()
+            return [*self._trouble, *(one for one in self._found.values() if isinstance(one, str))]
+
+    def table(self) -> Table:
+        """Return all jobs, the newest last; those that may have changed are asked for."""
+        jobs = self._named()
+        silent: set[str] = set()
+        asked, rows = 0, []
+        for job in reversed(jobs.values()):
+            now = job.last
+            if not now.is_over and job.platform not in silent and asked < MOST_ASKED:
+                now, asked = job.look(), asked + 1
+                if not job.answered:  # the others of that platform would wait for it as long
+                    silent.add(job.platform)
+            rows.append(job.row(now))
+        return Table(COLUMNS, rows[::-1], "" if rows else "no jobs yet", self.notes)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def _made(self, file: str, ticket: Ticket, name: str, **known: Any) -> Submitted:
+        return Submitted(
+            ticket, name, follow=lambda: self.follower, keep=lambda job: self._again(file, job),
+            **known,
+        )  # fmt: skip
+
+    def _again(self, file: str, job: Submitted) -> None:
+        if file in self._found:
+            self._write(file, job)
+
+    def _write(self, file: str, job: Submitted) -> bool:
+        last = vars(job.last) if job.last.is_over else None
+        data = {
+            "format": FORMAT, "name": job.name.partition("@")[0], "ticket": job.ticket.to_wire(),
+            "last": last, "cancelled": job.cancelled,
+        }  # fmt: skip
+        fresh = None
+        try:
+            path = self._folder() / file
+            fresh = path.with_name(f".{file}.{os.getpid()}")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+                json.dump(data, stream)
+            fresh.replace(path)
+            return True
+        except OSError as error:
+            if fresh is not None:
+                with contextlib.suppress(OSError):
+                    fresh.unlink()
+            self._trouble.append(f"Job {job.name} ({job.id}) could not be kept: {error}.")
+            return False
+
+    def _prune(self) -> None:
+        kept = [file for file, job in self._all().items() if isinstance(job, Submitted)]
+        for file in kept[:-KEEP]:
+            self._found.pop(file, None)
+            with contextlib.suppress(OSError):
+                (self._folder() / file).unlink()
+
+    def _all(self) -> dict[str, Submitted | str]:
+        """Return what there is by file, the newest last; files that came or went are heeded."""
+        here: list[str] = []
+        with contextlib.suppress(OSError):
+            here = [one.name for one in self._folder().glob("[0-9]*.json")]
+        self._found = {
+            file: self._found[file] if file in self._found else self._read(file) for file in here
+        }
+        return dict(sorted({**self._found, **self._unkept}.items()))
+
+    def _read(self, file: str) -> Submitted | str:
+        """Return a kept job, or a sentence on what is wrong with its file."""
+        path = self._folder() / file
+        try:
+            with path.open("rb") as stream:
+                data = json.loads(stream.read(_FILE_BYTES))
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {str(data['format'])[:40]}")
+            ticket = Ticket.from_wire(data["ticket"])
+            if ticket.platform not in PLATFORMS:
+                raise ValueError(f"no platform {ticket.platform[:40]}")
+            last = JobState(**data["last"]) if data["last"] else None
+            name, cancelled = str(data["name"]), bool(data["cancelled"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            return f"{path} is damaged and left out: {type(error).__name__} {str(error)[:100]}."
+        return self._made(file, ticket, name, last=last, cancelled=cancelled)
+
+    def _named(self) -> dict[str, Submitted]:
+        """Return the jobs by name; of those of one name the newest has it alone."""
+        with self._lock:
+            jobs = [one for one in self._all().values() if isinstance(one, Submitted)]
+        groups: dict[str, list[Submitted]] = {}
+        for job in jobs:
+            groups.setdefault(job.name.partition("@")[0], []).append(job)
+        for name, group in groups.items():
+            for number, job in enumerate(group[:-1], 1):
+                job.name = f"{name}@{number}"
+            group[-1].name = name
+        return {job.name: job for job in jobs}
+
+    # -- a mapping ---------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str | int) -> Submitted:
+        found = self._named()
+        if isinstance(name, int):
+            if -len(found) <= name < len(found):
+                return list(found.values())[name]
+        elif isinstance(name, str):
+            if name in found:
+                return found[name]
+            of_id = [job for job in found.values() if job.id == name]
+            if of_id:
+                return of_id[-1]
+        raise MissingJobError(name, list(found))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._named()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named())
+
+    def __len__(self) -> int:
+        return len(self._named())
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        table = self.table()
+        if not table.rows:
+            return {"text/plain": "\n".join(["no jobs yet", *table.notes])}
+        return {"text/html": table.html(), "text/plain": table.text()}
+
+    def __repr__(self) -> str:
+        return self._repr_mimebundle_()["text/plain"]
+
+
+class MissingJobError(KeyError, PlanError):
+    """There is no job of that name."""
+
+    def __init__(self, name: object, names: list[str]) -> None:
+        if isinstance(name, str) and names:
+            told = unknown("job", name, names)
+        else:
+            told = PlanError(
+                "There is no such job." if names else "There is no job yet.",
+                seen=name,
+                allowed=f"a name: {', '.join(names)}; an id; or a place, -1 is the newest"
+                if names
+                else None,
+                next_step="wb.jobs shows all" if names else 'wb.submit(plan, on="slurm")',
+                code="WB-PLAN-950",
+            )
+        PlanError.__init__(self, told.what, code=told.code, seen=told.seen, allowed=told.allowed,
+                           next_step=told.next_step)  # fmt: skip
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def jobs_root() -> Path:
+    """Return the folder of the jobs' files, beside that of the runs; made, for the user alone."""
+    root = folders.runs_root()
+    # The temporary folder is shared with others: what lies beside a folder of ours is not ours.
+    root = root / "jobs" if folders.moved() else root.parent / "jobs"
+    root.mkdir(mode=0o700, exist_ok=True)
+    return root
+
+
+jobs = Jobs()
