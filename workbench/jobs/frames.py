@@ -3,7 +3,8 @@
 A line is `#wb1 ` and a frame of JSON, which is one append to a file, or a file anew:
 
     {"f": name, "a": offset, "d": base64 of zlib of bytes}
-    {"f": name, "a": -1, ...}       the file anew; "m": 1 where more parts follow, which have -2
+    {"f": name, "a": -1, "v": version, "d": ...}   the file anew; "m": 1 where more parts follow,
+                                    which have -2
     {"f": "", ...}                  what is said of the run, or of the other side; of no file
 
         h  {"dir", "host"}: the run folder over there; `id` tells the writers of lines apart
@@ -62,8 +63,13 @@ def line_of(about: dict[str, Any]) -> str:
 
 
 def lines_of(name: str, at: int, data: bytes, line_bytes: int, row_bytes: int) -> list[str]:
-    """Return marked lines for bytes of a file, none longer than `line_bytes`; rows stay whole."""
+    """Return marked lines for bytes of a file, none longer than `line_bytes`; rows stay whole.
+
+    Args:
+        at: Where they stand in it; of a file anew, minus its version.
+    """
     lines: list[str] = []
+    version, at = -at, max(at, -1)
     while data or not lines:
         size = min(len(data), 4 * line_bytes)
         while True:
@@ -72,9 +78,10 @@ def lines_of(name: str, at: int, data: bytes, line_bytes: int, row_bytes: int) -
             if len(text) + 160 <= line_bytes or size < 256:
                 break
             size //= 2
-        data, frame = data[size:], {"f": name, "a": at, "d": text}
-        if at < 0 and data:
-            frame["m"] = 1
+        data = data[size:]
+        frame: dict[str, Any] = {"f": name, "a": at, "d": text}
+        if at < 0:
+            frame.update({"v": version, "m": 1} if data else {"v": version})
         lines.append(line_of(frame))
         at = at + size if at >= 0 else -2
     return lines
@@ -129,7 +136,7 @@ def fresh_lines(
     """Return marked lines for what is new in a run's folder.
 
     Args:
-        have: How much of each file was sent; changed.
+        have: How much of each file was sent, and which version of those written anew; changed.
         seen: What was seen of the files that are written anew; changed. `done`: the run is over,
             and all of it was sent.
         how: `names`, `most` (bytes at once, about), `line` and `row` (bytes), `own`: the folder is
@@ -188,11 +195,14 @@ def fresh_lines(
                 del left[name]
     if left and seen.get("over") and "run.json" in whole and not seen.get("told"):
         early = dict(json.loads(whole["run.json"][1].decode()), state="running")
-        lines[:0] = lines_of("run.json", -1, json.dumps(early).encode(), how["line"], 1)
+        have["run.json"] = have.get("run.json", 0) + 1
+        packed = json.dumps(early).encode()
+        lines[:0] = lines_of("run.json", -have["run.json"], packed, how["line"], 1)
         seen["told"] = True  # a long history comes first, but what it is of is told at once
     for name, (mark, data) in sorted(whole.items()):
         if name != "run.json" or not left or not seen.get("over"):
-            lines += lines_of(name, -1, data, how["line"], 1)
+            have[name] = have.get(name, 0) + 1
+            lines += lines_of(name, -have[name], data, how["line"], 1)
             seen[name] = mark
             seen["told"] = seen.get("told") or name == "run.json"
     seen["done"] = bool(seen.get("over")) and not left and bool(seen.get("run.json"))
@@ -334,7 +344,8 @@ class Mirror:
         skips: What is missing in the middle of a file is passed over, and `missing` says so.
 
     Attributes:
-        have: How much of each file was told of, as the other side counts.
+        have: How much of each file was told of, as the other side counts; of those that are
+            written anew, which version.
         over: The run has ended, as its `run.json` says.
         full: No more is taken.
     """
@@ -344,7 +355,7 @@ class Mirror:
         self.have: dict[str, int] = {}
         self.over = self.missing = self.full = False
         self._bytes = 0
-        self._parts: dict[str, bytes] = {}
+        self._parts: dict[str, tuple[int, bytes]] = {}
 
     def apply(self, frame: dict[str, Any]) -> bool:
         """Append to a file, or replace it; return whether anything was new.
@@ -361,18 +372,24 @@ class Mirror:
         data = _inflated(text)
         if at >= 0:
             return self._append(name, at, data)
-        before = self._parts.pop(name, None) if at == -2 else b""
-        if before is None or len(before) + len(data) > WHOLE_BYTES:
+        version = frame.get("v")
+        if type(version) is not int or not 0 < version < 1 << 48:
+            raise ValueError("no version of it")
+        if version <= self.have.get(name, 0):
+            return False
+        of, before = self._parts.pop(name, (0, b"")) if at == -2 else (version, b"")
+        if of != version or len(before) + len(data) > WHOLE_BYTES:
             raise ValueError("its beginning is missing, or it is too large")
         if frame.get("m"):
-            self._parts[name] = before + data
+            self._parts[name] = version, before + data
             return False
-        return self._replace(name, before + data)
+        return self._replace(name, version, before + data)
 
-    def _replace(self, name: str, data: bytes) -> bool:
+    def _replace(self, name: str, version: int, data: bytes) -> bool:
         fresh = self.folder / f".{name}"
         fresh.write_bytes(data)
         fresh.replace(self.folder / name)
+        self.have[name] = version
         self.over = self.over or (name == "run.json" and is_over(data))
         return True
 
@@ -384,7 +401,8 @@ class Mirror:
         fresh = data[max(0, have - at) :]
         if not fresh:
             return False
-        self.full = self._bytes + len(fresh) > MIRROR_BYTES or len(self.have) >= MIRROR_FILES
+        many = name not in self.have and len(self.have) >= MIRROR_FILES
+        self.full = self.full or many or self._bytes + len(fresh) > MIRROR_BYTES
         if self.full:
             raise ValueError("the mirror is full")
         with (self.folder / name).open("ab") as file:
@@ -521,9 +539,8 @@ class Process:
 
 
 def plain(words: str | bytes, most: int = 600) -> str:
-    """Return what a program said without what a terminal would obey."""
+    """Return what a program said, its first and last words, without what a terminal would obey."""
     text = words.decode(errors="replace") if isinstance(words, bytes) else words
-    lines = [
-        "".join(c if c.isprintable() else " " for c in line).strip() for line in text.split("\n")
-    ]
-    return "\n".join(line for line in lines if line)[:most]
+    lines = ("".join(c if c.isprintable() else " " for c in line) for line in text.split("\n"))
+    text = "\n".join(line.strip() for line in lines if line.strip())
+    return text if len(text) <= most else f"{text[: most // 3]} ... {text[-most * 2 // 3 :]}"

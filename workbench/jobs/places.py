@@ -243,7 +243,8 @@ class _Streamed:
             process = self._process
             try:
                 for line in process.lines():
-                    self._take(line)
+                    if not self.over and not self._mirror.full:
+                        self._take(line)
                 self._settle()
             except OSError as error:
                 self._give_up(f"The mirror of the run cannot be written: {error.strerror}.")
@@ -293,6 +294,7 @@ class _Streamed:
                 self._lost, self._tries = "", 0
         except (ValueError, TypeError, AttributeError, RecursionError):
             self.refused += 1
+            at = len(line)
         self._other(line[:at])
 
     def _wait_to_start(self, why: str) -> None:
