@@ -76,7 +76,7 @@ def test_a_stopped_run_is_completed(book, tmp_path):
 def test_places_are_checked_before_an_engine_is_touched(book, tmp_path):
     (tmp_path / "file").touch()
     before = session.cluster.last_task
-    book.refused(f"%%distributed mirrored --log wandb:x\n{SHORT}", "tensorboard:DIR")
+    book.refused(f"%%distributed mirrored --log neptune:x\n{SHORT}", "tensorboard:DIR")
     book.refused(f"%%distributed mirrored --log tensorboard:{tmp_path}/file\n{SHORT}", "a file")
     book.refused(f"%%distributed --log tensorboard:{tmp_path}\n1", "WB-PLAN-129")
     with pytest.raises(PlanError, match="WB-PLAN-146"):

@@ -40,7 +40,7 @@ def test_places_are_whole(text, where, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wandb:project", "WB-PLAN-140"),
+        ("neptune:project", "WB-PLAN-140"),
         ("", "WB-PLAN-140"),
         ("tensorboard", "WB-PLAN-142"),
         ("tensorboard:", "WB-PLAN-142"),
