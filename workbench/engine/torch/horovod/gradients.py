@@ -43,15 +43,19 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._work: Any = None
         self._packed: tuple[torch.Tensor, Any] | None = None
-        self._seen: list[tuple[torch.Tensor | None, int]] = []  # each gradient, and its version
+        self._came: dict[int, tuple[Any, int]] = {}  # of parameters by id: gradient and version
+        self._seen: list[tuple[Any, int]] = []  # the same of all parameters, when they were sent
 
-    @property
-    def is_launched(self) -> bool:
-        """Whether it is under way."""
-        return self._work is not None
+    def take(self, parameter: torch.Tensor) -> None:
+        """Note a gradient that backward has brought."""
+        self._came[id(parameter)] = _state(parameter)
 
     def launch(self, compression: Any, before: float, sparse_as_dense: bool) -> None:
-        """Send the gradients that are there."""
+        """Send the gradients that are there.
+
+        Raises:
+            FitError: They were changed after backward, or are sparse.
+        """
         first, count = self.parameters[0], len(self.parameters)
         if self._flat is None or (self._flat.dtype, self._flat.device) != (
             first.dtype,
@@ -62,8 +66,9 @@ class Bucket:
         views = self._views()
         self._seen = []
         for view, p in zip(views, self.parameters, strict=True):
-            gradient = p.grad
-            self._seen.append((gradient, -1 if gradient is None else gradient._version))
+            gradient, version = _state(p)
+            _check_unchanged(p, self._came.get(id(p), (gradient, version)))
+            self._seen.append((gradient, version))
             if gradient is None:
                 view.zero_()
                 continue
@@ -105,16 +110,10 @@ class Bucket:
         if after != 1.0:
             self._flat[:-count].mul_(after)
         states = zip(self._views(), self.parameters, self._seen, somewhere, strict=True)
-        for view, p, (gradient, version), has_one in states:
-            if p.grad is not gradient or (gradient is not None and gradient._version != version):
-                raise FitError(
-                    "Gradients were changed before they were averaged over the ranks.",
-                    seen=f"a gradient of shape {tuple(p.shape)}, between backward and step",
-                    allowed="changes (clipping, unscaling) after optimizer.synchronize()",
-                    next_step="optimizer.synchronize(), then what changes them, then "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`",
-                    code="WB-FIT-911",
-                )
+        self._work = None
+        for view, p, seen, has_one in states:
+            _check_unchanged(p, seen)
+            gradient = seen[0]
             if gradient is None:
                 p.grad = view.clone() if has_one else None
             elif gradient.is_sparse:
@@ -124,8 +123,11 @@ class Bucket:
 
     def clear(self) -> None:
         """Be ready for the next step."""
+        if self._work is not None:  # it was given up: its memory is still written to
+            self._flat = None
         self.missing = len(self.parameters)
         self._work = self._packed = None
+        self._came.clear()
         self._seen = []
 
     def _views(self) -> list[torch.Tensor]:
@@ -133,6 +135,26 @@ class Bucket:
         numbers = [p.numel() for p in self.parameters]
         parts = torch.split(self._flat[: -len(self.parameters)], numbers)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def _state(parameter: torch.Tensor) -> tuple[Any, int]:
+    """Return a parameter's gradient, and a number that changes with it."""
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
+
+
+def _check_unchanged(parameter: torch.Tensor, seen: tuple[Any, int]) -> None:
+    now = _state(parameter)
+    if now[0] is seen[0] and now[1] == seen[1]:
+        return
+    raise FitError(
+        "Gradients were changed before they were averaged over the ranks.",
+        seen=f"a gradient of shape {tuple(parameter.shape)}, between backward and step",
+        allowed="changes (clipping, unscaling) after optimizer.synchronize()",
+        next_step="optimizer.synchronize(), then what changes them, then "
+        "`with optimizer.skip_synchronize(): optimizer.step()`",
+        code="WB-FIT-911",
+    )
 
 
 def divide(parameters: Iterable[torch.Tensor]) -> list[Bucket]:
@@ -260,6 +282,7 @@ class Gradients:
         self._group = _world()
         left = self._left.get(id(parameter), self.passes)
         if left <= 0:
+            self._clear()
             raise FitError(
                 "Gradients came more often than backward_passes_per_step before step().",
                 seen=f"backward pass {self.passes + 1} for a parameter of shape "
@@ -269,6 +292,7 @@ class Gradients:
                 code="WB-FIT-912",
             )
         self._left[id(parameter)] = left - 1
+        self._places[id(parameter)].take(parameter)
         if left > 1:
             return
         self._places[id(parameter)].missing -= 1

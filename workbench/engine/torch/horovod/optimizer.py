@@ -200,5 +200,16 @@ def _record(context: RunContext) -> None:
     if context.taken_over:
         return
     scripts = importlib.import_module("workbench.engine.torch.scripts")
-    with contextlib.suppress(RunError):  # this process is a script, which is recorded already
-        context.closers.append(scripts.watch_scripts(context))
+    try:
+        end = scripts.watch_scripts(context)
+    except RunError:  # this process is a script, which is recorded already
+        return
+
+    def close() -> None:
+        """End it where it stands: what came later has been closed by now."""
+        others = context.closers[:]
+        context.closers.clear()
+        end()
+        context.closers[:] = others
+
+    context.closers.append(close)

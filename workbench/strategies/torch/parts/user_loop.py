@@ -254,7 +254,7 @@ class OwnLoop:
 
     def hear_of_waits(self, gradients: Gradients) -> None:
         """Be told when the optimizer's step waits for other ranks: it averages by itself."""
-        gradients.timer = self.timer
+        gradients.timer, self._sent_bytes = self.timer, gradients.sent
         self._undo.append(gradients.let_go)
 
     def wrap_another_loop(self, model: torch.nn.Module) -> None:
@@ -534,7 +534,7 @@ def watch(context: RunContext, model: Any, optimizer: Any, loader: Any) -> OwnLo
         optimizer,
         None,
         watched=loader,
-        sent_bytes=sent_bytes if by_optimizer is None else by_optimizer.sent,
+        sent_bytes=sent_bytes,
         communicates=several and inside,
         guard=guard,
     )
