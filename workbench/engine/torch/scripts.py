@@ -6,11 +6,9 @@ by what it calls, so PyTorch is listened to in two places:
     DataLoader's next      which batches are fetched, and how long that takes
     autograd.backward      the first one asks: which optimizer, and which module holds what it has?
 
-Before the first backward nothing is known, and nothing is done but to note what was fetched. Then
-all modules and optimizers of the process are looked through, once: nothing else has to be patched
-for that, whatever wraps the model (DDP, FSDP, compile, Lightning, Accelerate) and in which order.
-From there on the loop is recorded as by `wb.watch`; its first step is taken up from where its first
-batch was fetched.
+Then all modules and optimizers of the process are looked through, once, whatever wraps the model
+(DDP, FSDP, compile, Lightning, Accelerate) and in which order. From there on the loop is recorded
+as by `wb.watch`; its first step is taken up from where its first batch was fetched.
 
     fetch | fetch | forward | backward | optimizer.step | fetch | ...
       noted                 ^ found: the first step began with that fetch
@@ -26,12 +24,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,7 +36,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import dataloader
 
 from ...errors import FitError, RunError
@@ -50,6 +49,7 @@ from ..contract import NAN
 from ..training.user_loops import announce
 from . import accelerator
 from .data import batch_length
+from .horovod.gradients import averaging
 
 if TYPE_CHECKING:
     from ..context import RunContext
@@ -117,44 +117,30 @@ class _Scripts:
         self.context = context
         self.loop: ScriptLoop | None = None
         self._home = os.getpid(), threading.get_ident()
-        self._fetches: deque[_Fetch] = deque(maxlen=MOST_NOTED)
+        self.fetches: deque[_Fetch] = deque(maxlen=MOST_NOTED)
         self._scaled: tuple[torch.Tensor, torch.Tensor] | None = None
         self._backwards = 0
         self._stands_down = False
-        self._undo: list[Callable[[], None]] = []
-        self._listen_to_backward()
-        self._undo.append(_patched(dataloader._BaseDataLoaderIter, "__next__", self._next))
+        self._leave_backward = _patched(torch.autograd, "backward", self._backward)
+        iterator = dataloader._BaseDataLoaderIter
+        self._undo = [self._leave_backward, _patched(iterator, "__next__", self._next)]
         for kind in _with_subclasses(torch.amp.GradScaler):
             if "scale" in vars(kind):
                 self._undo.append(_patched(kind, "scale", self._scale))
 
     # -- what is listened to -----------------------------------------------------------------------
 
-    def _listen_to_backward(self) -> None:
-        original, scripts = torch.autograd.backward, self  # that of tensors calls it
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **keywords: Any) -> None:
-            if scripts.loop is None and scripts._is_ours() and scripts._found(tensors):
-                torch.autograd.backward(tensors, *args, **keywords)  # the loop's
-                return
-            original(tensors, *args, **keywords)
-
-        def undo() -> None:
-            if torch.autograd.backward is backward:
-                torch.autograd.backward = original
-
-        torch.autograd.backward = backward
-        self._leave_backward = undo
-        self._undo.append(undo)
+    def _backward(self, original: Any, tensors: Any, *args: Any, **keywords: Any) -> None:
+        """Ask, at the first backward, what it trains."""
+        if self.loop is None and self._is_ours() and self._found(tensors):
+            original = torch.autograd.backward  # the loop's
+        original(tensors, *args, **keywords)
 
     def _scale(self, original: Any, scaler: Any, outputs: Any) -> Any:
         """Keep a loss from before it was multiplied."""
         scaled = original(scaler, outputs)
         if isinstance(outputs, torch.Tensor) and self._is_ours():
-            self._scaled = scaled, outputs.detach()
-            if self.loop is not None:
-                self.loop.was_scaled(self._scaled)
+            (self.loop or self)._scaled = scaled, outputs.detach()
         return scaled
 
     def _next(self, original: Any, batches: Any) -> Any:
@@ -166,19 +152,19 @@ class _Scripts:
         if loop is not None and learns and loop.trains_on(source):
             return loop.take(batches, source, original)
         if loop is not None:
-            loop.turns_aside()
+            loop.was_aside = True
         began_s = clock()
         try:
             batch = original(batches)
         except StopIteration:
-            left = (one for one in self._fetches if one.batches() is not batches)
-            self._fetches = deque(left, MOST_NOTED)
+            left = [one for one in self.fetches if one.batches() is not batches]
+            self.fetches = deque(left, MOST_NOTED)
             raise
         if learns:
             noted = _Fetch(weakref.ref(batches), source, began_s, clock(), _count(batch))
             if loop is None and self.context.spec.device != "cpu":
                 noted.passed = accelerator.of(self.context.spec.device).event()
-            self._fetches.append(noted)
+            self.fetches.append(noted)
         return batch
 
     def _is_ours(self) -> bool:
@@ -192,7 +178,7 @@ class _Scripts:
         context = self.context
         if self._stands_down or context.taken_over or context.strategy or context.weights:
             self._stands_down = True  # the script has called wb.watch or wb.fit
-            self._fetches.clear()
+            self.fetches.clear()
             return False
         self._backwards += 1
         if self._backwards & (self._backwards - 1):  # looked for at the 1st, 2nd, 4th, 8th, ...
@@ -207,10 +193,9 @@ class _Scripts:
         fetches = self.claim()
         self._leave_backward()
         self.loop = loop = ScriptLoop(self, found)
-        if self._scaled is not None:
-            loop.was_scaled(self._scaled)
+        loop._scaled, self._scaled = self._scaled, None
         spent_s = clock() - began_s  # is no part of the step
-        for one in self._fetches:
+        for one in self.fetches:
             one.began_s, one.ended_s = one.began_s + spent_s, one.ended_s + spent_s
         context.taken_over = "wb.watch"
         context.closers.append(loop.close)
@@ -228,18 +213,10 @@ class _Scripts:
         That is the loader asked last, and those asked as often: a loop may take from several at a
         time. A pass that has ended or was given up (a look at one batch) is none of them.
         """
-        alive = [one for one in self._fetches if one.batches() is not None]
-        if not alive:
-            return []
-        asked: dict[int, list[_Fetch]] = {}
-        for one in alive:
-            asked.setdefault(id(one.source), []).append(one)
-        last = asked[id(alive[-1].source)]
-        return [one for one in alive if len(asked[id(one.source)]) == len(last)]
-
-    def forget(self) -> None:
-        """Forget what was fetched: a step has ended."""
-        self._fetches.clear()
+        alive = [one for one in self.fetches if one.batches() is not None]
+        asked = Counter(id(one.source) for one in alive)
+        last = asked[id(alive[-1].source)] if alive else 0
+        return [one for one in alive if asked[id(one.source)] == last]
 
     def close(self) -> None:
         """Take everything out again."""
@@ -251,9 +228,13 @@ class _Scripts:
         if self.loop is not None:
             self.loop.close()
         elif context.updates and not (context.taken_over or context.strategy):
-            context.emit(events.Noted(rank=context.spec.rank, text=NOT_FOUND))
+            text = (
+                "Nothing was recorded: optimizers took steps, but of no torch.nn.Module that was "
+                "found, or without backward()."
+            )
+            context.emit(events.Noted(rank=context.spec.rank, text=text))
         self._stands_down = True
-        self._fetches.clear()
+        self.fetches.clear()
         self._scaled = None
         if self.loop is None and context.closers:  # a loop of the script's own stands above
             context.closers.insert(0, self._take_out)  # they are called last first
@@ -266,19 +247,15 @@ class _Scripts:
         self._undo.clear()
 
 
-NOT_FOUND = (
-    "The script's optimizers took steps, but no torch.nn.Module was found whose parameters they "
-    "train by backward(), so nothing was recorded. wb.watch(model, optimizer, loader) before the "
-    "loop says which they are."
-)
-
-
 class ScriptLoop(OwnLoop):
     """The loop of a script: as under `wb.watch`, its batches found by their fetching.
 
     Args:
         scripts: Knows what was fetched by loaders that are not known to be training's.
         found: What trains.
+
+    Attributes:
+        was_aside: Whether a batch was fetched meanwhile that is not trained on: an evaluation.
     """
 
     def __init__(self, scripts: _Scripts, found: Found) -> None:
@@ -292,17 +269,15 @@ class ScriptLoop(OwnLoop):
         self._line: list[tuple[Any, int | None]] = []  # batches that wait to be trained on
         self._ahead = 0
         self._hoards = False
+        sent_bytes = ring_bytes(model, context.spec.world_size) if wrapped else NAN
         super().__init__(
-            context,
-            model,
-            found.optimizer,
-            None,
-            watched=self,
-            sent_bytes=ring_bytes(model, context.spec.world_size) if wrapped else NAN,
-            communicates=several and inside,
-        )
+            context, model, found.optimizer, None,
+            watched=self, sent_bytes=sent_bytes, communicates=several and inside,
+        )  # fmt: skip
         self._counts = False
-        if several and not inside:
+        if (by_optimizer := averaging(model)) is not None:
+            self.hear_of_waits(by_optimizer)
+        elif several and not inside:
             self.timer.blind()
             why = "the script communicates outside backward, where it is not seen"
             columns = dict.fromkeys(("sync_wait_s", "transfer_s"), why)
@@ -318,17 +293,13 @@ class ScriptLoop(OwnLoop):
     def _clear(self) -> None:
         super()._clear()
         self._backwards = self._entered = 0
-        self._is_tentative = self._was_aside = False
+        self._is_tentative = self.was_aside = False
 
     # -- where a step begins -----------------------------------------------------------------------
 
     def trains_on(self, source: Any) -> bool:
         """Whether the batches of a loader are known to be trained on."""
         return any(one is source for one in self._sources)
-
-    def turns_aside(self) -> None:
-        """Note that a batch is fetched which is not trained on: an evaluation."""
-        self._was_aside = True
 
     def take(self, batches: Any, source: Any, fetch: Callable[[Any], Any]) -> Any:
         """Return the next batch, timed.
@@ -339,7 +310,7 @@ class ScriptLoop(OwnLoop):
         if not batches._num_yielded:
             self._line = [one for one in self._line if one[0] is not source]
         if not self._backwards and self._is_anew(batches):
-            trained = self._is_tentative and not self._was_aside
+            trained = self._is_tentative and not self.was_aside
             self._clear()
             if not trained:
                 self.epoch_begins()
@@ -366,7 +337,7 @@ class ScriptLoop(OwnLoop):
         """Whether what was taken for the beginning of a step is none, so it begins anew."""
         if not self._line and (self._is_tentative or not batches._num_yielded):
             return True  # a look at a batch, or what trains another model
-        return self._was_aside and not self._fed
+        return self.was_aside and not self._fed
 
     def _enters(self, samples: int | None) -> None:
         """Begin a step, where its batch was fetched earlier or by no loader."""
@@ -403,10 +374,6 @@ class ScriptLoop(OwnLoop):
                 self._sources.append(one.source)
         self._counts = True
 
-    def was_scaled(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Keep a loss from before a GradScaler multiplied it: both of them."""
-        self._scaled = pair
-
     def _before_backward(self, tensors: list[Any]) -> tuple[list[Any], list[Any]]:
         if not self._backwards and not self._line and (fetches := self._scripts.claim()):
             self._take_up(fetches)
@@ -420,7 +387,7 @@ class ScriptLoop(OwnLoop):
     def _record(self, loss: torch.Tensor, *, seen: bool) -> None:
         self._samples = self._trained_on() or self._entered or self._backwards or 1
         super()._record(loss, seen=seen)
-        self._scripts.forget()
+        self._scripts.fetches.clear()
 
     def _trained_on(self) -> int:
         """Take the step's batches out of the line; return their samples, 0 where unknown.
@@ -444,27 +411,18 @@ class ScriptLoop(OwnLoop):
 
 
 class _Hook:
-    """Tells of each training forward; copies and pickles of the model leave it behind."""
+    """Tells of each training forward; in copies and pickles of the model it tells nobody."""
 
-    def __init__(self, tell: Callable[[int | None], None]) -> None:
+    def __init__(self, tell: Callable[[int | None], object] = lambda samples: None) -> None:
         self._tell = tell
 
     def __call__(self, module: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # a graph must neither hold nor break at it
-            return
-        if torch.is_grad_enabled():
+        # A graph must neither hold nor break at it.
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._tell(_count((args, keywords)))
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*unused: Any) -> None:
-    """Do nothing: what stands for the hook in a copy."""
+        return _Hook, ()
 
 
 def _count(batch: Any) -> int | None:
@@ -487,15 +445,19 @@ def _global_batch(fetches: list[_Fetch], workers: int) -> int | None:
 
 
 def _patched(kind: Any, name: str, instead: Callable[..., Any]) -> Callable[[], None]:
-    """Let a class's method be `instead`, which is given the original first; return the undoing."""
+    """Let a function be `instead`, which is given the original first; return what undoes it."""
     original = vars(kind)[name]
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any) -> Any:
-        return instead(original, self, *args)
+    def function(*args: Any, **keywords: Any) -> Any:
+        return instead(original, *args, **keywords)
 
-    setattr(kind, name, method)
-    return lambda: setattr(kind, name, original)
+    def undo() -> None:
+        if vars(kind)[name] is function:
+            setattr(kind, name, original)
+
+    setattr(kind, name, function)
+    return undo
 
 
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
@@ -510,19 +472,17 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 class _Tree:
     """The modules of this process: which holds which, and which parameter is whose."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._parents: dict[int, list[torch.nn.Module]] = {}
-        self._owners: dict[int, list[torch.nn.Module]] = {}
+    def __init__(self, modules: Iterable[Module]) -> None:
+        self._parents: dict[int, list[Module]] = {}
+        self._owners: dict[int, list[Module]] = {}
         for module in modules:
-            held = vars(module)
-            for child in (held.get("_modules") or {}).values():
+            for child in (vars(module).get("_modules") or {}).values():
                 if child is not None:
                     self._parents.setdefault(id(child), []).append(module)
-            own = (held.get("_parameters") or {}).values()
-            for parameter in itertools.chain(own, _sharded_parameters(module)):
+            for parameter in _own_parameters(module):
                 self._owners.setdefault(id(parameter), []).append(module)
 
-    def above(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+    def above(self, module: Module) -> list[Module]:
         """Return a module and all that hold it, the nearest first."""
         found, seen = [module], {id(module)}
         for one in found:  # grows meanwhile
@@ -532,12 +492,12 @@ class _Tree:
                     found.append(parent)
         return found
 
-    def holder(self, parameters: list[torch.Tensor]) -> torch.nn.Module | None:
+    def holder(self, parameters: list[torch.Tensor]) -> Module | None:
         """Return the smallest module that holds most of these, or what distributes that."""
         counts: dict[int, int] = {}
-        modules: dict[int, torch.nn.Module] = {}
+        modules: dict[int, Module] = {}
         for parameter in parameters:
-            holders: dict[int, torch.nn.Module] = {}
+            holders: dict[int, Module] = {}
             for owner in self._owners.get(id(parameter), ()):
                 if id(owner) not in holders:
                     holders |= {id(one): one for one in self.above(owner)}
@@ -548,27 +508,28 @@ class _Tree:
             return None
         most = max(counts.values())
         full = [module for key, module in modules.items() if counts[key] == most]
-        smallest: torch.nn.Module = min(full, key=lambda one: sum(1 for _ in one.modules()))
+        smallest: Module = min(full, key=lambda one: sum(1 for _ in one.modules()))
         above = self.above(smallest)
         copied = [one for one in above if isinstance(one, DistributedDataParallel)]
         sharded = [one for one in above if isinstance(one, SHARDED)]
         return (copied or sharded or [smallest])[-1]
 
 
-def _sharded_parameters(module: torch.nn.Module) -> list[Any]:
-    """Return the parameters that FSDP registers in turn, whichever are registered now."""
-    found: list[Any] = []
+def _own_parameters(module: Module) -> list[Any]:
+    """Return a module's own parameters; FSDP's all, of which it registers some at a time."""
+    found: list[Any] = list((vars(module).get("_parameters") or {}).values())
     held: Any = module
     try:
         if isinstance(module, FSDPModule):
             for group in held._get_fsdp_state()._fsdp_param_groups:
-                found += [one.sharded_param for one in group.fsdp_params]
+                for one in group.fsdp_params:
+                    found += [one.sharded_param, getattr(one, "_unsharded_param", None)]
         elif isinstance(module, FullyShardedDataParallel) and held._handle is not None:
             flat = held._handle.flat_param
             found += [flat, *(flat._params or ())]
     except AttributeError:  # another version's internals: what is registered must do
         pass
-    return found
+    return [one for one in found if one is not None]
 
 
 @dataclass
@@ -580,40 +541,32 @@ class Found:
             hook inside would be compiled into the graph.
     """
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    entrance: torch.nn.Module
+    model: Module
+    optimizer: Optimizer
+    entrance: Module
     device: torch.device
 
 
 def find(losses: Any) -> Found | None:
     """Return what trains by these losses' backward; None where there is no such pair."""
-    modules: list[torch.nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    rooms: dict[type[Any], list[Any] | None] = {}
-    for thing in gc.get_objects():
-        kind = type(thing)  # `isinstance` would ask objects that say they are of another class
-        if kind not in rooms:
-            is_module = issubclass(kind, torch.nn.Module)
-            rooms[kind] = modules if is_module else None
-            if issubclass(kind, torch.optim.Optimizer):
-                rooms[kind] = optimizers
-        if (room := rooms[kind]) is not None:
-            room.append(thing)
-    tree = _Tree(modules)
+    things = gc.get_objects()
+    # `isinstance` would take longer, and believe objects that say they are of another class.
+    modules, optimizers = set(_with_subclasses(Module)), set(_with_subclasses(Optimizer))
+    tree = _Tree(thing for thing in things if type(thing) in modules)
     pairs = []
-    for optimizer in optimizers:
+    for optimizer in [thing for thing in things if type(thing) in optimizers]:
         groups = vars(optimizer).get("param_groups")  # what wraps an optimizer has none of its own
         held = [p for group in groups or () for p in group["params"] if p.requires_grad]
         model = tree.holder(held)
         if model is not None:
             pairs.append((model, optimizer, held))
-    shown = _reached(losses)
-    if shown is not None:
-        pairs = [
-            pair for pair in pairs if any(id(p) in shown for p in pair[2]) or is_sharded(pair[0])
-        ]
-        pairs.sort(key=lambda pair: -sum(id(parameter) in shown for parameter in pair[2]))
+    if (shown := _reached(losses)) is not None:
+
+        def share(pair: tuple[Module, Optimizer, list[Any]]) -> tuple[int, int]:
+            whole = (id(p) for module in pair[0].modules() for p in _own_parameters(module))
+            return len(shown & {id(p) for p in pair[2]}), len(shown.intersection(whole))
+
+        pairs = sorted((one for one in pairs if any(share(one))), key=share, reverse=True)
     if not pairs:
         return None
     model, optimizer, held = pairs[0]
@@ -640,6 +593,6 @@ def _reached(losses: Any) -> set[int] | None:
     return found
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
+def is_sharded(model: Module) -> bool:
     """Whether FSDP has a part of this model."""
     return any(isinstance(module, SHARDED) for module in model.modules())
