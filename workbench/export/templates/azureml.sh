@@ -1,0 +1,1 @@
+python -m pip install --quiet -r requirements.txt && python -m torch.distributed.run @{!launch} train.py

@@ -1,0 +1,15 @@
+# The environment: the one that --venv DIR or WORKBENCH_VENV names, else one of this job's own, which
+# is made from requirements.txt once. The lock is for nodes that share this folder.
+venv=${WORKBENCH_VENV:-}
+if [ -z "$venv" ]; then
+  venv=$PWD/.venv
+  (
+    flock 9
+    if ! cmp -s requirements.txt "$venv/made-from.txt"; then
+      "$(command -v @{python} || command -v python3)" -m venv --clear "$venv"
+      "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+      cp requirements.txt "$venv/made-from.txt"
+    fi
+  ) 9> .venv.lock
+fi
+export PATH="$venv/bin:$PATH"

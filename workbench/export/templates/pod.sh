@@ -1,0 +1,7 @@
+set -eu
+@{?shipped}cd "$(mktemp -d)"
+@{?shipped}cp -L "${WORKBENCH_FILES:-@{mount}}"/* .
+@{?parts}cat @{wheel}.part* > @{wheel}
+@{?claimed}cd "${WORKBENCH_FILES:-@{mount}}"
+@{?installs}python3 -m pip install --quiet --disable-pip-version-check -r requirements.txt
+exec python3 -m torch.distributed.run @{!launch} train.py
