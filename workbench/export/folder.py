@@ -529,15 +529,14 @@ def _recorded(plan: Plan) -> list[str]:
     lines += ["    import workbench as wb", '    wb.follow("PATH/OF/THIS/FOLDER")', ""]
     lines += ["shows the live dashboard, also later and from another machine "
               '(`"ssh://host/path"`).', ""]  # fmt: skip
-    lines += ["## Stop, and go on", "", "Stop and Pause of that dashboard work at the end of a "
-              "step; so does Ctrl-C (SIGINT or", "SIGTERM) where it was started.", ""]  # fmt: skip
+    lines += ["## Stop, and go on", "", "    workbench control . stop", ""]
+    lines += ["stops it at the end of a step, as Stop of the dashboard does.", ""]
     if plan.checkpoint:
-        lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "
-                  "Start it again, and it goes on", "from the last one; delete them to begin "
-                  "anew.", ""]  # fmt: skip
+        lines += [f"Checkpoints are in `{CHECKPOINTS}/`, one every {plan.checkpoint_every} steps. "]
+        lines += ["Where a run was cut off, the next start goes on from the last of them.", ""]
     else:
-        lines += ["It writes no checkpoints, so a new start begins anew. `--checkpoint DIR` in the",
-                  "notebook makes it write some.", ""]  # fmt: skip
+        lines += ["It writes no checkpoints, so each start begins anew. `--checkpoint DIR` on the"]
+        lines += ["notebook's line makes it write some.", ""]
     return lines
 
 

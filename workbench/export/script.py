@@ -60,9 +60,9 @@ def process_count(plan: Plan) -> int:
 
 def _title(plan: Plan) -> str:
     """Return a line that says what is trained, fit for a docstring."""
-    name = plan.name or plan.recipe.name or plan.strategy
+    name = plan.name or plan.recipe.name
     safe = "".join(c if c.isprintable() else " " for c in name).replace("\\", "/")
-    title = safe.replace('"', "'").strip() or plan.strategy
+    title = safe.replace('"', "'").strip() or "A training run"
     workers = f"{plan.workers} worker{'s' if plan.workers > 1 else ''}"
     servers = f", {plan.servers} server{'s' if plan.servers > 1 else ''}" if plan.servers else ""
     return f"{title}: {plan.strategy} ({plan.entry.term}), {workers}{servers}."
@@ -94,7 +94,7 @@ def plain_py(plan: Plan) -> str:
     used = _used_of_wb(cell.tree)
     _check_plain(plan, cell, used)
     sets = {name.partition(".")[2] for name in used if name.startswith("data.")}
-    wanted = {plan.strategy, *(used & {"fit", "prepare"}), *(sets & set(_DATA))}
+    wanted = {plan.strategy, plan.framework, *(used & {"fit", "prepare"}), *(sets & set(_DATA))}
     if sets & {"VOCABULARY"}:
         wanted.add("corpus")
     wanted |= {"data"} if sets else set()
@@ -112,14 +112,14 @@ def plain_py(plan: Plan) -> str:
         "UNIT_MB": repr(options.get("unit_mb", 1.0)),
         "RESHARD": repr(options.get("reshard", True)),
         "EVEN": repr(plan.strategy == "sharded"),
-        "ARRAYS": "arrays" if plan.framework == "torch" else "True",
         "MEMBERS": "\n".join(members),
-        "CELL": cell.text.strip("\n"),
     }
     text = _sections((_TEMPLATES / f"plain_{plan.framework}.txt").read_text("utf-8"), wanted)
-    for name in ("DATA", "MEMBERS", *(set(values) - {"DATA", "MEMBERS", "CELL"}), "CELL"):
-        text = text.replace(f"@{name}@", values[name])  # the cell last: it may hold such words
-    script = f"{_plain_head(plan, cell)}{text}"
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    text = re.sub(r"\n{4,}", "\n\n\n", text)  # where sections were left out
+    # The cell comes last: it may hold such words, and blank lines.
+    script = f"{_plain_head(plan, cell)}{text}".replace("@CELL@", cell.text.strip("\n"))
     _check_collisions(cell, script)
     return script
 
@@ -228,6 +228,8 @@ def _check_collisions(cell: Cell, script: str) -> None:
     """Raise PlanError where the cell gives a name of the script's own functions another meaning."""
     own = ast.parse(script[: script.index("class wb:")])
     theirs, same = _imports(own), _imports(cell.tree)
+    for name in ("os", "random", "inspect"):  # used before the cell alone
+        theirs.pop(name, None)
     functions = bound_on_top(own)
     for name in bound_on_top(cell.tree):
         meant = same.get(name)
