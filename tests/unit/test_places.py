@@ -757,6 +757,27 @@ def test_a_flood_is_taken_in_bounded_parts(
     assert max(sizes) <= frames.REFRESH_BYTES + (1 << 20)
 
 
+def test_a_history_that_was_packed_small_is_taken_in_bounded_parts(
+    job: Job, printed: Printed, follow: Callable[..., LinesPlace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "REFRESH_BYTES", 1 << 20)
+    job.begin()
+    disk.records_path(job.run, 0).write_bytes(bytes(60_000 * RECORD.itemsize))
+    job.state("finished")
+    while not printed._writer or not printed._writer._seen["done"]:
+        printed.pump()
+    place = follow(["cat", str(printed.path)])
+    sizes = [0]
+
+    def grown() -> bool:
+        sizes.append(place._mirror.size_bytes)
+        return place.over
+
+    until(place, grown)
+    assert max(np.diff(sizes)) < 1.2 * (1 << 20)
+    assert same(place, job.run)
+
+
 # -- orders to what prints -------------------------------------------------------------------------
 
 

@@ -348,13 +348,14 @@ class Mirror:
             written anew, which version.
         over: The run has ended, as its `run.json` says.
         full: No more is taken.
+        size_bytes: Of all that was appended.
     """
 
     def __init__(self, folder: Path, *, skips: bool = False) -> None:
         self.folder, self._skips = folder, skips
         self.have: dict[str, int] = {}
         self.over = self.missing = self.full = False
-        self._bytes = 0
+        self.size_bytes = 0
         self._parts: dict[str, tuple[int, bytes]] = {}
 
     def apply(self, frame: dict[str, Any]) -> bool:
@@ -402,12 +403,12 @@ class Mirror:
         if not fresh:
             return False
         many = name not in self.have and len(self.have) >= MIRROR_FILES
-        self.full = self.full or many or self._bytes + len(fresh) > MIRROR_BYTES
+        self.full = self.full or many or self.size_bytes + len(fresh) > MIRROR_BYTES
         if self.full:
             raise ValueError("the mirror is full")
         with (self.folder / name).open("ab") as file:
             file.write(fresh)
-        self.have[name], self._bytes = at + len(data), self._bytes + len(fresh)
+        self.have[name], self.size_bytes = at + len(data), self.size_bytes + len(fresh)
         return True
 
 

@@ -30,6 +30,7 @@ from .frames import (
     LOOK_S,
     MARK,
     NAMES,
+    REFRESH_BYTES,
     WHOLE_BYTES,
     LineWriter,
     Mirror,
@@ -219,6 +220,7 @@ class _Streamed:
             folders.mark(self.folder)
         self._mirror = Mirror(self.folder, skips=skips)
         self._process: Process | None = None
+        self._waiting: list[bytes] = []  # lines for the next time
         self._lock = threading.RLock()
         self._again_s, self._tries, self._lost, self._closed = 0.0, 0, "", False
         self.refused = 0
@@ -242,15 +244,13 @@ class _Streamed:
                     return self._wait_to_start(f"it cannot be started: {error.strerror}")
             process = self._process
             try:
-                for line in process.lines():
-                    if not self.over and not self._mirror.full:
-                        self._take(line)
+                self._take_some(process)
                 self._settle()
             except OSError as error:
                 self._give_up(f"The mirror of the run cannot be written: {error.strerror}.")
             if self._mirror.full:
                 self._give_up("The mirror of the run is full: no more is taken.")
-            if process.ended and not self.over:
+            if process.ended and not self._waiting and not self.over:
                 words = process.close()
                 self._process = None
                 self._ended(words, process.code)
@@ -280,6 +280,18 @@ class _Streamed:
 
     def _ended(self, words: str, code: int) -> None:
         self._wait_to_start(words)
+
+    def _take_some(self, process: Process) -> None:
+        """Take lines until all are, or enough for once; what is left waits for the next time."""
+        most = self._mirror.size_bytes + REFRESH_BYTES
+        lines, self._waiting = self._waiting or process.lines(), []
+        for at, line in enumerate(lines):
+            if self.over or self._mirror.full:
+                return
+            if self._mirror.size_bytes > most:
+                self._waiting = lines[at:]
+                return
+            self._take(line)
 
     def _take(self, line: bytes) -> None:
         at = line.find(_MARKED)
