@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from ...cluster.hosts.slurm import job_facts
+from ...devices.discovery import discover
 from ...errors import ClusterError, PlanError
 from ...export.envelopes import legal_name
 from ...export.folder import read_job
@@ -55,12 +56,16 @@ if TYPE_CHECKING:
 _KEEPER = """
 import json, os, signal, subprocess, sys
 log, end, *command = sys.argv[1:]
+ready, begun = os.pipe()
 if pid := os.fork():
+    os.close(begun)
+    os.read(ready, 1)
     print(pid, flush=True)
     os._exit(0)
 os.setsid()
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+os.close(begun)
 for number, file, how in ((0, os.devnull, os.O_RDONLY),
                           (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)):
     opened = os.open(file, how, 0o600)
@@ -94,6 +99,14 @@ class Local:
                 seen=f"nodes={resources.nodes}",
                 next_step="on='slurm', 'ssh' or another platform for more; or nodes=1",
                 code="WB-CLUSTER-903",
+            )
+        if resources.gpus_per_node > (found := len(discover())):
+            raise ClusterError(
+                "This machine has not so many GPUs.",
+                seen=f"gpus_per_node={resources.gpus_per_node}",
+                allowed=f"up to {found}",
+                next_step="another platform, or gpus_per_node=0",
+                code="WB-CLUSTER-913",
             )
 
     def submit(self, folder: Path, resources: Resources) -> Ticket:
@@ -492,7 +505,7 @@ class Ssh:
         hosts = list(resources.hosts)
         names = [host.rpartition("@")[2] for host in hosts]
         with tempfile.TemporaryFile() as packed:
-            _pack(folder, packed)
+            pack(folder, packed)
             for host in [] if resources.folder else hosts:
                 packed.seek(0)
                 _far_must(host, _script(_COPY, DIR=there), stdin=packed, timeout_s=COPY_S)
@@ -555,7 +568,7 @@ class Ssh:
         return list(zip(hosts, pids, strict=True))
 
 
-def _pack(folder: Path, into: IO[bytes]) -> None:
+def pack(folder: Path, into: IO[bytes]) -> None:
     """Write a folder as tar, without its runs, and without the names of users."""
 
     def kept(one: tarfile.TarInfo) -> tarfile.TarInfo | None:
