@@ -105,7 +105,8 @@ class RunLog:
             with self._guarded(text):
                 self._sinks[text] = sink = kind_of(target).open(target.where, about)
                 self.places[text] = sink.place
-                if remark := getattr(sink, "remark", ""):  # of W&B, where it stays offline
+                remark = getattr(sink, "remark", "")  # of W&B, where it stays offline
+                if remark and isinstance(remark, str):
                     self._run.note(f"--log {text}: {remark}")
         while self._sinks and not self._is_time_to_end():
             self._turn(over=False)
