@@ -21,8 +21,9 @@ from workbench.cookbook.recipe import Recipe
 from workbench.errors import PlanError, RunError
 from workbench.execution.run import Run
 from workbench.history import disk
-from workbench.jobs import command, control, here, telling
+from workbench.jobs import command, control, here, submitted, telling
 from workbench.jobs.here import Process, Started
+from workbench.jobs.platforms import JobState, Ticket
 from workbench.shared.plan import make_plan
 
 
@@ -273,7 +274,7 @@ def followed(tmp_path, monkeypatch):
     def set_up(**kind):
         run = FakeFollowed(make_run(tmp_path / "far"), **kind)
         module = types.ModuleType("workbench.jobs.followed")
-        module.follow = lambda place, wait_s: asked.append((place, wait_s)) or run
+        module.follow = lambda place, wait_s, gone=None: asked.append((place, wait_s)) or run
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(telling, "figures", lambda run, state="": {"run": run.name})
         run.asked = asked
@@ -415,6 +416,90 @@ def test_a_line_that_is_no_order_is_refused_and_the_next_one_taken(tmp_path, cap
 def test_without_a_key_no_order_is_put(tmp_path, capsys):
     assert command.relay(make_run(tmp_path / "a"), ['{"do": "stop"}']) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "WB-RUN-900"
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+class FakePlatform:
+    """A platform whose jobs are in the states that their ids name."""
+
+    def __init__(self):
+        self.cancelled = []
+
+    def state(self, ticket):
+        return JobState("cancelled" if ticket.id in self.cancelled else ticket.id, "(Why)")
+
+    def logs(self, ticket, last):
+        return f"{last} lines of {ticket.id}"
+
+    def cancel(self, ticket):
+        self.cancelled.append(ticket.id)
+
+    def place(self, ticket):
+        return "ssh://host/dir"
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """Keep three jobs where this user's are looked for."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home" / "runs"))
+    made = FakePlatform()
+    monkeypatch.setattr(submitted, "platform", lambda name: made)
+    kept = submitted.Jobs()
+    for state in ("running", "failed", "finished"):
+        kept.add(Ticket("slurm", state, str(tmp_path), 5.0), f"{state}-job")
+    return kept
+
+
+def listed(capsys, *words):
+    status = cli.main(["jobs", "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_jobs_are_listed(jobs, capsys):
+    status, found = listed(capsys)
+    assert status == 0
+    assert [one["name"] for one in found["jobs"]] == ["running-job", "failed-job", "finished-job"]
+    assert all(set(one) == set(telling.JOB) for one in found["jobs"])
+    assert found["jobs"][0]["state"] == "running"
+    assert found["notes"] == []
+    assert cli.main(["jobs"]) == 0
+    assert "finished-job" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "code"), [("running-job", 0), ("finished", 0), ("failed-job", 1)])
+def test_a_job_that_is_asked_for_sets_the_exit_status(jobs, capsys, name, code):
+    status, found = listed(capsys, name)
+    assert (status, len(found["jobs"])) == (code, 1)
+
+
+def test_a_job_is_cancelled(jobs, capsys):
+    status, found = listed(capsys, "cancel", "running-job")
+    assert (status, found["jobs"][0]["state"]) == (0, "cancelled")
+
+
+def test_what_a_job_printed_is_printed(jobs, capsys):
+    assert cli.main(["jobs", "logs", "failed-job", "--last", "7"]) == 0
+    assert capsys.readouterr().out == "7 lines of failed\n"
+    assert listed(capsys, "logs", "failed-job")[1] == {
+        "name": "failed-job", "log": "200 lines of failed",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code"), [(["cancel"], "WB-PLAN-986"), (["logs"], "WB-PLAN-986"),
+                                             (["none"], "WB-PLAN-037")])  # fmt: skip
+def test_a_job_that_is_not_there_is_an_error(jobs, capsys, words, code):
+    status, found = listed(capsys, *words)
+    assert (status, found["error"]["code"]) == (2, code)
+
+
+def test_a_submitted_job_is_followed_by_its_name(jobs, followed, capsys):
+    run = followed()
+    assert cli.main(["follow", "failed-job", "--json"]) == 0
+    assert run.asked == [("ssh://host/dir", 60.0)]
+    assert telling.end_of(jobs["failed-job"]) == "(Why)"
+    assert telling.end_of(jobs["running-job"]) == ""
 
 
 # -- run: what is started --------------------------------------------------------------------------
@@ -717,7 +802,8 @@ def test_a_rank_that_records_nothing_itself_loads_nothing_of_the_command_line(
 @pytest.mark.parametrize(
     ("heading", "keys"),
     [("Keys of a run", {**telling.ABOUT, **telling.METRICS}),
-     ("Keys of progress", telling.PROGRESS), ("Keys of the end", telling.END)],
+     ("Keys of progress", telling.PROGRESS), ("Keys of the end", telling.END),
+     ("Jobs", telling.JOB)],
 )  # fmt: skip
 def test_the_page_lists_the_keys(heading, keys):
     assert keys_of_page(heading) == keys

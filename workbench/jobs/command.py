@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -22,6 +22,7 @@ from ..errors import PlanError, WorkbenchError, unknown
 from .control import Does, Order, give, read_order
 from .here import add_run_arguments, run_here
 from .telling import (
+    FAILED,
     INTERRUPTED,
     METRICS,
     NOT_CHECKED,
@@ -46,6 +47,7 @@ from .telling import (
 
 if TYPE_CHECKING:
     from ..execution.run import Run
+    from .submitted import Submitted
 
 COMMANDS = ("run", "compare", "jobs", "follow", "control")
 _STATUS = """
@@ -64,6 +66,7 @@ def add_job_commands(commands: Any) -> None:
         help='"samples_per_s < 0.95": ratio to the first run; "loss > 0.5 abs": value')  # fmt: skip
     jobs = _command(commands, "jobs", "list the jobs that you have submitted; end one; its output")
     jobs.add_argument("words", nargs="*", metavar="[cancel|logs] NAME", help="default: list all")
+    jobs.add_argument("--last", type=int, default=200, metavar="N", help="lines of logs (200)")
     follow = _command(commands, "follow", "show a run that goes on elsewhere, until its end")
     follow.add_argument("place", nargs="+", metavar="PLACE",
         help="a folder, ssh://host/dir, or a command that prints the run's lines")  # fmt: skip
@@ -258,7 +261,59 @@ def _whole(line: str) -> bytes:
 
 
 def _jobs(given: argparse.Namespace) -> int:
-    raise NotImplementedError
+    from .submitted import Jobs
+
+    jobs, words = Jobs(), list(given.words)
+    verb = words.pop(0) if words[:1] in (["cancel"], ["logs"]) else "list"
+    if verb != "list" and not words:
+        raise PlanError(
+            f"Which job's is meant by workbench jobs {verb}?",
+            allowed=", ".join(jobs) or "none: there is no job",
+            next_step=f"workbench jobs {verb} NAME",
+            code="WB-PLAN-986",
+        )
+    chosen = [jobs[name] for name in words]
+    if verb == "logs":
+        for job in chosen:
+            text = str(job.logs(given.last))
+            if given.json:
+                print_json({"name": job.name, "log": text})
+            else:
+                say(text)
+        return WELL
+    if verb == "cancel":
+        for job in chosen:
+            job.cancel()
+    told = [job_wire(job) for job in chosen or jobs.values()]
+    if given.json:
+        print_json({"jobs": told, "notes": jobs.notes})
+    elif chosen:
+        say("\n".join(f"{one['name']}: {one['state']} {one['reason']}".rstrip() for one in told))
+    else:
+        say(jobs)
+    return _status_of(told) if words and verb == "list" else WELL
+
+
+def job_wire(job: Submitted) -> dict[str, Any]:
+    """Return a submitted job as its platform says now: the keys of `telling.JOB`."""
+    now = job.look()
+    return {
+        "name": job.name,
+        "platform": job.platform,
+        "id": job.id,
+        "state": now.state,
+        "reason": now.reason,
+        "over": now.is_over,
+        "folder": str(job.folder),
+        "submitted_s": job.ticket.submitted_s,
+        "began_s": now.began_s,
+    }
+
+
+def _status_of(told: Sequence[Mapping[str, Any]]) -> int:
+    """Return the exit status of jobs that were asked for by name."""
+    states = {one["state"] for one in told}
+    return NOT_CHECKED if "unknown" in states else FAILED if "failed" in states else WELL
 
 
 _DO: dict[str, Callable[[argparse.Namespace], int]] = {

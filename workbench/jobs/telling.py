@@ -1,7 +1,7 @@
 """How a run is told to programs: as figures, line by line, and held against another one.
 
 `ABOUT`, `METRICS`, `PROGRESS` and `END` are the keys of the JSON that `workbench run`, `compare`
-and `follow` print; `docs/programs.md` has them as tables.
+and `follow` print, `JOB` those of `workbench jobs`; `docs/programs.md` has them as tables.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..execution.run import Run
     from ..history.analysis.summary import RunSummary
     from ..history.snapshot import Snapshot
+    from .submitted import Submitted
 
 WELL, FAILED, NOT_CHECKED, INTERRUPTED = 0, 1, 2, 130
 """Exit status of the commands."""
@@ -84,6 +85,19 @@ PROGRESS = {
     "sync_wait_share": "share that they waited for each other",
     "slow_rank": "the worker that the others wait for; null where none stands out",
 }
+
+JOB = {
+    "name": "its name in `wb.jobs`, which the commands take",
+    "platform": "`slurm`, `ray`, ...",
+    "id": "the platform's own name or number of it",
+    "state": "`pending`, `running`, `finished`, `failed`, `cancelled`, or `unknown`",
+    "reason": "why, in the platform's own words",
+    "over": "whether nothing will change any more",
+    "folder": "its job folder on this machine",
+    "submitted_s": "when, seconds since 1970",
+    "began_s": "when it began to run, seconds since 1970; null: not yet, or not known",
+}
+"""A submitted job."""
 
 END = {
     "event": "`end`",
@@ -225,7 +239,7 @@ def figures_of(run: Run, summary: RunSummary, *, place: str, state: str) -> dict
     about = {
         "run": run.name,
         "place": place or str(run.folder),
-        "folder": str(run.folder),
+        "folder": str(run.folder.absolute()),
         "strategy": summary.strategy,
         "framework": summary.framework,
         "state": state or run.state,
@@ -389,7 +403,12 @@ def against(runs: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> str:
     lines = [[f"ratio to {runs[0]['run']}", *keys]]
     for one in runs[1:]:
         ratios = ratios_of(runs[0], one, known)
-        lines.append([one["run"], *("–" if (r := ratios[k]) is None else f"{r:.3f}" for k in keys)])
+        lines.append(
+            [
+                _called(one, runs[0]),
+                *("–" if (r := ratios[k]) is None else f"{r:.3f}" for k in keys),
+            ]
+        )
     widths = [max(len(line[at]) for line in lines) for at in range(len(keys) + 1)]
     rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
     return "\n".join("  ".join(row).rstrip() for row in rows)
@@ -401,7 +420,8 @@ def progress_of(snapshot: Snapshot) -> dict[str, Any]:
 
     wait = "sync_wait_s"
     shares = [worker.share[PARTS.index(wait)] for worker in snapshot.workers]
-    known = [share for share in shares if math.isfinite(share) and wait not in snapshot.unmeasured]
+    measured = snapshot.step > 0 and wait not in snapshot.unmeasured
+    known = [share for share in shares if measured and math.isfinite(share)]
     return {
         "event": "progress",
         "t": round(time.time(), 3),
@@ -453,7 +473,7 @@ class Teller:
                 "t": round(time.time(), 3),
                 "state": state,
                 "error": error if run is None or run.error is None else run.error.what,
-                "folder": None if run is None else str(run.folder),
+                "folder": None if run is None else str(run.folder.absolute()),
                 "figures": None if run is None else figures(run, state=state),
                 "exit_code": exit_code,
             })  # fmt: skip
@@ -470,16 +490,29 @@ def follow_place(words: Sequence[str], wait_s: float | None = 60.0) -> Run:
     """Return the followed run at a place.
 
     Args:
-        words: One word, or the words of a command that prints the run's lines.
+        words: One word, the name of a submitted job too; or those of a command that prints the
+            run's lines.
         wait_s: How long to wait for a run that has not begun; None: as long as it takes.
     """
     from .followed import follow
 
     place = words[0] if len(words) == 1 else list(words)
+    gone: dict[str, Any] = {}
     if isinstance(place, str) and Path(place).is_dir() and not is_job(Path(place)):
         place = str(run_folder(place))  # a recorded script's newest
-    followed: Run = follow(place, wait_s=wait_s)
+    elif isinstance(place, str) and re.fullmatch(r"[\w.@-]+", place) and not Path(place).exists():
+        from .submitted import Jobs
+
+        job = Jobs()[place]
+        place, gone = job.place, {"gone": lambda: end_of(job)}
+    followed: Run = follow(place, wait_s=wait_s, **gone)
     return followed
+
+
+def end_of(job: Submitted) -> str:
+    """Return why a submitted job goes on no longer; empty while it does."""
+    now = job.look()
+    return (now.reason or now.state) if now.is_over else ""
 
 
 def watch(run: Run, teller: Teller) -> int:
