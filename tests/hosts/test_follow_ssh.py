@@ -1,4 +1,4 @@
-"""A run on a host is followed over a real ssh, through the loss of the connection, and takes orders."""
+"""A run on a host is followed over a real ssh, also one that is lost, and takes orders."""
 
 from __future__ import annotations
 
